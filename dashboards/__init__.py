@@ -1,0 +1,1 @@
+"""The metric catalogue and what is made from it. Imports nothing else of ours."""

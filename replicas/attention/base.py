@@ -1,0 +1,63 @@
+"""The attention protocol: queries of a packed batch attend over the paged KV pool.
+
+A backend is told the step's shape once (`begin`) and is then called per layer. It stores the new K and V first,
+so that a token attends to itself and to the tokens before it in the same chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class BatchMeta:
+    """The shape of one step. T tokens of B requests, packed; request b owns q[qo_indptr[b] : qo_indptr[b+1]].
+
+    A decode step is the case of one token each (``is_decode``). All int tensors live on the model's device.
+    """
+
+    is_decode: bool
+    qo_indptr: Tensor  # [B + 1] int32
+    rows: Tensor  # [B] int32: rows of ``table``
+    prefix_lens: Tensor  # [B] int32: tokens in the pool before this step
+    seq_lens: Tensor  # [B] int32: prefix_len + new tokens
+    positions: Tensor  # [T] int64: absolute position of each token
+    out_slots: Tensor  # [T] int64: where each token's K/V goes
+    table: Tensor  # [R, C] int32: ReqToTokenPool, slot of (row, position)
+    max_seq_len: int
+    num_tokens: int
+
+
+class AttentionBackend(Protocol):
+    """One per rank. Shapes: H query heads and K kv heads *of this rank*, D head_dim."""
+
+    def begin(self, batch: BatchMeta) -> None:
+        """Prepare for a step; called once before its first layer."""
+        ...
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store ``k``, ``v`` [T, K, D] of the new tokens at ``out_slots`` of ``layer``; attend causally.
+
+        Args:    q: [T, H, D], rotary already applied to q and k; scale is D ** -0.5.
+        Returns: [T, H * D]; may be a buffer that the next call overwrites.
+        """
+        ...
+
+
+class KvPool(Protocol):
+    """What attention needs of memory/pool.py's MHATokenToKVPool."""
+
+    page_size: int
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        """[num_pages, K, page_size, D] strided view."""
+        ...
+
+    def get_value_buffer(self, layer: int) -> Tensor: ...
+
+    def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [T, K, D] at slots ``loc`` [T]."""
+        ...
+
+

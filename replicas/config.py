@@ -1,0 +1,268 @@
+"""Settings of one engine: frozen values, and `resolve`, which fills the gaps from the model and the machine.
+
+Owns:  what each setting means, its default, and where its value came from (`EngineConfig.origin`).
+Never: reads files or devices; `replicas/runner/weights.py` reads the model's folder, `replicas/launch.py` the machine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from replicas.errors import InvalidConfig
+
+Device = Literal["cpu", "cuda"]
+DType = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. ``scaling`` holds the parameters of ``kind`` under their Hugging Face names."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3"] = "default"
+    scaling: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a dense decoder-only model; names follow Hugging Face's config.json."""
+
+    path: str  # folder that Transformers can load
+    architecture: str  # e.g. "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    context_len: int  # longest prompt + output
+    tie_embeddings: bool
+    attention_bias: bool  # q, k, v have biases
+    output_bias: bool  # o has a bias
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm on each query and key head (Qwen3)
+    eos_ids: tuple[int, ...]
+    dtype: DType  # compute and weight dtype
+
+    def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
+        """Bytes of one token's K and V on one rank, all layers (SPEC A06, MHA). KV heads are replicated when tp > heads."""
+        heads = max(1, self.num_kv_heads // tp)
+        return heads * self.head_dim * self.num_layers * 2 * DTYPE_BYTES[kv_dtype]
+
+    def tp_sizes(self) -> list[int]:
+        """Tensor-parallel sizes that split the heads evenly: divisors of the query heads that divide, or are
+        multiples of, the KV heads."""
+        return [
+            tp
+            for tp in range(1, self.num_heads + 1)
+            if self.num_heads % tp == 0
+            and self.intermediate_size % tp == 0
+            and (self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV pool and the prefix cache."""
+
+    page_size: int = 16  # tokens a page
+    prefix_cache: Literal["radix", "chunk"] = "radix"  # chunk: no reuse between requests
+    eviction: Literal["lru", "lfu", "fifo"] = "lru"
+    mem_fraction_static: float = 0.9  # share of device memory for weights + KV
+    device_memory_bytes: int | None = None  # CPU only: the budget that plays device memory; None takes a share of RAM
+    max_total_tokens: int | None = None  # cap on the pool; None takes all that fits
+    kv_dtype: DType | None = None  # None: the model's dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Admission, chunking and queueing."""
+
+    policy: Literal["lpm", "fcfs"] = "lpm"  # order of the waiting queue: longest prefix match first, or arrival
+    max_running_requests: int | None = None  # None: from the pool (SPEC A08)
+    max_queued_requests: int = 1024  # more are refused with Overloaded
+    chunked_prefill_size: int | None = None  # most new tokens a step; None: 512 on CPU, 8,192 on GPU
+    lpm_max_queue: int = 128  # longer queues fall back to fcfs (SPEC F03)
+    ageing_s: float = 5.0  # a request that waited this long goes before any better match
+    new_token_ratio: float = 0.7  # share of max_new_tokens reserved for a running request at admission (SPEC F05)
+    min_new_token_ratio: float = 0.1  # the ratio decays to this while nothing is retracted
+    new_token_ratio_decay: float = 0.001  # per decode step
+    in_batch_prefix_len: int = 32  # a request sharing this much with a queued one lets that one go first (SPEC F04)
+    watchdog_s: float = 300.0  # a step longer than this makes the engine unhealthy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How one replica spreads over processes."""
+
+    tp: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the machine offers; measured by the caller, so that `resolve` stays pure."""
+
+    device: Device
+    num_cpus: int
+    available_memory_bytes: int  # free RAM on CPU, free device memory on GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All settings of one engine, resolved. ``origin`` says where each filled-in value came from."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    device: Device
+    attention: Literal["auto", "torch_native", "cpu"] = "auto"
+    num_threads: int = 1  # compute threads of each rank, CPU only
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kv_dtype(self) -> DType:
+        return self.cache.kv_dtype or self.model.dtype
+
+    @property
+    def chunked_prefill_size(self) -> int:
+        assert self.scheduler.chunked_prefill_size is not None
+        return self.scheduler.chunked_prefill_size
+
+
+CPU_MEMORY_SHARE = 0.15  # of available RAM, for weights + KV of one replica, when nothing is said
+CPU_MEMORY_CAP = 3 << 30
+
+
+def resolve(
+    model: ModelConfig,
+    hardware: Hardware,
+    *,
+    cache: CacheConfig | None = None,
+    scheduler: SchedulerConfig | None = None,
+    parallel: ParallelConfig | None = None,
+    attention: Literal["auto", "torch_native", "cpu"] = "auto",
+    num_threads: int | None = None,
+) -> EngineConfig:
+    """Check the settings against model and machine and fill in what was left open. Pure.
+
+    Raises: InvalidConfig, saying which setting, why, and what is allowed.
+    """
+    cache, scheduler, parallel = cache or CacheConfig(), scheduler or SchedulerConfig(), parallel or ParallelConfig()
+    _check_model(model)
+    _check_cache(cache)
+    _check_scheduler(scheduler)
+    origin: dict[str, str] = {}
+    if parallel.tp not in model.tp_sizes():
+        raise InvalidConfig(
+            f"parallel.tp = {parallel.tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads and "
+            f"an MLP of {model.intermediate_size} evenly; sizes that work for this model: {model.tp_sizes()}"
+        )
+    if cache.device_memory_bytes is None and hardware.device == "cpu":
+        budget = min(int(hardware.available_memory_bytes * CPU_MEMORY_SHARE), CPU_MEMORY_CAP)
+        cache = replace(cache, device_memory_bytes=budget)
+        origin["cache.device_memory_bytes"] = (
+            f"{CPU_MEMORY_SHARE:.0%} of {hardware.available_memory_bytes / 2**30:.1f} GiB available RAM, "
+            f"at most {CPU_MEMORY_CAP / 2**30:.0f} GiB"
+        )
+    if scheduler.chunked_prefill_size is None:
+        scheduler = replace(scheduler, chunked_prefill_size=512 if hardware.device == "cpu" else 8192)
+        origin["scheduler.chunked_prefill_size"] = f"default on {hardware.device}"
+    if num_threads is None:
+        num_threads = max(1, hardware.num_cpus // parallel.tp)
+        origin["num_threads"] = f"{hardware.num_cpus} CPUs over {parallel.tp} ranks"
+    return EngineConfig(
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
+        parallel=parallel,
+        device=hardware.device,
+        attention=attention,
+        num_threads=num_threads,
+        origin=origin,
+    )
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.dtype not in DTYPE_BYTES:
+        raise InvalidConfig(f"model.dtype = {model.dtype!r} is unknown; allowed: {sorted(DTYPE_BYTES)}")
+    if model.num_heads % model.num_kv_heads:
+        raise InvalidConfig(
+            f"{model.path}: {model.num_heads} query heads are not a multiple of {model.num_kv_heads} KV heads"
+        )
+
+
+def _check_cache(cache: CacheConfig) -> None:
+    if not 1 <= cache.page_size <= 1024:
+        raise InvalidConfig(f"cache.page_size = {cache.page_size}; allowed: 1 to 1024 tokens")
+    if not 0.0 < cache.mem_fraction_static <= 1.0:
+        raise InvalidConfig(f"cache.mem_fraction_static = {cache.mem_fraction_static}; allowed: above 0, at most 1")
+    if cache.max_total_tokens is not None and cache.max_total_tokens < cache.page_size:
+        raise InvalidConfig(f"cache.max_total_tokens = {cache.max_total_tokens} is less than a page ({cache.page_size})")
+
+
+def _check_scheduler(scheduler: SchedulerConfig) -> None:
+    for name in ("max_running_requests", "chunked_prefill_size"):
+        value = getattr(scheduler, name)
+        if value is not None and value < 1:
+            raise InvalidConfig(f"scheduler.{name} = {value}; allowed: 1 or more, or leave it out")
+    if scheduler.max_queued_requests < 1:
+        raise InvalidConfig(f"scheduler.max_queued_requests = {scheduler.max_queued_requests}; allowed: 1 or more")
+    if not 0.0 <= scheduler.min_new_token_ratio <= scheduler.new_token_ratio <= 1.0:
+        raise InvalidConfig(
+            "scheduler: 0 <= min_new_token_ratio <= new_token_ratio <= 1 is required, got "
+            f"{scheduler.min_new_token_ratio} and {scheduler.new_token_ratio}"
+        )
+
+
+def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int, ...], dtype: DType) -> ModelConfig:
+    """ModelConfig from a Transformers config as a dict (``AutoConfig.to_dict()``, which has defaults filled in).
+
+    Raises: InvalidConfig for features that the dense models here do not have (sliding windows, other rope kinds).
+    """
+    architectures = hf.get("architectures") or ["?"]
+    architecture = str(architectures[0])
+    heads = int(hf["num_attention_heads"])
+    if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
+        window, longest = int(hf["sliding_window"]), int(hf["max_position_embeddings"])
+        if window < longest:
+            raise InvalidConfig(
+                f"{path}: attention with a sliding window of {window} tokens is not supported; set \"sliding_window\": "
+                f'null and "max_position_embeddings": {window} in its config.json to serve it with a shorter context'
+            )
+    qwen2 = architecture.startswith("Qwen2")
+    return ModelConfig(
+        path=path,
+        architecture=architecture,
+        vocab_size=int(hf["vocab_size"]),
+        hidden_size=int(hf["hidden_size"]),
+        intermediate_size=int(hf["intermediate_size"]),
+        num_layers=int(hf["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(hf.get("num_key_value_heads") or heads),
+        head_dim=int(hf.get("head_dim") or int(hf["hidden_size"]) // heads),
+        rms_norm_eps=float(hf["rms_norm_eps"]),
+        rope=_rope_from_hf(path, hf),
+        context_len=int(hf["max_position_embeddings"]),
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        attention_bias=qwen2 or bool(hf.get("attention_bias", False)),
+        output_bias=not qwen2 and bool(hf.get("attention_bias", False)),
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        qk_norm=architecture.startswith("Qwen3"),
+        eos_ids=eos_ids,
+        dtype=dtype,
+    )
+
+
+def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
+    raw = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = float(raw.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
+    kind = str(raw.pop("rope_type", None) or raw.pop("type", None) or "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise InvalidConfig(f"{path}: rope type {kind!r} is not supported; supported: default, linear, llama3")
+    scaling = {k: float(v) for k, v in raw.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return RopeConfig(theta=theta, kind=kind, scaling=scaling)  # type: ignore[arg-type]

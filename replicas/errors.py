@@ -1,0 +1,86 @@
+"""Everything that can go wrong, as one tree; each class says how HTTP answers it and whether trying again can help.
+
+MantaError                     500
+├── InvalidRequest             400   the request is wrong; sending it again will not help
+│   └── PromptTooLong          400   prompt (+ max_new_tokens) does not fit the model or the pool
+├── UnknownModel               404
+├── RequestAborted             499   the client went away, or asked for the abort
+├── DeadlineExceeded           504   not finished within the request's deadline
+├── Overloaded                 503   retryable: the waiting queue is full
+├── EngineDead                 503   retryable: a step crashed or a rank died; the replica is being replaced
+├── InvalidConfig              500   a setting is impossible; says which, why, and what is allowed
+│   └── UnsupportedModel       500   architecture not known; lists those that are
+└── PagesExhausted             500   internal: an allocation was short; the scheduler evicts or retracts on it
+"""
+
+
+class MantaError(Exception):
+    """Root of the tree. The message says what was wanted, what there is, and what to do."""
+
+    http_status = 500
+    retryable = False
+
+
+class InvalidRequest(MantaError):
+    """The request cannot be served as it is. ``param`` names the offending field where there is one."""
+
+    http_status = 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_invalid_request, (type(self), str(self), self.param))
+
+
+def _rebuild_invalid_request(cls: type[InvalidRequest], message: str, param: str | None) -> InvalidRequest:
+    return cls(message, param=param)
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt, or prompt plus requested output, exceeds the context length or the whole KV pool."""
+
+
+class UnknownModel(MantaError):
+    """The request names a model that is not served here."""
+
+    http_status = 404
+
+
+class RequestAborted(MantaError):
+    """The client disconnected or called abort."""
+
+    http_status = 499
+
+
+class DeadlineExceeded(MantaError):
+    """The request's deadline passed before it finished."""
+
+    http_status = 504
+
+
+class Overloaded(MantaError):
+    """The waiting queue is full; try again later or elsewhere."""
+
+    http_status = 503
+    retryable = True
+
+
+class EngineDead(MantaError):
+    """A step crashed or a rank died; every open request gets this and the replica becomes unhealthy."""
+
+    http_status = 503
+    retryable = True
+
+
+class InvalidConfig(MantaError):
+    """A setting is impossible on this model or machine."""
+
+
+class UnsupportedModel(InvalidConfig):
+    """The model's architecture has no file in ``replicas/models``."""
+
+
+class PagesExhausted(MantaError):
+    """Fewer pages are free than an allocation needs; nothing was taken."""

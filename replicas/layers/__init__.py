@@ -1,0 +1,1 @@
+"""Tensor-parallel building blocks that the model files are made of."""

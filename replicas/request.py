@@ -1,0 +1,141 @@
+"""Req: one choice of one request inside the engine. Ids and lengths; what it holds; where it is.
+
+Owns:      its tokens and its state. Pages and locks are held through ``holding``, given and taken by cache/kv.py alone.
+Invariant: moves follow ``MOVES``; a finished request holds nothing.
+Thread:    scheduler thread only.
+
+    WAITING ──admit──> PREFILLING ──last chunk──> RUNNING ──stop, length──> FINISHED
+       ^                    │                        │
+       └────── retract ─────┴──────── retract ───────┘          (abort, error, deadline: from any state to FINISHED)
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from replicas.types import Finish, GenerateRequest, SamplingParams, TokenIds, TokenLogprob, Usage
+
+
+class ReqState(enum.Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+MOVES: dict[ReqState, frozenset[ReqState]] = {
+    ReqState.WAITING: frozenset({ReqState.PREFILLING, ReqState.FINISHED}),
+    ReqState.PREFILLING: frozenset({ReqState.RUNNING, ReqState.WAITING, ReqState.FINISHED}),
+    ReqState.RUNNING: frozenset({ReqState.WAITING, ReqState.FINISHED}),
+    ReqState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Holding:
+    """What a request holds of the pools while it is in flight. Made and unmade by cache/kv.py."""
+
+    row: int  # its row of the ReqToTokenPool
+    lock: object  # receipt of the prefix cache for the locked path
+    prefix_len: int  # leading tokens whose pages belong to the tree (whole pages, locked by ``lock``)
+    kv_len: int  # tokens that have a slot: [0, prefix_len) the tree's, [prefix_len, kv_len) its own
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """One sequence being generated.
+
+    ``ids[:num_tokens]`` is prompt + output; the K/V of ``ids[:computed_len]`` is in the pool.
+    """
+
+    rid: str
+    index: int
+    sampling: SamplingParams
+    salt: str
+    priority: int
+    arrival_s: float
+    deadline_s: float | None  # absolute, on the engine's clock
+    prompt_len: int
+    ids: TokenIds  # [prompt_len + max_new_tokens] buffer
+    num_tokens: int
+    eos_ids: frozenset[int]  # ids that end it; empty with ignore_eos (stop_token_ids are in sampling)
+    num_resumed: int = 0  # leading output tokens that another replica already delivered
+    return_logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs_from: int | None = None
+    state: ReqState = ReqState.WAITING
+    holding: Holding | None = None
+    computed_len: int = 0  # tokens whose K/V is computed, reused ones included
+    cached_tokens: int = 0  # prompt tokens reused at first admission
+    num_retractions: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    first_token_s: float | None = None
+    admitted_s: float | None = None
+
+    @staticmethod
+    def make(
+        request: GenerateRequest, *, index: int, now_s: float, eos_ids: frozenset[int]
+    ) -> "Req":
+        """Choice ``index`` of ``request``, waiting."""
+        sampling = request.sampling.for_choice(index)
+        prompt_len = len(request.token_ids)
+        ids = np.empty(prompt_len + max(sampling.max_new_tokens, len(request.resumed_ids)), dtype=np.int32)
+        ids[:prompt_len] = request.token_ids
+        resumed = request.resumed_ids
+        ids[prompt_len : prompt_len + len(resumed)] = resumed
+        return Req(
+            rid=request.rid,
+            index=index,
+            sampling=sampling,
+            salt=request.cache_salt,
+            priority=request.priority,
+            arrival_s=now_s,
+            deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
+            prompt_len=prompt_len,
+            ids=ids,
+            num_tokens=prompt_len + len(resumed),
+            num_resumed=len(resumed),
+            eos_ids=frozenset() if sampling.ignore_eos else eos_ids,
+            return_logprobs=request.return_logprobs,
+            top_logprobs=request.top_logprobs,
+            prompt_logprobs_from=request.prompt_logprobs_from,
+        )
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def output_ids(self) -> TokenIds:
+        return self.ids[self.prompt_len : self.num_tokens]
+
+    @property
+    def extend_len(self) -> int:
+        """Tokens still to run before the next one can be sampled (>= 1 while unfinished)."""
+        return self.num_tokens - self.computed_len
+
+    @property
+    def max_remaining(self) -> int:
+        """Output tokens it may still make."""
+        return self.sampling.max_new_tokens - self.num_output
+
+    def move(self, state: ReqState) -> None:
+        """Change state; an illegal move raises."""
+        if state not in MOVES[self.state]:
+            raise ValueError(f"request {self.rid}[{self.index}]: illegal move {self.state.value} -> {state.value}")
+        self.state = state
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token (its K/V is not yet computed)."""
+        self.ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_len,
+            completion_tokens=self.num_output,
+            cached_tokens=self.cached_tokens,
+            num_retractions=self.num_retractions,
+        )

@@ -1,0 +1,1 @@
+"""Decides what runs in each step: host code over ints, no device, no model."""

@@ -1,0 +1,89 @@
+"""What the scheduler asks of the device in one step, and what comes back: host data, picklable; TP ranks receive it.
+
+Owns:      nothing; these are values.
+Invariant: every slot that a plan writes belongs to the request whose row it is; no two rows of a plan write one slot.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from replicas.types import SamplingParams, TokenIds, TokenLogprob
+
+Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableWrite:
+    """Positions [start, start + len(slots)) of a row of the ReqToTokenPool now live in ``slots``."""
+
+    row: int
+    start: int
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExtendRow:
+    """One request's share of an extend step; positions are absolute."""
+
+    row: int  # row of the ReqToTokenPool
+    token_ids: TokenIds  # [E] tokens to run now, E >= 1
+    prefix_len: int  # tokens already in the pool before this step
+    slots: Slots  # [E] pool slot that receives each token's K/V
+    sample: bool  # the last token's logits are wanted (last chunk)
+    prompt_logprobs_from: int | None = None  # absolute position of the first *target* token whose logprob is wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExtendPlan:
+    """Run new tokens over prefixes; ``sampling`` has one entry per row with ``sample``, in row order."""
+
+    table_writes: tuple[TableWrite, ...]  # to apply before the step
+    rows: tuple[ExtendRow, ...]
+    sampling: tuple["SampleRow", ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodePlan:
+    """One token for each running request; ``seq_lens`` count the new token."""
+
+    table_writes: tuple[TableWrite, ...]
+    rows: npt.NDArray[np.int32]  # [B] rows of the ReqToTokenPool
+    token_ids: TokenIds  # [B]
+    seq_lens: npt.NDArray[np.int32]  # [B] tokens to attend over, the new one included
+    slots: Slots  # [B]
+    sampling: tuple["SampleRow", ...]  # [B]
+
+
+StepPlan = ExtendPlan | DecodePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleRow:
+    """What the sampler needs for one token; only rank 0 reads it.
+
+    ``prompt_ids`` and ``output_ids`` are views of the request's own buffer, read only when penalties ask for them.
+    """
+
+    params: SamplingParams
+    position: int  # absolute position of the token to be sampled; with the seed it fixes the random number
+    num_output: int  # output tokens so far (for min_new_tokens)
+    stop_ids: frozenset[int]  # ids masked out while num_output < min_new_tokens
+    prompt_ids: TokenIds
+    output_ids: TokenIds
+    return_logprobs: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """Sampled tokens, in the order of the plan's ``sampling``."""
+
+    token_ids: TokenIds  # [S]
+    logprobs: tuple[TokenLogprob | None, ...] = ()  # [S] when any row asked, else empty
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)  # by index into plan.rows

@@ -1,0 +1,265 @@
+"""What crosses the engine's border: requests in, token deltas out, statistics. Standard library and numpy only.
+
+Frozen values; picklable; the same types travel from the router to the replica and back.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from replicas.errors import InvalidRequest
+
+TokenIds = npt.NDArray[np.int32]  # [n] token ids
+
+
+class FinishReason(enum.Enum):
+    """How a request ended; every accepted request ends in exactly one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Why a request ended, and what matched."""
+
+    reason: FinishReason
+    matched: int | str | None = None  # stop token id or stop string, for STOP
+    message: str | None = None  # for ABORT and ERROR: one sentence that says what happened
+    http_status: int = 200  # what a client that has received nothing yet should get
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop. Field meanings follow SGLang and OpenAI.
+
+    The random number of a token is a function of (seed, position) alone, never of the batch.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0  # until then eos and stop ids are masked out
+    temperature: float = 1.0  # 0 means greedy
+    top_k: int | None = None  # keep the k most likely; None keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    frequency_penalty: float = 0.0  # over output, per occurrence
+    presence_penalty: float = 0.0  # over output
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False  # keep the stop string in the text (SGLang's no_stop_trim)
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    def for_choice(self, index: int) -> "SamplingParams":
+        """The parameters of choice ``index`` of an n > 1 request: the same but for the seed. Choice 0 keeps the seed."""
+        if index == 0:
+            return dataclasses.replace(self, n=1)
+        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
+        return dataclasses.replace(self, n=1, seed=int.from_bytes(digest, "little") >> 1)
+
+    def validate(self, *, vocab_size: int) -> None:
+        """Raises InvalidRequest, naming the field, for anything out of its range."""
+        _check("max_tokens", self.max_new_tokens >= 0, f"must be >= 0, got {self.max_new_tokens}")
+        _check(
+            "min_tokens",
+            0 <= self.min_new_tokens <= max(self.max_new_tokens, 0),
+            f"must be between 0 and max_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",
+        )
+        _check("temperature", _finite(self.temperature) and 0 <= self.temperature <= 100, "must be between 0 and 100")
+        _check("top_k", self.top_k is None or self.top_k >= 1, f"must be >= 1 (or -1 for all), got {self.top_k}")
+        _check("top_p", _finite(self.top_p) and 0 < self.top_p <= 1, f"must be in (0, 1], got {self.top_p}")
+        _check("min_p", _finite(self.min_p) and 0 <= self.min_p <= 1, f"must be in [0, 1], got {self.min_p}")
+        _check(
+            "repetition_penalty",
+            _finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
+            f"must be in (0, 10], got {self.repetition_penalty}",
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _check(name, _finite(value) and -2 <= value <= 2, f"must be between -2 and 2, got {value}")
+        _check("n", 1 <= self.n <= 128, f"must be between 1 and 128, got {self.n}")
+        _check("seed", 0 <= self.seed < 2**63, f"must be between 0 and 2**63 - 1, got {self.seed}")
+        for token, bias in self.logit_bias:
+            _check("logit_bias", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
+            _check("logit_bias", _finite(bias) and -100 <= bias <= 100, f"{bias} is not between -100 and 100")
+        for token in self.stop_token_ids:
+            _check("stop_token_ids", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
+        _check("stop", len(self.stop) <= 64, f"at most 64 stop strings, got {len(self.stop)}")
+        _check("stop", all(0 < len(s) <= 1024 for s in self.stop), "each stop string must have 1 to 1,024 characters")
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def _check(param: str, ok: bool, message: str) -> None:
+    if not ok:
+        raise InvalidRequest(f"{param}: {message}", param=param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """One tokenised request. Made once, in the router; the engine never sees text of the prompt."""
+
+    rid: str
+    token_ids: TokenIds  # [L] the prompt, L >= 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""  # requests with different salts never share a page
+    priority: int = 0  # higher runs first
+    deadline_s: float | None = None  # seconds from submit; None waits as long as it takes
+    return_logprobs: bool = False  # logprob of each output token
+    top_logprobs: int = 0  # and of this many most likely alternatives, 0 to 20
+    prompt_logprobs_from: int | None = None  # also prompt logprobs for positions >= this; None: none
+    resumed_ids: tuple[int, ...] = ()  # output already delivered by a replica that died; continue after it
+
+    def validate(self, *, vocab_size: int) -> None:
+        """Raises InvalidRequest. Lengths are the engine's to judge, which knows the context and the pool."""
+        _check("prompt", len(self.token_ids) > 0, "is empty; give at least one token")
+        _check("priority", -1000 <= self.priority <= 1000, "must be between -1000 and 1000")
+        _check("top_logprobs", 0 <= self.top_logprobs <= 20, f"must be between 0 and 20, got {self.top_logprobs}")
+        _check("timeout", self.deadline_s is None or self.deadline_s > 0, "must be positive")
+        low, high = int(self.token_ids.min()), int(self.token_ids.max())
+        _check("prompt", low >= 0 and high < vocab_size, f"token ids must be in [0, {vocab_size}), got {low}..{high}")
+        start = self.prompt_logprobs_from
+        _check("logprob_start_len", start is None or 0 <= start <= len(self.token_ids), "lies outside the prompt")
+        self.sampling.validate(vocab_size=vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Natural-log probability of one token under the model (before temperature and cuts, after nothing)."""
+
+    token_id: int
+    logprob: float | None  # None for the first prompt token, which has no context
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one choice so far."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens whose K/V was reused, all tiers
+    num_retractions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """What one step (or several, coalesced) added to one choice of one request."""
+
+    rid: str
+    index: int = 0  # choice, 0 <= index < n
+    token_ids: tuple[int, ...] = ()  # every output token exactly once, the stop token included
+    text: str = ""  # concatenation over deltas is the whole text; stop strings trimmed
+    logprobs: tuple[TokenLogprob, ...] = ()  # [len(token_ids)] when asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # on the first delta, when asked for
+    usage: Usage
+    finish: Finish | None = None  # on the last delta of the choice
+
+    def merge(self, later: "TokenDelta") -> "TokenDelta":
+        """This delta and the one after it as one: what a slow consumer receives."""
+        assert (self.rid, self.index) == (later.rid, later.index) and self.finish is None
+        return TokenDelta(
+            rid=self.rid,
+            index=self.index,
+            token_ids=self.token_ids + later.token_ids,
+            text=self.text + later.text,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+            usage=later.usage,
+            finish=later.finish,
+        )
+
+
+class PressureLevel(enum.Enum):
+    """Share of the pool that cannot be given to a new request (SPEC D15): > 0.95, > 0.85, > 0.70, or less."""
+
+    CRITICAL = "critical"
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """The device pool by state, in pages and tokens; the four states sum to the capacity (SPEC D14)."""
+
+    page_size: int
+    num_pages: int
+    free_pages: int
+    evictable_pages: int
+    protected_pages: int  # in the tree and locked by a request
+    reserved_pages: int  # held by requests outside the tree
+
+    @property
+    def total_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of pages that a new request cannot have: protected and reserved."""
+        return (self.protected_pages + self.reserved_pages) * self.page_size
+
+    @property
+    def utilization(self) -> float:
+        return self.used_tokens / self.total_tokens if self.num_pages else 0.0
+
+    @property
+    def pressure(self) -> PressureLevel:
+        for bound, level in ((0.95, PressureLevel.CRITICAL), (0.85, PressureLevel.HIGH), (0.70, PressureLevel.MEDIUM)):
+            if self.utilization > bound:
+                return level
+        return PressureLevel.LOW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of one engine; counters only grow. Turned into metrics and ReplicaViews elsewhere."""
+
+    time_s: float  # monotonic clock of the engine's process
+    pool: PoolStats
+    num_waiting: int
+    num_running: int
+    max_running_requests: int
+    waiting_uncached_tokens: int  # prompt tokens queued that no cache holds, the current chunk's rest included
+    cache_nodes: int
+    cache_event_seq: int
+    # counters
+    num_finished: int
+    num_aborted: int
+    num_errors: int
+    num_retractions: int
+    retracted_tokens: int
+    prefill_tokens: int  # computed
+    cached_tokens: int  # reused instead of computed
+    lookup_tokens: int  # prompt tokens looked up
+    decode_tokens: int
+    evicted_tokens: int
+    num_extend_steps: int
+    num_decode_steps: int
+    extend_s: float  # time in extend steps
+    decode_s: float
+    alloc_failures: int
+    # smoothed rates; 0 until measured
+    prefill_tokens_per_s: float
+    decode_step_s: float
