@@ -83,7 +83,8 @@ class GgufModel:
         return field.contents()
 
     def _tensors(self, on_tensor: Callable[[], None]) -> dict[str, FloatArray]:
-        heads = {"attn_q": self._field("llama.attention.head_count"), "attn_k": self._field("llama.attention.head_count_kv")}
+        num_heads, num_kv_heads = self._field("llama.attention.head_count"), self._field("llama.attention.head_count_kv")
+        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
         tensors: dict[str, FloatArray] = {}
         for tensor in self._reader.tensors:
             weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
