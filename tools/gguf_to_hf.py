@@ -83,7 +83,8 @@ class GgufModel:
         return field.contents()
 
     def _tensors(self, on_tensor: Callable[[], None]) -> dict[str, FloatArray]:
-        num_heads, num_kv_heads = self._field("llama.attention.head_count"), self._field("llama.attention.head_count_kv")
+        num_heads = self._field("llama.attention.head_count")
+        num_kv_heads = self._field("llama.attention.head_count_kv")
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
         tensors: dict[str, FloatArray] = {}
         for tensor in self._reader.tensors:

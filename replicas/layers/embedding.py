@@ -1,0 +1,99 @@
+"""Token embedding and output head, split over the tensor-parallel ranks by vocabulary.
+
+Owns:      the vocabulary's slices: rank r holds ids [r * S, (r + 1) * S) with S = ceil(V / tp); rows above V are zero.
+Never:     copies a tied embedding: the head multiplies by the embedding's own tensor.
+Invariant: embeddings and logits are the same on all ranks.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replicas.layers.layer import Layer, Put
+from replicas.layers.linear import Matmul
+from replicas.parallel import TpGroup
+
+
+class VocabParallelEmbedding(Layer):
+    """Token id -> row of the embedding."""
+
+    def __init__(self, vocab_size: int, *, tp: TpGroup) -> None:
+        self._vocab_size = vocab_size
+        self._tp = tp
+        self._rows = -(-vocab_size // tp.size)
+        self._first = tp.rank * self._rows
+        self.weight: Tensor | None = None  # [S, hidden]
+
+    def slots(self) -> Mapping[str, Put]:
+        return {"weight": self._put}
+
+    def _put(self, tensor: Tensor) -> None:
+        self.weight = slice_vocab(tensor, first=self._first, rows=self._rows)
+
+    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
+        assert self.weight is not None, "no embedding was put"
+        self.weight = self.weight.to(device=device, dtype=dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.weight is None else self.weight.nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden], a fresh tensor."""
+        assert self.weight is not None, "finalize() comes before the first call"
+        if self._tp.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self._first
+        elsewhere = (local < 0) | (local >= self._rows)  # [T]
+        out = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self._tp.all_reduce(out.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+class ParallelLMHead(Layer):
+    """Hidden state -> logits over the whole vocabulary. ``tied`` is the embedding whose weight it shares, or None."""
+
+    def __init__(self, vocab_size: int, *, tp: TpGroup, tied: VocabParallelEmbedding | None) -> None:
+        self._vocab_size = vocab_size
+        self._tp = tp
+        self._tied = tied
+        self._rows = -(-vocab_size // tp.size)
+        self._piece: Tensor | None = None  # [S, hidden], until finalize
+        self.matmul = Matmul()
+
+    def slots(self) -> Mapping[str, Put]:
+        return {} if self._tied else {"weight": self._put}
+
+    def _put(self, tensor: Tensor) -> None:
+        self._piece = slice_vocab(tensor, first=self._tp.rank * self._rows, rows=self._rows)
+
+    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
+        """After the embedding's, where tied."""
+        weight = self._piece if self._tied is None else self._tied.weight
+        assert weight is not None, "no output head was put"
+        self.matmul.prepare(weight.to(device=device, dtype=dtype), None)
+        self._piece = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._tied else self.matmul.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[S, hidden] -> [S, V] in fp32."""
+        if x.shape[0] == 0:
+            return x.new_empty(0, self._vocab_size, dtype=torch.float32)
+        logits = self.matmul(x).float()
+        if self._tp.size == 1:
+            return logits
+        return self._tp.all_gather(logits)[:, : self._vocab_size]
+
+
+def slice_vocab(tensor: Tensor, *, first: int, rows: int) -> Tensor:
+    """Rows [first, first + rows) of [V, hidden]; those from V on are zero. A view where all rows exist."""
+    there = tensor[first : first + rows]
+    if len(there) == rows:
+        return there
+    padded = tensor.new_zeros(rows, tensor.shape[1])
+    padded[: len(there)] = there
+    return padded

@@ -1,0 +1,47 @@
+"""What every layer is: a thing that takes its weights under their Hugging Face names, and is then called.
+
+Owns:      how a tree of layers is walked: names of weights, finishing after loading, bytes.
+Never:     reads files (runner/weights.py does).
+Invariant: weights are put once, as whole tensors; each layer keeps its rank's slice; ``finalize`` comes before a call.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+Put = Callable[[Tensor], None]  # takes a whole weight as it lies in the checkpoint
+
+
+class Layer:
+    """A node of the tree. Leaves have ``slots``; nodes above have ``parts``. Inference only: no gradients anywhere."""
+
+    def parts(self) -> Mapping[str, "Layer"]:
+        """Layers below this one, by the name that precedes theirs ("" where the checkpoint has no such level)."""
+        return {}
+
+    def slots(self) -> Mapping[str, Put]:
+        """This layer's own weights: name in the checkpoint -> what takes the tensor."""
+        return {}
+
+    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Bring the weights that were put into the form in which they are used."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this layer's own weights on this rank."""
+        return 0
+
+    def walk(self, prefix: str = "") -> Iterator[tuple[str, "Layer"]]:
+        """This layer and all below it, with their names."""
+        yield prefix, self
+        for name, part in self.parts().items():
+            yield from part.walk(_join(prefix, name))
+
+    def weights(self) -> dict[str, Put]:
+        """Every weight of the tree under its full name in the checkpoint."""
+        return {_join(prefix, name): put for prefix, layer in self.walk() for name, put in layer.slots().items()}
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

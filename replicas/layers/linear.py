@@ -1,0 +1,156 @@
+"""Linear layers, split over the tensor-parallel ranks by output (column) or by input (row).
+
+Owns:      which slice of a whole weight each rank keeps, fusing of weights that see the same input, and ``Matmul``, the
+           one place where a layer multiplies: a faster product for a device goes there.
+Never:     copies a weight that needs neither slicing nor fusing: on CPU it stays a view of the mapped file.
+Invariant: column-parallel output and row-parallel input are the same slice; row-parallel output is equal on all ranks.
+Source:    Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replicas.layers.layer import Layer, Put
+from replicas.parallel import TpGroup
+
+
+class Matmul:
+    """``x @ weight.T + bias``."""
+
+    def __init__(self) -> None:
+        self.weight: Tensor | None = None  # [out, in]
+        self.bias: Tensor | None = None  # [out]
+
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take the final weight [out, in] and bias [out], on their device and in their dtype. Called once."""
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        assert self.weight is not None, "finalize() comes before the first call"
+        return F.linear(x, self.weight, self.bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
+
+
+class _Linear(Layer):
+    """Named weights, one below the other, as one product."""
+
+    def __init__(self, names: tuple[str, ...], *, bias: bool) -> None:
+        self._names = names
+        self._has_bias = bias
+        self._pieces: dict[str, Tensor] = {}  # name -> this rank's slice, until finalize
+        self.matmul = Matmul()
+
+    def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
+        """This rank's share of a whole weight [out, in] or bias [out]; None where it has none."""
+        raise NotImplementedError
+
+    def slots(self) -> Mapping[str, Put]:
+        kinds = ("weight", "bias") if self._has_bias else ("weight",)
+        keys = [_key(name, kind) for name in self._names for kind in kinds]
+        return {key: self._putter(key) for key in keys}
+
+    def _putter(self, key: str) -> Put:
+        def put(tensor: Tensor) -> None:
+            piece = self._slice(key, tensor)
+            if piece is not None:
+                self._pieces[key] = piece
+
+        return put
+
+    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
+        weight = self._fuse("weight", device, dtype)
+        assert weight is not None, f"no weight was put for {self._names}"
+        self.matmul.prepare(weight, self._fuse("bias", device, dtype) if self._has_bias else None)
+        self._pieces.clear()
+
+    def _fuse(self, kind: str, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        pieces = [self._pieces[key] for name in self._names if (key := _key(name, kind)) in self._pieces]
+        moved = [piece.to(device=device, dtype=dtype) for piece in pieces]
+        if len(moved) > 1:
+            return torch.cat(moved)
+        return moved[0].contiguous() if moved else None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matmul.num_bytes
+
+
+class ColumnParallelLinear(_Linear):
+    """Each rank makes its share of the outputs of one or more weights that see the same input."""
+
+    def __init__(self, names: tuple[str, ...], *, tp: TpGroup, bias: bool = False) -> None:
+        super().__init__(names, bias=bias)
+        self._tp = tp
+
+    def _slice(self, name: str, tensor: Tensor) -> Tensor:
+        rows = _share(tensor.shape[0], self._tp.size, name)
+        return tensor.narrow(0, self._tp.rank * rows, rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, sum of out / tp], one name's share after the other's."""
+        return self.matmul(x)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value projections as one product. A rank holds whole heads: H of queries, K of keys and values.
+
+    With more ranks than KV heads, each KV head lies on tp / num_kv_heads ranks: on those that hold its queries.
+    """
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, tp: TpGroup, bias: bool) -> None:
+        super().__init__(("q_proj", "k_proj", "v_proj"), tp=tp, bias=bias)
+        self.num_heads = _share(num_heads, tp.size, "query heads")
+        self.num_kv_heads = max(1, num_kv_heads // tp.size)
+        self.head_dim = head_dim
+        if tp.size > num_kv_heads:
+            _share(tp.size, num_kv_heads, "ranks over KV heads")
+        else:
+            _share(num_kv_heads, tp.size, "KV heads")
+        self._first_kv_head = tp.rank * num_kv_heads // tp.size
+
+    def _slice(self, name: str, tensor: Tensor) -> Tensor:
+        if name.startswith("q_proj"):
+            return super()._slice(name, tensor)
+        rows = self.num_kv_heads * self.head_dim
+        return tensor.narrow(0, self._first_kv_head * self.head_dim, rows)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, (H + 2 K) D] -> views q [T, H, D], k [T, K, D], v [T, K, D]."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        return q, k, v
+
+
+class RowParallelLinear(_Linear):
+    """Each rank multiplies its share of the inputs; the sum over ranks is the output."""
+
+    def __init__(self, *, tp: TpGroup, bias: bool = False) -> None:
+        super().__init__(("",), bias=bias)
+        self._tp = tp
+
+    def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
+        if name == "bias":
+            return tensor if self._tp.rank == 0 else None  # added once
+        columns = _share(tensor.shape[1], self._tp.size, name)
+        return tensor.narrow(1, self._tp.rank * columns, columns)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in / tp] -> [T, out]."""
+        return self._tp.all_reduce(self.matmul(x))
+
+
+def _key(name: str, kind: str) -> str:
+    return f"{name}.{kind}" if name else kind
+
+
+def _share(total: int, size: int, what: str) -> int:
+    if total % size:
+        raise ValueError(f"{total} ({what}) cannot be split evenly over {size}")
+    return total // size

@@ -1,0 +1,39 @@
+"""Root-mean-square normalisation, statistics in fp32 whatever the tensors' dtype.
+
+Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replicas.layers.layer import Layer, Put
+
+
+class RMSNorm(Layer):
+    """Normalises the last dimension. The same on all ranks."""
+
+    def __init__(self, eps: float) -> None:
+        self._eps = eps
+        self.weight: Tensor | None = None  # [size]
+
+    def slots(self) -> Mapping[str, Put]:
+        return {"weight": self._put}
+
+    def _put(self, tensor: Tensor) -> None:
+        self.weight = tensor
+
+    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
+        assert self.weight is not None, "no norm weight was put"
+        self.weight = self.weight.to(device=device, dtype=dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.weight is None else self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., size] -> the same shape, a fresh tensor."""
+        assert self.weight is not None, "finalize() comes before the first call"
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)

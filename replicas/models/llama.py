@@ -1,0 +1,118 @@
+"""Llama and Mistral: pre-norm decoder blocks with grouped-query attention, rotary positions and a gated MLP.
+
+Owns:      the order of operations of one forward pass, and the weights' names in Hugging Face checkpoints.
+Never:     knows where K and V lie (the attention backend does), or how a layer is split over ranks (layers do).
+Source:    Touvron et al. 2023 (arXiv:2302.13971); Jiang et al. 2023 (arXiv:2310.06825).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from replicas.attention.base import AttentionBackend, BatchMeta
+from replicas.config import ModelConfig
+from replicas.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from replicas.layers.layer import Layer
+from replicas.layers.linear import QKVParallelLinear, RowParallelLinear
+from replicas.layers.mlp import GatedMLP
+from replicas.layers.norm import RMSNorm
+from replicas.layers.rope import RotaryEmbedding, Rotation
+from replicas.parallel import TpGroup
+
+
+class LlamaAttention(Layer):
+    """Attention of block ``index``. This rank holds H query heads and K KV heads of D dimensions."""
+
+    def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
+        self._index = index
+        self._backend = backend
+        self.qkv = QKVParallelLinear(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            tp=tp,
+            bias=config.attention_bias,
+        )
+        self.o_proj = RowParallelLinear(tp=tp, bias=config.output_bias)
+
+    def parts(self) -> Mapping[str, Layer]:
+        return {"": self.qkv, "o_proj": self.o_proj}
+
+    def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        q, k, v = self.qkv.split(self.qkv(x))
+        q, k = self.rotate(q, k, rotation)
+        return self.o_proj(self._backend.forward(self._index, q, k, v))
+
+    def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """q [T, H, D], k [T, K, D] -> the same with their positions in."""
+        return rotation(q), rotation(k)
+
+
+class LlamaBlock(Layer):
+    """Attention and MLP, each behind a norm, each added to the residual stream."""
+
+    attention = LlamaAttention
+
+    def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
+        self.input_norm = RMSNorm(config.rms_norm_eps)
+        self.attn = self.attention(config, index, tp, backend)
+        self.post_norm = RMSNorm(config.rms_norm_eps)
+        self.mlp = GatedMLP(tp=tp, bias=config.mlp_bias)
+
+    def parts(self) -> Mapping[str, Layer]:
+        return {
+            "input_layernorm": self.input_norm,
+            "self_attn": self.attn,
+            "post_attention_layernorm": self.post_norm,
+            "mlp": self.mlp,
+        }
+
+    def __call__(self, residual: Tensor, rotation: Rotation) -> None:
+        """Adds this block's two terms to ``residual`` [T, hidden] in place."""
+        residual.add_(self.attn(self.input_norm(residual), rotation))
+        residual.add_(self.mlp(self.post_norm(residual)))
+
+
+class Llama(Layer):
+    """LlamaForCausalLM, MistralForCausalLM."""
+
+    block = LlamaBlock
+
+    def __init__(self, config: ModelConfig, tp: TpGroup, attention: AttentionBackend) -> None:
+        self.config = config
+        self._attention = attention
+        self.embed = VocabParallelEmbedding(config.vocab_size, tp=tp)
+        self.blocks = [self.block(config, i, tp, attention) for i in range(config.num_layers)]
+        self.norm = RMSNorm(config.rms_norm_eps)
+        self.head = ParallelLMHead(config.vocab_size, tp=tp, tied=self.embed if config.tie_embeddings else None)
+        self.rope = RotaryEmbedding(
+            config.head_dim,
+            theta=config.rope.theta,
+            kind=config.rope.kind,
+            scaling=config.rope.scaling,
+            dtype=getattr(torch, config.dtype),
+            device=tp.device,
+        )
+
+    def parts(self) -> Mapping[str, Layer]:
+        blocks = {f"model.layers.{i}": block for i, block in enumerate(self.blocks)}
+        return {"model.embed_tokens": self.embed, **blocks, "model.norm": self.norm, "lm_head": self.head}
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, meta: BatchMeta, logits_rows: Tensor | None = None) -> Tensor:
+        """Run one step; stores the K and V of its tokens through the attention backend.
+
+        Args:    input_ids: [T] on the model's device, packed as ``meta`` says.
+                 logits_rows: [S] int64, the packed tokens whose logits are wanted; None wants all T.
+        Returns: [S, V] fp32, the same on every rank.
+        """
+        self._attention.begin(meta)
+        rotation = self.rope.at(meta.positions)
+        hidden = self.embed(input_ids)  # [T, hidden]
+        for block in self.blocks:
+            block(hidden, rotation)
+        if logits_rows is not None:
+            hidden = hidden.index_select(0, logits_rows)
+        return self.head(self.norm(hidden))

@@ -1,0 +1,41 @@
+"""Qwen3 (dense): Llama with an RMSNorm on each query head and each key head before the rotation.
+
+Source: Yang et al. 2025 (arXiv:2505.09388).
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from replicas.attention.base import AttentionBackend
+from replicas.config import ModelConfig
+from replicas.layers.layer import Layer
+from replicas.layers.norm import RMSNorm
+from replicas.layers.rope import Rotation
+from replicas.models.llama import Llama, LlamaAttention, LlamaBlock
+from replicas.parallel import TpGroup
+
+
+class Qwen3Attention(LlamaAttention):
+    """The norms' weights [D] are shared by all heads, so every rank has them whole."""
+
+    def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
+        super().__init__(config, index, tp, backend)
+        self.q_norm = RMSNorm(config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.rms_norm_eps)
+
+    def parts(self) -> Mapping[str, Layer]:
+        return {**super().parts(), "q_norm": self.q_norm, "k_norm": self.k_norm}
+
+    def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return rotation(self.q_norm(q)), rotation(self.k_norm(k))
+
+
+class Qwen3Block(LlamaBlock):
+    attention = Qwen3Attention
+
+
+class Qwen3(Llama):
+    """Qwen3ForCausalLM."""
+
+    block = Qwen3Block

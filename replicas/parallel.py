@@ -1,0 +1,105 @@
+"""The tensor-parallel group: the ranks that hold one model together, and what they do at the same time.
+
+Owns:      the process group (gloo on CPU, NCCL on GPU). It is not torch.distributed's default group: one process can be
+           in several, as tests are.
+Never:     knows what the tensors mean; carries plans (rank 0 sends those over its pipes).
+Invariant: every rank calls the same operations in the same order with the same shapes.
+Thread:    the thread that runs the model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from replicas.errors import EngineDead
+
+
+class TpGroup:
+    """Rank ``rank`` of ``size``. With size 1 every operation is the identity and torch.distributed is not touched."""
+
+    def __init__(self, rank: int = 0, size: int = 1, *, device: torch.device | str = "cpu") -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not in a group of {size}; wanted 0 to {size - 1}")
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL; not every build of torch has both
+
+    @staticmethod
+    def create(
+        rank: int, size: int, *, init_method: str, device: torch.device | str = "cpu", timeout_s: float = 300.0
+    ) -> "TpGroup":
+        """Meet the other ranks; returns when all are there.
+
+        Args:    init_method: ``tcp://host:port`` (rank 0 listens) or ``file:///path``, the same on all ranks.
+                 timeout_s: for the meeting and for every operation after it.
+        Raises:  EngineDead if not all ranks come, or, later, if one of them dies.
+        """
+        group = TpGroup(rank, size, device=device)
+        if size > 1:
+            with group._speaking_for("meeting the other ranks"):
+                group._group = _meet(rank, size, init_method, group.device, timedelta(seconds=timeout_s))
+        return group
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place; returns ``tensor``."""
+        if self._group is not None:
+            with self._speaking_for("all_reduce"):
+                self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """The ranks' tensors (all of one shape) joined along ``dim`` in rank order."""
+        if self._group is None:
+            return tensor
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._speaking_for("all_gather"):
+            self._group.allgather([parts], [tensor]).wait()
+        return torch.cat(parts, dim)
+
+    def min_int(self, value: int) -> int:
+        """The smallest of the ranks' values (SPEC A04: all ranks size equal pools)."""
+        if self._group is None:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        with self._speaking_for("min_int"):
+            self._group.allreduce([tensor], options).wait()
+        return int(tensor.item())
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.min_int(0)
+
+    def close(self) -> None:
+        """Leave the group. Only operations of size 1 remain possible on this object."""
+        self._group = None
+
+    @contextmanager
+    def _speaking_for(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineDead(
+                f"tensor-parallel rank {self.rank} of {self.size}: {what} failed: {error}. Another rank died, "
+                f"hangs, or was never started: look at the other ranks' logs; the whole group must be restarted"
+            ) from error
+
+
+def _meet(rank: int, size: int, init_method: str, device: torch.device, timeout: timedelta) -> Any:
+    store, _, _ = next(rendezvous(init_method, rank, size, timeout=timeout))
+    store.set_timeout(timeout)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
