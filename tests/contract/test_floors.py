@@ -1,0 +1,215 @@
+"""Imports go down only: FLOORS is DESIGN.md section 1, this test is its enforcement.
+
+Lazy and TYPE_CHECKING imports count too: a cycle hidden in a function is still a cycle.
+"""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# the longest matching name wins; the value is what of ours that unit may import besides itself
+FLOORS: dict[str, set[str]] = {
+    "dashboards": set(),
+    "kvtransfer": set(),
+    "routing": {"kvtransfer.pages"},
+    "replicas": set(),  # a module that lands here has no floor yet: give it one
+    "replicas.errors": set(),
+    "replicas.types": {"replicas.errors"},
+    "replicas.config": {"replicas.errors", "kvtransfer.layout"},
+    "replicas.request": {"replicas.types", "replicas.errors"},
+    "replicas.parallel": {"replicas.errors"},
+    "replicas.stats": {"replicas.types"},
+    "replicas.token_bytes": {"replicas.types", "replicas.errors"},
+    "replicas.tokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors", "replicas.config"},
+    "replicas.detokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors"},
+    "replicas.memory": {"replicas.types", "replicas.errors", "replicas.config", "kvtransfer.layout"},
+    "replicas.cache": {
+        "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
+        "kvtransfer.pages", "kvtransfer.stores",
+    },
+    "replicas.scheduler.plan": {"replicas.types"},  # a leaf: the runner knows plans, not the scheduler
+    "replicas.scheduler": {
+        "replicas.cache", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
+    },
+    "replicas.kernels": set(),
+    "replicas.layers": {"replicas.kernels", "replicas.parallel", "replicas.errors", "replicas.config"},
+    "replicas.attention": {
+        "replicas.kernels", "replicas.memory", "replicas.parallel", "replicas.errors", "replicas.config",
+    },
+    "replicas.models": {
+        "replicas.layers", "replicas.attention", "replicas.parallel", "replicas.errors", "replicas.config",
+    },
+    "replicas.runner": {
+        "replicas.models", "replicas.attention", "replicas.layers", "replicas.memory", "replicas.parallel",
+        "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types",
+    },
+    "replicas.engine": {
+        "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",
+        "replicas.request", "replicas.tokenizer", "replicas.detokenizer", "replicas.stats", "replicas.config",
+        "replicas.types", "replicas.errors",
+    },
+    "replicas.loop": {"replicas.engine", "replicas.types", "replicas.errors", "replicas.config"},
+    "replicas.launch": {
+        "replicas.loop", "replicas.engine", "replicas.runner", "replicas.models", "replicas.scheduler",
+        "replicas.cache", "replicas.memory", "replicas.parallel", "replicas.tokenizer", "replicas.detokenizer",
+        "replicas.config", "replicas.types", "replicas.errors",
+    },
+    "deployments": {"dashboards", "kvtransfer", "routing", "replicas"},
+}
+# third-party package -> the only units of ours that may import it
+ONLY: dict[str, set[str]] = {
+    "ray": {"deployments"},
+    "fastapi": {"deployments"},
+    "starlette": {"deployments"},
+    "uvicorn": {"deployments"},
+    "pydantic": {"deployments"},
+    "aiohttp": {"deployments"},
+    "httpx": {"deployments"},
+    "prometheus_client": {"deployments"},
+    "yaml": {"deployments"},
+    "nixl": {"kvtransfer.agent"},
+    "flashinfer": {"replicas.attention", "replicas.runner.sampler"},
+    "numba": {"replicas.kernels", "replicas.attention", "replicas.layers"},
+    "llvmlite": {"replicas.kernels"},
+    "transformers": {"replicas.tokenizer", "replicas.runner.weights"},
+    "safetensors": {"replicas.runner.weights"},
+    "gguf": set(),
+    "torch": {
+        "kvtransfer.agent", "kvtransfer.local", "kvtransfer.checksum", "replicas.memory.pool", "replicas.memory.host",
+        "replicas.kernels", "replicas.parallel", "replicas.layers", "replicas.attention", "replicas.models",
+        "replicas.runner", "replicas.launch",
+    },
+}
+OURS = {floor.split(".")[0] for floor in FLOORS}
+ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours imports them
+# importing any module of these must not load torch, not even through another module
+HOST = (
+    "replicas.types", "replicas.errors", "replicas.config", "replicas.request", "replicas.stats", "replicas.detokenizer",
+    "replicas.memory.sizing", "replicas.memory.allocator", "replicas.memory.table",
+    "replicas.cache", "replicas.scheduler", "routing", "dashboards",
+)  # fmt: skip
+
+
+def under(name: str, roots: set[str]) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+def floor_of(unit: str) -> str:
+    """The longest floor that ``unit`` stands on; 'replicas' itself holds only its docstring."""
+    return max((floor for floor in FLOORS if under(unit, {floor})), key=len)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def imports(source: str) -> list[str]:
+    """Modules that ``source`` imports anywhere in it; ``from a import b`` is a.b where that is a module of ours."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}; name the floor you import from"
+            module = node.module or ""
+            inner = [f"{module}.{alias.name}" for alias in node.names]
+            found += [name if is_module(name) else module for name in inner]
+    return found
+
+
+def faults(unit: str, names: list[str]) -> list[str]:
+    """What ``unit`` imports and may not, in words."""
+    floor = floor_of(unit)
+    found = []
+    for name in names:
+        root = name.split(".")[0]
+        if root in ABOVE:
+            found.append(f"{unit} may not import {name}: benchmarks, tests and tools stand above the house")
+        own = {floor} if floor != "replicas" else set()
+        if root in OURS and not under(name, FLOORS[floor] | own):
+            found.append(f"{unit} (floor {floor}) may not import {name}; it may: {sorted(FLOORS[floor])}")
+        if root in ONLY and not under(unit, ONLY[root]):
+            found.append(f"{unit} may not import {name}; only {sorted(ONLY[root])} may")
+    return found
+
+
+def unit_of(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+UNITS = {unit_of(path): path for root in sorted(OURS) for path in sorted((ROOT / root).rglob("*.py"))}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_imports_go_down_only(unit: str) -> None:
+    assert faults(unit, imports(UNITS[unit].read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("unit", "source"),
+    [
+        ("replicas.cache.kv", "from replicas.scheduler.plan import ExtendPlan"),
+        ("replicas.cache.kv", "from replicas.scheduler import plan"),
+        ("replicas.cache.radix", "import torch"),
+        ("replicas.runner.worker", "from replicas.scheduler.scheduler import Scheduler"),
+        ("replicas.engine", "def f():\n    import ray"),
+        ("replicas.memory.allocator", "if TYPE_CHECKING:\n    from torch import Tensor"),
+        ("replicas.runner.sampler", "import numba"),
+        ("replicas.models.llama", "import transformers"),
+        ("routing.router", "from replicas.types import EngineStats"),
+        ("deployments.router", "from benchmarks.client import Client"),
+        ("replicas.newcomer", "import replicas.types"),
+    ],
+)
+def test_an_import_that_goes_up_is_found(unit: str, source: str) -> None:
+    assert len(faults(unit, imports(source))) == 1
+
+
+def test_the_runner_may_know_plans() -> None:
+    assert faults("replicas.runner.batch", imports("from replicas.scheduler.plan import ExtendPlan")) == []
+
+
+def test_floors_have_no_cycle() -> None:
+    def owner(name: str) -> str:
+        return max((f for f in FLOORS if under(name, {f})), key=len, default=name)
+
+    graph = {floor: {owner(d) for d in deps} - {floor} for floor, deps in FLOORS.items()}
+    done: set[str] = set()
+
+    def visit(floor: str, path: tuple[str, ...]) -> None:
+        assert floor not in path, f"cycle: {' -> '.join([*path, floor])}"
+        if floor not in done:
+            for below in graph.get(floor, ()):
+                visit(below, (*path, floor))
+            done.add(floor)
+
+    for floor in FLOORS:
+        visit(floor, ())
+
+
+def test_host_code_loads_neither_torch_nor_ray() -> None:
+    """DESIGN.md section 1: scheduler, radix cache and allocator need no device; their tests must not load one."""
+    units = [unit for unit in UNITS if under(unit, set(HOST))]
+    program = (
+        "import importlib, sys\n"
+        f"for unit in {units!r}:\n"
+        "    importlib.import_module(unit)\n"
+        "    loaded = {'torch', 'ray', 'transformers'} & sys.modules.keys()\n"
+        "    if loaded: sys.exit(f'importing {unit} loads {sorted(loaded)}')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("path", sorted(path for path in UNITS.values() if path.name == "__init__.py"), ids=unit_of)
+def test_an_init_holds_a_docstring_only(path: pathlib.Path) -> None:
+    body = ast.parse(path.read_text()).body
+    assert len(body) == 1
+    assert isinstance(body[0], ast.Expr)
+    assert isinstance(body[0].value, ast.Constant)
