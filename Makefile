@@ -1,2 +1,48 @@
-placeholder:
-	@true
+# Manta: everything a newcomer runs. Each target does its own set-up; a second run is quick.
+PYTHON ?= python3
+CONFIG ?= serve_config.yaml
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-gpu lint bench model install install-test clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+$(VENV)/.installed: pyproject.toml
+	@echo "Installing Manta into $(VENV) (once) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "Installing what the tests need ..."
+	@$(PIP) install --editable '.[test]'
+	@touch $@
+
+install: $(VENV)/.installed ## Make .venv and install the project
+install-test: $(VENV)/.installed-test
+
+model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
+	@$(BIN)/python -m tools.embedded_model
+
+serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
+	@$(BIN)/python -m deployments serve $(CONFIG)
+
+test: install-test model ## Run all tests
+	@$(BIN)/python -m pytest
+
+test-gpu: ## Run the tests that need a GPU; needs no Ray
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m pytest -m gpu
+
+lint: install-test ## ruff and mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: install-test model ## Measure kernels, caches and the engine; JSON under bench_results/
+	@$(BIN)/python -m benchmarks --json bench_results/latest.json
+
+clean: ## Remove .venv, models and results
+	@rm -rf $(VENV) models bench_results .pytest_cache .mypy_cache .ruff_cache

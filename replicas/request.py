@@ -75,9 +75,7 @@ class Req:
     admitted_s: float | None = None
 
     @staticmethod
-    def make(
-        request: GenerateRequest, *, index: int, now_s: float, eos_ids: frozenset[int]
-    ) -> "Req":
+    def make(request: GenerateRequest, *, index: int, now_s: float, eos_ids: frozenset[int]) -> "Req":
         """Choice ``index`` of ``request``, waiting."""
         sampling = request.sampling.for_choice(index)
         prompt_len = len(request.token_ids)
@@ -102,6 +100,12 @@ class Req:
             top_logprobs=request.top_logprobs,
             prompt_logprobs_from=request.prompt_logprobs_from,
         )
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every id that ends it: end of sequence (unless ignored) and its own stop ids."""
+        stop = self.sampling.stop_token_ids
+        return self.eos_ids.union(stop) if stop else self.eos_ids
 
     @property
     def num_output(self) -> int:

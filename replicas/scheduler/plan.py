@@ -32,7 +32,9 @@ class ExtendRow:
     prefix_len: int  # tokens already in the pool before this step
     slots: Slots  # [E] pool slot that receives each token's K/V
     sample: bool  # the last token's logits are wanted (last chunk)
-    prompt_logprobs_from: int | None = None  # absolute position of the first *target* token whose logprob is wanted
+    target_ids: TokenIds | None = None  # [P] prompt tokens whose logprob is wanted, at consecutive positions
+    target_start: int = 0  # position of target_ids[0]; the logits at target_start - 1 predict it
+    top_logprobs: int = 0  # alternatives wanted beside each target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,0 +1,274 @@
+"""Gives an engine its thread, and everyone else a thread-safe and an asyncio face.
+
+Owns:      the engine thread, the watchdog thread, and who receives each request's deltas.
+Never:     runs a step on any other thread.
+Invariant: after `submit` returns, the sink gets exactly one delta with ``finish`` per choice, crash or not.
+
+    any thread ── submit, abort, run ──> commands ──> engine thread: take commands, step, deliver ──> sinks
+    watchdog: a step that takes too long, or a dead rank ──> every open request is answered, `error` is set
+"""
+
+import asyncio
+import collections
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from replicas.engine import Engine
+from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
+from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta, Usage
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[list[TokenDelta]], None]
+T = TypeVar("T")
+IDLE_WAIT_S = 0.5  # how often an idle engine thread looks up without being woken
+STATS_PERIOD_S = 0.05
+STALL_WAIT_S = 0.002  # work is queued but nothing can run: look again soon
+
+
+class EngineLoop:
+    """An engine on a thread of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.error: EngineDead | None = None
+        self._lock = threading.Lock()  # guards _sinks and _remaining
+        self._sinks: dict[str, Sink] = {}
+        self._remaining: dict[str, set[int]] = {}  # choices that have not finished
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._step_started_s: float | None = None
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._main, name="manta-engine", daemon=True)
+        self._watchdog = threading.Thread(target=self._watch, name="manta-watchdog", daemon=True)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sinks)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._watchdog.start()
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queue a request; thread-safe. ``sink`` is called on the engine thread, at most once a step, with the deltas
+        of all requests that were submitted with this very sink.
+
+        Raises: InvalidRequest, PromptTooLong, Overloaded or EngineDead, at once; then the sink is never called.
+        """
+        self.engine.check(request)
+        limit = self.engine.config.scheduler.max_queued_requests
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            if self._stopping:
+                raise EngineDead("this replica is shutting down: try another one")
+            if request.rid in self._sinks:
+                raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
+            if len(self._sinks) + request.sampling.n > limit + self._stats.max_running_requests:
+                raise Overloaded(f"{len(self._sinks)} requests are open, at most {limit} may wait: try again later")
+            self._sinks[request.rid] = sink
+            self._remaining[request.rid] = set(range(request.sampling.n))
+        self._command(lambda: self._submit(request))
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        """The deltas of a request; those that pile up while the consumer is busy come merged, one per choice.
+
+        Cancelling or closing the iterator aborts the request.
+        """
+        loop = asyncio.get_running_loop()
+        inbox = Inbox(loop)
+        self.submit(request, inbox.put)
+        remaining = request.sampling.n
+        try:
+            while remaining:
+                for delta in await inbox.take():
+                    remaining -= delta.finish is not None
+                    yield delta
+        finally:
+            if remaining:
+                self.abort(request.rid)
+
+    def abort(self, rid: str) -> None:
+        """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
+        self._command(lambda: self._deliver(self.engine.abort(rid)))
+
+    async def run_on_engine(self, fn: Callable[[Engine], T]) -> T:
+        """Run ``fn`` between two steps and return what it returns."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def call() -> None:
+            try:
+                result = fn(self.engine)
+            except BaseException as error:  # noqa: BLE001 - belongs to the caller, whatever it is
+                loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, result, None)
+
+        if self.error is not None:
+            raise self.error
+        self._command(call)
+        return await future
+
+    def stats(self) -> EngineStats:
+        """The snapshot of the last step, or of the last half second when idle; any thread."""
+        return self._stats
+
+    def stop(self) -> None:
+        """Stop both threads; open requests are answered with an error."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+        self._answer_all("this replica was stopped")
+        self.engine.close()
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping and self.error is None:
+                self._take_commands()
+                if self.engine.has_work:
+                    self._step()
+                else:
+                    self._stats = self.engine.stats()
+                    self._wait(IDLE_WAIT_S)
+        except Exception as error:
+            log.exception("the engine thread died")
+            self._die(f"a step failed with {type(error).__name__}: {error}")
+
+    def _step(self) -> None:
+        self._step_started_s = time.monotonic()
+        deltas = self.engine.step()
+        self._step_started_s = None
+        self._refresh_stats()
+        self._deliver(deltas)
+        if not deltas and not self.engine.scheduler.made_progress:
+            self._wait(STALL_WAIT_S)
+
+    def _wait(self, timeout_s: float) -> None:
+        if not self._commands:
+            self._wake.wait(timeout_s)
+        self._wake.clear()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _submit(self, request: GenerateRequest) -> None:
+        try:
+            self._deliver(self.engine.submit(request))
+        except MantaError as error:
+            self._answer(request.rid, str(error), error.http_status)
+
+    def _refresh_stats(self) -> None:
+        """Peeking at every waiting prompt costs up to a millisecond, so not after every step."""
+        if time.monotonic() - self._stats.time_s >= STATS_PERIOD_S:
+            self._stats = self.engine.stats()
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        by_sink: dict[int, tuple[Sink, list[TokenDelta]]] = {}
+        with self._lock:
+            for delta in deltas:
+                sink = self._sinks.get(delta.rid)
+                if sink is None:
+                    continue  # already answered by the watchdog
+                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
+                if delta.finish is not None:
+                    self._close_choice(delta.rid, delta.index)
+        for sink, batch in by_sink.values():
+            self._call(sink, batch)
+
+    def _close_choice(self, rid: str, index: int) -> None:
+        remaining = self._remaining[rid]
+        remaining.discard(index)
+        if not remaining:
+            del self._remaining[rid], self._sinks[rid]
+
+    @staticmethod
+    def _call(sink: Sink, batch: list[TokenDelta]) -> None:
+        try:
+            sink(batch)
+        except Exception:
+            log.exception("a sink raised; its deltas are lost, the engine goes on")
+
+    def _answer(self, rid: str, message: str, http_status: int) -> None:
+        """Tell whoever waits for ``rid`` that it ended with an error, without the engine's help."""
+        with self._lock:
+            sink = self._sinks.pop(rid, None)
+            remaining = self._remaining.pop(rid, set())
+        if sink is None:
+            return
+        finish = Finish(reason=FinishReason.ERROR, message=message, http_status=http_status)
+        usage = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+        self._call(sink, [TokenDelta(rid=rid, index=index, usage=usage, finish=finish) for index in sorted(remaining)])
+
+    def _answer_all(self, message: str) -> None:
+        for rid in list(self._sinks):
+            self._answer(rid, message, EngineDead.http_status)
+
+    def _die(self, message: str) -> None:
+        with self._lock:
+            if self.error is None:
+                self.error = EngineDead(message)
+        self._answer_all(message)
+
+    def _watch(self) -> None:
+        """A stuck step or a dead rank: answer everyone and become unhealthy, since the engine thread cannot."""
+        limit_s = self.engine.config.scheduler.watchdog_s
+        while not self._stopping and self.error is None:
+            started_s = self._step_started_s
+            if started_s is not None and time.monotonic() - started_s > limit_s:
+                self._die(f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)")
+            dead = self.engine.dead_rank()
+            if dead is not None:
+                self._die(dead)
+            time.sleep(min(1.0, limit_s / 4))
+
+
+class Inbox:
+    """Deltas on their way from the engine thread to one asyncio consumer; merged per choice while they wait."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._waiting: dict[int, TokenDelta] = {}
+        self._ready = asyncio.Event()
+
+    def put(self, deltas: list[TokenDelta]) -> None:
+        """Engine thread."""
+        with self._lock:
+            wake = not self._waiting
+            for delta in deltas:
+                before = self._waiting.get(delta.index)
+                self._waiting[delta.index] = delta if before is None else before.merge(delta)
+        if wake:
+            try:
+                self._loop.call_soon_threadsafe(self._ready.set)
+            except RuntimeError:
+                log.debug("the consumer's event loop is closed")
+
+    async def take(self) -> list[TokenDelta]:
+        """What has arrived since the last call; waits for the first."""
+        await self._ready.wait()
+        self._ready.clear()
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        return list(waiting.values())
+
+
+def _settle(future: "asyncio.Future[T]", result: T | None, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)  # type: ignore[arg-type]

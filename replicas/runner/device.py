@@ -1,0 +1,44 @@
+"""What this machine offers: device, cores, memory. Measured once, before a model is loaded."""
+
+import os
+import pathlib
+
+import psutil
+import torch
+
+from replicas.config import Hardware
+
+CGROUP_MAX = pathlib.Path("/sys/fs/cgroup/memory.max")
+CGROUP_USED = pathlib.Path("/sys/fs/cgroup/memory.current")
+
+
+def measure_hardware() -> Hardware:
+    """The first CUDA device if there is one, else the CPU.
+
+    Available memory on CPU is what can be taken without swapping, within the container's limit.
+    """
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return Hardware(device="cuda", num_cpus=_num_cpus(), available_memory_bytes=free)
+    return Hardware(device="cpu", num_cpus=_num_cpus(), available_memory_bytes=_available_ram())
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Free bytes of a CUDA device now."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _available_ram() -> int:
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = CGROUP_MAX.read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int(CGROUP_USED.read_text()))
+    except (OSError, ValueError):
+        pass  # not in a cgroup v2 container: RAM is the limit
+    return max(0, available)

@@ -1,0 +1,160 @@
+"""Runs plans on one rank's device: weights, KV pool, attention backend, and the forward pass.
+
+Owns:      the rank's weights, its KV pool and its copy of the ReqToTokenPool.
+Never:     schedules, or knows a request; it sees rows, slots and tokens.
+Invariant: all ranks have pools of equal size (the minimum over ranks, SPEC A04) and run equal plans in equal order.
+Thread:    the engine thread on rank 0; the worker's main thread on other ranks.
+"""
+
+import logging
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replicas.attention.base import AttentionBackend
+from replicas.attention.registry import make_attention
+from replicas.config import EngineConfig
+from replicas.memory import sizing
+from replicas.memory.pool import MHATokenToKVPool
+from replicas.models.registry import build_model
+from replicas.parallel import TpGroup
+from replicas.runner import batch as batches
+from replicas.runner.device import free_device_bytes
+from replicas.runner.sampler import Sampler
+from replicas.runner.weights import load_weights, weight_bytes
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, StepPlan, StepResult
+from replicas.types import TokenLogprob
+
+log = logging.getLogger(__name__)
+
+ROW_SLACK = 4  # columns beyond the context length (SPEC B01)
+
+
+class ModelRunner:
+    """One rank: load the model, size and allocate the pools, run steps (order of SPEC A03)."""
+
+    def __init__(self, config: EngineConfig, tp: TpGroup) -> None:
+        torch.set_num_threads(config.num_threads)
+        torch.set_grad_enabled(False)
+        self._config = config
+        self._tp = tp
+        self.device = torch.device(config.device)
+        free_before = self._free_bytes(0)
+        self._attention: AttentionBackend | None = None
+        started_s = time.monotonic()
+        self._model = build_model(config.model, tp, _Late(self))
+        load_weights(self._model, config.model, tp, show_progress=tp.rank == 0)
+        self.weight_bytes = weight_bytes(self._model)
+        log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, time.monotonic() - started_s)
+        self.pool_size = self._size_pool(free_before)
+        self.max_running = sizing.max_running_requests(
+            self.pool_size.num_tokens, config.model.context_len, config.scheduler.max_running_requests
+        )
+        self.pool = self._make_pool()
+        self.table = batches.DeviceTable(self.max_running + 1, config.model.context_len + ROW_SLACK, self.device)
+        self._attention = make_attention(
+            config.attention,
+            self.pool,
+            num_heads=config.model.num_heads // tp.size,
+            num_kv_heads=self.pool.num_kv_heads,
+            head_dim=config.model.head_dim,
+            num_threads=config.num_threads,
+        )
+        self._sampler = Sampler(config.model.vocab_size, self.device)
+        self._warm_up()
+
+    @property
+    def attention(self) -> AttentionBackend:
+        assert self._attention is not None
+        return self._attention
+
+    def forward(self, plan: StepPlan) -> tuple[Tensor, batches.DeviceBatch]:
+        """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch."""
+        batch = batches.build(plan, self.table, self.device)
+        self.attention.begin(batch.meta)
+        return self._model.forward(batch.input_ids, batch.meta, batch.logits_rows), batch
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run a step and sample; rank 0 only."""
+        logits, batch = self.forward(plan)
+        prompt = _prompt_logprobs(self._sampler, logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
+        if not plan.sampling:
+            return StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=prompt)
+        wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
+        token_ids, logprobs = self._sampler.sample(wanted, plan.sampling)
+        return StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def _free_bytes(self, weights: int) -> int:
+        """Device memory that is free with ``weights`` bytes of this rank's weights loaded."""
+        if self.device.type == "cuda":
+            return free_device_bytes(self.device)
+        budget = self._config.cache.device_memory_bytes
+        assert budget is not None
+        return budget // self._tp.size - weights
+
+    def _size_pool(self, free_before: int) -> sizing.PoolSize:
+        config, cache = self._config, self._config.cache
+        kv_bytes = self._tp.min_int(
+            sizing.kv_bytes(free_before, self._free_bytes(self.weight_bytes), cache.mem_fraction_static)
+        )
+        cell_bytes = config.model.kv_cell_bytes(tp=self._tp.size, kv_dtype=config.kv_dtype)
+        return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
+
+    def _make_pool(self) -> MHATokenToKVPool:
+        model = self._config.model
+        return MHATokenToKVPool(
+            num_pages=self.pool_size.num_pages,
+            page_size=self.pool_size.page_size,
+            num_layers=model.num_layers,
+            num_kv_heads=max(1, model.num_kv_heads // self._tp.size),
+            head_dim=model.head_dim,
+            dtype=getattr(torch, self._config.kv_dtype),
+            device=self.device,
+        )
+
+    def _warm_up(self) -> None:
+        """Compile and touch what the first request would otherwise wait for; writes only to the dummy page 0."""
+        started_s = time.monotonic()
+        slots = np.zeros(2, dtype=np.int32)
+        ids = np.zeros(2, dtype=np.int32)
+        row = ExtendRow(row=self.max_running, token_ids=ids, prefix_len=0, slots=slots, sample=True)
+        self.forward(ExtendPlan(table_writes=(), rows=(row,), sampling=()))
+        one = np.ones(1, dtype=np.int32)
+        self.forward(
+            DecodePlan(
+                table_writes=(),
+                rows=one * self.max_running,
+                token_ids=ids[:1],
+                seq_lens=one * 2,
+                slots=slots[:1],
+                sampling=(),
+            )
+        )
+        log.info("warm-up: %.1f s", time.monotonic() - started_s)
+
+
+class _Late:
+    """Hands the model its attention backend, which needs the pool, which needs the model's size first."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def begin(self, batch: batches.BatchMeta) -> None:
+        self._runner.attention.begin(batch)
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._runner.attention.forward(layer, q, k, v)
+
+
+def _prompt_logprobs(
+    sampler: Sampler, logits: Tensor, plan: ExtendPlan, batch: batches.DeviceBatch
+) -> dict[int, tuple[TokenLogprob, ...]]:
+    found = {}
+    for rows in batch.prompt_rows:
+        row = plan.rows[rows.plan_row]
+        assert row.target_ids is not None
+        part = logits[rows.first : rows.first + rows.count]
+        found[rows.plan_row] = sampler.prompt_logprobs(part, row.target_ids, row.top_logprobs)
+    return found

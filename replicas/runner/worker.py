@@ -1,0 +1,118 @@
+"""A follower rank (> 0) of a tensor-parallel replica: receives plans, runs them, says nothing back.
+
+Life cycle: connect to rank 0's plan channel -> join the process group -> load its slice -> run plans until rank 0
+hangs up. Rank 0 notices a dead follower by its failing collective, or by `WorkerHandles.dead` when idle.
+"""
+
+import contextlib
+import ctypes
+import logging
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+
+from replicas.config import EngineConfig
+from replicas.errors import EngineDead
+from replicas.parallel import TpGroup
+from replicas.runner.model_runner import ModelRunner
+from replicas.scheduler.plan import StepPlan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All that a follower needs to know; picklable."""
+
+    config: EngineConfig
+    rank: int
+    init_method: str  # torch.distributed rendezvous, e.g. tcp://127.0.0.1:29500
+    plan_address: tuple[str, int]
+    authkey: bytes  # shared secret of the plan channel
+
+
+class PlanChannel:
+    """Rank 0's side: one pipe to each follower; a plan is pickled once and written to all."""
+
+    def __init__(self, host: str, authkey: bytes) -> None:
+        self._listener = Listener((host, 0), authkey=authkey)
+        self._followers: list[Connection] = []
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.address
+        return str(host), int(port)
+
+    def accept(self, count: int, *, timeout_s: float, dead: Callable[[], str | None]) -> None:
+        """Wait until ``count`` followers have connected.
+
+        Raises: EngineDead when one died first, or not all came within ``timeout_s``.
+        """
+        accepting = threading.Thread(target=self._accept, args=(count,), name="manta-plan-accept", daemon=True)
+        accepting.start()
+        deadline_s = time.monotonic() + timeout_s
+        while accepting.is_alive():
+            accepting.join(timeout=0.1)
+            gone = dead()
+            if gone is not None:
+                raise EngineDead(f"{gone} before it was ready; its log says why")
+            if time.monotonic() > deadline_s:
+                raise EngineDead(f"{len(self._followers)} of {count} ranks connected within {timeout_s:.0f} s")
+        self._listener.close()
+
+    def _accept(self, count: int) -> None:
+        while len(self._followers) < count:
+            with contextlib.suppress(AuthenticationError):  # a stranger; keep waiting for ours
+                self._followers.append(self._listener.accept())
+
+    def send(self, plan: StepPlan) -> None:
+        """Raises: EngineDead when a follower has gone."""
+        try:
+            data = pickle.dumps(replace(plan, sampling=()), protocol=pickle.HIGHEST_PROTOCOL)
+            for follower in self._followers:
+                follower.send_bytes(data)
+        except OSError as error:
+            raise EngineDead(f"a tensor-parallel rank is gone: {error}; the replica must be restarted") from error
+
+    def close(self) -> None:
+        for follower in self._followers:
+            follower.close()
+        with contextlib.suppress(OSError):
+            self._listener.close()
+
+
+def run_worker(spec: WorkerSpec) -> None:
+    """The main loop of rank ``spec.rank``; returns when rank 0 hangs up."""
+    plans = Client(spec.plan_address, authkey=spec.authkey)
+    tp = TpGroup.create(
+        spec.rank, spec.config.parallel.tp, init_method=spec.init_method, device=spec.config.device
+    )
+    runner = ModelRunner(spec.config, tp)
+    log.info("rank %d of %d is ready", spec.rank, tp.size)
+    while True:
+        try:
+            plan: StepPlan = plans.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        runner.forward(plan)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the one that started it dies (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def worker_specs(
+    config: EngineConfig, init_method: str, plan_address: tuple[str, int], authkey: bytes
+) -> Sequence[WorkerSpec]:
+    """One spec for each rank above 0."""
+    return [
+        WorkerSpec(config=config, rank=rank, init_method=init_method, plan_address=plan_address, authkey=authkey)
+        for rank in range(1, config.parallel.tp)
+    ]

@@ -1,0 +1,70 @@
+"""How much a new request may take: tokens of this step, and memory for its whole life.
+
+The memory rule (SPEC F05): a request is admitted when the tokens it still has to run, plus the share
+``new_token_ratio`` of the output it may still make, fit what is free or evictable after the same share is set aside
+for everyone already running. The ratio decays while all goes well and jumps up when a request had to be retracted.
+"""
+
+from collections.abc import Iterable
+
+from replicas.request import Req
+
+CLIP_NEW_TOKENS = 4096  # nobody reserves for more output than this: most stop long before a large limit (SGLang)
+
+
+class NewTokenRatio:
+    """The share of each request's possible output that admission sets aside."""
+
+    def __init__(self, *, initial: float, floor: float, decay: float) -> None:
+        assert 0.0 <= floor <= initial <= 1.0
+        self._initial, self._floor, self._decay = initial, floor, decay
+        self.value = initial
+
+    def decode_step(self) -> None:
+        """One more step in which nobody had to be retracted."""
+        self.value = max(self._floor, self.value - self._decay)
+
+    def retracted(self, running: Iterable[Req]) -> None:
+        """Somebody had to be retracted: set aside what the survivors have used so far, and 20 steps more.
+
+        Source: SGLang retract_decode (SPEC F11).
+        """
+        made = room = 0
+        for req in running:
+            made += req.num_output + 20
+            room += max(1, req.sampling.max_new_tokens)
+        self.value = max(self.value, min(1.0, made / room)) if room else self._initial
+
+    def idle(self) -> None:
+        """Nothing runs: start afresh."""
+        self.value = self._initial
+
+    def reserve(self, req: Req) -> int:
+        """Tokens to set aside for the output that ``req`` may still make."""
+        return int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
+
+
+class StepBudget:
+    """Tokens that one extend step may still run (SPEC F06: the chunk size)."""
+
+    def __init__(self, num_tokens: int, *, page_size: int) -> None:
+        self._left = num_tokens
+        self._align = page_size if num_tokens >= page_size else 1
+
+    def grant(self, want: int, *, prefix_len: int) -> int:
+        """How many of ``want`` tokens may run now; a part ends on a page boundary so that its pages can be shared.
+
+        Returns: ``want``, or fewer with (prefix_len + granted) a multiple of the page size (unless the whole step is
+        smaller than a page), or 0.
+        """
+        if want <= self._left:
+            return want
+        return max(0, (prefix_len + self._left) // self._align * self._align - prefix_len)
+
+    def spend(self, num_tokens: int) -> None:
+        assert 0 < num_tokens <= self._left
+        self._left -= num_tokens
+
+    @property
+    def empty(self) -> bool:
+        return self._left <= 0
