@@ -89,8 +89,8 @@ OURS = {floor.split(".")[0] for floor in FLOORS}
 ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours imports them
 # importing any module of these must not load torch, not even through another module
 HOST = (
-    "replicas.types", "replicas.errors", "replicas.config", "replicas.request", "replicas.stats", "replicas.detokenizer",
-    "replicas.memory.sizing", "replicas.memory.allocator", "replicas.memory.table",
+    "replicas.types", "replicas.errors", "replicas.config", "replicas.request", "replicas.stats",
+    "replicas.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator", "replicas.memory.table",
     "replicas.cache", "replicas.scheduler", "routing", "dashboards",
 )  # fmt: skip
 
