@@ -1,0 +1,1 @@
+"""Workloads, a load client, offline and micro-benchmarks, and how their numbers are reported."""

@@ -1,0 +1,160 @@
+"""What the load consists of: seeded token-id prompts in three shapes. Pure.
+
+Owns:      which tokens are shared between requests, and how many there are.
+Invariant: the same arguments give the same workload; another shape or seed shares no prompt with it, so that one
+           run's prefixes are never another run's hits.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+FIRST_ID = 256  # below lie special tokens in most vocabularies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One request of a conversation."""
+
+    token_ids: tuple[int, ...]  # what the user adds to the history
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Turns that follow each other; each request sends the whole history, answers included."""
+
+    name: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Conversations in order of arrival."""
+
+    name: str  # shape and sizes, for reports
+    conversations: tuple[Conversation, ...]
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(conversation.turns) for conversation in self.conversations)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(turn.max_new_tokens for c in self.conversations for turn in c.turns)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all requests, histories resent and answers at full length."""
+        total = 0
+        for conversation in self.conversations:
+            history = 0
+            for turn in conversation.turns:
+                history += len(turn.token_ids)
+                total += history
+                history += turn.max_new_tokens
+        return total
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Prompt tokens that an unbounded, token-exact prefix cache need not compute: what earlier requests shared.
+
+        Answers count as shared with the next turn of their conversation, but for the last token of each, whose K/V
+        no step has computed. At least one token of a prompt must always run.
+        """
+        total = 0
+        seen: set[int] = set()  # hashes of prefixes of prompts sent so far
+        for conversation in self.conversations:
+            history_len, known = 0, 0
+            for turn in conversation.turns:
+                if history_len == 0:
+                    known = _known_prefix_len(turn.token_ids, seen)
+                total += min(known, history_len + len(turn.token_ids) - 1)
+                history_len += len(turn.token_ids) + turn.max_new_tokens
+                known = history_len - 1
+        return total
+
+
+def random_lengths(
+    *, num_requests: int, input_len: int, output_len: int, spread: float = 0.0, vocab_size: int, seed: int
+) -> Workload:
+    """Unrelated prompts; lengths are uniform in [len * (1 - spread), len * (1 + spread)]."""
+    if not 0.0 <= spread < 1.0:
+        raise ValueError(f"spread = {spread}; it must be at least 0 and below 1")
+    name = f"random {num_requests} x {input_len} in, {output_len} out" + (f", +-{spread:.0%}" if spread else "")
+    rng = _rng(name, seed)
+    conversations = []
+    for index in range(num_requests):
+        num_in, num_out = (_vary(rng, length, spread) for length in (input_len, output_len))
+        conversations.append(_single(str(index), _ids(rng, num_in, vocab_size), num_out))
+    return Workload(name=name, conversations=tuple(conversations))
+
+
+def shared_prefix(
+    *,
+    num_groups: int,
+    per_group: int,
+    prefix_len: int,
+    question_len: int,
+    output_len: int,
+    vocab_size: int,
+    seed: int,
+) -> Workload:
+    """Groups that share a prefix and ask different questions, shuffled together."""
+    name = f"shared-prefix {num_groups} x {per_group}, {prefix_len} + {question_len} in, {output_len} out"
+    rng = _rng(name, seed)
+    conversations = []
+    for group in range(num_groups):
+        prefix = _ids(rng, prefix_len, vocab_size)
+        conversations += [
+            _single(f"{group}.{index}", prefix + _ids(rng, question_len, vocab_size), output_len)
+            for index in range(per_group)
+        ]
+    rng.shuffle(conversations)
+    return Workload(name=name, conversations=tuple(conversations))
+
+
+def multi_turn(
+    *, num_users: int, num_turns: int, turn_len: int, output_len: int, vocab_size: int, seed: int
+) -> Workload:
+    """Users who each hold a conversation and resend its whole history."""
+    name = f"multi-turn {num_users} users x {num_turns} turns, {turn_len} in, {output_len} out a turn"
+    rng = _rng(name, seed)
+    conversations = tuple(
+        Conversation(
+            name=str(user),
+            turns=tuple(
+                Turn(token_ids=_ids(rng, turn_len, vocab_size), max_new_tokens=output_len) for _ in range(num_turns)
+            ),
+        )
+        for user in range(num_users)
+    )
+    return Workload(name=name, conversations=conversations)
+
+
+def _single(name: str, token_ids: tuple[int, ...], output_len: int) -> Conversation:
+    return Conversation(name=name, turns=(Turn(token_ids=token_ids, max_new_tokens=output_len),))
+
+
+def _rng(name: str, seed: int) -> Random:
+    return Random(f"{seed}/{name}")
+
+
+def _vary(rng: Random, length: int, spread: float) -> int:
+    return max(1, round(length * rng.uniform(1 - spread, 1 + spread)))
+
+
+def _ids(rng: Random, num: int, vocab_size: int) -> tuple[int, ...]:
+    if vocab_size <= FIRST_ID:
+        raise ValueError(f"vocab_size = {vocab_size}; prompts are drawn from ids {FIRST_ID} and up")
+    return tuple(rng.choices(range(FIRST_ID, vocab_size), k=num))
+
+
+def _known_prefix_len(token_ids: tuple[int, ...], seen: set[int]) -> int:
+    """Longest prefix of ``token_ids`` that is in ``seen``; then puts all its prefixes there."""
+    known, state = 0, 0
+    for length, token_id in enumerate(token_ids, start=1):
+        state = hash((state, token_id))
+        if state in seen:
+            known = length
+        seen.add(state)
+    return known
