@@ -1,0 +1,165 @@
+"""Token ids to text, step by step, for one choice of one request.
+
+Owns:      the undecided end of the text: an unfinished character's bytes, and characters that may begin a stop string.
+Never:     decodes what it has emitted again; knows why a request ends, except for its stop strings.
+Invariant: what was emitted stays: the deltas and the flush add up to ``tokenizer.decode(all ids)``, cut at the stop
+           string that is completed first (of several completed by one character, the longest). The text depends on
+           the ids alone, not on how they were cut into pushes: a fresh Detokenizer given the same ids emits the same.
+Thread:    whoever owns the request; a StopStrings is read-only and shared.
+Cost:      O(bytes of the new tokens): one incremental UTF-8 step a token and one automaton step a character.
+"""
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from replicas.types import TokenIds
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Pieces(Protocol):
+    """What the detokenizer needs of a Tokenizer."""
+
+    @property
+    def strips_leading_space(self) -> bool: ...
+
+    def pieces(self, skip_special_tokens: bool) -> Sequence[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DetokDelta:
+    """What a push added to the text."""
+
+    text: str  # never taken back
+    matched_stop: str | None  # the stop string that was completed; nothing may be pushed after it
+    num_ids_used: int  # ids of this push up to and with the one that completed the stop; all of them without a match
+
+
+class StopStrings:
+    """Finds the first completed of several strings in a stream of characters.
+
+    A state is the longest end of the text that begins some stop string; ``depth`` is its length, which is how much
+    text must be held back.
+
+    Source: Aho and Corasick 1975, "Efficient string matching".
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.depth = [0]
+        self.match: list[str | None] = [None]  # the longest stop string that ends in this state
+        self._next: list[dict[str, int]] = [{}]
+        self._fail = [0]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            following = self._next[state].get(char)
+            if following is None:
+                following = len(self.depth)
+                self._next[state][char] = following
+                self._next.append({})
+                self._fail.append(0)
+                self.match.append(None)
+                self.depth.append(self.depth[state] + 1)
+            state = following
+        self.match[state] = stop
+
+    def _link(self) -> None:
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            if self.match[state] is None:
+                self.match[state] = self.match[self._fail[state]]
+            for char, following in self._next[state].items():
+                self._fail[following] = self.step(self._fail[state], char)
+                queue.append(following)
+
+    def step(self, state: int, char: str) -> int:
+        """State after ``char``."""
+        while True:
+            following = self._next[state].get(char)
+            if following is not None:
+                return following
+            if state == 0:
+                return 0
+            state = self._fail[state]
+
+
+@lru_cache(maxsize=8)  # the choices of an n > 1 request share one; a large one takes about 20 MB, so not many
+def _stop_strings(stops: tuple[str, ...]) -> StopStrings:
+    return StopStrings(stops)
+
+
+class Detokenizer:
+    """Text of one choice, incrementally."""
+
+    def __init__(
+        self,
+        tokenizer: Pieces,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._pieces = tokenizer.pieces(skip_special_tokens)
+        self._strip_next = tokenizer.strips_leading_space  # the first character is dropped if it is a space
+        self._utf8 = _new_utf8_decoder(errors="replace")
+        self._stops = _stop_strings(stop) if stop else None
+        self._include_stop = include_stop
+        self._state = 0
+        self._held = ""  # decoded and not emitted: the longest end of the text that begins a stop string
+        self._matched: str | None = None
+
+    def push(self, ids: Sequence[int] | TokenIds) -> DetokDelta:
+        """Add ``ids``; returns the text that is now certain. Not to be called after a match or a flush."""
+        assert self._matched is None, f"pushed {len(ids)} ids after the stop string {self._matched!r} was matched"
+        pieces, decode, size = self._pieces, self._utf8.decode, len(self._pieces)
+        emitted = []
+        for count, token_id in enumerate(ids, start=1):
+            fresh = decode(pieces[token_id]) if 0 <= token_id < size else ""
+            if fresh:
+                emitted.append(self._take(fresh))
+                if self._matched is not None:
+                    return DetokDelta("".join(emitted), self._matched, count)
+        return DetokDelta("".join(emitted), None, len(ids))
+
+    def flush(self) -> str:
+        """The rest of the text at the end of the sequence: nothing after a match."""
+        if self._matched is not None:
+            return ""
+        text = self._take(self._utf8.decode(b"", True))
+        if self._matched is None:
+            text, self._held, self._state = text + self._held, "", 0
+        return text
+
+    def _take(self, fresh: str) -> str:
+        """Account for ``fresh`` characters; returns what may be emitted."""
+        if self._strip_next and fresh:
+            self._strip_next = False
+            fresh = fresh.removeprefix(" ")
+        if self._stops is None:
+            return fresh
+        step, match, state = self._stops.step, self._stops.match, self._state
+        text = self._held + fresh
+        for end, char in enumerate(fresh, start=len(self._held) + 1):
+            state = step(state, char)
+            stop = match[state]
+            if stop is not None:
+                self._matched, self._held = stop, ""
+                return text[: end if self._include_stop else end - len(stop)]
+        self._state = state
+        certain = len(text) - self._stops.depth[state]
+        self._held = text[certain:]
+        return text[:certain]
+
+    def check(self) -> None:
+        """The held text is exactly as long as the automaton says."""
+        depth = 0 if self._stops is None or self._matched is not None else self._stops.depth[self._state]
+        assert len(self._held) == depth, f"holds {len(self._held)} characters back, the stop strings ask for {depth}"
