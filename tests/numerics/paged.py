@@ -1,0 +1,116 @@
+"""Runs a model over a paged pool as an engine would, in the plainest way: for tests of numerics."""
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from replicas.attention.base import BatchMeta
+from replicas.attention.torch_native import TorchNativeAttention
+from replicas.config import ModelConfig
+from replicas.models.llama import Llama
+from replicas.models.registry import model_class
+from replicas.parallel import TpGroup
+from replicas.runner.weights import load_model_config, load_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+
+
+class Pool:
+    def __init__(self, *, num_pages: int, page_size: int, layers: int, heads: int, head_dim: int) -> None:
+        self.page_size = page_size
+        self.kv = torch.full((num_pages + 1, layers, 2, heads, page_size, head_dim), float("nan"))
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return self.kv[:, layer, 0]
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return self.kv[:, layer, 1]
+
+    def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
+        self.kv[:, layer, 0][loc // self.page_size, :, loc % self.page_size] = k
+        self.kv[:, layer, 1][loc // self.page_size, :, loc % self.page_size] = v
+
+
+class PagedModel:
+    """A model, its pool, and a table of requests. Pages are given out in a shuffled order, never taken back."""
+
+    def __init__(self, config: ModelConfig, tp: TpGroup, *, page_size: int, num_pages: int, num_rows: int = 8) -> None:
+        heads = max(1, config.num_kv_heads // tp.size)
+        self.pool = Pool(
+            num_pages=num_pages, page_size=page_size, layers=config.num_layers, heads=heads, head_dim=config.head_dim
+        )
+        self.model: Llama = model_class(config.architecture)(config, tp, TorchNativeAttention(self.pool))
+        load_weights(self.model, config, tp, progress=lambda done, total: None)
+        self.table = torch.zeros(num_rows, page_size * num_pages, dtype=torch.int32)
+        self.lens = [0] * num_rows
+        self._free = list(range(1, num_pages + 1))
+        random.Random(7).shuffle(self._free)
+
+    def run(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        """One step: new tokens of some rows. Returns each row's logits [its tokens, V]."""
+        logits = self.model.forward(*self.pack(new))
+        return dict(zip(new, logits.split([len(ids) for ids in new.values()]), strict=True))
+
+    def pack(self, new: Mapping[int, Sequence[int]]) -> tuple[Tensor, BatchMeta]:
+        """The step's ids [T] and shape; gives slots to the new tokens."""
+        prefix = [self.lens[row] for row in new]
+        for row, ids in new.items():
+            self._grow(row, len(ids))
+        seq = [self.lens[row] for row in new]
+        positions = torch.cat([torch.arange(a, b) for a, b in zip(prefix, seq, strict=True)])
+        counts = [len(ids) for ids in new.values()]
+        row_of = torch.tensor(list(new)).repeat_interleave(torch.tensor(counts))
+        meta = BatchMeta(
+            is_decode=all(n == 1 for n in counts) and min(prefix) > 0,
+            qo_indptr=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+            rows=torch.tensor(list(new), dtype=torch.int32),
+            prefix_lens=torch.tensor(prefix, dtype=torch.int32),
+            seq_lens=torch.tensor(seq, dtype=torch.int32),
+            positions=positions,
+            out_slots=self.table[row_of, positions].long(),
+            table=self.table,
+            max_seq_len=max(seq),
+            num_tokens=sum(counts),
+        )
+        return torch.tensor([i for ids in new.values() for i in ids]), meta
+
+    def prefill(self, prompts: Sequence[Sequence[int]], *, chunk: int) -> list[Tensor]:
+        """All prompts together, at most ``chunk`` tokens of each a step. Returns each prompt's logits [L, V]."""
+        parts: list[list[Tensor]] = [[] for _ in prompts]
+        for start in range(0, max(len(p) for p in prompts), chunk):
+            step = {row: list(p[start : start + chunk]) for row, p in enumerate(prompts) if start < len(p)}
+            for row, logits in self.run(step).items():
+                parts[row].append(logits)
+        return [torch.cat(part) for part in parts]
+
+    def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int = 1 << 20) -> list[list[int]]:
+        """The next ``num_tokens`` most likely ids of each prompt."""
+        out = [[int(logits[-1].argmax())] for logits in self.prefill(prompts, chunk=chunk)]
+        while len(out[0]) < num_tokens:
+            logits = self.run({row: ids[-1:] for row, ids in enumerate(out)})
+            for row, ids in enumerate(out):
+                ids.append(int(logits[row][-1].argmax()))
+        return out
+
+    def _grow(self, row: int, count: int) -> None:
+        size = self.pool.page_size
+        for position in range(self.lens[row], self.lens[row] + count):
+            if position % size == 0:
+                page = self._free.pop()
+                self.table[row, position : position + size] = torch.arange(page * size, (page + 1) * size)
+        self.lens[row] += count
+
+
+def open_model(folder: Path, *, page_size: int = 4, num_pages: int = 256) -> PagedModel:
+    """The model in ``folder``, on one rank."""
+    return PagedModel(load_model_config(str(folder)), TpGroup(), page_size=page_size, num_pages=num_pages)
+
+
+def assert_close_in_range(ours: Tensor, wanted: Tensor, share: float) -> None:
+    """Largest error below ``share`` of the span of the wanted logits."""
+    error, span = (ours - wanted).abs().max().item(), (wanted.max() - wanted.min()).item()
+    assert error < share * span, f"max error {error:.3g} is {error / span:.2g} of the logits' range {span:.3g}"

@@ -1,0 +1,133 @@
+"""Same answer on every path: SmolLM2's greedy ids and seeded samples do not depend on how the engine got there.
+
+{miss, hit, partial hit} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed, not}
+(DESIGN.md section 3). The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+from replicas.engine import Engine
+from replicas.launch import load_engine
+from replicas.types import GenerateRequest, SamplingParams
+from tests.embedded import MODEL
+
+pytestmark = pytest.mark.model
+
+TEXT = (
+    "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to telling "
+    "the same stories twice. When the first ship came in through the ice, nobody believed the boy who saw it. He ran "
+    "from door to door, shouting, until the old pilot took him by the shoulder and asked, very slowly, what flag"
+)
+NUM_NEW = 20
+GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+SEEDED = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
+ENGINES = [
+    pytest.param(page, chunk, tp, id=f"page{page}-{'chunked' if chunk < 512 else 'whole'}-tp{tp}", marks=marks)
+    for tp, marks in ((1, ()), (3, pytest.mark.slow))
+    for page, chunk in itertools.product((1, 16), (32, 512))
+]
+
+
+def make_engine(page: int, chunk: int, tp: int) -> Engine:
+    return load_engine(
+        MODEL,
+        cache=CacheConfig(page_size=page, max_total_tokens=4096),
+        scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
+        parallel=ParallelConfig(tp=tp),
+        num_threads=2 if tp == 1 else 1,
+        context_len=1024,
+    )
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = make_engine(*request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompt() -> np.ndarray:
+    from replicas.tokenizer import Tokenizer
+
+    return Tokenizer(MODEL).encode(TEXT)
+
+
+@pytest.fixture(scope="module")
+def greedy_oracle(prompt: np.ndarray) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.inference_mode():
+        ids = model.generate(
+            torch.from_numpy(prompt).long()[None], max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False
+        )
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def seeded_oracle(prompt: np.ndarray) -> list[int]:
+    engine = load_engine(
+        MODEL,
+        cache=CacheConfig(page_size=16, prefix_cache="chunk", max_total_tokens=1024),
+        attention="torch_native",
+        num_threads=2,
+        context_len=1024,
+    )
+    return run(engine, {"plain": (prompt, SEEDED)})["plain"]
+
+
+def run(
+    engine: Engine, prompts: dict[str, tuple[np.ndarray, SamplingParams]], *, retract: str | None = None
+) -> dict[str, list[int]]:
+    """Output ids by rid; ``retract`` names a request that loses its pages in the middle of its answer."""
+    made: dict[str, list[int]] = {rid: [] for rid in prompts}
+    for rid, (ids, sampling) in prompts.items():
+        engine.submit(GenerateRequest(rid=rid, token_ids=ids, sampling=sampling))
+    while engine.has_work:
+        for delta in engine.step():
+            made[delta.rid] += delta.token_ids
+        if retract is not None and len(made[retract]) == NUM_NEW // 2:
+            engine.scheduler.retract(next(req for req in engine.scheduler.running if req.rid == retract))
+            retract = None
+    assert retract is None, "the request was never in a state to be retracted"
+    engine.scheduler.check()
+    return made
+
+
+@pytest.mark.parametrize("retracted", [False, True], ids=["kept", "retracted"])
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
+@pytest.mark.parametrize("cached", ["miss", "partial", "hit"])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_the_same_answer_on_every_path(
+    engine: Engine,
+    prompt: np.ndarray,
+    greedy_oracle: list[int],
+    seeded_oracle: list[int],
+    sampling: SamplingParams,
+    cached: str,
+    busy: bool,
+    retracted: bool,
+) -> None:
+    assert engine.flush_cache()
+    one = SamplingParams(max_new_tokens=1, temperature=0.0)
+    if cached != "miss":
+        run(engine, {"prime": (prompt if cached == "hit" else np.append(prompt[:40], [5, 6, 7]).astype(np.int32), one)})
+    before = engine.stats().cached_tokens
+    requests = {"asked": (prompt, sampling)}
+    if busy:
+        others = {f"other{i}": (prompt[10 * i : 10 * i + 30], GREEDY if i % 2 else SEEDED) for i in range(1, 4)}
+        requests = {"other0": (prompt[3:50], SEEDED), **requests, **others}
+    made = run(engine, requests, retract="asked" if retracted else None)
+    page = engine.config.cache.page_size
+    expected = {"miss": 0, "partial": 40 // page * page, "hit": (len(prompt) - 1) // page * page}[cached]
+    assert engine.stats().cached_tokens - before == expected
+    assert made["asked"] == (greedy_oracle if sampling is GREEDY else seeded_oracle)
+    pool = engine.stats().pool
+    assert pool.free_pages + pool.evictable_pages == pool.num_pages

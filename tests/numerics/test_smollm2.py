@@ -1,0 +1,90 @@
+"""The embedded model: what Transformers makes of its folder, and that we make the same of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tests.numerics import tiny
+from tests.numerics.paged import SMOLLM2, assert_close_in_range, open_model
+
+pytestmark = pytest.mark.model
+GOLDEN = (
+    " with a quick brown bear.\n\nThe original sentence is a classic example of a homophone fallacy, where two words"
+)
+TEXTS = [
+    "The quick brown fox",
+    "Once upon a time, in a small village by the sea, there lived an old fisherman who",
+    "<|im_start|>user\nName the largest planet.<|im_end|>\n<|im_start|>assistant\n",
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    if not (SMOLLM2 / "manifest.json").is_file():
+        pytest.fail(f"{SMOLLM2} is not there: run `make model`", pytrace=False)
+    return SMOLLM2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def transformers_model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_the_tokenizer_is_exact(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Facts measured with llama.cpp's tokenizer on the same file: digits split singly, bytes round trip."""
+    assert tokenizer("Hello world").input_ids == [19556, 905]
+    ids = [216, 827, 5600, 198, 197, 30064, 216, 33, 34, 35, 36, 37, 216, 35, 30, 33, 36]
+    assert tokenizer("  two spaces\n\tTab 12345 3.14").input_ids == ids
+    text = "naïve 東京 🦊 <|im_start|>"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer("<|im_start|>user<|im_end|>").input_ids[::2] == [1, 2]
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+
+
+def test_the_chat_template_is_the_models_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert chat == (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_transformers_says_the_golden_text(
+    tokenizer: PreTrainedTokenizerBase, transformers_model: PreTrainedModel
+) -> None:
+    """Q and K in the wrong rotary order, or a wrong scale, would not say this sentence."""
+    _, new = tiny.reference(transformers_model, tokenizer(TEXTS[0]).input_ids, 24)
+    assert tokenizer.decode(new) == GOLDEN
+
+
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, transformers_model: PreTrainedModel
+) -> None:
+    """Three prompts packed, whole and 7 tokens at a time, then decoded together through pages of 16."""
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    wanted = [tiny.reference(transformers_model, prompt, 64) for prompt in prompts]
+    for chunk in (100, 7):
+        paged = open_model(folder, page_size=16, num_pages=32)
+        for ours, (logits, _) in zip(paged.prefill(prompts, chunk=chunk), wanted, strict=True):
+            assert_close_in_range(ours, logits, 1e-4)
+        paged = open_model(folder, page_size=16, num_pages=32)
+        assert paged.greedy(prompts, 64, chunk=chunk) == [ids for _, ids in wanted]
+
+
+def test_a_weight_that_is_neither_fused_nor_cut_stays_a_view_of_the_file(folder: Path) -> None:
+    """Replicas on one host share its pages; 30 output and down projections and the embedding: 252 of 538 MB."""
+    block = open_model(folder, num_pages=1).model.blocks[0]
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
+    shared = {
+        name: any(low <= layer.matmul.weight.data_ptr() < high for low, high in spans)
+        for name, layer in (("o", block.attn.o_proj), ("down", block.mlp.down), ("qkv", block.attn.qkv))
+    }
+    assert shared == {"o": True, "down": True, "qkv": False}

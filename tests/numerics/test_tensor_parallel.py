@@ -1,0 +1,61 @@
+"""A model split over ranks, each a process, says what one rank says."""
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from replicas.config import ModelConfig
+from replicas.parallel import TpGroup
+from replicas.runner.weights import load_model_config, weight_bytes
+from tests.numerics import tiny
+from tests.numerics.paged import SMOLLM2, PagedModel, assert_close_in_range
+from tests.numerics.ranks import run_ranks
+
+Answer = tuple[list[Tensor], list[list[int]], int]  # prompt logits, greedy ids, bytes of weights
+
+
+def answer(tp: TpGroup, configs: list[ModelConfig], prompts: list[list[int]], num_tokens: int) -> list[Answer]:
+    """What this rank makes of each model."""
+    answers = []
+    for config in configs:
+        first, second = (PagedModel(config, tp, page_size=4, num_pages=256) for _ in range(2))
+        logits = first.prefill(prompts, chunk=16)
+        answers.append((logits, second.greedy(prompts, num_tokens, chunk=16), weight_bytes(second.model)))
+    return answers
+
+
+def test_two_ranks_agree_with_one_for_every_family(tmp_path: Path) -> None:
+    """KV heads split in two, or one head on both ranks; vocabulary of 101 padded to 2 x 51."""
+    configs = []
+    for kind in sorted(tiny.CONFIGS):
+        tiny.save(kind, tmp_path / kind)
+        configs.append(load_model_config(str(tmp_path / kind)))
+    wanted = answer(TpGroup(), configs, tiny.PROMPTS, 24)
+    for ours in run_ranks(2, answer, configs, tiny.PROMPTS, 24, meet=tmp_path / "meet"):
+        assert_same(ours, wanted)
+
+
+@pytest.mark.model
+def test_three_ranks_agree_with_one_for_smollm2(tmp_path: Path) -> None:
+    """9 query heads and 3 KV heads: a KV head each; weights 1.04 thirds each, since norms lie on every rank."""
+    config = load_model_config(str(SMOLLM2))
+    prompts = [[504, 2365, 6354, 16438], [19556, 905]]  # "The quick brown fox", "Hello world"
+    wanted = answer(TpGroup(), [config], prompts, 12)
+    for ours in run_ranks(3, answer, [config], prompts, 12, meet=tmp_path / "meet"):
+        assert_same(ours, wanted)
+        assert ours[0][2] < 0.34 * wanted[0][2]
+
+
+def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"9 \(query heads\) cannot be split evenly over 2"):
+        from replicas.layers.linear import QKVParallelLinear
+
+        QKVParallelLinear(num_heads=9, num_kv_heads=3, head_dim=64, tp=TpGroup(0, 2), bias=False)
+
+
+def assert_same(ours: list[Answer], wanted: list[Answer]) -> None:
+    for (logits, ids, _), (logits_1, ids_1, _) in zip(ours, wanted, strict=True):
+        for mine, its in zip(logits, logits_1, strict=True):
+            assert_close_in_range(mine, its, 1e-4)
+        assert ids == ids_1

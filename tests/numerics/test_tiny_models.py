@@ -1,0 +1,52 @@
+"""Every family agrees with Transformers in fp32, over a paged pool, whole and in chunks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from replicas.runner.weights import load_model_config
+from tests.numerics import tiny
+from tests.numerics.paged import assert_close_in_range, open_model
+
+
+@pytest.fixture(scope="module", params=sorted(tiny.CONFIGS))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, tiny.save(request.param, folder)
+
+
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(saved: tuple[Path, PreTrainedModel]) -> None:
+    """Three prompts packed into each step, prefilled whole or 5 tokens at a time, decoded together (SPEC F15)."""
+    folder, model = saved
+    wanted = [tiny.reference(model, prompt, 64) for prompt in tiny.PROMPTS]
+    for chunk in (100, 5):
+        for ours, (logits, _) in zip(open_model(folder).prefill(tiny.PROMPTS, chunk=chunk), wanted, strict=True):
+            assert_close_in_range(ours, logits, 1e-4)
+        assert open_model(folder).greedy(tiny.PROMPTS, 64, chunk=chunk) == [ids for _, ids in wanted]
+
+
+def test_only_the_wanted_rows_get_logits(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    new = {0: [5, 6, 7], 1: [8, 9]}  # packed tokens 0 1 2 | 3 4
+    whole = torch.cat(list(open_model(tmp_path).run(new).values()))
+    paged = open_model(tmp_path)
+    last = paged.model.forward(*paged.pack(new), torch.tensor([2, 4]))
+    torch.testing.assert_close(last, whole[[2, 4]])
+    paged = open_model(tmp_path)
+    none = paged.model.forward(*paged.pack(new), torch.tensor([], dtype=torch.int64))
+    assert none.shape == (0, tiny.VOCAB)
+    assert torch.isfinite(paged.pool.get_key_buffer(2)).any()  # its K and V are stored all the same
+
+
+def test_long_context_rope_scaling_changes_the_angles(tmp_path: Path) -> None:
+    """A guard for the guard: with the scaling left out the same weights must not agree."""
+    model = tiny.save("llama3-rope", tmp_path)
+    config = load_model_config(str(tmp_path))
+    assert (config.rope.kind, config.rope.scaling["factor"]) == ("llama3", 8.0)
+    plain = tmp_path / "plain"
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+    model.save_pretrained(plain)
+    scaled, unscaled = (open_model(f).prefill(tiny.PROMPTS, chunk=100)[0] for f in (tmp_path, plain))
+    assert (scaled - unscaled).abs().max() > 0.01 * (scaled.max() - scaled.min())

@@ -1,0 +1,76 @@
+"""Tiny random models of each family, saved by Transformers: what the numerics tests load."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied-biased": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "linear-rope": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "mistral-one-kv-head": (MistralConfig, {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True}),
+}
+VOCAB = 101  # not a multiple of 2 or 3: ranks hold padded slices
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+PROMPTS = [list(range(3, 26)), [7], [90, 4, 4, 61, 100, 0, 33, 12, 9]]  # 23, 1 and 9 tokens
+
+
+def save(kind: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    """Makes the model, saves it into ``folder``, and returns it. Biases and norms are random too, so that each counts."""
+    make, special = CONFIGS[kind]
+    torch.manual_seed(sorted(CONFIGS).index(kind))
+    model = AutoModelForCausalLM.from_config(make(**{**SHAPE, **special, **changes}), attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.float().eval().save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[torch.Tensor, list[int]]:
+    """What Transformers makes of it: logits [L, V] of the prompt, and the next greedy ids."""
+    ids = torch.tensor([prompt])
+    out = model(ids, use_cache=True)
+    logits, new = out.logits[0].float(), []
+    while len(new) < num_tokens:
+        new.append(int(out.logits[0, -1].argmax()))
+        out = model(torch.tensor([[new[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+    return logits, new
