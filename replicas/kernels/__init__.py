@@ -1,0 +1,1 @@
+"""CPU kernels: SIMD vectors for numba, torch's thread team, and the kernels of attention and of the layers."""

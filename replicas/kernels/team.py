@@ -1,0 +1,95 @@
+"""Runs compiled kernels on torch's own OpenMP threads.
+
+Owns:      how a Python function becomes a kernel (numba, compiled once per machine and kept on disk), and how it is
+           started: ``GOMP_parallel`` of the libgomp that torch loaded. One pool serves both, so that no idle pool spins
+           on the cores that the other one needs (numba's own work queue beside torch: +90 us a call on two cores).
+Never:     holds data. A kernel gets one struct of addresses and sizes; whoever calls it keeps the memory alive.
+Invariant: a kernel runs to its end before `Team.run` returns; results do not depend on the number of threads.
+Thread:    any; the interpreter lock is released while a kernel runs. Each calling thread has its own OpenMP team.
+"""
+
+import ctypes
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import llvmlite.binding  # type: ignore[import-untyped]
+import numba
+import numpy as np
+import torch
+from numba.core import types
+
+F = TypeVar("F", bound=Callable[..., Any])
+_OPTIONS: dict[str, Any] = {"nopython": True, "error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}
+
+thread_id = types.ExternalFunction("omp_get_thread_num", types.int32())
+team_size = types.ExternalFunction("omp_get_num_threads", types.int32())
+barrier = types.ExternalFunction("GOMP_barrier", types.void())  # every thread of the team waits for all others
+
+
+def inlined(function: F) -> F:
+    """A function that kernels call."""
+    compiled: F = numba.jit(**_OPTIONS)(function)
+    return compiled
+
+
+def struct(name: str, integers: str, floats: str = "") -> type[ctypes.Structure]:
+    """The arguments of a kernel: int64 (addresses in bytes, sizes) and float32 fields, named in space-separated lists."""
+    fields = [(field, ctypes.c_int64) for field in integers.split()] + [(f, ctypes.c_float) for f in floats.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+class Kernel:
+    """A numba function of one struct pointer; compiled, or read from the cache on disk, at the first use."""
+
+    def __init__(self, function: Callable[[Any], None], arguments: type[ctypes.Structure]) -> None:
+        self.function = function
+        self.arguments = arguments
+
+    @functools.cached_property
+    def address(self) -> int:
+        record = numba.from_dtype(np.dtype(self.arguments))
+        signature = types.void(types.CPointer(record))
+        self._compiled = numba.cfunc(signature, cache=True, **_OPTIONS)(self.function)  # owns the code: keep it
+        return int(self._compiled.address)
+
+
+def kernel(arguments: type[ctypes.Structure]) -> Callable[[Callable[[Any], None]], Kernel]:
+    """Decorator: ``f(pointer)``, run by every thread of a team at once, with ``pointer[0]`` the struct."""
+    return lambda function: Kernel(function, arguments)
+
+
+class Team:
+    """``num_threads`` threads that run kernels together."""
+
+    def __init__(self, num_threads: int) -> None:
+        if num_threads < 1:
+            raise ValueError(f"num_threads = {num_threads}; allowed: 1 or more")
+        self.num_threads = num_threads
+
+    def run(self, function: Kernel, arguments: ctypes.Structure) -> None:
+        """Run the kernel on all threads and wait for them. ``arguments`` is a ``function.arguments``."""
+        _PARALLEL(function.address, ctypes.addressof(arguments), self.num_threads, 0)
+
+
+def _openmp() -> ctypes.CDLL:
+    """The OpenMP library in torch's process: by its plain name when torch loaded it so, else the file torch ships.
+
+    Raises: RuntimeError when there is none.
+    """
+    shipped = sorted((pathlib.Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    for name in [*map(str, shipped), "libgomp.so.1", "libiomp5.so"]:
+        try:
+            library = ctypes.CDLL(name)
+            for symbol in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
+                llvmlite.binding.add_symbol(symbol, ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value)
+        except (OSError, AttributeError):
+            continue
+        return library
+    raise RuntimeError("the CPU kernels need the OpenMP library (libgomp) that torch ships, and found none in its folder")
+
+
+_PARALLEL = _openmp().GOMP_parallel
+_PARALLEL.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+_PARALLEL.restype = None

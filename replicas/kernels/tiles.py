@@ -1,0 +1,97 @@
+"""Two small matrix products out of register tiles: what attention and the linear layers are made of.
+
+Owns:      the choice of tiles for a shape. ``outer`` multiplies by a matrix whose rows run along the result's columns
+           (fast for many rows), ``dot`` by one whose rows run along the summed dimension (no transposition needed).
+Never:     threads, packs, or blocks for caches; callers do.
+Invariant: an element's sum is taken in the same order whatever the number of rows and columns.
+Thread:    any; inside kernels only. Addresses and strides are in bytes, sizes in floats.
+"""
+
+from replicas.kernels.simd import W, dot_tile, outer_tile
+from replicas.kernels.team import inlined
+
+_OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(rows, 4) for rows in (6, 4, 3, 2, 1))
+_OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(rows, 1) for rows in (6, 3, 1))
+_DOT_4X4, _DOT_3X4, _DOT_2X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 3, 2, 1))
+_DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
+
+
+@inlined
+def outer(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, keep: int) -> None:
+    """c[m, n] = a[m, k] @ b[k, n], added to c where ``keep`` is 1; n is a multiple of 16."""
+    column = 0
+    while column < n:
+        wide = n - column >= 4 * W
+        b_at, row = b + 4 * column, 0
+        while row < m:
+            a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
+            if wide:
+                row += _outer_wide(left, a_at, lda, b_at, ldb, c_at, ldc, k, keep)
+            else:
+                row += _outer_narrow(left, a_at, lda, b_at, ldb, c_at, ldc, k, keep)
+        column += 4 * W if wide else W
+
+
+@inlined
+def _outer_wide(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, keep: int) -> int:
+    if rows >= 6:
+        _OUTER_6X4(a, lda, b, ldb, c, ldc, k, keep)
+        return 6
+    if rows >= 4:
+        _OUTER_4X4(a, lda, b, ldb, c, ldc, k, keep)
+        return 4
+    if rows == 3:
+        _OUTER_3X4(a, lda, b, ldb, c, ldc, k, keep)
+        return 3
+    if rows == 2:
+        _OUTER_2X4(a, lda, b, ldb, c, ldc, k, keep)
+        return 2
+    _OUTER_1X4(a, lda, b, ldb, c, ldc, k, keep)
+    return 1
+
+
+@inlined
+def _outer_narrow(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, keep: int) -> int:
+    if rows >= 6:
+        _OUTER_6X1(a, lda, b, ldb, c, ldc, k, keep)
+        return 6
+    if rows >= 3:
+        _OUTER_3X1(a, lda, b, ldb, c, ldc, k, keep)
+        return 3
+    _OUTER_1X1(a, lda, b, ldb, c, ldc, k, keep)
+    return 1
+
+
+@inlined
+def dot(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int) -> None:
+    """c[m, n] = a[m, k] @ b[n, k].T; k is a multiple of 16. Each four rows of b are read once from memory."""
+    column = 0
+    while column < n:
+        wide = n - column >= 4
+        b_at, row = b + column * ldb, 0
+        while row < m:
+            a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
+            if wide:
+                row += _dot_wide(left, a_at, lda, b_at, ldb, c_at, ldc, k)
+            elif left >= 4:
+                _DOT_4X1(a_at, lda, b_at, ldb, c_at, ldc, k)
+                row += 4
+            else:
+                _DOT_1X1(a_at, lda, b_at, ldb, c_at, ldc, k)
+                row += 1
+        column += 4 if wide else 1
+
+
+@inlined
+def _dot_wide(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int) -> int:
+    if rows >= 4:
+        _DOT_4X4(a, lda, b, ldb, c, ldc, k)
+        return 4
+    if rows == 3:
+        _DOT_3X4(a, lda, b, ldb, c, ldc, k)
+        return 3
+    if rows == 2:
+        _DOT_2X4(a, lda, b, ldb, c, ldc, k)
+        return 2
+    _DOT_1X4(a, lda, b, ldb, c, ldc, k)
+    return 1

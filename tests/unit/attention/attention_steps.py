@@ -1,0 +1,84 @@
+"""Steps over a small paged pool with shuffled pages, for tests and benchmarks of attention backends."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replicas.attention.base import BatchMeta
+
+
+class SmallPool:
+    """A KvPool: the one page-major, head-major allocation, without the bookkeeping."""
+
+    def __init__(self, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, num_layers: int = 1) -> None:
+        self.page_size = page_size
+        self.data = torch.zeros(num_pages + 1, num_layers, 2, num_kv_heads, page_size, head_dim)
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return self.data[:, layer, 0]
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return self.data[:, layer, 1]
+
+    def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
+        page, offset = loc // self.page_size, loc % self.page_size
+        self.data[page, layer, 0, :, offset] = k
+        self.data[page, layer, 1, :, offset] = v
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One step of a layer: what a backend's begin and forward are given."""
+
+    pool: SmallPool
+    batch: BatchMeta
+    q: Tensor  # [T, H, D], strided as a slice of a fused QKV product
+    k: Tensor  # [T, K, D]
+    v: Tensor  # [T, K, D]
+
+
+def make_step(
+    lengths: list[tuple[int, int]],
+    *,
+    num_heads: int = 9,
+    num_kv_heads: int = 3,
+    head_dim: int = 64,
+    page_size: int = 16,
+    num_layers: int = 1,
+    seed: int = 0,
+) -> Step:
+    """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled."""
+    random = torch.Generator().manual_seed(seed)
+    num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
+    pool = SmallPool(
+        num_pages=sum(num_pages), page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim, num_layers=num_layers
+    )
+    pool.data.normal_(generator=random)
+    pages = torch.randperm(sum(num_pages), generator=random) + 1
+    table = torch.zeros(len(lengths) + 1, max(num_pages) * page_size, dtype=torch.int32)
+    rows = torch.randperm(len(lengths) + 1, generator=random)[: len(lengths)].int()
+    out_slots, positions = [], []
+    for row, (prefix, new), own in zip(rows.tolist(), lengths, pages.split(num_pages), strict=True):
+        slots = (own[:, None] * page_size + torch.arange(page_size)).flatten()
+        table[row, : len(slots)] = slots
+        out_slots.append(slots[prefix : prefix + new])
+        positions.append(torch.arange(prefix, prefix + new))
+    prefix_lens = torch.tensor([prefix for prefix, _ in lengths], dtype=torch.int32)
+    new_lens = torch.tensor([new for _, new in lengths], dtype=torch.int32)
+    num_tokens = int(new_lens.sum())
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=random)
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    batch = BatchMeta(
+        is_decode=bool((new_lens == 1).all()),
+        qo_indptr=torch.cat((torch.zeros(1, dtype=torch.int32), new_lens.cumsum(0, dtype=torch.int32))),
+        rows=rows,
+        prefix_lens=prefix_lens,
+        seq_lens=prefix_lens + new_lens,
+        positions=torch.cat(positions),
+        out_slots=torch.cat(out_slots),
+        table=table,
+        max_seq_len=int((prefix_lens + new_lens).max()),
+        num_tokens=num_tokens,
+    )
+    return Step(pool=pool, batch=batch, q=q, k=k, v=v)

@@ -1,0 +1,143 @@
+"""The fast CPU attention against the oracle, and its promises about batches, chunks and threads."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from replicas.attention.cpu import CpuAttention
+from replicas.attention.torch_native import TorchNativeAttention
+from replicas.errors import InvalidConfig
+from tests.unit.attention.attention_steps import SmallPool, Step, make_step
+
+
+def cpu(step: Step, *, threads: int = 2) -> Tensor:
+    heads, kv_heads, head_dim = step.q.shape[1], step.k.shape[1], step.q.shape[2]
+    backend = CpuAttention(step.pool, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, num_threads=threads)
+    backend.begin(step.batch)
+    return backend.forward(0, step.q, step.k, step.v)
+
+
+def oracle(step: Step) -> Tensor:
+    backend = TorchNativeAttention(step.pool)
+    backend.begin(step.batch)
+    return backend.forward(0, step.q, step.k, step.v)
+
+
+def error(step: Step, *, threads: int = 2) -> float:
+    got = cpu(step, threads=threads).clone()  # stores K and V first, so the oracle reads what it stored
+    return float((got - oracle(step)).abs().max())
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1), (14, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decode_equals_the_oracle_on_a_ragged_batch(page_size: int, heads: tuple[int, int], threads: int) -> None:
+    lengths = [(n, 1) for n in (0, 1, 15, 16, 127, 128, 300)]
+    step = make_step(lengths, num_heads=heads[0], num_kv_heads=heads[1], page_size=page_size)
+    assert error(step, threads=threads) < 1e-5
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1), (14, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_extend_equals_the_oracle_with_and_without_prefix(page_size: int, heads: tuple[int, int], threads: int) -> None:
+    lengths = [(0, 1), (0, 200), (64, 63), (33, 2), (130, 65), (16, 16)]
+    step = make_step(lengths, num_heads=heads[0], num_kv_heads=heads[1], page_size=page_size)
+    assert error(step, threads=threads) < 1e-5
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 80, 128])
+def test_any_head_dim_that_is_a_multiple_of_16_works(head_dim: int) -> None:
+    assert error(make_step([(40, 1), (200, 1)], head_dim=head_dim)) < 1e-5
+    assert error(make_step([(40, 30), (0, 100)], head_dim=head_dim)) < 1e-5
+
+
+def test_long_sequences_stay_exact() -> None:
+    assert error(make_step([(5000, 1), (9, 1)])) < 1e-5
+    assert error(make_step([(4000, 70)])) < 1e-5
+
+
+def test_large_scores_do_not_overflow() -> None:
+    for lengths in ([(300, 1)], [(100, 90)]):
+        step = make_step(lengths)
+        step.q.mul_(100.0)  # scores of hundreds: exp without the maximum taken off is infinite
+        got, wanted = cpu(step).clone(), oracle(step)
+        assert torch.isfinite(got).all()
+        assert float((got - wanted).abs().max()) < 1e-3
+
+
+def test_new_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
+    step = make_step([(20, 3), (0, 2)])
+    wanted = step.pool.data.clone()
+    before, step.pool.data = step.pool.data, wanted
+    step.pool.set_kv_buffer(0, step.batch.out_slots, step.k, step.v)
+    step.pool.data = before
+    cpu(step)
+    assert torch.equal(step.pool.data, wanted)
+
+
+def pick(step: Step, requests: list[int]) -> Step:
+    """The same step with only some of its requests, in another order."""
+    batch, bounds = step.batch, step.batch.qo_indptr.tolist()
+    tokens = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in requests])
+    new_lens = torch.tensor([bounds[b + 1] - bounds[b] for b in requests], dtype=torch.int32)
+    smaller = type(batch)(
+        is_decode=batch.is_decode,
+        qo_indptr=torch.cat((torch.zeros(1, dtype=torch.int32), new_lens.cumsum(0, dtype=torch.int32))),
+        rows=batch.rows[requests],
+        prefix_lens=batch.prefix_lens[requests],
+        seq_lens=batch.seq_lens[requests],
+        positions=batch.positions[tokens],
+        out_slots=batch.out_slots[tokens],
+        table=batch.table,
+        max_seq_len=batch.max_seq_len,
+        num_tokens=len(tokens),
+    )
+    return Step(pool=step.pool, batch=smaller, q=step.q[tokens], k=step.k[tokens], v=step.v[tokens])
+
+
+def test_a_decode_result_is_the_same_bit_for_bit_alone_and_in_any_batch_on_any_threads() -> None:
+    step = make_step([(n, 1) for n in (700, 3, 128, 250)])
+    together = cpu(step, threads=2).clone()  # [4, H * D]
+    for b in range(4):
+        assert torch.equal(cpu(pick(step, [b]), threads=1)[0], together[b])
+    assert torch.equal(cpu(pick(step, [2, 0]), threads=2), together[[2, 0]])
+
+
+def test_an_extend_result_is_the_same_bit_for_bit_alone_and_in_a_batch() -> None:
+    step = make_step([(0, 150), (30, 40)])
+    together = cpu(step, threads=2).clone()
+    assert torch.equal(cpu(pick(step, [1]), threads=1), together[150:])
+
+
+def test_a_prompt_in_two_chunks_gives_the_same_bits_as_in_one() -> None:
+    whole = make_step([(0, 200)])
+    in_one = cpu(whole).clone()
+    for first, last in ((0, 77), (77, 200)):
+        part = pick(whole, [0])
+        batch = part.batch
+        batch.qo_indptr = torch.tensor([0, last - first], dtype=torch.int32)
+        batch.prefix_lens, batch.seq_lens = torch.tensor([first]).int(), torch.tensor([last]).int()
+        batch.out_slots, batch.num_tokens = batch.out_slots[first:last], last - first
+        part.q, part.k, part.v = part.q[first:last], part.k[first:last], part.v[first:last]
+        assert torch.equal(cpu(part), in_one[first:last])
+
+
+def test_a_backend_serves_steps_of_all_sizes_one_after_the_other() -> None:
+    big = make_step([(300, 1)] * 3)
+    backend = CpuAttention(big.pool, num_heads=9, num_kv_heads=3, head_dim=64, num_threads=2)
+    for requests in ([0], [0, 1, 2], [2], [1, 0]):
+        step = pick(big, requests)
+        backend.begin(step.batch)
+        got = backend.forward(0, step.q, step.k, step.v)
+        assert got.shape == (len(requests), 9 * 64)
+        assert float((got - oracle(step)).abs().max()) < 1e-5
+
+
+def test_a_pool_or_head_dim_it_cannot_serve_is_refused_with_what_to_do() -> None:
+    pool = SmallPool(num_pages=1, page_size=1, num_kv_heads=1, head_dim=24)
+    with pytest.raises(InvalidConfig, match=r"multiple of 16, got 24; set attention: torch_native"):
+        CpuAttention(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)
+    pool.data = pool.data.to(torch.bfloat16)
+    with pytest.raises(InvalidConfig, match="float32 pools in memory, this one holds torch.bfloat16"):
+        CpuAttention(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)
