@@ -105,7 +105,7 @@ def publish(rows: Sequence[Row], *, json_path: str | None) -> None:
 
 
 def show(rows: Sequence[Row], *, console: Console | None = None) -> None:
-    """One table a section: drawn with rich on a terminal, tab-free plain columns anywhere else."""
+    """One table a section: drawn with rich on a terminal, plain columns anywhere else."""
     console = console or Console()
     for section in dict.fromkeys(row.section for row in rows):
         lines = [_cells(row) for row in rows if row.section == section]
@@ -153,8 +153,8 @@ def _plain_table(section: str, lines: Sequence[tuple[str, ...]]) -> str:
     used = _used_columns(lines)
     grid = [[line[index] for index in used] for line in [HEADER, *lines]]
     widths = [max(len(line[column]) for line in grid) for column in range(len(used))]
-    text = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in grid)
-    return f"\n{section}\n{text}\n"
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in grid]
+    return "\n".join(["", section, *("  ".join(line).rstrip() for line in padded), ""])
 
 
 def _used_columns(lines: Sequence[tuple[str, ...]]) -> list[int]:

@@ -1,0 +1,239 @@
+"""A load client for any OpenAI-compatible URL: token-id prompts, streaming, times as a client sees them.
+
+Owns:      when requests start (open loop: Poisson arrivals; closed loop: so many conversations at once).
+Never:     retries, or counts a failed request among the times; errors are reported beside them.
+Invariant: every request of the workload ends in exactly one Sample: answered, failed, or cut off by the time limit.
+Thread:    one event loop.
+
+aiohttp rather than httpx: it parses a streamed token at a fraction of the CPU, and the client shares the machine with
+the server that it measures.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import aiohttp
+
+from benchmarks.workloads import Conversation, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedLoop:
+    """``concurrency`` conversations at once; the next starts when one ends."""
+
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenLoop:
+    """Conversations arrive at ``rate`` a second on average, whatever the server does (seeded Poisson process)."""
+
+    rate: float
+    seed: int = 0
+
+    def arrivals_s(self, num: int) -> list[float]:
+        """[num] seconds from the start, ascending; the first is 0."""
+        rng = Random(self.seed)
+        times = [0.0]
+        while len(times) < num:
+            times.append(times[-1] + rng.expovariate(self.rate))
+        return times[:num]
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One request as the client saw it. Times in seconds."""
+
+    name: str  # conversation/turn
+    start_s: float = 0.0  # from the start of the run
+    ttft_s: float | None = None  # to the first chunk that carries a token
+    gaps_s: list[float] = field(default_factory=list)  # between chunks that carry tokens
+    e2e_s: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)  # the answer's, where the server tells them
+    error: str | None = None
+
+    @property
+    def answer_known(self) -> bool:
+        """The server told the ids of every token."""
+        return len(self.token_ids) == self.completion_tokens
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of each token after the first."""
+        if self.ttft_s is None or self.completion_tokens < 2:
+            return None
+        return sum(self.gaps_s) / (self.completion_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All samples of one run."""
+
+    samples: tuple[Sample, ...]
+    wall_s: float
+    client_cpu_s: float
+    answers_known: bool  # every answer's ids were told, so that resent histories are exact
+
+    @property
+    def answered(self) -> tuple[Sample, ...]:
+        return tuple(sample for sample in self.samples if sample.error is None)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for sample in self.samples:
+            if sample.error is not None:
+                counts[sample.error] = counts.get(sample.error, 0) + 1
+        return counts
+
+
+class Client:
+    """Runs workloads against ``url`` (its root, without /v1)."""
+
+    def __init__(self, url: str, model: str, *, ignore_eos: bool = True, api_key: str = "none") -> None:
+        self._url = url.rstrip("/") + "/v1/completions"
+        self._model = model
+        self._ignore_eos = ignore_eos
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+
+    async def run(self, workload: Workload, load: ClosedLoop | OpenLoop, *, max_s: float) -> Run:
+        """Run all of ``workload``, at most ``max_s`` seconds; what is open or unsent then counts as cut off."""
+        samples = {
+            conversation.name: [Sample(name=f"{conversation.name}/{turn}") for turn in range(len(conversation.turns))]
+            for conversation in workload.conversations
+        }
+        started_s, cpu_s = time.perf_counter(), time.process_time()
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as session:
+            exchange = _Exchange(session, self._url, self._model, self._ignore_eos, started_s)
+            waits = _starts(load, len(workload.conversations))
+            gate = asyncio.Semaphore(load.concurrency if isinstance(load, ClosedLoop) else len(waits) or 1)
+            tasks = [
+                asyncio.create_task(exchange.converse(conversation, samples[conversation.name], gate, wait_s))
+                for conversation, wait_s in zip(workload.conversations, waits, strict=True)
+            ]
+            _, late = await asyncio.wait(tasks, timeout=max_s) if tasks else (set(), set())
+            for task in late:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        flat = tuple(sample for turns in samples.values() for sample in turns)
+        for sample in flat:
+            if sample.error is None and sample.e2e_s == 0.0:
+                sample.error = f"cut off after {max_s:g} s"
+        return Run(
+            samples=flat,
+            wall_s=time.perf_counter() - started_s,
+            client_cpu_s=time.process_time() - cpu_s,
+            answers_known=all(sample.answer_known for sample in flat if sample.error is None),
+        )
+
+
+def _starts(load: ClosedLoop | OpenLoop, num: int) -> Sequence[float]:
+    return load.arrivals_s(num) if isinstance(load, OpenLoop) else [0.0] * num
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Requests over one session."""
+
+    session: aiohttp.ClientSession
+    url: str
+    model: str
+    ignore_eos: bool
+    started_s: float
+
+    async def converse(
+        self, conversation: Conversation, samples: list[Sample], gate: asyncio.Semaphore, wait_s: float
+    ) -> None:
+        """Send the turns one after another, each with the whole history; stop at the first failure."""
+        await asyncio.sleep(wait_s)
+        async with gate:
+            history: list[int] = []
+            for turn, sample in zip(conversation.turns, samples, strict=True):
+                history += turn.token_ids
+                await self.request(history, turn.max_new_tokens, sample)
+                if sample.error is not None:
+                    for unsent in samples[samples.index(sample) + 1 :]:
+                        unsent.error = "not sent: an earlier turn failed"
+                    return
+                if sample.answer_known:
+                    history += sample.token_ids
+                else:  # stand-ins of the same length: the answer is then no prefix hit
+                    history += turn.token_ids[:1] * (sample.completion_tokens or turn.max_new_tokens)
+
+    async def request(self, prompt: list[int], max_new_tokens: int, sample: Sample) -> None:
+        """One streamed completion, into ``sample``."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": self.ignore_eos,
+            "return_token_ids": True,
+        }
+        sent_s = time.perf_counter()
+        sample.start_s = sent_s - self.started_s
+        try:
+            async with self.session.post(self.url, json=body) as response:
+                if response.status != 200:
+                    sample.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+                else:
+                    await _read_stream(response, sample, sent_s)
+        except (aiohttp.ClientError, ValueError) as error:  # ValueError: not JSON, or a line without end
+            sample.error = f"{type(error).__name__}: {error}"
+        sample.e2e_s = time.perf_counter() - sent_s
+
+
+async def _read_stream(response: aiohttp.ClientResponse, sample: Sample, sent_s: float) -> None:
+    """Server-sent events into ``sample``. A stream that ends without [DONE] is an error."""
+    last_s = sent_s
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            if sample.ttft_s is None and sample.error is None:
+                sample.error = "the stream ended without a token"
+            return
+        now_s = time.perf_counter()
+        chunk = json.loads(data)
+        if "error" in chunk:
+            sample.error = f"in the stream: {chunk['error'].get('message', chunk['error'])}"
+            return
+        _take_usage(chunk.get("usage"), sample)
+        for choice in chunk.get("choices", ()):
+            token_ids = choice.get("token_ids") or ()
+            sample.token_ids += token_ids
+            if not (token_ids or choice.get("text")):
+                continue
+            if sample.ttft_s is None:
+                sample.ttft_s = now_s - sent_s
+            else:
+                sample.gaps_s.append(now_s - last_s)
+            last_s = now_s
+    sample.error = sample.error or "the stream ended without [DONE]"
+
+
+def _take_usage(usage: dict[str, object] | None, sample: Sample) -> None:
+    if not usage:
+        return
+    prompt, completion, details = (
+        usage.get(name) for name in ("prompt_tokens", "completion_tokens", "prompt_tokens_details")
+    )
+    if isinstance(prompt, int) and isinstance(completion, int):
+        sample.prompt_tokens, sample.completion_tokens = prompt, completion
+    if isinstance(details, dict):
+        sample.cached_tokens = int(details.get("cached_tokens") or 0)

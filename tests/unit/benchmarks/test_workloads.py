@@ -1,0 +1,88 @@
+"""Workloads: exact sizes, seeded, and no accidental sharing."""
+
+import pytest
+
+from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
+
+
+def prompts(workload: Workload) -> list[tuple[int, ...]]:
+    return [conversation.turns[0].token_ids for conversation in workload.conversations]
+
+
+def small_shared(seed: int = 0, question_len: int = 3) -> Workload:
+    return shared_prefix(
+        num_groups=2, per_group=3, prefix_len=10, question_len=question_len, output_len=4, vocab_size=32_000, seed=seed
+    )
+
+
+def test_the_same_seed_gives_the_same_workload_and_another_does_not() -> None:
+    assert small_shared(seed=1) == small_shared(seed=1)
+    assert not set(prompts(small_shared(seed=1))) & set(prompts(small_shared(seed=2)))
+
+
+def test_shared_prefix_has_each_prefix_once_a_member_and_is_shuffled() -> None:
+    workload = small_shared()
+    assert workload.num_requests == 6
+    assert workload.prompt_tokens == 6 * 13
+    assert workload.output_tokens == 6 * 4
+    prefixes = [prompt[:10] for prompt in prompts(workload)]
+    assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [3, 3]
+    assert len(set(prompts(workload))) == 6
+    assert prefixes != sorted(prefixes, key=prefixes.index)  # not group after group
+
+
+def test_the_reusable_tokens_of_shared_prefix_are_all_but_the_first_of_each_group() -> None:
+    assert small_shared().reusable_tokens == 4 * 10
+
+
+def test_the_issue_s_workload_can_reuse_82_percent() -> None:
+    """notes/peers.md section 8: 56/64 x 1024/1088 = 0.8235."""
+    workload = shared_prefix(
+        num_groups=8, per_group=8, prefix_len=1024, question_len=64, output_len=32, vocab_size=32_000, seed=0
+    )
+    assert workload.reusable_tokens / workload.prompt_tokens == pytest.approx(0.8235, abs=1e-4)
+
+
+def test_another_shape_shares_no_prefix_with_the_same_seed() -> None:
+    first = {prompt[:10] for prompt in prompts(small_shared(question_len=3))}
+    second = {prompt[:10] for prompt in prompts(small_shared(question_len=4))}
+    assert not first & second
+
+
+def test_random_prompts_have_the_asked_lengths_and_share_nothing() -> None:
+    workload = random_lengths(num_requests=20, input_len=16, output_len=8, vocab_size=32_000, seed=0)
+    assert {len(prompt) for prompt in prompts(workload)} == {16}
+    assert len({prompt[0] for prompt in prompts(workload)}) > 15
+    assert workload.reusable_tokens <= 2  # two of 20 first tokens out of 31,744 may be equal
+
+
+def test_spread_lengths_stay_within_the_share() -> None:
+    workload = random_lengths(num_requests=200, input_len=100, output_len=50, spread=0.2, vocab_size=32_000, seed=0)
+    inputs = [len(prompt) for prompt in prompts(workload)]
+    outputs = [conversation.turns[0].max_new_tokens for conversation in workload.conversations]
+    assert min(inputs) >= 80
+    assert max(inputs) <= 120
+    assert len(set(inputs)) > 20
+    assert min(outputs) >= 40
+    assert max(outputs) <= 60
+
+
+def test_multi_turn_counts_the_history_that_is_resent() -> None:
+    workload = multi_turn(num_users=2, num_turns=3, turn_len=10, output_len=5, vocab_size=32_000, seed=0)
+    # prompts of one user: 10, then 10+5+10, then 25+5+10
+    assert workload.prompt_tokens == 2 * (10 + 25 + 40)
+    # reusable: nothing, then 14 of 25, then 29 of 40 (the last token of an answer was never computed)
+    assert workload.reusable_tokens == 2 * (14 + 29)
+
+
+def test_ids_stay_inside_the_vocabulary_and_above_the_special_ones() -> None:
+    workload = random_lengths(num_requests=4, input_len=500, output_len=1, vocab_size=300, seed=0)
+    ids = {token_id for prompt in prompts(workload) for token_id in prompt}
+    assert ids == set(range(256, 300))
+
+
+def test_impossible_arguments_are_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"spread = 1\.5; it must be at least 0 and below 1"):
+        random_lengths(num_requests=1, input_len=1, output_len=1, spread=1.5, vocab_size=32_000, seed=0)
+    with pytest.raises(ValueError, match="vocab_size = 100; prompts are drawn from ids 256 and up"):
+        random_lengths(num_requests=1, input_len=1, output_len=1, vocab_size=100, seed=0)
