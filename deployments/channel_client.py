@@ -1,0 +1,115 @@
+"""The replica's end of the token channel: one persistent connection to one router.
+
+Owns:      the connection and the deltas that wait for it.
+Never:     blocks the engine thread, or reconnects: a router that is gone is gone with its requests.
+Invariant: while the socket is full, at most one delta per open choice waits (merged); none is lost or reordered while
+           the connection lives.
+Thread:    `sink` on the engine thread, everything else on the replica's event loop.
+
+    engine step -> sink(deltas) -> waiting, merged -> one frame -> socket         (one wake-up and one write per step)
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from deployments.channel_server import ChannelAddress
+from deployments.frames import Hello, ReplicaReport, encode_deltas, encode_hello, encode_report
+from replicas.types import TokenDelta
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_BYTES = 256 << 10  # more unsent bytes than this, and deltas wait here to be merged
+
+
+class ChannelClient(asyncio.Protocol):
+    """Made by `connect`. ``sink`` is one object for the connection's life, as `EngineLoop.submit` wants it."""
+
+    def __init__(self, address: ChannelAddress, *, on_lost: Callable[[], None]) -> None:
+        self.address = address
+        self.sink: Callable[[list[TokenDelta]], None] = self._sink
+        self._loop = asyncio.get_running_loop()
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, int], TokenDelta] = {}
+        self._transport: asyncio.Transport | None = None
+        self._full = False
+        self.lost = False
+
+    @staticmethod
+    async def connect(
+        address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[[], None]
+    ) -> "ChannelClient":
+        """Raises: OSError when the router cannot be reached."""
+        loop = asyncio.get_running_loop()
+        client = ChannelClient(address, on_lost=on_lost)
+        if node_id == address.node_id:
+            await loop.create_unix_connection(lambda: client, address.unix_path)
+        else:
+            await loop.create_connection(lambda: client, address.host, address.port)
+        assert client._transport is not None
+        client._transport.write(encode_hello(Hello(token=address.token, replica_id=replica_id)))
+        return client
+
+    def report(self, report: ReplicaReport) -> None:
+        """Send a report, unless the socket is full: the next one will do."""
+        if self._transport is not None and not self._full and not self.lost:
+            self._transport.write(encode_report(report))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def check(self) -> None:
+        """Raises AssertionError if a finished choice is followed by more."""
+        with self._lock:
+            assert all(key == (delta.rid, delta.index) for key, delta in self._waiting.items())
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return len(self._waiting)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        with self._lock:
+            self._waiting.clear()
+        self._on_lost()
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._flush()
+
+    def _sink(self, deltas: list[TokenDelta]) -> None:
+        if self.lost:
+            return
+        with self._lock:
+            wake = not self._waiting
+            for delta in deltas:
+                key = (delta.rid, delta.index)
+                before = self._waiting.get(key)
+                self._waiting[key] = delta if before is None else before.merge(delta)
+        if wake:
+            try:
+                self._loop.call_soon_threadsafe(self._flush)
+            except RuntimeError:
+                log.debug("the replica's event loop is closed; deltas are dropped")
+
+    def _flush(self) -> None:
+        if self._full or self.lost or self._transport is None:
+            return
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        if waiting:
+            self._transport.write(encode_deltas(list(waiting.values())))

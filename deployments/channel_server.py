@@ -1,0 +1,203 @@
+"""The router's end of the token channel: replicas connect to it, and their deltas are sorted into streams.
+
+Owns:      the listening sockets (Unix for this node, TCP for others) and the open streams.
+Never:     chooses replicas or retries (dispatch.py); trusts a connection before its HELLO carried the token.
+Invariant: a stream holds at most one delta per choice, merged while its consumer is slow, so that memory is bounded by
+           the output itself; a delta for a stream that is closed or unknown is dropped.
+Thread:    the router's event loop.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deployments.frames import BadFrame, FrameKind, FrameReader, ReplicaReport, decode_deltas, decode_hello, decode_report
+from replicas.errors import MantaError
+from replicas.types import TokenDelta
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelAddress:
+    """Where a router listens; travels to the replicas in the ``attach`` call."""
+
+    router_id: str
+    node_id: str  # replicas of this node use the Unix socket, others TCP
+    unix_path: str
+    host: str
+    port: int
+    token: str
+
+
+class Stream:
+    """The deltas of the requests ``rids``, as they come from ``replica_id``."""
+
+    def __init__(self, rids: tuple[str, ...], replica_id: str) -> None:
+        self.rids = rids
+        self.replica_id = replica_id
+        self._waiting: dict[tuple[str, int], TokenDelta] = {}
+        self._error: MantaError | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, delta: TokenDelta) -> None:
+        key = (delta.rid, delta.index)
+        before = self._waiting.get(key)
+        self._waiting[key] = delta if before is None else before.merge(delta)
+        self._ready.set()
+
+    def fail(self, error: MantaError) -> None:
+        """No more deltas will come; the first error counts."""
+        if self._error is None:
+            self._error = error
+            self._ready.set()
+
+    async def take(self) -> list[TokenDelta]:
+        """What arrived since the last call; waits for the first. Raises what `fail` was given, after the last delta."""
+        await self._ready.wait()
+        waiting, self._waiting = self._waiting, {}
+        if self._error is None:
+            self._ready.clear()
+        elif not waiting:
+            raise self._error
+        return list(waiting.values())
+
+
+class ChannelServer:
+    """Listens for replicas. ``on_report`` gets their reports, ``on_lost`` the id of one whose connection ended."""
+
+    def __init__(
+        self,
+        *,
+        on_report: Callable[[str, ReplicaReport], None],
+        on_lost: Callable[[str], None],
+        lost_error: Callable[[str], MantaError],
+    ) -> None:
+        self._on_report = on_report
+        self._on_lost = on_lost
+        self._lost_error = lost_error  # what streams of a lost replica end with
+        self._streams: dict[str, Stream] = {}  # by rid
+        self._connections: dict[str, _Connection] = {}  # by replica id
+        self._servers: list[asyncio.Server] = []  # referenced: uvloop closes servers that nobody holds
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._token = secrets.token_hex(16)
+
+    async def start(self, *, router_id: str, node_id: str, host: str) -> ChannelAddress:
+        """Listen on a Unix socket in a private folder and on a free TCP port of ``host``."""
+        loop = asyncio.get_running_loop()
+        self._folder = tempfile.TemporaryDirectory(prefix="manta-")  # mode 0700
+        unix_path = str(Path(self._folder.name) / "tokens.sock")
+        self._servers.append(await loop.create_unix_server(lambda: _Connection(self), unix_path))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        tcp = await loop.create_server(lambda: _Connection(self), host, 0, family=family)
+        self._servers.append(tcp)
+        port = int(tcp.sockets[0].getsockname()[1])
+        return ChannelAddress(
+            router_id=router_id, node_id=node_id, unix_path=unix_path, host=host, port=port, token=self._token
+        )
+
+    def open(self, rids: Iterable[str], *, replica_id: str) -> Stream:
+        """A stream of the deltas of ``rids``; open it before the replica is asked."""
+        stream = Stream(tuple(rids), replica_id)
+        for rid in stream.rids:
+            assert rid not in self._streams, f"rid {rid} is already open"
+            self._streams[rid] = stream
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        for rid in stream.rids:
+            self._streams.pop(rid, None)
+
+    def is_connected(self, replica_id: str) -> bool:
+        return replica_id in self._connections
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    async def stop(self) -> None:
+        for server in self._servers:
+            server.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                self._folder.cleanup()
+
+    def check(self) -> None:
+        """Raises AssertionError if a stream is listed under a request that is not its own."""
+        for rid, stream in self._streams.items():
+            assert rid in stream.rids, f"stream of {stream.rids} is listed under {rid}"
+
+    def _accept(self, connection: "_Connection", payload: bytes) -> str:
+        """The replica's id. Raises: BadFrame when the token is wrong."""
+        hello = decode_hello(payload)
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            raise BadFrame(f"{hello.replica_id or 'a peer'} sent a wrong token")
+        before = self._connections.get(hello.replica_id)
+        self._connections[hello.replica_id] = connection
+        if before is not None:
+            before.close()
+        return hello.replica_id
+
+    def _receive(self, replica_id: str, kind: FrameKind, payload: bytes) -> None:
+        if kind is FrameKind.DELTAS:
+            for delta in decode_deltas(payload):
+                stream = self._streams.get(delta.rid)
+                if stream is not None and stream.replica_id == replica_id:
+                    stream.put(delta)
+        elif kind is FrameKind.REPORT:
+            self._on_report(replica_id, decode_report(payload))
+        else:
+            raise BadFrame("a second HELLO")
+
+    def _lose(self, replica_id: str, connection: "_Connection") -> None:
+        if self._connections.get(replica_id) is not connection:
+            return  # it has connected anew
+        del self._connections[replica_id]
+        for stream in set(self._streams.values()):
+            if stream.replica_id == replica_id:
+                stream.fail(self._lost_error(replica_id))
+        self._on_lost(replica_id)
+
+
+class _Connection(asyncio.Protocol):
+    """One replica's connection."""
+
+    def __init__(self, server: ChannelServer) -> None:
+        self._server = server
+        self._reader = FrameReader()
+        self._replica_id: str | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for kind, payload in self._reader.feed(data):
+                if self._replica_id is None:
+                    if kind is not FrameKind.HELLO:
+                        raise BadFrame(f"the first frame is {kind.name}; HELLO was expected")
+                    self._replica_id = self._server._accept(self, payload)
+                else:
+                    self._server._receive(self._replica_id, kind, payload)
+        except BadFrame as error:
+            log.warning("closing a connection to the token channel: %s", error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._replica_id is not None:
+            self._server._lose(self._replica_id, self)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

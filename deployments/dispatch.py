@@ -1,0 +1,221 @@
+"""Brings one request to an end: choose, lease, stream; and when a replica dies, go on with another one.
+
+Owns:      the tries of each open request and why each failed.
+Never:     parses HTTP; keeps a request open that its client has left.
+Invariant: the deltas of `stream` are those of one undisturbed generation: no id lost, doubled or reordered; every
+           decision is reported done; the tries are bounded.
+Thread:    the router's event loop.
+
+    parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done
+            ^                              │ replica gone, engine dead, overloaded: excluded, reason kept
+            └──────────────────────────────┘ at most ``max_tries`` times
+"""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from deployments.channel_server import ChannelServer, Stream
+from deployments.leases import Leases, ReplicaGone
+from deployments.progress import Part, Progress
+from replicas.errors import EngineDead, MantaError, Overloaded
+from replicas.types import FinishReason, GenerateRequest, TokenDelta
+from routing.router import Router
+from routing.types import Decision, Ending, NoReplica, Outcome, RouteQuery
+
+log = logging.getLogger(__name__)
+
+FRAMES_LATE_S = 5.0  # a lease has returned, its last deltas have not come: the channel is broken
+LOOK_AGAIN_S = 0.1  # while no replica can take a request that another one left undone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """One failed try, kept for explanation."""
+
+    rid: str
+    number: int
+    replica_id: str
+    reason: str
+    num_delivered: int  # output tokens that the client had by then
+
+
+class Dispatcher:
+    """Serves requests with the replicas of one `Router`."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        router_id: str,
+        channel: ChannelServer,
+        leases: Leases,
+        max_tries: int = 3,
+        retry_wait_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._router = router
+        self._router_id = router_id
+        self._channel = channel
+        self._leases = leases
+        self._max_tries = max_tries
+        self._retry_wait_s = retry_wait_s  # how long a request waits for a replica to take over
+        self._clock = clock
+        self._ending: set[asyncio.Task[None]] = set()  # leases whose request has ended, about to return
+        self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
+        self.num_retries = 0
+        self.num_open = 0
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        """The deltas of ``request``; closing the iterator aborts it.
+
+        Raises: what the replica refused it with; NoReplica, Overloaded, EngineDead or ReplicaGone when no try succeeded.
+        """
+        progress, started_s = Progress(request), self._clock()
+        excluded: set[str] = set()
+        failure: MantaError | None = None
+        self.num_open += 1
+        try:
+            for number in range(self._max_tries):
+                decision = await self._choose(request, excluded, failure)
+                left_s = None
+                if request.deadline_s is not None:
+                    left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
+                attempt = _Attempt(self, decision, progress.parts(number=number, deadline_s=left_s), progress)
+                try:
+                    async with contextlib.aclosing(attempt.run()) as deltas:
+                        async for delta in deltas:
+                            yield delta
+                    return
+                except MantaError as error:
+                    if not error.retryable:
+                        raise
+                    failure = error
+                    excluded.add(decision.replica_id)
+                    self._record(request, number, decision, error, progress)
+            assert failure is not None
+            raise failure
+        finally:
+            self.num_open -= 1
+
+    def check(self) -> None:
+        """Raises AssertionError if, with no request open, anything is still held for one."""
+        self._channel.check()
+        self._router.check()
+        if self.num_open == 0:
+            assert self._channel.num_streams == 0, f"{self._channel.num_streams} streams are open, no request is"
+            assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
+
+    async def _choose(self, request: GenerateRequest, excluded: set[str], failure: MantaError | None) -> Decision:
+        """A decision; a request that a dying replica left undone waits for one to take over."""
+        query = RouteQuery(
+            rid=request.rid,
+            token_ids=request.token_ids,
+            salt=request.cache_salt,
+            max_new_tokens=request.sampling.max_new_tokens,
+            priority=request.priority,
+            excluded=frozenset(excluded),
+        )
+        give_up_s = self._clock() + self._retry_wait_s
+        while True:
+            try:
+                return self._router.choose(query)
+            except NoReplica as error:
+                if failure is None:
+                    raise
+                if isinstance(failure, Overloaded) or self._clock() > give_up_s:
+                    raise failure from error
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _record(
+        self, request: GenerateRequest, number: int, decision: Decision, error: MantaError, progress: Progress
+    ) -> None:
+        retry = Retry(
+            rid=request.rid,
+            number=number,
+            replica_id=decision.replica_id,
+            reason=f"{type(error).__name__}: {error}",
+            num_delivered=progress.num_delivered,
+        )
+        self.retries.append(retry)
+        self.num_retries += 1
+        log.warning(
+            "request %s, try %d on replica %s failed after %d tokens: %s",
+            retry.rid, number, retry.replica_id, retry.num_delivered, retry.reason,
+        )  # fmt: skip
+
+    async def _lease(self, replica_id: str, part: Part, stream: Stream) -> None:
+        """Hold the lease of one part; whatever ends it early ends the stream."""
+        try:
+            error = await self._leases.generate(replica_id, self._router_id, part.request)
+        except MantaError as raised:
+            error = raised
+        except Exception as raised:  # noqa: BLE001 - the edge: the request must be answered
+            log.exception("the call to replica %s failed", replica_id)
+            error = MantaError(f"the call to replica {replica_id} failed: {type(raised).__name__}: {raised}")
+        if error is not None:
+            stream.fail(error)
+            return
+        late = ReplicaGone(f"replica {replica_id} ended the request, but its last tokens have not arrived")
+        asyncio.get_running_loop().call_later(FRAMES_LATE_S, stream.fail, late)
+
+    def _let_end(self, task: "asyncio.Task[None]") -> None:
+        """The request has ended and its lease is about to return: hold the task until it does."""
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+class _Attempt:
+    """One try: the parts of a request on one replica."""
+
+    def __init__(self, dispatcher: Dispatcher, decision: Decision, parts: list[Part], progress: Progress) -> None:
+        self._dispatcher = dispatcher
+        self._decision = decision
+        self._parts = {part.request.rid: part for part in parts}
+        self._progress = progress
+        self._first_s: float | None = None
+        self._cached_tokens = 0
+
+    async def run(self) -> AsyncIterator[TokenDelta]:
+        dispatcher, replica_id = self._dispatcher, self._decision.replica_id
+        stream = dispatcher._channel.open(self._parts, replica_id=replica_id)
+        leases = [
+            asyncio.create_task(dispatcher._lease(replica_id, part, stream)) for part in self._parts.values()
+        ]
+        ending = Ending.ABORTED
+        try:
+            while not self._progress.done:
+                for delta in await stream.take():
+                    self._raise_if_engine_died(delta)
+                    self._note(delta)
+                    yield self._progress.accept(delta, self._parts[delta.rid].choice)
+            ending = Ending.FINISHED
+        except MantaError:
+            ending = Ending.FAILED
+            raise
+        finally:
+            dispatcher._channel.close(stream)
+            for lease in leases:
+                if ending is not Ending.FINISHED:
+                    lease.cancel()
+                dispatcher._let_end(lease)
+            dispatcher._router.done(self._decision, self._outcome(ending))
+
+    def _note(self, delta: TokenDelta) -> None:
+        if self._first_s is None and delta.token_ids:
+            self._first_s = self._dispatcher._clock()
+            self._cached_tokens = delta.usage.cached_tokens
+
+    def _outcome(self, ending: Ending) -> Outcome:
+        ttft_s = None if self._first_s is None else self._first_s - self._decision.time_s
+        return Outcome(ending=ending, cached_tokens=self._cached_tokens, ttft_s=ttft_s)
+
+    @staticmethod
+    def _raise_if_engine_died(delta: TokenDelta) -> None:
+        finish = delta.finish
+        if finish is not None and finish.reason is FinishReason.ERROR and finish.http_status == EngineDead.http_status:
+            raise EngineDead(finish.message or "the engine died")

@@ -1,0 +1,169 @@
+"""The bytes between a replica and a router: what a frame is, and how token deltas and reports travel in one.
+
+Owns:      the framing and the encoding. JSON, not pickle: bytes from a socket never become code.
+Never:     opens a socket (channel_server.py, channel_client.py).
+Invariant: ``decode_deltas(encode_deltas(x)) == x``; a frame longer than MAX_FRAME_BYTES is an error, not an allocation.
+
+    frame = length (4 bytes, little endian, of the payload) | kind (1 byte) | payload
+    HELLO   replica -> router, first: {"token", "replica_id"}
+    DELTAS  replica -> router, one per engine step: the deltas of every request that this router has there
+    REPORT  replica -> router, a few times a second: its EngineStats and its health
+"""
+
+import dataclasses
+import enum
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from replicas.types import EngineStats, Finish, FinishReason, PoolStats, TokenDelta, TokenLogprob, Usage
+
+HEADER = struct.Struct("<IB")
+MAX_FRAME_BYTES = 64 << 20
+
+
+class FrameKind(enum.IntEnum):
+    HELLO = 1
+    DELTAS = 2
+    REPORT = 3
+
+
+class BadFrame(ValueError):
+    """The peer does not speak this protocol; the connection is to be closed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Who connects, and the application's secret."""
+
+    token: str
+    replica_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """The last that a replica said of itself."""
+
+    stats: EngineStats
+    error: str | None  # why it is unhealthy, else None
+    num_open: int  # requests it has accepted and not ended
+
+
+def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
+    return HEADER.pack(len(payload), kind) + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[FrameKind, bytes]]:
+        """The frames that ``data`` completes. Raises: BadFrame for an unknown kind or an absurd length."""
+        self._buffer += data
+        frames, start = [], 0
+        while len(self._buffer) - start >= HEADER.size:
+            length, kind = HEADER.unpack_from(self._buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise BadFrame(f"a frame of {length} bytes is announced; at most {MAX_FRAME_BYTES} are allowed")
+            if kind not in FrameKind:
+                raise BadFrame(f"frame kind {kind} is unknown; known: {[k.name for k in FrameKind]}")
+            end = start + HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            frames.append((FrameKind(kind), bytes(self._buffer[start + HEADER.size : end])))
+            start = end
+        del self._buffer[:start]
+        return frames
+
+
+def encode_hello(hello: Hello) -> bytes:
+    return encode_frame(FrameKind.HELLO, json.dumps(dataclasses.asdict(hello)).encode())
+
+
+def decode_hello(payload: bytes) -> Hello:
+    """Raises: BadFrame."""
+    raw = _parse(payload)
+    if not isinstance(raw, dict) or not {"token", "replica_id"} <= raw.keys():
+        raise BadFrame("a HELLO frame needs token and replica_id")
+    return Hello(token=str(raw["token"]), replica_id=str(raw["replica_id"]))
+
+
+def encode_report(report: ReplicaReport) -> bytes:
+    return encode_frame(FrameKind.REPORT, json.dumps(dataclasses.asdict(report)).encode())
+
+
+def decode_report(payload: bytes) -> ReplicaReport:
+    """Raises: BadFrame."""
+    raw = _parse(payload)
+    try:
+        stats = dict(raw["stats"])
+        pool = PoolStats(**stats.pop("pool"))
+        return ReplicaReport(stats=EngineStats(pool=pool, **stats), error=raw["error"], num_open=raw["num_open"])
+    except (KeyError, TypeError) as error:
+        raise BadFrame(f"a REPORT frame of another version: {error}") from error
+
+
+def encode_deltas(deltas: Sequence[TokenDelta]) -> bytes:
+    rows = [_delta_to_row(delta) for delta in deltas]
+    return encode_frame(FrameKind.DELTAS, json.dumps(rows, separators=(",", ":")).encode())
+
+
+def decode_deltas(payload: bytes) -> list[TokenDelta]:
+    """Raises: BadFrame."""
+    try:
+        return [_row_to_delta(row) for row in _parse(payload)]
+    except (TypeError, ValueError, IndexError) as error:
+        raise BadFrame(f"a DELTAS frame of another version: {error}") from error
+
+
+def _parse(payload: bytes) -> Any:
+    try:
+        return json.loads(payload)
+    except ValueError as error:
+        raise BadFrame(f"a frame's payload is not JSON: {error}") from error
+
+
+def _delta_to_row(delta: TokenDelta) -> list[Any]:
+    finish, usage = delta.finish, delta.usage
+    return [
+        delta.rid,
+        delta.index,
+        delta.token_ids,
+        delta.text,
+        [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.num_retractions],
+        None if finish is None else [finish.reason.value, finish.matched, finish.message, finish.http_status],
+        [_logprob_to_row(logprob) for logprob in delta.logprobs],
+        [_logprob_to_row(logprob) for logprob in delta.prompt_logprobs],
+    ]
+
+
+def _row_to_delta(row: list[Any]) -> TokenDelta:
+    rid, index, token_ids, text, usage, finish, logprobs, prompt_logprobs = row
+    prompt, completion, cached, retractions = usage
+    return TokenDelta(
+        rid=rid,
+        index=index,
+        token_ids=tuple(token_ids),
+        text=text,
+        usage=Usage(
+            prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, num_retractions=retractions
+        ),
+        finish=None if finish is None else _row_to_finish(*finish),
+        logprobs=tuple(_row_to_logprob(*logprob) for logprob in logprobs),
+        prompt_logprobs=tuple(_row_to_logprob(*logprob) for logprob in prompt_logprobs),
+    )
+
+
+def _row_to_finish(reason: str, matched: int | str | None, message: str | None, http_status: int) -> Finish:
+    return Finish(reason=FinishReason(reason), matched=matched, message=message, http_status=http_status)
+
+
+def _logprob_to_row(logprob: TokenLogprob) -> list[Any]:
+    return [logprob.token_id, logprob.logprob, logprob.top]
+
+
+def _row_to_logprob(token_id: int, logprob: float | None, top: list[list[Any]]) -> TokenLogprob:
+    return TokenLogprob(token_id=token_id, logprob=logprob, top=tuple((token, value) for token, value in top))

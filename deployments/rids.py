@@ -1,0 +1,32 @@
+"""Names of requests: unique inside, and still carrying the name that the client gave.
+
+    internal rid = <16 hex digits>.<try>-<the client's name>
+The digits make it unique in the whole application; the try tells a retry's deltas from those of a replica that was
+given up; the client's name lets ``/abort_request`` find it on any replica.
+"""
+
+import re
+import secrets
+
+_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
+
+
+def new_rid(client_rid: str) -> str:
+    return f"{secrets.token_hex(8)}.0-{client_rid}"
+
+
+def with_try(rid: str, number: int, choice: int | None = None) -> str:
+    """``rid`` for try ``number`` of the request, or of its choice ``choice`` alone."""
+    digits, _, rest = rid.partition(".")
+    _, _, client_rid = rest.partition("-")
+    return f"{digits}.{number}{'' if choice is None else f'c{choice}'}-{client_rid}"
+
+
+def client_rid(rid: str) -> str:
+    """The name that the client gave."""
+    return rid.partition("-")[2]
+
+
+def clean_name(name: str | None) -> str:
+    """``name`` if it is fit for a header and a log line, else a new one."""
+    return name if name is not None and _NAME.fullmatch(name) else secrets.token_hex(8)

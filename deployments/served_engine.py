@@ -1,0 +1,197 @@
+"""One engine with its routers: what a model replica does, without Ray.
+
+Owns:      the engine loop, the channel to each router, and the open leases.
+Never:     imports Ray (replica.py puts this into an actor; tests run it in their own process).
+Invariant: a lease ends exactly when its request has; requests of a router whose connection ends are aborted.
+Thread:    the replica's event loop; the sinks run on the engine thread and only hand over.
+
+    attach ── connect ──> channel      generate: submit ─> sink per step ─> channel ... last finish ─> the lease returns
+                                       cancelled, or the router gone ─> abort ─> pages released
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable
+
+from deployments.channel_client import ChannelClient
+from deployments.channel_server import ChannelAddress
+from deployments.frames import ReplicaReport
+from deployments.leases import ReplicaGone, ReplicaInfo
+from deployments.rids import client_rid
+from replicas.errors import MantaError
+from replicas.loop import EngineLoop
+from replicas.types import EngineStats, GenerateRequest, TokenDelta
+
+REPORT_PERIOD_S = 0.2
+FLUSH_POLL_S = 0.05
+
+
+class ServedEngine:
+    """Serves one started `EngineLoop` to any number of routers."""
+
+    def __init__(self, loop: EngineLoop, *, replica_id: str, node_id: str) -> None:
+        self.loop = loop
+        self.replica_id = replica_id
+        self._node_id = node_id
+        self._clients: dict[str, ChannelClient] = {}  # by router id
+        self._sinks: dict[str, Callable[[list[TokenDelta]], None]] = {}  # by router id; one object each
+        self._leases: dict[str, _Lease] = {}  # by rid
+        self._reporter: asyncio.Task[None] | None = None
+
+    async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+        """Connect to a router; idempotent. Raises: ReplicaGone when its channel cannot be reached from here."""
+        known = self._clients.get(address.router_id)
+        if known is None or known.lost:
+            lost = functools.partial(self._router_lost, address.router_id)
+            try:
+                client = await ChannelClient.connect(
+                    address, replica_id=self.replica_id, node_id=self._node_id, on_lost=lost
+                )
+            except OSError as error:
+                raise ReplicaGone(
+                    f"replica {self.replica_id} cannot reach router {address.router_id} at {address.host}:{address.port} "
+                    f"({error}); the nodes must reach each other on any port"
+                ) from error
+            self._clients[address.router_id] = client
+            self._sinks[address.router_id] = self._make_sink(client)
+            client.report(self._report(self.loop.stats()))
+        if self._reporter is None:
+            self._reporter = asyncio.create_task(self._report_forever())
+        return self._info()
+
+    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
+        """The lease: returns when the request has ended, or at once with the error that it was refused for."""
+        client = self._clients.get(router_id)
+        if client is None or client.lost:
+            return ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
+        lease = _Lease(router_id, request.sampling.n)
+        self._leases[request.rid] = lease
+        try:
+            self.loop.submit(request, self._sinks[router_id])
+            await lease.ended.wait()
+        except MantaError as error:
+            return error
+        except asyncio.CancelledError:
+            self.loop.abort(request.rid)
+            raise
+        finally:
+            self._leases.pop(request.rid, None)
+        return None
+
+    async def report(self) -> ReplicaReport:
+        """Statistics as of now."""
+        if self.loop.error is not None:
+            return self._report(self.loop.stats())
+        return self._report(await self.loop.run_on_engine(lambda engine: engine.stats()))
+
+    async def flush_cache(self, timeout_s: float) -> bool:
+        """Forget every cached prefix; waits ``timeout_s`` for requests to end, and returns False if they do not."""
+        deadline_s = time.monotonic() + timeout_s
+        while not await self.loop.run_on_engine(lambda engine: engine.flush_cache()):
+            if time.monotonic() >= deadline_s:
+                return False
+            await asyncio.sleep(FLUSH_POLL_S)
+        return True
+
+    async def abort(self, name: str | None) -> int:
+        """Abort the open requests that clients know as ``name``, or all of them; how many there were."""
+        rids = [rid for rid in self._leases if name is None or client_rid(rid) == name]
+        for rid in rids:
+            self.loop.abort(rid)
+        return len(rids)
+
+    def raise_if_unhealthy(self) -> None:
+        """Raises: EngineDead when a step crashed, hangs, or a rank is gone."""
+        if self.loop.error is not None:
+            raise self.loop.error
+
+    async def stop(self) -> None:
+        if self._reporter is not None:
+            self._reporter.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reporter
+        for client in list(self._clients.values()):
+            client.close()
+        await asyncio.to_thread(self.loop.stop)
+
+    def check(self) -> None:
+        """Raises AssertionError if a lease is open for a router that is not attached."""
+        assert {lease.router_id for lease in self._leases.values()} <= self._clients.keys()
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def _make_sink(self, client: ChannelClient) -> Callable[[list[TokenDelta]], None]:
+        event_loop = asyncio.get_running_loop()
+
+        def sink(deltas: list[TokenDelta]) -> None:  # engine thread
+            client.sink(deltas)
+            ended = [delta.rid for delta in deltas if delta.finish is not None]
+            if ended:
+                with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                    event_loop.call_soon_threadsafe(self._end_choices, ended)
+
+        return sink
+
+    def _end_choices(self, rids: list[str]) -> None:
+        for rid in rids:
+            lease = self._leases.get(rid)
+            if lease is not None:
+                lease.end_choice()
+
+    def _router_lost(self, router_id: str) -> None:
+        self._clients.pop(router_id, None)
+        self._sinks.pop(router_id, None)
+        for rid, lease in list(self._leases.items()):
+            if lease.router_id == router_id:
+                self.loop.abort(rid)
+                del self._leases[rid]
+                lease.ended.set()
+
+    async def _report_forever(self) -> None:
+        while True:
+            for client in list(self._clients.values()):
+                client.report(self._report(self.loop.stats()))
+            await asyncio.sleep(REPORT_PERIOD_S)
+
+    def _report(self, stats: EngineStats) -> ReplicaReport:
+        error = self.loop.error
+        return ReplicaReport(stats=stats, error=None if error is None else str(error), num_open=len(self._leases))
+
+    def _info(self) -> ReplicaInfo:
+        engine, config = self.loop.engine, self.loop.engine.config
+        capacity = self.loop.stats().pool.total_tokens
+        return ReplicaInfo(
+            replica_id=self.replica_id,
+            node_id=self._node_id,
+            pid=os.getpid(),
+            model_path=config.model.path,
+            architecture=config.model.architecture,
+            dtype=config.model.dtype,
+            context_len=config.model.context_len,
+            vocab_size=config.model.vocab_size,
+            max_prompt_tokens=min(config.model.context_len, capacity) - 1,
+            tp=config.parallel.tp,
+            page_size=config.cache.page_size,
+            attention=config.attention,
+            num_threads=config.num_threads,
+            pool=engine.describe(),
+        )
+
+
+class _Lease:
+    """One open request: ends when each of its choices has."""
+
+    def __init__(self, router_id: str, num_choices: int) -> None:
+        self.router_id = router_id
+        self.ended = asyncio.Event()
+        self._num_left = num_choices
+
+    def end_choice(self) -> None:
+        self._num_left -= 1
+        if self._num_left <= 0:
+            self.ended.set()
