@@ -38,9 +38,13 @@ class TpGroup:
         """Meet the other ranks; returns when all are there.
 
         Args:    init_method: ``tcp://host:port`` (rank 0 listens) or ``file:///path``, the same on all ranks.
+                 device: ``cuda`` without a number is this rank's GPU, among those that the process sees.
                  timeout_s: for the meeting and for every operation after it.
         Raises:  EngineDead if not all ranks come, or, later, if one of them dies.
         """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", rank % torch.cuda.device_count())
         group = TpGroup(rank, size, device=device)
         if size > 1:
             with group._speaking_for("meeting the other ranks"):

@@ -56,12 +56,17 @@ def model_folder(path_or_hub_id: str) -> Path:
 
 
 def load_model_config(
-    path_or_hub_id: str, *, device: Device = "cpu", dtype: DType | None = None, context_len: int | None = None
+    path_or_hub_id: str,
+    *,
+    dtype: DType | None = None,
+    context_len: int | None = None,
+    device: Device | None = None,
 ) -> ModelConfig:
     """The config of a model's folder or hub id.
 
     Args:    dtype: to compute in; None takes float32 on CPU (bfloat16 is slower there) and the checkpoint's on CUDA.
              context_len: a shorter context than the model's own; None takes the model's.
+             device: for the default dtype; None is CUDA where there is one.
     Raises:  InvalidConfig (UnsupportedModel for architectures that replicas/models lacks), naming the file.
     """
     folder = model_folder(path_or_hub_id)
@@ -82,7 +87,7 @@ def load_model_config(
         str(path_or_hub_id) if folder == Path(path_or_hub_id) else str(folder),
         hf,
         eos_ids=_eos_ids(folder, hf),
-        dtype=dtype or _default_dtype(folder, hf, device),
+        dtype=dtype or _default_dtype(folder, hf, device or ("cuda" if torch.cuda.is_available() else "cpu")),
     )
     return config if context_len is None else _shorten(config, context_len)
 

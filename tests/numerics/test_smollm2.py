@@ -45,11 +45,12 @@ def test_the_tokenizer_is_exact(tokenizer: PreTrainedTokenizerBase) -> None:
     text = "naïve 東京 🦊 <|im_start|>"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert tokenizer("<|im_start|>user<|im_end|>").input_ids[::2] == [1, 2]
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
 
 
 def test_the_chat_template_is_the_models_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "user", "content": "hi"}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     assert chat == (
         f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from replicas.config import ModelConfig
+from replicas.layers.linear import QKVParallelLinear
 from replicas.parallel import TpGroup
 from replicas.runner.weights import load_model_config, weight_bytes
 from tests.numerics import tiny
@@ -49,8 +50,6 @@ def test_three_ranks_agree_with_one_for_smollm2(tmp_path: Path) -> None:
 
 def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
     with pytest.raises(ValueError, match=r"9 \(query heads\) cannot be split evenly over 2"):
-        from replicas.layers.linear import QKVParallelLinear
-
         QKVParallelLinear(num_heads=9, num_kv_heads=3, head_dim=64, tp=TpGroup(0, 2), bias=False)
 
 

@@ -53,7 +53,7 @@ PROMPTS = [list(range(3, 26)), [7], [90, 4, 4, 61, 100, 0, 33, 12, 9]]  # 23, 1 
 
 
 def save(kind: str, folder: Path, **changes: Any) -> PreTrainedModel:
-    """Makes the model, saves it into ``folder``, and returns it. Biases and norms are random too, so that each counts."""
+    """Makes the model, saves it into ``folder``, and returns it. Biases and norms are random too: each counts."""
     make, special = CONFIGS[kind]
     torch.manual_seed(sorted(CONFIGS).index(kind))
     model = AutoModelForCausalLM.from_config(make(**{**SHAPE, **special, **changes}), attn_implementation="eager")

@@ -1,0 +1,85 @@
+"""The oracle backend against attention written out by hand."""
+
+import torch
+from torch import Tensor
+
+from replicas.attention.base import BatchMeta
+from replicas.attention.torch_native import TorchNativeAttention, attend, paged_attention_forward
+from tests.numerics.paged import Pool
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [E, H, D] are the last of k, v [n, K, D]: softmax(q k / sqrt(D)) v, one head and one token at a time."""
+    num_new, heads, dim = q.shape
+    out = torch.empty_like(q)
+    for e in range(num_new):
+        seen = len(k) - num_new + e + 1
+        for h in range(heads):
+            kv = h * k.shape[1] // heads
+            weights = torch.softmax(k[:seen, kv] @ q[e, h] / dim**0.5, dim=0)  # [seen]
+            out[e, h] = weights @ v[:seen, kv]
+    return out
+
+
+def test_a_token_attends_to_itself_and_to_what_came_before() -> None:
+    """Equal keys give equal weights: token e of the last two sees the mean of the first e + 2 values 0, 1, 2."""
+    q, k = torch.zeros(2, 1, 4), torch.zeros(3, 1, 4)
+    v = torch.arange(3.0).view(3, 1, 1).expand(3, 1, 4)
+    assert attend(q, k, v)[:, 0, 0].tolist() == [0.5, 1.0]
+
+
+def test_query_heads_share_the_kv_head_of_their_group() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 6, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 8)
+    torch.testing.assert_close(attend(q, k, v), dense(q, k, v))
+
+
+def test_paged_attention_equals_dense_attention() -> None:
+    """SPEC C12: pages scattered, contexts of 5 and 9 tokens in pages of 4, two new tokens each."""
+    torch.manual_seed(1)
+    keys, values = torch.randn(7, 2, 4, 8), torch.randn(7, 2, 4, 8)  # [P, K, page_size, D]
+    query, tables, lens = torch.randn(2, 2, 4, 8), [[3, 1, 0], [6, 2, 5]], [5, 9]
+    out = paged_attention_forward(query, keys, values, torch.tensor(tables), torch.tensor(lens), 4)
+    for b in range(2):
+        k, v = (torch.cat([x[page].transpose(0, 1) for page in tables[b]])[: lens[b]] for x in (keys, values))
+        torch.testing.assert_close(out[b], dense(query[b], k, v))
+
+
+def test_extend_and_decode_read_the_pool_through_the_table() -> None:
+    """SPEC F14, F15: request 0 extends 1 token by 2, request 1 starts with 3; then both decode."""
+    torch.manual_seed(2)
+    pool = Pool(num_pages=4, page_size=2, layers=1, heads=1, head_dim=4)
+    table = torch.tensor([[8, 9, 4, 5], [0, 0, 0, 0], [2, 3, 6, 7]], dtype=torch.int32)  # row 1 is unused
+    backend = TorchNativeAttention(pool)
+    kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {0: ([], []), 2: ([], [])}
+
+    def step(new: dict[int, int]) -> None:
+        lens = {row: len(kept[row][0]) for row in new}
+        positions = torch.cat([torch.arange(lens[row], lens[row] + n) for row, n in new.items()])
+        total = sum(new.values())
+        q, k, v = torch.randn(total, 2, 4), torch.randn(total, 1, 4), torch.randn(total, 1, 4)
+        bounds = torch.tensor([0, *new.values()]).cumsum(0)
+        backend.begin(
+            BatchMeta(
+                is_decode=total == len(new),
+                qo_indptr=bounds.int(),
+                rows=torch.tensor(list(new), dtype=torch.int32),
+                prefix_lens=torch.tensor(list(lens.values()), dtype=torch.int32),
+                seq_lens=torch.tensor([lens[row] + n for row, n in new.items()], dtype=torch.int32),
+                positions=positions,
+                out_slots=table[torch.tensor(list(new)).repeat_interleave(bounds.diff()), positions].long(),
+                table=table,
+                max_seq_len=4,
+                num_tokens=total,
+            )
+        )
+        out = backend.forward(0, q, k, v).view(total, 2, 4)
+        for row, low, high in zip(new, bounds, bounds[1:], strict=False):
+            kept[row][0].extend(k[low:high])
+            kept[row][1].extend(v[low:high])
+            wanted = dense(q[low:high], torch.stack(kept[row][0]), torch.stack(kept[row][1]))
+            torch.testing.assert_close(out[low:high], wanted)
+
+    step({0: 1})
+    step({0: 2, 2: 3})
+    step({2: 1, 0: 1})

@@ -1,0 +1,76 @@
+"""TpGroup: what each rank gets, and what it says when the others are gone. Ranks are threads of one process here."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from replicas.errors import EngineDead
+from replicas.parallel import TpGroup
+
+R = TypeVar("R")
+
+
+def on_ranks(size: int, meet: Path, work: Callable[[TpGroup], R]) -> list[R]:
+    def rank(number: int) -> R:
+        return work(TpGroup.create(number, size, init_method=f"file://{meet}", timeout_s=20))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
+
+
+def test_all_reduce_sums_in_place_on_every_rank(tmp_path: Path) -> None:
+    def work(tp: TpGroup) -> list[float]:
+        mine = torch.tensor([1.0, 10.0]) * (tp.rank + 1)
+        assert tp.all_reduce(mine) is mine
+        return mine.tolist()
+
+    assert on_ranks(3, tmp_path / "meet", work) == [[6.0, 60.0]] * 3
+
+
+def test_all_gather_joins_in_rank_order_along_the_dimension(tmp_path: Path) -> None:
+    def work(tp: TpGroup) -> tuple[list[list[int]], list[list[int]]]:
+        mine = torch.full((2, 1), tp.rank)
+        return tp.all_gather(mine).tolist(), tp.all_gather(mine, dim=0).tolist()
+
+    assert on_ranks(2, tmp_path / "meet", work) == [([[0, 1], [0, 1]], [[0], [0], [1], [1]])] * 2
+
+
+def test_min_int_is_the_smallest_of_the_ranks(tmp_path: Path) -> None:
+    """SPEC A04; the values are larger than fp32 and int32 can hold."""
+    assert on_ranks(3, tmp_path / "meet", lambda tp: tp.min_int(2**40 + 5 - tp.rank)) == [2**40 + 3] * 3
+
+
+def test_a_rank_that_never_comes_is_an_error_that_says_which_rank_waited(tmp_path: Path) -> None:
+    with pytest.raises(EngineDead, match="rank 0 of 2: meeting the other ranks failed"):
+        TpGroup.create(0, 2, init_method=f"file://{tmp_path}/meet", timeout_s=0.2)
+
+
+def test_a_rank_that_left_is_an_error_on_the_others(tmp_path: Path) -> None:
+    def work(tp: TpGroup) -> str:
+        if tp.rank == 1:
+            tp.close()
+            return "left"
+        with pytest.raises(EngineDead) as error:
+            tp.all_reduce(torch.ones(1))
+        return str(error.value)
+
+    said, _ = on_ranks(2, tmp_path / "meet", work)
+    assert said.startswith("tensor-parallel rank 0 of 2: all_reduce failed")
+    assert "look at the other ranks' logs" in said
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    tp, tensor = TpGroup(), torch.ones(2)
+    assert tp.all_reduce(tensor) is tensor
+    assert tp.all_gather(tensor) is tensor
+    assert tp.min_int(7) == 7
+    tp.barrier()
+
+
+def test_a_rank_outside_its_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not in a group of 2; wanted 0 to 1"):
+        TpGroup(2, 2)

@@ -1,0 +1,134 @@
+"""Reading a model's folder: what is taken from it, and what is said when it is not right."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.runner.weights import load_model_config, safetensors_files, weight_bytes
+from tests.numerics import tiny
+from tests.numerics.paged import assert_close_in_range, open_model
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    tiny.save("llama", tmp_path)
+    return tmp_path
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def test_a_sharded_checkpoint_gives_the_logits_of_a_whole_one(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    (sharded / "config.json").write_text((llama / "config.json").read_text())
+    weight_map = {}
+    for i, name in enumerate(tensors):
+        weight_map[name] = f"model-{i % 3 + 1:05}-of-00003.safetensors"
+    for file in set(weight_map.values()):
+        save_file({n: tensors[n] for n, f in weight_map.items() if f == file}, sharded / file)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert len(safetensors_files(sharded)) == 3
+    whole, parts = (open_model(f).prefill(tiny.PROMPTS, chunk=100)[0] for f in (llama, sharded))
+    assert_close_in_range(parts, whole, 1e-6)
+
+
+def test_a_missing_shard_is_named(llama: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidConfig, match=r"lacks model-00001-of-00002.safetensors; there is: config.json"):
+        open_model(llama)
+
+
+def test_missing_and_unexpected_weights_are_listed(llama: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.0.mlp.gate.weight"] = tensors.pop("model.layers.0.mlp.gate_proj.weight")
+    save_file(tensors, llama / "model.safetensors")
+    part = "model.layers.0.mlp"
+    message = rf"1 missing \({part}.gate_proj.weight\), 1 unexpected \({part}.gate.weight\)"
+    with pytest.raises(InvalidConfig, match=message):
+        open_model(llama)
+
+
+def test_a_tied_checkpoint_may_repeat_its_embedding_as_head(tmp_path: Path) -> None:
+    tiny.save("qwen3-tied", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    before = open_model(tmp_path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1.0
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_close_in_range(open_model(tmp_path).run({0: [5]})[0], before.run({0: [5]})[0], 1e-6)
+
+
+def test_weight_bytes_count_a_tied_head_once(tmp_path: Path) -> None:
+    """Untied, the head adds 101 x 48 x 4 bytes."""
+    tiny.save("qwen2", tmp_path / "untied")
+    tiny.save("qwen2-tied", tmp_path / "tied")
+    untied, tied = (weight_bytes(open_model(tmp_path / name).model) for name in ("untied", "tied"))
+    assert untied - tied == 101 * 48 * 4
+    assert tied == sum(t.nbytes for t in load_file(tmp_path / "tied" / "model.safetensors").values())
+
+
+def test_an_unknown_architecture_lists_the_known_ones(llama: Path) -> None:
+    rewrite(llama / "config.json", lambda c: c.update(architectures=["BertForMaskedLM"], model_type="bert"))
+    known = "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    with pytest.raises(UnsupportedModel, match=f"'BertForMaskedLM' is not supported; {known}"):
+        load_model_config(str(llama))
+
+
+def test_a_folder_that_is_not_there_says_what_to_give() -> None:
+    with pytest.raises(InvalidConfig, match=r"no folder .*/models/nowhere\. Give a folder .* `make model`"):
+        load_model_config("models/nowhere")
+
+
+def test_a_folder_without_config_is_named_with_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(InvalidConfig, match=r"has no config.json; there is: pytorch_model.bin"):
+        load_model_config(str(tmp_path))
+
+
+def test_only_safetensors_are_read(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(InvalidConfig, match=r"lacks model.safetensors; .*save_pretrained"):
+        open_model(llama)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported: 'silu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized; supported: weights in float32"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+    ],
+)
+def test_what_the_models_here_cannot_do_is_refused(llama: Path, change: dict[str, Any], message: str) -> None:
+    rewrite(llama / "config.json", lambda c: (c.pop("rope_parameters", None), c.update(change)))
+    with pytest.raises(InvalidConfig, match=message):
+        load_model_config(str(llama))
+
+
+def test_eos_ids_are_those_of_both_configs(llama: Path) -> None:
+    rewrite(llama / "config.json", lambda c: c.update(eos_token_id=2))
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 4]}))
+    assert load_model_config(str(llama)).eos_ids == (2, 4, 9)
+
+
+def test_the_context_can_be_shortened_but_not_stretched(llama: Path) -> None:
+    assert load_model_config(str(llama), context_len=100).context_len == 100
+    with pytest.raises(InvalidConfig, match=r"context_len = 257; .* allows 1 to 256 tokens"):
+        load_model_config(str(llama), context_len=257)
+
+
+def test_the_default_dtype_is_float32_on_cpu_and_the_checkpoints_on_cuda(llama: Path) -> None:
+    rewrite(llama / "config.json", lambda c: c.update(dtype="bfloat16"))
+    found = [load_model_config(str(llama), device=device).dtype for device in ("cpu", "cuda")]
+    assert found == ["float32", "bfloat16"]
+    assert load_model_config(str(llama), device="cuda", dtype="float16").dtype == "float16"
