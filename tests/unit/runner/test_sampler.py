@@ -1,0 +1,344 @@
+"""Sampler: each cut and penalty against its plain definition, the distribution, and that a row never sees its batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.runner.draw import HEAD, uniform
+from replicas.runner.logit_edits import edit_logits
+from replicas.runner.sampler import Sampler
+from replicas.scheduler.plan import SampleRow
+from replicas.types import SamplingParams
+
+
+def row(
+    *,
+    position: int = 0,
+    num_output: int = 0,
+    stop_ids: Sequence[int] = (),
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    return_logprobs: bool = False,
+    top_logprobs: int = 0,
+    **params: Any,
+) -> SampleRow:
+    return SampleRow(
+        params=SamplingParams(**params),
+        position=position,
+        num_output=num_output,
+        stop_ids=frozenset(stop_ids),
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        output_ids=np.array(output, dtype=np.int32),
+        return_logprobs=return_logprobs,
+        top_logprobs=top_logprobs,
+    )
+
+
+def draws(logits: torch.Tensor, num: int, **params: Any) -> np.ndarray:
+    """[num] tokens of one logits row under seeds 0, 1, ..., in batches of 512."""
+    sampler, found = Sampler(len(logits), "cpu"), []
+    for first in range(0, num, 512):
+        rows = [row(seed=seed, position=3, **params) for seed in range(first, min(first + 512, num))]
+        found.append(sampler.sample(logits.expand(len(rows), -1), rows)[0])
+    return np.concatenate(found)
+
+
+def reference_probs(
+    logits: torch.Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
+    """What the docstring of draw.py says, for one row, one token at a time."""
+    x = logits.double().numpy() / temperature
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    kept, before = np.zeros(len(p)), 0.0
+    for rank, token in enumerate(sorted(range(len(p)), key=lambda t: (-p[t], t))):
+        if rank < (top_k or len(p)) and (top_p == 1.0 or before < top_p) and p[token] >= min_p * p.max():
+            kept[token] = p[token]
+        before += p[token]
+    return kept / kept.sum()
+
+
+def assert_distribution(tokens: np.ndarray, probs: np.ndarray) -> None:
+    """Chi-square at five standard deviations; tokens expected less than 10 times count together."""
+    expected, seen = probs * len(tokens), np.bincount(tokens, minlength=len(probs)).astype(float)
+    assert not seen[probs == 0].any(), f"tokens {np.flatnonzero(seen * (probs == 0))} were cut off"
+    rare = expected < 10
+    expected = np.append(expected[~rare], expected[rare].sum())
+    seen = np.append(seen[~rare], seen[rare].sum())
+    present = expected > 0
+    chi2 = float(((seen - expected)[present] ** 2 / expected[present]).sum())
+    freedom = max(int(present.sum()) - 1, 1)
+    assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 5, f"chi-square {chi2:.1f} with {freedom} degrees of freedom"
+
+
+def test_greedy_takes_the_largest_logit_and_of_equals_the_lowest_id() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 2.0], [0.0, 5.0, 5.0]])
+    tokens, logprobs = Sampler(3, "cpu").sample(logits, [row(temperature=0.0), row(temperature=0.0), row(top_k=1)])
+    assert tokens.tolist() == [1, 0, 1]
+    assert tokens.dtype == np.int32
+    assert logprobs == ()
+
+
+def test_a_greedy_row_among_sampled_ones_gets_exactly_the_largest() -> None:
+    logits = torch.zeros(5, 300)
+    logits[2, 7] = 1e-6
+    rows = [row(temperature=5.0, seed=i) for i in range(5)]
+    rows[2] = row(temperature=0.0)
+    assert Sampler(300, "cpu").sample(logits, rows)[0][2] == 7
+
+
+def test_a_nearly_zero_temperature_is_the_largest_logit() -> None:
+    logits = torch.tensor([-1000.0, 7.0, 6.99, 0.0])
+    assert set(draws(logits, 64, temperature=1e-30)) == {1}
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"min_p": 0.3},
+        {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_samples_follow_the_distribution_of_the_definition(cuts: dict[str, Any]) -> None:
+    logits = torch.tensor([0.1, 2.0, -1.0, 1.5, 0.7, 1.0, -3.0, 0.3])
+    assert_distribution(draws(logits, 8_000, **cuts), reference_probs(logits, **cuts))
+
+
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_k": 50}, {"top_k": 200}, {"top_p": 0.5}, {"top_p": 0.97}, {"min_p": 0.02}], ids=str
+)
+def test_the_distribution_holds_when_it_reaches_below_the_head(cuts: dict[str, Any]) -> None:
+    """A flat vocabulary of 1,000: most of the mass lies below the HEAD most likely tokens."""
+    logits = torch.randn(1_000, generator=torch.Generator().manual_seed(1))
+    probs = reference_probs(logits)
+    assert np.sort(probs)[-HEAD:].sum() < 0.4
+    assert_distribution(draws(logits, 4_000, **cuts), reference_probs(logits, **cuts))
+
+
+def test_top_p_counts_probability_before_top_k() -> None:
+    """Of 0.4, 0.3, 0.3: top-p 0.5 keeps two tokens; within what top-k 2 leaves, it would keep one."""
+    logits = torch.log(torch.tensor([0.4, 0.3, 0.3]))
+    assert set(draws(logits, 200, top_k=2, top_p=0.5)) == {0, 1}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it_and_never_none() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.25, 0.25]))
+    assert set(draws(logits, 100, top_p=0.5)) == {0}
+    assert set(draws(logits, 100, top_p=1e-9)) == {0}
+    assert set(draws(logits, 300, top_p=0.76)) == {0, 1, 2}
+
+
+def test_equals_at_the_edge_of_a_cut_are_kept_from_the_lowest_id() -> None:
+    logits = torch.zeros(500)
+    assert set(draws(logits, 400, top_k=3)) == {0, 1, 2}
+    assert set(draws(logits, 400, top_p=0.0079)) == {0, 1, 2, 3}
+    logits[400] = 1.0
+    assert set(draws(logits, 400, top_k=3)) == {400, 0, 1}
+
+
+def test_masked_logits_are_never_drawn() -> None:
+    logits = torch.full((500,), -torch.inf)
+    logits[[7, 300]] = torch.tensor([1.0, 1.0])
+    for cuts in ({}, {"top_p": 0.99}, {"top_k": 400}, {"min_p": 0.1}):
+        assert set(draws(logits, 100, **cuts)) == {7, 300}
+
+
+def test_the_same_seed_and_position_give_the_same_token_and_others_do_not() -> None:
+    logits = torch.zeros(4, 1_000)
+    rows = [row(seed=1, position=5), row(seed=1, position=5), row(seed=2, position=5), row(seed=1, position=6)]
+    first = Sampler(1_000, "cpu").sample(logits, rows)[0].tolist()
+    assert first[0] == first[1]
+    assert len(set(first)) == 3
+    assert Sampler(1_000, "cpu").sample(logits, rows)[0].tolist() == first
+
+
+def test_consecutive_positions_and_seeds_are_independent() -> None:
+    """A run of tokens under one seed is as good a sample as one position under many seeds; pairs are, too."""
+    logits = torch.tensor([0.0, 0.0, 0.0, 0.0])
+    rows = [row(seed=11, position=position) for position in range(8_000)]
+    tokens = Sampler(4, "cpu").sample(logits.expand(8_000, -1), rows)[0]
+    assert_distribution(tokens, np.full(4, 1 / 4))
+    assert_distribution(tokens[:-1] * 4 + tokens[1:], np.full(16, 1 / 16))
+
+
+def test_the_random_numbers_stay_what_they_are() -> None:
+    """A resumed request must draw on another replica, or after an upgrade, what it would have drawn here."""
+    coordinates = [[0, 1, 2**63 - 1], [0, 2, 10**6], [0, 3, 49_151]]
+    numbers = uniform(*(np.array(each, dtype=np.uint64) for each in coordinates))
+    assert numbers.round(12).tolist() == [0.338052454196, 0.555151860385, 0.961314648325]
+
+
+cut_params = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+        "top_k": st.sampled_from([None, 1, 5, 64, 65, 150]),
+        "top_p": st.sampled_from([0.1, 0.9, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "seed": st.integers(0, 2**63 - 1),
+        "position": st.integers(0, 10_000),
+        "frequency_penalty": st.sampled_from([0.0, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(params=st.lists(cut_params, min_size=1, max_size=8), data=st.data())
+def test_a_rows_token_does_not_depend_on_its_batch(params: list[dict[str, Any]], data: st.DataObject) -> None:
+    """Same answer (DESIGN.md section 3): alone, in any batch, in any order; and the sampler keeps no state."""
+    logits = torch.randn(len(params), 203, generator=torch.Generator().manual_seed(len(params)))
+    sampler = Sampler(203, "cpu")
+    rows = [row(**each, prompt=[1, 2], output=[3, 3]) for each in params]
+    together, _ = sampler.sample(logits, rows)
+    alone = [int(sampler.sample(logits[i : i + 1], rows[i : i + 1])[0][0]) for i in range(len(rows))]
+    assert together.tolist() == alone
+    order = data.draw(st.permutations(range(len(rows))))
+    assert sampler.sample(logits[order], [rows[i] for i in order])[0].tolist() == [alone[i] for i in order]
+
+
+@settings(max_examples=100, deadline=None)
+@given(params=cut_params, vocab_size=st.integers(2, 200), scale=st.sampled_from([0.1, 1.0, 5.0]))
+def test_a_token_is_never_outside_the_cuts(params: dict[str, Any], vocab_size: int, scale: float) -> None:
+    params = params | {"frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    generator = torch.Generator().manual_seed(params["seed"] % 2**31)
+    logits = torch.randn(vocab_size, generator=generator) * scale
+    token = int(Sampler(vocab_size, "cpu").sample(logits[None], [row(**params)])[0][0])
+    cuts = {name: params[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    if cuts["temperature"] == 0.0 or cuts["top_k"] == 1:
+        assert token == int(logits.argmax())
+    else:
+        assert reference_probs(logits, **cuts)[token] > 0
+
+
+def test_rounding_of_the_logits_hardly_ever_changes_a_draw() -> None:
+    """A cache hit gives logits that differ by rounding. By inverse CDF, about one of 100 such draws would change."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(256, 5_000, generator=generator) * 2
+    rows = [row(seed=i, position=i) for i in range(256)]
+    sampler = Sampler(5_000, "cpu")
+    tokens, _ = sampler.sample(logits, rows)
+    for _ in range(8):
+        rounded = logits + torch.randn(logits.shape, generator=generator) * 1e-5
+        assert (sampler.sample(rounded, rows)[0] == tokens).sum() >= 255
+
+
+def edited(logits: list[float], **what: Any) -> list[float]:
+    """The logits of one row as its parameters change them, in a batch beside a row that asks for nothing."""
+    base = torch.tensor([logits, logits])
+    result = edit_logits(base, [row(), row(**what)])
+    assert base.tolist() == [logits, logits]  # logprobs are read from these
+    assert result[0].tolist() == logits
+    return [round(value, 4) for value in result[1].tolist()]
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_all_seen_tokens() -> None:
+    changed = edited([2.0, -2.0, 2.0, 0.0], prompt=[0, 0], output=[1, 3], repetition_penalty=2.0)
+    assert changed == [1.0, -4.0, 2.0, 0.0]
+
+
+def test_frequency_penalty_counts_each_output_token_and_presence_penalty_once() -> None:
+    assert edited([1.0, 1.0, 1.0], prompt=[2], output=[0, 0, 0, 1], frequency_penalty=0.5) == [-0.5, 0.5, 1.0]
+    assert edited([1.0, 1.0, 1.0], prompt=[2], output=[0, 0, 0, 1], presence_penalty=0.5) == [0.5, 0.5, 1.0]
+
+
+def test_penalties_and_bias_add_up_after_the_repetition_penalty() -> None:
+    """Token 0: 4 / 2 - (2 * 0.5 + 0.25) + 10 = 10.75."""
+    what = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": ((0, 10.0),)}
+    assert edited([4.0, 4.0], output=[0, 0], **what) == [10.75, 4.0]
+
+
+def test_stop_ids_are_masked_until_min_new_tokens_even_against_a_bias() -> None:
+    what = {"stop_ids": [1], "min_new_tokens": 3, "logit_bias": ((1, 100.0),)}
+    assert edited([0.0, 0.0], num_output=2, **what) == [0.0, -np.inf]
+    assert edited([0.0, 0.0], num_output=3, **what) == [0.0, 100.0]
+
+
+def test_min_new_tokens_gives_way_when_every_token_is_a_stop_id() -> None:
+    assert edited([1.0, 0.0], stop_ids=[0, 1], min_new_tokens=3) == [1.0, 0.0]
+
+
+def test_edits_decide_the_token_of_greedy_and_sampled_rows() -> None:
+    logits = torch.tensor([[3.0, 1.0, 0.0]]).expand(3, -1)
+    rows = [
+        row(temperature=0.0, logit_bias=((2, 5.0),)),
+        row(temperature=0.01, output=[0, 0], frequency_penalty=2.0),
+        row(temperature=0.0),
+    ]
+    assert Sampler(3, "cpu").sample(logits, rows)[0].tolist() == [2, 1, 0]
+
+
+def test_logprobs_are_of_the_models_own_distribution_whatever_is_done_to_it() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8]])) + 3.0
+    rows = [
+        row(temperature=0.0, logit_bias=((2, 50.0),), return_logprobs=True, top_logprobs=2),
+        row(),
+        row(top_k=2, temperature=0.01, return_logprobs=True),
+    ]
+    tokens, (first, second, third) = Sampler(3, "cpu").sample(logits, rows)
+    assert first is not None
+    assert third is not None
+    assert (first.token_id, first.logprob) == (2, pytest.approx(np.log(0.25)))
+    assert [token for token, _ in first.top] == [0, 1]  # of the equals 1 and 2, the lower
+    assert [value for _, value in first.top] == pytest.approx([np.log(0.5), np.log(0.25)])
+    assert second is None
+    assert (third.token_id, third.logprob, third.top) == (2, pytest.approx(np.log(0.8)), ())
+    assert tokens.tolist()[::2] == [2, 2]
+
+
+def test_the_first_alternative_is_the_greedy_token_even_among_equals() -> None:
+    asked = row(temperature=0.0, return_logprobs=True, top_logprobs=3)
+    tokens, (logprob,) = Sampler(400, "cpu").sample(torch.zeros(1, 400), [asked])
+    assert logprob is not None
+    assert tokens.tolist() == [0]
+    assert [token for token, _ in logprob.top] == [0, 1, 2]
+
+
+def test_more_alternatives_than_tokens_gives_them_all() -> None:
+    (logprob,) = Sampler(2, "cpu").prompt_logprobs(torch.zeros(1, 2), np.array([1], dtype=np.int32), 20)
+    assert logprob.top == ((0, pytest.approx(-np.log(2))), (1, pytest.approx(-np.log(2))))
+
+
+def test_prompt_logprobs_are_those_of_the_targets() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    first, second = Sampler(3, "cpu").prompt_logprobs(logits, np.array([1, 0], dtype=np.int32), 1)
+    assert (first.token_id, first.logprob) == (1, pytest.approx(np.log(0.25)))
+    assert first.top == ((0, pytest.approx(np.log(0.5))),)
+    assert (second.token_id, second.logprob) == (0, pytest.approx(np.log(0.1)))
+    assert second.top == ((2, pytest.approx(np.log(0.8))),)
+
+
+def test_an_empty_batch_is_no_tokens() -> None:
+    tokens, logprobs = Sampler(8, "cpu").sample(torch.empty(0, 8), [])
+    assert (len(tokens), logprobs) == (0, ())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_broken_logits_are_an_error_that_names_the_row(bad: float, temperature: float) -> None:
+    logits = torch.zeros(3, 10)
+    logits[1, 4] = bad
+    with pytest.raises(FloatingPointError, match=r"rows \[1\] hold NaN or inf"):
+        Sampler(10, "cpu").sample(logits, [row(temperature=temperature)] * 3)
+
+
+def test_a_row_without_any_possible_token_is_not_sampled_silently() -> None:
+    logits = torch.zeros(2, 10)
+    logits[1] = -torch.inf
+    with pytest.raises(AssertionError, match=r"rows \[1\] is masked out"):
+        Sampler(10, "cpu").sample(logits, [row(), row()])
+
+
+def test_logits_of_another_vocabulary_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"logits are \(1, 9\), wanted \(1, 10\)"):
+        Sampler(10, "cpu").sample(torch.zeros(1, 9), [row()])
