@@ -96,6 +96,23 @@ def measure(
     return rows_of(workloads[0], runs)
 
 
+def measure_all(url: str, *, quick: bool) -> list[Row]:
+    """The three workloads against ``url``, at the sizes of notes/peers.md section 8 or at small ones."""
+    small = {
+        "random": ["-n", "4", "--input-len", "32", "--output-len", "8"],
+        "shared-prefix": ["--groups", "2", "--per-group", "2", "--prefix-len", "64", "--output-len", "4"],
+        "multi-turn": ["--users", "2", "--turns", "2", "--turn-len", "16", "--output-len", "4"],
+    }
+    client = Client(url, _first_model(url))
+    rows: list[Row] = []
+    for shape, sizes in small.items():
+        options = parser().parse_args([shape, *(sizes if quick else [])])
+        load = ClosedLoop(concurrency=options.concurrency)
+        maker = workload_maker(options)
+        rows += measure(client, maker, load, repeats=1 if quick else 3, seed=options.seed, max_s=options.max_s)
+    return rows
+
+
 def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     parse.add_argument("--url", default="http://127.0.0.1:8000", help="the server's root, without /v1")
