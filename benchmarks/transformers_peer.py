@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 
 class _Stamps:
@@ -38,6 +39,7 @@ class TransformersPeer:
     """The model in fp32 with Transformers' default attention (SDPA) on CPU."""
 
     def __init__(self, model_path: str) -> None:
+        logging.disable_progress_bar()
         self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self._model.eval()
 

@@ -11,6 +11,8 @@ from itertools import takewhile
 
 from routing.types import Sent
 
+_NOTHING = Sent()
+
 
 @dataclass(frozen=True, slots=True)
 class _Open:
@@ -63,6 +65,8 @@ class SentLoad:
     def of(self, replica_id: str) -> Sent:
         """What a known replica's last report does not tell."""
         replica = self._replicas[replica_id]
+        if not replica.open and not replica.ended_since:
+            return _NOTHING
         newest_first = reversed(replica.open.values())  # the clock never runs back
         since = [r.num_tokens for r in takewhile(lambda r: r.sent_s >= replica.report_s, newest_first)]
         return Sent(

@@ -53,10 +53,11 @@ def _least(
     rng: Random,
 ) -> Choice:
     """The candidate of least cost; the reason is that of the first part of the cost that told it from the runner-up."""
-    best = min(cost(candidate) for candidate in candidates)
-    winners = [candidate for candidate in candidates if cost(candidate) == best]
-    winner = winners[0] if len(winners) == 1 else rng.choice(winners)
-    runner_up = min((cost(candidate) for candidate in candidates if candidate is not winner), default=None)
+    costs = [cost(candidate) for candidate in candidates]
+    best = min(costs)
+    winners = [index for index, mine in enumerate(costs) if mine == best]
+    index = winners[0] if len(winners) == 1 else rng.choice(winners)
+    winner, runner_up = candidates[index], min(costs[:index] + costs[index + 1 :], default=None)
     compared = tuple(sorted(candidate.replica_id for candidate in candidates))
     if runner_up is None:
         return Choice(replica_id=winner.replica_id, reason=Reason.ONLY, compared=compared)
