@@ -47,7 +47,7 @@ def texts_of_pushes(detok: Detokenizer, num_ids: int) -> list[str]:
 
 
 def cut_at_stop(text: str, stops: Sequence[str], *, include_stop: bool) -> tuple[str, str | None]:
-    """The plain definition: the shortest beginning of ``text`` that ends with a stop string, without the longest such."""
+    """The plain definition: the shortest beginning of ``text`` that ends with a stop, without the longest such stop."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -168,7 +168,7 @@ def test_deltas_add_up_to_the_decoded_text_cut_at_the_stop(
     skip: bool,
     seed: int,
 ) -> None:
-    """SPEC I03, for any ids, stop strings and cutting into pushes; what was emitted is always a beginning of the text."""
+    """SPEC I03, for any ids, stops and cutting into pushes; what was emitted is always a beginning of the text."""
     tokenizer, rng = tokenizers[family], random.Random(seed)
     ids = [i for part in parts for i in (tokenizer.encode(part).tolist() if isinstance(part, str) else part)]
     wanted, wanted_stop = cut_at_stop(tokenizer.decode(ids, skip), stops, include_stop=include_stop)

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizer_folders import byte_fallback_folder, byte_level_folder
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.tokenizer import Tokenizer
-
-from tokenizer_folders import byte_fallback_folder, byte_level_folder
 
 SMOL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 TEXTS = ["the theme, then", "  two\n\tspaces ", "naïve café", "你好, 世界", "🙂👩‍👩‍👧 é", "über tool", ""]

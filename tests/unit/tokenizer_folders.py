@@ -20,7 +20,10 @@ def byte_level_folder(path: Path, *, chat_template: str | None = CHAT_TEMPLATE) 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=320,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["the theme of the thesis, then the end 你好你好 你好 🙂🙂"], trainer)
     tokenizer.add_tokens([AddedToken("über tool", special=False)])

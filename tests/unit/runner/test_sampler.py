@@ -126,6 +126,15 @@ def test_the_distribution_holds_when_it_reaches_below_the_head(cuts: dict[str, A
     assert_distribution(draws(logits, 4_000, **cuts), reference_probs(logits, **cuts))
 
 
+def test_tokens_below_the_head_win_as_often_as_their_mass_says() -> None:
+    logits = torch.randn(1_000, generator=torch.Generator().manual_seed(1))
+    probs = reference_probs(logits)
+    head = np.argsort(-probs)[:HEAD]
+    share, num = probs[head].sum(), 4_000
+    seen = np.isin(draws(logits, num), head).mean()
+    assert abs(seen - share) < 4 * np.sqrt(share * (1 - share) / num)
+
+
 def test_top_p_counts_probability_before_top_k() -> None:
     """Of 0.4, 0.3, 0.3: top-p 0.5 keeps two tokens; within what top-k 2 leaves, it would keep one."""
     logits = torch.log(torch.tensor([0.4, 0.3, 0.3]))
@@ -145,6 +154,8 @@ def test_equals_at_the_edge_of_a_cut_are_kept_from_the_lowest_id() -> None:
     assert set(draws(logits, 400, top_p=0.0079)) == {0, 1, 2, 3}
     logits[400] = 1.0
     assert set(draws(logits, 400, top_k=3)) == {400, 0, 1}
+    logits[100:140] = 1.0
+    assert set(draws(logits, 400, top_k=3)) == {100, 101, 102}
 
 
 def test_masked_logits_are_never_drawn() -> None:
