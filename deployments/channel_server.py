@@ -18,7 +18,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments.frames import BadFrame, FrameKind, FrameReader, ReplicaReport, decode_deltas, decode_hello, decode_report
+from deployments.frames import (
+    BadFrame,
+    FrameKind,
+    FrameReader,
+    ReplicaReport,
+    decode_deltas,
+    decode_hello,
+    decode_report,
+)
 from replicas.errors import MantaError
 from replicas.types import TokenDelta
 

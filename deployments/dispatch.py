@@ -16,7 +16,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from deployments.channel_server import ChannelServer, Stream
@@ -70,10 +70,10 @@ class Dispatcher:
         self.num_retries = 0
         self.num_open = 0
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of ``request``; closing the iterator aborts it.
 
-        Raises: what the replica refused it with; NoReplica, Overloaded, EngineDead or ReplicaGone when no try succeeded.
+        Raises: what the replica refused it with; NoReplica; the last try's error when all failed.
         """
         progress, started_s = Progress(request), self._clock()
         excluded: set[str] = set()
@@ -154,7 +154,7 @@ class Dispatcher:
             error = await self._leases.generate(replica_id, self._router_id, part.request)
         except MantaError as raised:
             error = raised
-        except Exception as raised:  # noqa: BLE001 - the edge: the request must be answered
+        except Exception as raised:  # the edge: the request must be answered
             log.exception("the call to replica %s failed", replica_id)
             error = MantaError(f"the call to replica {replica_id} failed: {type(raised).__name__}: {raised}")
         if error is not None:
@@ -180,7 +180,7 @@ class _Attempt:
         self._first_s: float | None = None
         self._cached_tokens = 0
 
-    async def run(self) -> AsyncIterator[TokenDelta]:
+    async def run(self) -> AsyncGenerator[TokenDelta, None]:
         dispatcher, replica_id = self._dispatcher, self._decision.replica_id
         stream = dispatcher._channel.open(self._parts, replica_id=replica_id)
         leases = [

@@ -8,6 +8,8 @@ given up; the client's name lets ``/abort_request`` find it on any replica.
 import re
 import secrets
 
+from replicas.errors import InvalidRequest
+
 _NAME = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
 
 
@@ -25,6 +27,15 @@ def with_try(rid: str, number: int, choice: int | None = None) -> str:
 def client_rid(rid: str) -> str:
     """The name that the client gave."""
     return rid.partition("-")[2]
+
+
+def check_name(name: str) -> str:
+    """``name`` if a request may be called so. Raises: InvalidRequest."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"rid: must be 1 to 128 of the characters A-Z a-z 0-9 . _ : / @ + = -, got {name[:64]!r}", param="rid"
+        )
+    return name
 
 
 def clean_name(name: str | None) -> str:

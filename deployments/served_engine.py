@@ -52,8 +52,8 @@ class ServedEngine:
                 )
             except OSError as error:
                 raise ReplicaGone(
-                    f"replica {self.replica_id} cannot reach router {address.router_id} at {address.host}:{address.port} "
-                    f"({error}); the nodes must reach each other on any port"
+                    f"replica {self.replica_id} cannot reach router {address.router_id} at {address.host}:"
+                    f"{address.port} ({error}); the nodes must reach each other on any port"
                 ) from error
             self._clients[address.router_id] = client
             self._sinks[address.router_id] = self._make_sink(client)

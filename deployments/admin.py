@@ -1,0 +1,232 @@
+"""Everything that is not a generation: health, models, server and model facts, cache, aborts, tokens, build metrics.
+
+Never: changes a replica but through flush and abort.
+"""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Info, generate_latest
+
+from deployments.body import read_body
+from deployments.convert import check_model, to_ids
+from deployments.frames import ReplicaReport
+from deployments.http_errors import error_body
+from deployments.leases import ReplicaInfo
+from deployments.native_types import AbortRequest
+from deployments.openai_types import DetokenizeRequest, TokenizeRequest
+from deployments.service import Service, service_of
+from replicas.errors import InvalidRequest, UnknownModel
+
+router = APIRouter()
+MAX_FLUSH_WAIT_S = 600.0
+
+
+@router.get("/ping")
+async def ping() -> Response:
+    """Alive, whatever the state of the replicas."""
+    return PlainTextResponse("pong")
+
+
+@router.get("/health")
+@router.get("/ready")
+async def health(request: Request) -> Response:
+    """200 while at least one replica takes requests, else 503."""
+    fleet = service_of(request).fleet
+    if fleet.num_ready:
+        return JSONResponse({"status": "ok", "replicas_ready": fleet.num_ready})
+    return JSONResponse(error_body(f"no replica is ready: {fleet.describe()}", status=503), status_code=503)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_model_body(service_of(request))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> dict[str, Any]:
+    service = service_of(request)
+    if name != service.model.name:
+        raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
+    return _model_body(service)
+
+
+def _model_body(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model.name,
+        "object": "model",
+        "created": int(service.started_s),
+        "owned_by": "manta",
+        "root": service.model.path,
+        "parent": None,
+        "max_model_len": service.model.context_len,
+    }
+
+
+@router.get("/get_model_info")
+@router.get("/model_info")
+async def model_info(request: Request) -> dict[str, Any]:
+    face = service_of(request).model
+    return {
+        "model_path": face.path,
+        "tokenizer_path": face.tokenizer_path,
+        "served_model_name": face.name,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "disaggregation_mode": "null",
+        "model_type": face.model_type,
+        "architectures": list(face.architectures),
+        "max_model_len": face.context_len,
+        "vocab_size": face.vocab_size,
+    }
+
+
+@router.get("/get_server_info")
+@router.get("/server_info")
+async def server_info(request: Request) -> dict[str, Any]:
+    """The settings, and each replica's state as of now."""
+    service = service_of(request)
+    reports = await service.fleet.ask_all(service.leases.report)
+    states = [
+        _state_body(info, reports[info.replica_id]) for info in service.fleet.infos if info.replica_id in reports
+    ]
+    return {
+        **service.settings,
+        "version": service.version,
+        "startup_time": service.started_s,
+        "uptime_s": time.time() - service.started_s,
+        "model_path": service.model.path,
+        "tokenizer_path": service.model.tokenizer_path,
+        "served_model_name": service.model.name,
+        "context_length": service.model.context_len,
+        "num_retries": service.dispatcher.num_retries,
+        "recent_retries": [dataclasses.asdict(retry) for retry in service.dispatcher.retries],
+        "internal_states": states,
+    }
+
+
+def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
+    stats = dataclasses.asdict(report.stats)
+    pool = report.stats.pool
+    return {
+        "replica": dataclasses.asdict(info),
+        "healthy": report.error is None,
+        "error": report.error,
+        "num_open": report.num_open,
+        "load": report.stats.num_running + report.stats.num_waiting,
+        "memory_usage": {"token_capacity": pool.total_tokens, "kv_pool": info.pool},
+        "max_total_num_tokens": pool.total_tokens,
+        "pool_utilization": pool.utilization,
+        "pressure": pool.pressure.value,
+        "stats": stats,
+    }
+
+
+@router.api_route("/flush_cache", methods=["GET", "POST"])
+async def flush_cache(request: Request) -> Response:
+    """Forget every cached prefix on every replica; 400 when one is busy for longer than ``timeout`` seconds."""
+    service = service_of(request)
+    wait_s = _timeout_s(request.query_params.get("timeout", "0"))
+    flushed = await service.fleet.ask_all(lambda replica_id: service.leases.flush_cache(replica_id, wait_s))
+    busy = sorted(replica_id for replica_id, ok in flushed.items() if not ok)
+    missing = len(service.fleet.infos) - len(flushed)
+    if busy or missing or not flushed:
+        message = (
+            f"flushed {len(flushed) - len(busy)} replicas; {busy or 'none'} busy with requests, {missing} silent: "
+            "try again, or give ?timeout=seconds"
+        )
+        return JSONResponse(error_body(message, status=400), status_code=400)
+    return PlainTextResponse(f"Cache flushed on {len(flushed)} replicas.\n")
+
+
+def _timeout_s(given: str) -> float:
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 <= timeout_s <= MAX_FLUSH_WAIT_S:
+        raise InvalidRequest(f"timeout: must be between 0 and {MAX_FLUSH_WAIT_S:.0f} seconds, got {given[:64]!r}")
+    return timeout_s
+
+
+@router.post("/abort_request")
+async def abort_request(request: Request) -> dict[str, Any]:
+    """Abort the requests called ``rid``, or all with ``abort_all``."""
+    service = service_of(request)
+    body = await read_body(request, AbortRequest, max_bytes=service.max_body_bytes)
+    if not body.rid and not body.abort_all:
+        raise InvalidRequest("rid: is missing; name a request, or set abort_all", param="rid")
+    name = None if body.abort_all else body.rid
+    counts = await service.fleet.ask_all(lambda replica_id: service.leases.abort(replica_id, name))
+    return {"success": True, "num_aborted": sum(counts.values())}
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize")
+async def tokenize(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    body = await read_body(request, TokenizeRequest, max_bytes=service.max_body_bytes)
+    check_model(service, body.model)
+    special = True if body.add_special_tokens is None else body.add_special_tokens
+    tokens: list[int] | list[list[int]]
+    if body.messages is not None:
+        generation = True if body.add_generation_prompt is None else body.add_generation_prompt
+        tokens = (await service.encode_chat(body.messages, add_generation_prompt=generation)).tolist()
+    elif isinstance(body.prompt, list):
+        rows = [(await service.encode(text, add_special_tokens=special)).tolist() for text in body.prompt]
+        return {"tokens": rows, "count": [len(row) for row in rows], "max_model_len": service.model.context_len}
+    elif body.prompt is not None:
+        tokens = (await service.encode(body.prompt, add_special_tokens=special)).tolist()
+    else:
+        raise InvalidRequest("prompt: is missing; give a prompt or messages", param="prompt")
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.model.context_len}
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize")
+async def detokenize(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    body = await read_body(request, DetokenizeRequest, max_bytes=service.max_body_bytes)
+    check_model(service, body.model)
+    flat = [token for token in body.tokens if isinstance(token, int)]
+    skip = True if body.skip_special_tokens is None else body.skip_special_tokens
+    if flat or not body.tokens:
+        text: str | list[str] = service.tokenizer.decode(to_ids(flat, param="tokens"), skip) if flat else ""
+    else:
+        rows = [row for row in body.tokens if isinstance(row, list)]
+        text = [service.tokenizer.decode(to_ids(row, param="tokens"), skip) for row in rows]
+    return {"prompt": text, "text": text}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """What lm-eval's remote tokenizer asks for."""
+    service = service_of(request)
+    eos = sorted(service.tokenizer.eos_ids)
+    return {
+        "tokenizer_path": service.model.tokenizer_path,
+        "vocab_size": service.tokenizer.vocab_size,
+        "eos_token": service.tokenizer.token_text(eos[0]) if eos else None,
+        "eos_token_id": eos[0] if eos else None,
+        "eos_token_ids": eos,
+        "bos_token": None,
+        "pad_token": None,
+        "chat_template": service.tokenizer.has_chat_template,
+        "max_model_len": service.model.context_len,
+    }
+
+
+@router.get("/metrics")
+@router.get("/prometheus/metrics")
+async def metrics(request: Request) -> Response:
+    """What was built; not a pool's state, which a scrape through the router could not tell apart by replica."""
+    service = service_of(request)
+    registry = CollectorRegistry()
+    build = Info("manta_build", "Version and model of this router", registry=registry)
+    build.info({"version": service.version, "model_name": service.model.name})
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,152 @@
+"""POST /v1/chat/completions: a conversation through the model's chat template, streaming or not.
+
+Owns:      the form of a chat completion.
+Never:     ignores tools or a response format: what the model would not be held to is refused.
+Invariant: each choice's first chunk carries the role, and its last the finish reason.
+"""
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from deployments.body import read_body
+from deployments.convert import (
+    check_model,
+    checked,
+    openai_sampling,
+    refuse_response_format,
+    refuse_unsupported,
+    salt_of,
+)
+from deployments.openai_format import chat_logprobs, finish_reason, matched_stop, usage_body
+from deployments.openai_types import ChatRequest
+from deployments.request_ids import name_of
+from deployments.rids import new_rid
+from deployments.service import Service, service_of
+from deployments.streaming import DONE, answer, collected, merged, sse, stream
+from replicas.errors import InvalidRequest
+from replicas.types import GenerateRequest, TokenDelta, Usage
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, ChatRequest, max_bytes=service.max_body_bytes)
+    job = await _job(service, body, name_of(request, body.rid))
+    return await (stream(request, job.events()) if body.stream else answer(request, job.whole()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatJob:
+    """One request on its way to one answer."""
+
+    service: Service
+    body: ChatRequest
+    name: str
+    request: GenerateRequest
+    created: int
+
+    async def whole(self) -> dict[str, Any]:
+        done = await collected(merged([self.service.stream(self.request)]))
+        choices = [
+            self._choice(delta, "message", {"role": "assistant", "content": delta.text}) for delta in done.values()
+        ]
+        body = self._body("chat.completion", choices)
+        return {**body, "usage": usage_body({key: delta.usage for key, delta in done.items()})}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        options = self.body.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+        usages: dict[tuple[int, int], Usage] = {}
+        async for _, delta in merged([self.service.stream(self.request)]):
+            begins = (0, delta.index) not in usages
+            usages[0, delta.index] = delta.usage
+            content: dict[str, Any] = {"role": "assistant", "content": delta.text} if begins else {}
+            if delta.text:
+                content["content"] = delta.text
+            if not (content or delta.finish or delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
+                continue
+            chunk = self._body("chat.completion.chunk", [self._choice(delta, "delta", content)])
+            yield sse({**chunk, "usage": usage_body(usages)} if continuous else chunk)
+        if options is not None and options.include_usage:
+            yield sse({**self._body("chat.completion.chunk", []), "usage": usage_body(usages)})
+        yield DONE
+
+    def _choice(self, delta: TokenDelta, part: str, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None
+        if self.body.logprobs:
+            logprobs = chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=self.body.top_logprobs or 0)
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            part: content,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(delta.finish),
+            "matched_stop": matched_stop(delta.finish),
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{self.name}",
+            "object": kind,
+            "created": self.created,
+            "model": self.service.model.name,
+            "choices": choices,
+            "system_fingerprint": None,
+        }
+
+
+async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
+    check_model(service, body.model)
+    _refuse(body)
+    options = dict(body.chat_template_kwargs or {})
+    ids = await service.encode_chat(
+        body.messages,
+        add_generation_prompt=_add_generation_prompt(body),
+        continue_final_message=bool(body.continue_final_message),
+        **options,
+    )
+    room = max(service.model.context_len - len(ids), 1)  # no limit given: what the context leaves
+    given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    request = GenerateRequest(
+        rid=new_rid(name),
+        token_ids=ids,
+        sampling=openai_sampling(body, max_new_tokens=room if given is None else given),
+        cache_salt=salt_of(body.cache_salt),
+        priority=body.priority or 0,
+        deadline_s=body.timeout,
+        return_logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
+    )
+    return ChatJob(
+        service=service,
+        body=body,
+        name=name,
+        request=checked(service, request, param="messages"),
+        created=int(time.time()),
+    )
+
+
+def _add_generation_prompt(body: ChatRequest) -> bool:
+    if body.add_generation_prompt is not None:
+        return body.add_generation_prompt
+    return not body.continue_final_message
+
+
+def _refuse(body: ChatRequest) -> None:
+    refuse_unsupported(body.model_dump())
+    refuse_response_format(body.response_format)
+    if body.tool_choice != "none":
+        refuse_unsupported({"tools": body.tools, "functions": body.functions}, ["tools", "functions"])
+    if body.modalities not in (None, ["text"]):
+        raise InvalidRequest(f"modalities: {body.modalities} is not supported; supported: ['text']", param="modalities")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")

@@ -1,0 +1,169 @@
+"""POST /v1/completions: one or many prompts, text or token ids, streaming or not.
+
+Owns:      the form of a text completion.
+Invariant: choice ``i * n + j`` is choice j of prompt i; every chunk has a choice, except the usage
+           chunk that was asked for.
+"""
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from deployments.body import read_body
+from deployments.convert import (
+    check_count,
+    check_model,
+    checked,
+    openai_sampling,
+    refuse_response_format,
+    refuse_unsupported,
+    salt_of,
+    to_ids,
+)
+from deployments.openai_format import completion_logprobs, finish_reason, matched_stop, usage_body
+from deployments.openai_types import CompletionRequest
+from deployments.request_ids import name_of
+from deployments.rids import new_rid
+from deployments.service import Service, service_of
+from deployments.streaming import DONE, answer, collected, merged, sse, stream
+from replicas.errors import InvalidRequest
+from replicas.types import GenerateRequest, TokenDelta, TokenIds, Usage
+
+router = APIRouter()
+DEFAULT_MAX_TOKENS = 16
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, CompletionRequest, max_bytes=service.max_body_bytes)
+    job = await _job(service, body, name_of(request, body.rid))
+    return await (stream(request, job.events()) if body.stream else answer(request, job.whole()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionJob:
+    """One request on its way to one answer."""
+
+    service: Service
+    body: CompletionRequest
+    name: str
+    requests: list[GenerateRequest]
+    prompts: list[str]  # the text to echo for each request; empty without echo
+    created: int
+
+    async def whole(self) -> dict[str, Any]:
+        done = await collected(merged([self.service.stream(request) for request in self.requests]))
+        choices = [
+            self._choice(number, delta, text=self.prompts[number] + delta.text, offset=0)
+            for (number, _), delta in done.items()
+        ]
+        return self._body(choices, usage_body({key: delta.usage for key, delta in done.items()}))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        options = self.body.stream_options
+        usages: dict[tuple[int, int], Usage] = {}
+        offsets: dict[tuple[int, int], int] = {}
+        async for number, delta in merged([self.service.stream(request) for request in self.requests]):
+            key = (number, delta.index)
+            begins = key not in usages
+            usages[key] = delta.usage
+            text = (self.prompts[number] if begins else "") + delta.text
+            if not (text or delta.finish or delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
+                continue
+            choice = self._choice(number, delta, text=text, offset=offsets.get(key, 0))
+            offsets[key] = offsets.get(key, 0) + len(text)
+            continuous = options is not None and options.continuous_usage_stats
+            yield sse(self._body([choice], usage_body(usages) if continuous else None))
+        if options is not None and options.include_usage:
+            yield sse(self._body([], usage_body(usages)))
+        yield DONE
+
+    def _choice(self, number: int, delta: TokenDelta, *, text: str, offset: int) -> dict[str, Any]:
+        logprobs = None
+        if self.body.logprobs is not None:
+            both = delta.prompt_logprobs + delta.logprobs
+            logprobs = completion_logprobs(
+                self.service.tokenizer, both, with_top=self.body.logprobs > 0, offset=offset
+            )
+        choice: dict[str, Any] = {
+            "index": number * self.requests[number].sampling.n + delta.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(delta.finish),
+            "matched_stop": matched_stop(delta.finish),
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        body = {
+            "id": f"cmpl-{self.name}",
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.service.model.name,
+            "choices": choices,
+            "system_fingerprint": None,
+        }
+        return body if usage is None else {**body, "usage": usage}
+
+
+async def _job(service: Service, body: CompletionRequest, name: str) -> CompletionJob:
+    check_model(service, body.model)
+    _refuse(body)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling = openai_sampling(body, max_new_tokens=max_tokens)
+    requests, prompts = [], []
+    for text, ids in await _prompts(service, body):
+        request = GenerateRequest(
+            rid=new_rid(name),
+            token_ids=ids,
+            sampling=sampling,
+            cache_salt=salt_of(body.cache_salt),
+            priority=body.priority or 0,
+            deadline_s=body.timeout,
+            return_logprobs=body.logprobs is not None,
+            top_logprobs=body.logprobs or 0,
+            prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
+        )
+        requests.append(checked(service, request, param="prompt"))
+        prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
+    return CompletionJob(
+        service=service, body=body, name=name, requests=requests, prompts=prompts, created=int(time.time())
+    )
+
+
+def _refuse(body: CompletionRequest) -> None:
+    refuse_unsupported(body.model_dump())
+    refuse_unsupported({"suffix": body.suffix}, ["suffix"])
+    refuse_response_format(body.response_format)
+    n = 1 if body.n is None else body.n
+    if body.best_of not in (None, 1, n):
+        raise InvalidRequest(f"best_of: {body.best_of} is not supported; leave it out or give {n}", param="best_of")
+    if body.logprobs is not None and not 0 <= body.logprobs <= 20:
+        raise InvalidRequest(f"logprobs: must be between 0 and 20, got {body.logprobs}", param="logprobs")
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[str | None, TokenIds]]:
+    """(text if it came as text, ids) of each prompt."""
+    prompt = body.prompt
+    if prompt is None:
+        raise InvalidRequest("prompt: is missing; give a string, a list of strings, or token ids", param="prompt")
+    if isinstance(prompt, str):
+        return [(prompt, await service.encode(prompt))]
+    ids = [each for each in prompt if isinstance(each, int)]
+    if ids:
+        return [(None, to_ids(ids, param="prompt"))]
+    check_count(len(prompt), param="prompt")
+    found: list[tuple[str | None, TokenIds]] = []
+    for each in prompt:
+        if isinstance(each, str):
+            found.append((each, await service.encode(each)))
+        elif isinstance(each, list):
+            found.append((None, to_ids(each, param="prompt")))
+    return found

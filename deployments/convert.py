@@ -1,0 +1,157 @@
+"""Wire types to `GenerateRequest`: defaults, aliases, and a refusal, naming the field, of what cannot be done.
+
+Owns:      what an absent field means on each API.
+Never:     ignores a field that would change the answer's form (structured output, tools, suffix): it is refused.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from deployments.native_types import NativeSampling
+from deployments.openai_types import SamplingFields
+from deployments.service import Service
+from replicas.errors import InvalidRequest, UnknownModel
+from replicas.types import GenerateRequest, SamplingParams, TokenIds
+
+T = TypeVar("T")
+MAX_PROMPTS = 256  # prompts of one request
+_CONSTRAINTS = (
+    "regex", "ebnf", "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs", "logits_processors", "lora_path", "stop_regex", "custom_params",
+)  # fmt: skip
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Raises: UnknownModel. No name, or an empty one, means the model that is served."""
+    if name and name != service.model.name:
+        raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
+
+
+def refuse_unsupported(fields: Mapping[str, Any], names: Sequence[str] = _CONSTRAINTS) -> None:
+    """Raises: InvalidRequest for the first of ``names`` that asks for something."""
+    for name in names:
+        if fields.get(name) not in (None, False, "", [], {}):
+            raise InvalidRequest(f"{name}: is not supported by this server; leave it out", param=name)
+
+
+def refuse_response_format(response_format: Mapping[str, Any] | None) -> None:
+    if response_format is not None and response_format.get("type") not in (None, "text"):
+        raise InvalidRequest(
+            f"response_format: type {str(response_format.get('type'))[:64]!r} is not supported by this server; "
+            'supported: {"type": "text"}',
+            param="response_format",
+        )
+
+
+def openai_sampling(fields: SamplingFields, *, max_new_tokens: int) -> SamplingParams:
+    """Sampling parameters of a completion or chat request; their ranges are checked by `checked`."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=_or(fields.min_tokens, 0),
+        temperature=_or(fields.temperature, 1.0),
+        top_k=_top_k(fields.top_k),
+        top_p=_or(fields.top_p, 1.0),
+        min_p=_or(fields.min_p, 0.0),
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        logit_bias=_logit_bias(fields.logit_bias),
+        seed=_seed(fields.seed),
+        n=_or(fields.n, 1),
+        stop=_stop(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
+        skip_special_tokens=_or(fields.skip_special_tokens, True),
+    )
+
+
+def native_sampling(fields: NativeSampling) -> SamplingParams:
+    """Sampling parameters of ``/generate``."""
+    refuse_unsupported(fields.model_dump())
+    seed = fields.sampling_seed if fields.sampling_seed is not None else fields.seed
+    return SamplingParams(
+        max_new_tokens=_or(fields.max_new_tokens, 128),
+        min_new_tokens=_or(fields.min_new_tokens, 0),
+        temperature=0.0 if fields.do_sample is False else _or(fields.temperature, 1.0),
+        top_k=_top_k(fields.top_k),
+        top_p=_or(fields.top_p, 1.0),
+        min_p=_or(fields.min_p, 0.0),
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        logit_bias=_logit_bias(fields.logit_bias),
+        seed=_seed(seed),
+        n=_or(fields.n, 1),
+        stop=_stop(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        include_stop=bool(fields.no_stop_trim),
+        skip_special_tokens=_or(fields.skip_special_tokens, True),
+    )
+
+
+def checked(service: Service, request: GenerateRequest, *, param: str) -> GenerateRequest:
+    """``request`` if it can be served. Raises: InvalidRequest or PromptTooLong, naming the field."""
+    limit = service.model.context_len
+    service.check_length(len(request.token_ids) + (request.sampling.max_new_tokens > 0), param=param)
+    if request.sampling.max_new_tokens > limit:
+        raise InvalidRequest(
+            f"max_tokens: {request.sampling.max_new_tokens} exceeds the model's context of {limit} tokens",
+            param="max_tokens",
+        )
+    request.validate(vocab_size=service.model.vocab_size)
+    return request
+
+
+def to_ids(raw: Sequence[int], *, param: str) -> TokenIds:
+    """Raises: InvalidRequest for ids that are no ids of any model."""
+    if not raw:
+        raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
+    if not all(0 <= token < 2**31 for token in raw):
+        raise InvalidRequest(f"{param}: token ids must be in [0, 2**31)", param=param)
+    return np.asarray(raw, dtype=np.int32)
+
+
+def salt_of(*keys: str | None) -> str:
+    """One salt of the keys that were given; different keys give different salts."""
+    return "\0".join(key or "" for key in keys) if any(keys[1:]) else keys[0] or ""
+
+
+def check_count(num_prompts: int, *, param: str) -> None:
+    if num_prompts == 0:
+        raise InvalidRequest(f"{param}: is empty; give at least one prompt", param=param)
+    if num_prompts > MAX_PROMPTS:
+        raise InvalidRequest(f"{param}: {num_prompts} prompts; at most {MAX_PROMPTS} go into one request", param=param)
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _top_k(top_k: int | None) -> int | None:
+    return None if top_k in (None, -1, 0) else top_k
+
+
+def _seed(seed: int | None) -> int:
+    """A seed given by the client makes the answer repeatable; else each request draws its own, once, so that a retry
+    on another replica goes on with the same numbers."""
+    return secrets.randbits(62) if seed is None else seed
+
+
+def _stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if stop is None or stop == "":
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for token, value in (bias or {}).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidRequest(f"logit_bias: {token[:64]!r} is not a token id", param="logit_bias")
+        pairs.append((int(token), value))
+    return tuple(pairs)

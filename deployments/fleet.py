@@ -1,0 +1,169 @@
+"""The replicas as one router knows them: attached, reporting, or gone.
+
+Owns:      which replicas are members, what each said on attaching, and its last report.
+Never:     chooses (routing/router.py) or sends requests (dispatch.py).
+Invariant: the routing router's views are the attached replicas, after every change.
+Thread:    the router's event loop; `set_members` is called from any thread through `call_soon_threadsafe`.
+
+    member ──attach (retried)──> attached ──reports──> view        no report for STALE_S, or an error: not healthy
+       └──────────── left, or the connection ended ───────────────> gone; attached anew while it is a member
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from deployments.channel_server import ChannelAddress
+from deployments.frames import ReplicaReport
+from deployments.leases import Leases, ReplicaInfo
+from replicas.errors import MantaError
+from routing.router import Router
+from routing.types import ReplicaView
+
+log = logging.getLogger(__name__)
+
+STALE_S = 15.0  # no report for so long, and a replica is passed over
+ATTACH_AGAIN_S = 0.5
+T = TypeVar("T")
+
+
+class Fleet:
+    """Keeps a `Router`'s views up to date."""
+
+    def __init__(self, *, router: Router, leases: Leases, clock: Callable[[], float] = time.monotonic) -> None:
+        self._router = router
+        self._leases = leases
+        self._clock = clock
+        self._address: ChannelAddress | None = None
+        self._members: frozenset[str] = frozenset()
+        self._infos: dict[str, ReplicaInfo] = {}
+        self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._attaching: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    def start(self, address: ChannelAddress) -> None:
+        """Attach members to the channel at ``address`` from now on."""
+        self._address = address
+        self.set_members(self._members)
+
+    def set_members(self, members: Iterable[str]) -> None:
+        """These are the running replicas now."""
+        self._members = frozenset(members)
+        for replica_id in set(self._infos) | set(self._attaching):
+            if replica_id not in self._members:
+                self._forget(replica_id)
+        if self._address is not None:
+            for replica_id in sorted(self._members - self._infos.keys() - self._attaching.keys()):
+                self._attaching[replica_id] = asyncio.create_task(self._attach(replica_id, self._address))
+        self._update()
+
+    def on_report(self, replica_id: str, report: ReplicaReport) -> None:
+        if replica_id in self._members:
+            self._reports[replica_id] = (self._clock(), report)
+            self._update()
+
+    def on_lost(self, replica_id: str) -> None:
+        """The connection ended: most likely its process did."""
+        log.warning("the connection to replica %s ended", replica_id)
+        self._forget(replica_id)
+        self.set_members(self._members)
+
+    @property
+    def infos(self) -> list[ReplicaInfo]:
+        """The attached replicas, by id."""
+        return [self._infos[replica_id] for replica_id in sorted(self._infos)]
+
+    @property
+    def num_ready(self) -> int:
+        self._update()
+        return sum(view.may_take for view in self._router.views)
+
+    def describe(self) -> str:
+        """One clause on the state of all, for errors and /health."""
+        self._update()
+        states = [f"{view.replica_id}: {view.state}" for view in self._router.views]
+        states += [f"{replica_id}: starting" for replica_id in sorted(self._attaching)]
+        return ", ".join(states) or "no replica is running yet"
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """True as soon as a replica can take a request."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.num_ready:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return bool(self.num_ready)
+
+    async def ask_all(self, ask: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """``ask`` every attached replica at once; those that fail are left out, with a line in the log."""
+        ids = sorted(self._infos)
+        answers = await asyncio.gather(*(ask(replica_id) for replica_id in ids), return_exceptions=True)
+        good: dict[str, T] = {}
+        for replica_id, answer in zip(ids, answers, strict=True):
+            if isinstance(answer, BaseException):
+                log.warning("replica %s did not answer: %s", replica_id, answer)
+            else:
+                good[replica_id] = answer
+        return good
+
+    async def stop(self) -> None:
+        for task in self._attaching.values():
+            task.cancel()
+
+    def check(self) -> None:
+        """Raises AssertionError if a replica is known that is no member."""
+        assert self._infos.keys() <= self._members
+        assert self._reports.keys() <= self._members
+        assert not self._infos.keys() & self._attaching.keys()
+
+    async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
+        while True:
+            try:
+                info = await self._leases.attach(replica_id, address)
+                break
+            except MantaError as error:
+                log.info("replica %s is not attached yet: %s", replica_id, error)
+            except Exception:
+                log.exception("attaching replica %s failed; trying again", replica_id)
+            await asyncio.sleep(ATTACH_AGAIN_S)
+        del self._attaching[replica_id]
+        self._infos[replica_id] = info
+        log.info("replica %s attached: pool of %s", replica_id, info.pool)
+        self._update()
+
+    def _forget(self, replica_id: str) -> None:
+        self._infos.pop(replica_id, None)
+        self._reports.pop(replica_id, None)
+        task = self._attaching.pop(replica_id, None)
+        if task is not None:
+            task.cancel()
+        self._router.forget(replica_id)
+
+    def _update(self) -> None:
+        now_s = self._clock()
+        views = []
+        for replica_id in self._infos:
+            reported = self._reports.get(replica_id)
+            if reported is not None:
+                views.append(_view(replica_id, *reported, now_s=now_s))
+        self._router.update(views)
+        self._changed.set()
+
+
+def _view(replica_id: str, time_s: float, report: ReplicaReport, *, now_s: float) -> ReplicaView:
+    stats = report.stats
+    return ReplicaView(
+        replica_id=replica_id,
+        time_s=time_s,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        queued_uncached_tokens=stats.waiting_uncached_tokens,
+        pool_utilization=stats.pool.utilization,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        decode_step_s=stats.decode_step_s,
+        max_running_requests=stats.max_running_requests,
+        healthy=report.error is None and now_s - time_s < STALE_S,
+    )

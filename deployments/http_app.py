@@ -1,0 +1,22 @@
+"""Puts the routes together: the whole HTTP surface of one router as an ASGI app.
+
+Never: holds state of its own; everything is in ``app.state.service``.
+"""
+
+from fastapi import FastAPI
+
+from deployments import admin, chat, completions, http_errors, native
+from deployments.request_ids import RequestIds
+from deployments.service import Service
+
+
+def make_app(service: Service) -> FastAPI:
+    """The app; ``service`` must be ready to answer."""
+    app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for routes in (chat.router, completions.router, native.router, admin.router):
+        app.include_router(routes)
+    http_errors.install(app)
+    app.add_middleware(http_errors.Unforeseen)
+    app.add_middleware(RequestIds)
+    return app

@@ -1,0 +1,189 @@
+"""POST /generate: SGLang's native API, one prompt or a batch, text or token ids; TGI's ``inputs`` as an alias.
+
+Owns:      the form of a native answer.
+Invariant: streamed text and ids are cumulative; a batch (or n > 1) answers a list, prompt by prompt, choice by choice.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from deployments.body import read_body
+from deployments.convert import check_count, checked, native_sampling, refuse_unsupported, salt_of, to_ids
+from deployments.native_types import NativeRequest, NativeSampling
+from deployments.openai_format import number as json_number
+from deployments.request_ids import name_of
+from deployments.rids import check_name, new_rid
+from deployments.service import Service, service_of
+from deployments.streaming import DONE, answer, collected, merged, sse, stream
+from replicas.errors import InvalidRequest
+from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob
+
+router = APIRouter()
+T = TypeVar("T")
+_UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "token_ids_logprob", "lora_path", "session_params")
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, NativeRequest, max_bytes=service.max_body_bytes)
+    job = await _job(service, body, name_of(request))
+    return await (stream(request, job.events()) if body.stream else answer(request, job.whole()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeJob:
+    """One request, or a batch, on its way to one answer."""
+
+    service: Service
+    requests: list[GenerateRequest]
+    names: list[str]  # what the client calls each of them
+    is_list: bool  # the answer is a list
+    with_text: bool  # logprobs carry the tokens' texts
+    tgi: bool
+    started_s: float = field(default_factory=time.monotonic)
+
+    async def whole(self) -> dict[str, Any] | list[Any]:
+        done = await collected(merged([self.service.stream(request) for request in self.requests]))
+        bodies = [self._body(number, delta) for (number, _), delta in done.items()]
+        return bodies if self.is_list else bodies[0]
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        so_far: dict[tuple[int, int], TokenDelta] = {}
+        async for number, delta in merged([self.service.stream(request) for request in self.requests]):
+            key = (number, delta.index)
+            so_far[key] = so_far[key].merge(delta) if key in so_far else delta
+            body = self._body(number, so_far[key])
+            if self.is_list:
+                body["index"] = number * self.requests[number].sampling.n + delta.index
+            yield sse(body)
+        yield DONE
+
+    def _body(self, number: int, delta: TokenDelta) -> dict[str, Any]:
+        request, usage, finish = self.requests[number], delta.usage, delta.finish
+        meta: dict[str, Any] = {
+            "id": self.names[number],
+            "finish_reason": None if finish is None else _finish_body(delta),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details": {"device": usage.cached_tokens, "host": 0, "storage": 0},
+            "num_retractions": usage.num_retractions,
+            "weight_version": "default",
+            "dp_rank": None,
+            "e2e_latency": time.monotonic() - self.started_s,
+        }
+        if request.return_logprobs:
+            meta |= self._logprobs(request, delta)
+        body = {"text": delta.text, "output_ids": list(delta.token_ids), "meta_info": meta}
+        return {**body, "generated_text": delta.text} if self.tgi else body
+
+    def _logprobs(self, request: GenerateRequest, delta: TokenDelta) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "input_token_logprobs": self._rows(delta.prompt_logprobs),
+            "output_token_logprobs": self._rows(delta.logprobs),
+        }
+        if request.top_logprobs:
+            found["input_top_logprobs"] = self._tops(delta.prompt_logprobs)
+            found["output_top_logprobs"] = self._tops(delta.logprobs)
+        return found
+
+    def _rows(self, logprobs: Sequence[TokenLogprob]) -> list[list[Any]]:
+        return [self._row(each.token_id, each.logprob) for each in logprobs]
+
+    def _tops(self, logprobs: Sequence[TokenLogprob]) -> list[list[list[Any]] | None]:
+        return [[self._row(*pair) for pair in each.top] if each.logprob is not None else None for each in logprobs]
+
+    def _row(self, token_id: int, logprob: float | None) -> list[Any]:
+        return [json_number(logprob), token_id, self.service.tokenizer.token_text(token_id) if self.with_text else None]
+
+
+def _finish_body(delta: TokenDelta) -> dict[str, Any]:
+    finish = delta.finish
+    assert finish is not None
+    body: dict[str, Any] = {"type": finish.reason.value}
+    if finish.reason is FinishReason.STOP:
+        body["matched"] = finish.matched
+    elif finish.reason is FinishReason.LENGTH:
+        body["length"] = delta.usage.completion_tokens
+    else:
+        body["message"] = finish.message
+    return body
+
+
+async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
+    refuse_unsupported(body.model_dump(), _UNSUPPORTED)
+    prompts, is_batch, param = await _prompts(service, body)
+    count = len(prompts)
+    given = body.sampling_params if body.sampling_params is not None else body.parameters
+    samplings = _each(given or NativeSampling(), count, "sampling_params")
+    names = _names(body.rid, count, name)
+    with_logprobs = _each(body.return_logprob or False, count, "return_logprob")
+    starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
+    tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
+    requests = [
+        checked(
+            service,
+            GenerateRequest(
+                rid=new_rid(names[i]),
+                token_ids=prompts[i],
+                sampling=native_sampling(samplings[i]),
+                cache_salt=salt_of(body.cache_salt, body.extra_key),
+                priority=body.priority or 0,
+                deadline_s=body.timeout,
+                return_logprobs=with_logprobs[i],
+                top_logprobs=tops[i] if with_logprobs[i] else 0,
+                prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
+            ),
+            param=param,
+        )
+        for i in range(count)
+    ]
+    return NativeJob(
+        service=service,
+        requests=requests,
+        names=names,
+        is_list=is_batch or any(request.sampling.n > 1 for request in requests),
+        with_text=bool(body.return_text_in_logprobs),
+        tgi=body.inputs is not None,
+    )
+
+
+async def _prompts(service: Service, body: NativeRequest) -> tuple[list[TokenIds], bool, str]:
+    """Ids of each prompt, whether they came as a list, and the field they came in."""
+    given = {"text": body.text, "input_ids": body.input_ids, "inputs": body.inputs}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise InvalidRequest(f"give exactly one of text, input_ids and inputs; got {named or 'none'}", param="text")
+    param = named[0]
+    if body.input_ids is not None:
+        flat = [each for each in body.input_ids if isinstance(each, int)]
+        if flat or not body.input_ids:
+            return [to_ids(flat, param=param)], False, param
+        rows = [each for each in body.input_ids if isinstance(each, list)]
+        check_count(len(rows), param=param)
+        return [to_ids(row, param=param) for row in rows], True, param
+    texts = body.text if isinstance(body.text, list) else [body.text if body.text is not None else body.inputs or ""]
+    check_count(len(texts), param=param)
+    return [await service.encode(text) for text in texts], isinstance(body.text, list), param
+
+
+def _each(value: T | list[T], count: int, param: str) -> list[T]:
+    """One value for each prompt. Raises: InvalidRequest when a list has another length."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{param}: has {len(value)} entries for {count} prompts", param=param)
+    return value
+
+
+def _names(rid: str | list[str] | None, count: int, name: str) -> list[str]:
+    if isinstance(rid, list):
+        return [check_name(each) for each in _each(rid, count, "rid")]
+    base = check_name(rid) if rid else name
+    return [base] if count == 1 else [f"{base}_{i}" for i in range(count)]

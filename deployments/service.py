@@ -1,0 +1,79 @@
+"""What the HTTP routes need, in one value: the model's face, the way to the replicas, the limits.
+
+Owns:      nothing that changes but the set of open requests.
+Thread:    the router's event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import HTTPConnection
+
+from deployments.dispatch import Dispatcher
+from deployments.fleet import Fleet
+from deployments.leases import Leases
+from replicas.errors import PromptTooLong
+from replicas.tokenizer import Tokenizer
+from replicas.types import GenerateRequest, TokenDelta, TokenIds
+
+LONG_TEXT = 20_000  # characters; longer texts are tokenised on another thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFace:
+    """What clients may know of the model."""
+
+    name: str  # as requests name it
+    path: str  # that Transformers can load, relative to the project's root where it lies inside
+    tokenizer_path: str
+    context_len: int
+    vocab_size: int  # of the model's logits; the tokenizer's may be smaller
+    architectures: tuple[str, ...]
+    model_type: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """One router's service. The routes find it in ``app.state.service``."""
+
+    model: ModelFace
+    tokenizer: Tokenizer
+    dispatcher: Dispatcher
+    fleet: Fleet
+    leases: Leases
+    settings: dict[str, Any]  # the configuration as given, for /get_server_info
+    max_body_bytes: int = 4 << 20
+    version: str = "0.1.0"
+    started_s: float = field(default_factory=time.time)
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        return self.dispatcher.stream(request)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Ids of ``text``, without holding up other requests."""
+        if len(text) <= LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> TokenIds:
+        """Ids of a conversation, without holding up other requests."""
+        if sum(len(str(message.get("content"))) for message in messages) <= LONG_TEXT:
+            return self.tokenizer.chat(messages, **options)
+        return await asyncio.to_thread(self.tokenizer.chat, messages, **options)
+
+    def check_length(self, num_tokens: int, *, param: str) -> None:
+        """Raises: PromptTooLong when no output could follow ``num_tokens``; pools are the replicas' to judge."""
+        if num_tokens > self.model.context_len:
+            raise PromptTooLong(
+                f"{param}: has {num_tokens} tokens; the model's context is {self.model.context_len}: shorten it",
+                param=param,
+            )
+
+
+def service_of(request: HTTPConnection) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service

@@ -1,0 +1,168 @@
+"""Answers while the client listens, and stops when it goes: server-sent events, and plain answers with the same care.
+
+Owns:      the race between an answer and the client's leaving.
+Invariant: the answer's generator is closed on every path, so that a client that goes away aborts its request.
+Thread:    the router's event loop.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from deployments.http_errors import CLIENT_CLOSED, GenerationFailed, body_of, error_body
+from replicas.types import FinishReason, TokenDelta
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+def sse(payload: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of ``work``; if the client goes first, ``work`` is cancelled. Raises: ClientGone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+async def answer(request: Request, work: Awaitable[dict[str, Any] | list[Any]]) -> Response:
+    """``work``'s result as JSON, unless the client goes first."""
+    try:
+        return JSONResponse(await until_gone(request.receive, work))
+    except ClientGone:
+        body = error_body("the client closed the connection", status=CLIENT_CLOSED)
+        return JSONResponse(body, status_code=CLIENT_CLOSED)
+
+
+async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+    """``events`` as server-sent events. What goes wrong before the first of them is an ordinary error response."""
+    try:
+        first = await until_gone(request.receive, anext(events))
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED)
+    except BaseException:
+        await events.aclose()
+        raise
+    return SseResponse(first, events)
+
+
+class SseResponse(Response):
+    """Sends ``first`` and then ``events``; an error in between becomes an ``{"error": ...}`` event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._first = first
+        self._events = events
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            with contextlib.suppress(ClientGone, OSError):
+                await until_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:  # noqa: BLE001 - the status is sent; this is the only way left to say it
+            await send({"type": "http.response.body", "body": sse(body_of(error)[1]), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    """Deltas of several requests with the request's number, as they come. Closing it closes all.
+
+    Raises: the first error of any; GenerationFailed when the engine ended a request in an error.
+    """
+    queue: asyncio.Queue[tuple[int, TokenDelta | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+    tasks = [asyncio.create_task(_pump(number, deltas, queue)) for number, deltas in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            number, item = await queue.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int,
+    deltas: AsyncGenerator[TokenDelta, None],
+    queue: "asyncio.Queue[tuple[int, TokenDelta | Exception | None]]",
+) -> None:
+    try:
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                finish = delta.finish
+                if finish is not None and finish.reason is FinishReason.ERROR:
+                    raise GenerationFailed(finish)
+                await queue.put((number, delta))
+        await queue.put((number, None))
+    except Exception as error:  # noqa: BLE001 - raised again by `merged`, which the client hears
+        await queue.put((number, error))
+
+
+async def collected(deltas: AsyncIterator[tuple[int, TokenDelta]]) -> dict[tuple[int, int], TokenDelta]:
+    """Every choice as one delta, by (request's number, choice), sorted."""
+    pieces: dict[tuple[int, int], list[TokenDelta]] = {}
+    async for number, delta in deltas:
+        pieces.setdefault((number, delta.index), []).append(delta)
+    return {key: _joined(pieces[key]) for key in sorted(pieces)}
+
+
+def _joined(pieces: list[TokenDelta]) -> TokenDelta:
+    """What `TokenDelta.merge` gives, one after the other, in linear time."""
+    last = pieces[-1]
+    return TokenDelta(
+        rid=last.rid,
+        index=last.index,
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        text="".join(piece.text for piece in pieces),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        prompt_logprobs=tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
+        usage=last.usage,
+        finish=last.finish,
+    )
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
