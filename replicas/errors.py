@@ -10,7 +10,8 @@ MantaError                     500
 ├── EngineDead                 503   retryable: a step crashed or a rank died; the replica is being replaced
 ├── InvalidConfig              500   a setting is impossible; says which, why, and what is allowed
 │   └── UnsupportedModel       500   architecture not known; lists those that are
-└── PagesExhausted             500   internal: an allocation was short; the scheduler evicts or retracts on it
+├── PagesExhausted             500   internal: an allocation was short; the scheduler evicts or retracts on it
+└── RowsExhausted              500   internal: every row of the request table is taken; the scheduler waits
 """
 
 
@@ -84,3 +85,7 @@ class UnsupportedModel(InvalidConfig):
 
 class PagesExhausted(MantaError):
     """Fewer pages are free than an allocation needs; nothing was taken."""
+
+
+class RowsExhausted(MantaError):
+    """Every row of the ReqToTokenPool is taken; nothing was taken."""

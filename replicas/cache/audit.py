@@ -1,0 +1,68 @@
+"""The invariants of DESIGN.md section 3 that span allocator, table and prefix cache, as one assertion after another.
+
+Counts from the ground up, and never trusts a counter that it is there to verify. O(pool): for tests and idle moments.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from replicas.cache.base import Lock, PrefixCache
+from replicas.cache.node import TreeNode
+from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
+from replicas.memory.table import ReqToTokenPool
+from replicas.request import Req
+
+
+def audit(
+    allocator: PagedTokenToKVPoolAllocator, table: ReqToTokenPool, cache: PrefixCache, reqs: Sequence[Req]
+) -> None:
+    """Raises AssertionError. ``reqs``: all requests that hold something."""
+    allocator.check()
+    table.check()
+    cache.check()
+    ps = allocator.page_size
+    private: list[Pages] = []
+    locks: Counter[int] = Counter()
+    nodes: dict[int, TreeNode] = {}
+    for req in reqs:
+        holding = req.holding
+        assert holding is not None, f"{req.rid} holds nothing"
+        assert holding.prefix_len % ps == 0 and holding.prefix_len <= holding.kv_len, f"{req.rid}: {holding}"
+        assert req.computed_len <= holding.kv_len, f"{req.rid}: {req.computed_len} computed, {holding.kv_len} held"
+        assert table.valid_len(holding.row) == holding.kv_len, f"{req.rid}: its row is not valid on [0, kv_len)"
+        slots = table.view(holding.row, 0, holding.kv_len)
+        pages = slots[::ps] // ps
+        expected = allocator.pages_to_slots(pages)[: len(slots)]
+        assert (slots == expected).all(), f"{req.rid}: its row does not walk through whole pages"
+        assert isinstance(holding.lock, Lock) and holding.lock.held
+        path = _path(holding.lock.node)
+        tree = np.concatenate([node.pages for node in path]) if path else pages[:0]
+        assert np.array_equal(tree, pages[: holding.prefix_len // ps]), f"{req.rid}: its prefix is not the tree's (B05)"
+        if path:
+            key = np.concatenate([node.key for node in path])
+            assert np.array_equal(key, req.ids[: holding.prefix_len]), f"{req.rid}: its prefix holds other tokens"
+            assert path[0].salt == req.salt, f"{req.rid}: its prefix has another salt"
+        locks.update(id(node) for node in path)
+        nodes.update((id(node), node) for node in path)
+        private.append(pages[holding.prefix_len // ps :])
+    for key_, node in nodes.items():
+        assert node.lock_ref == locks[key_], f"a node has {node.lock_ref} locks, {locks[key_]} requests pin it"
+    protected = sum(len(node.pages) for node in nodes.values())
+    assert protected == cache.protected_pages, f"{cache.protected_pages} pages are protected, {protected} are pinned"
+    everything = np.concatenate([allocator.free_pages(), cache.all_pages(), *private])
+    assert np.array_equal(np.sort(everything), np.arange(1, allocator.num_pages + 1)), (
+        f"of {allocator.num_pages} pages {allocator.num_free} are free, {len(cache.all_pages())} in the tree and "
+        f"{sum(map(len, private))} private: a page is lost or in two places"
+    )
+
+
+def _path(node: TreeNode) -> list[TreeNode]:
+    """Nodes from the root's child down to ``node``."""
+    path: list[TreeNode] = []
+    step: TreeNode | None = node
+    while step is not None and step.parent is not None:
+        path.append(step)
+        step = step.parent
+    return path[::-1]

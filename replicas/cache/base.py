@@ -1,0 +1,83 @@
+"""What cache/kv.py asks of a prefix cache, and the values that pass between them.
+
+Pages in a cache belong to it until `evict` or `reset` hands their ids back. Lengths are in tokens, always whole pages.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from replicas.cache.node import TreeNode
+from replicas.memory.allocator import Pages
+from replicas.types import TokenIds
+
+NO_PAGES: Pages = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatchResult:
+    """The longest cached prefix of a sequence (SPEC E05); nothing is locked yet."""
+
+    prefix_len: int  # tokens
+    pages: Pages  # [prefix_len / page_size]
+    node: TreeNode  # deepest node of the path; what to lock
+
+
+@dataclass(slots=True, eq=False)
+class Lock:
+    """Receipt for one locked path; give it back exactly once."""
+
+    node: TreeNode  # deepest node; splits above it leave it valid
+    held: bool = True
+
+
+class PrefixCache(Protocol):
+    """One per pool. Contract suite: tests/unit/cache/test_prefix_cache_protocol.py."""
+
+    def match_prefix(self, token_ids: TokenIds, salt: str, *, count_hit: bool = True) -> MatchResult:
+        """The longest cached prefix in whole pages; refreshes the path's access times and, if told, its hit counts."""
+        ...
+
+    def peek_len(self, token_ids: TokenIds, salt: str) -> int:
+        """Length of that prefix in tokens; changes nothing."""
+        ...
+
+    def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
+        """Give the cache the pages of ``token_ids`` [n * page_size].
+
+        Returns: the length that was already there, in tokens (SPEC E07). The caller keeps ``pages`` up to there; the
+                 cache owns the rest if a match now finds them (a cache that keeps nothing takes nothing).
+        """
+        ...
+
+    def inc_lock_ref(self, node: TreeNode) -> Lock:
+        """Pin the path from ``node`` to its root: it is not evicted until the receipt comes back (SPEC E11, E15)."""
+        ...
+
+    def dec_lock_ref(self, lock: Lock) -> None: ...
+
+    def evict(self, num_pages: int) -> Pages:
+        """Forget at least ``num_pages`` unlocked pages, or all there are. Returns the freed page ids."""
+        ...
+
+    def reset(self) -> Pages:
+        """Forget everything; nothing may be locked. Returns the freed page ids."""
+        ...
+
+    @property
+    def evictable_pages(self) -> int: ...
+
+    @property
+    def protected_pages(self) -> int: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    def all_pages(self) -> Pages:
+        """Every page that the cache owns, for checks. O(cache)."""
+        ...
+
+    def check(self) -> None:
+        """Assert the cache's invariants. O(cache)."""
+        ...

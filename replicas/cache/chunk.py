@@ -1,0 +1,56 @@
+"""ChunkCache: the prefix cache that keeps nothing, for when reuse between requests is off (SPEC E16).
+
+A request's pages stay its own from chunk to chunk through its row of the table, and are all freed at its end.
+"""
+
+from replicas.cache.base import NO_PAGES, Lock, MatchResult
+from replicas.cache.node import TreeNode
+from replicas.memory.allocator import Pages
+from replicas.types import TokenIds
+
+
+class ChunkCache:
+    """Implements PrefixCache; every match is empty."""
+
+    def __init__(self) -> None:
+        self._root = TreeNode.root("")
+
+    def match_prefix(self, token_ids: TokenIds, salt: str, *, count_hit: bool = True) -> MatchResult:
+        return MatchResult(0, NO_PAGES, self._root)
+
+    def peek_len(self, token_ids: TokenIds, salt: str) -> int:
+        return 0
+
+    def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
+        return 0
+
+    def inc_lock_ref(self, node: TreeNode) -> Lock:
+        return Lock(node)
+
+    def dec_lock_ref(self, lock: Lock) -> None:
+        assert lock.held, "a lock was given back twice"
+        lock.held = False
+
+    def evict(self, num_pages: int) -> Pages:
+        return NO_PAGES
+
+    def reset(self) -> Pages:
+        return NO_PAGES
+
+    @property
+    def evictable_pages(self) -> int:
+        return 0
+
+    @property
+    def protected_pages(self) -> int:
+        return 0
+
+    @property
+    def num_nodes(self) -> int:
+        return 0
+
+    def all_pages(self) -> Pages:
+        return NO_PAGES
+
+    def check(self) -> None:
+        assert self._root.lock_ref == 1

@@ -1,0 +1,253 @@
+"""KvCache: the one door to KV memory. Match, admit, extend, commit, release: in requests and tokens, not pages.
+
+Owns:      allocator, request table and prefix cache together, and what each request holds of them (``Req.holding``).
+Never:     decides who runs or who gives way (scheduler/); touches K/V bytes.
+Invariant: free + evictable + protected + reserved == capacity, and each page is in exactly one of these (cache/audit.py).
+           A call that raises has taken nothing.
+Thread:    scheduler thread only.
+
+    admit ──> extend ──> commit ──> extend ... extend_decode ... ──> release
+    locks the   takes      gives whole  (next chunk)  one slot          keep: commit, then all that is private goes back
+    prefix      slots      pages to     a request     each              else: all that is private goes back
+                           the tree
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from replicas.cache.audit import audit
+from replicas.cache.base import Lock, MatchResult, PrefixCache
+from replicas.cache.chunk import ChunkCache
+from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
+from replicas.cache.radix import RadixCache
+from replicas.errors import InvalidRequest, PagesExhausted
+from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages, Slots
+from replicas.memory.table import ReqToTokenPool, Write
+from replicas.request import Holding, Req
+from replicas.types import PoolStats, TokenIds
+
+
+class KvCache:
+    """Pools and prefix cache of one engine."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_requests: int,
+        context_len: int,
+        prefix_cache: str = "radix",
+        eviction: str = "lru",
+        record_events: bool = False,
+    ) -> None:
+        if prefix_cache not in ("radix", "chunk"):
+            raise ValueError(f"unknown prefix cache {prefix_cache!r}; allowed: radix, chunk")
+        self.page_size = page_size
+        self.reuses_prefixes = prefix_cache == "radix"
+        self._events = EventLog() if record_events and self.reuses_prefixes else None
+        self._radix = RadixCache(page_size, policy=eviction, events=self._events) if self.reuses_prefixes else None
+        self._cache: PrefixCache = self._radix or ChunkCache()
+        self._allocator = PagedTokenToKVPoolAllocator(num_pages, page_size)
+        self._table = ReqToTokenPool(max_requests, context_len)
+        self._holders: dict[int, Req] = {}  # by row
+        self.evicted_tokens = 0
+        self.alloc_failures = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self._allocator.num_pages * self.page_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the prefix cache."""
+        return self._cache.num_nodes
+
+    @property
+    def event_seq(self) -> int:
+        """Number of the last cache event; 0 while none are recorded."""
+        return self._events.seq if self._events is not None else 0
+
+    def match(self, token_ids: TokenIds, salt: str) -> MatchResult:
+        """Longest cached prefix; refreshes access times and may split a node, but holds nothing."""
+        return self._cache.match_prefix(token_ids, salt)
+
+    def peek_len(self, token_ids: TokenIds, salt: str) -> int:
+        """Tokens of that prefix; changes nothing, so that ordering the queue does not keep pages alive."""
+        return self._cache.peek_len(token_ids, salt)
+
+    def admit(self, req: Req) -> int:
+        """Take a row for ``req`` and lock its longest cached prefix.
+
+        At least one token is left to run, and every token whose successor's logprob is wanted.
+
+        Returns: reused tokens; ``req.holding`` and ``req.computed_len`` say the same.
+        Raises:  RowsExhausted.
+        """
+        assert req.holding is None, f"request {req.rid} holds row {req.holding.row} already"
+        row = self._table.alloc()
+        longest = req.num_tokens - 1
+        if req.prompt_logprobs_from is not None:
+            longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
+        match = self._cache.match_prefix(req.ids[:longest], req.salt)
+        self._table.write(row, 0, self._allocator.pages_to_slots(match.pages))
+        lock = self._cache.inc_lock_ref(match.node)
+        req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)
+        req.computed_len = match.prefix_len
+        self._holders[row] = req
+        return match.prefix_len
+
+    def extend(self, req: Req, new_len: int) -> Slots:
+        """Slots for tokens [kv_len, new_len) of ``req``, evicting when pages are short (SPEC D10).
+
+        Raises: PagesExhausted when even eviction cannot make room.
+        """
+        holding = _holding(req)
+        kv_len = holding.kv_len
+        self._make_room(self._num_pages(new_len) - self._num_pages(kv_len), f"request {req.rid}")
+        last_slot = int(self._table.view(holding.row, kv_len - 1, kv_len)[0]) if kv_len else -1
+        slots = self._allocator.alloc_extend(kv_len, new_len, last_slot, rid=req.rid)
+        self._table.write(holding.row, kv_len, slots)
+        holding.kv_len = new_len
+        return slots
+
+    def pages_needed_decode(self, reqs: Sequence[Req]) -> int:
+        """Pages that `extend_decode` would take."""
+        return sum(_holding(req).kv_len % self.page_size == 0 for req in reqs)
+
+    def extend_decode(self, reqs: Sequence[Req]) -> Slots:
+        """One more slot for each of ``reqs`` (SPEC D07, F10; K3: once for the batch, K2: at column kv_len, from 0).
+
+        Returns: [B] slots. Raises: PagesExhausted; nobody gets a slot then.
+        """
+        holdings = [_holding(req) for req in reqs]
+        rows = np.array([holding.row for holding in holdings], dtype=np.int32)
+        kv_lens = np.array([holding.kv_len for holding in holdings], dtype=np.int32)
+        self._make_room(self.pages_needed_decode(reqs), f"a decode batch of {len(reqs)}")
+        last_slots = self._table.gather(rows, kv_lens - 1)
+        slots = self._allocator.alloc_decode(kv_lens + 1, last_slots)
+        self._table.append_each(rows, kv_lens, slots)
+        for holding in holdings:
+            holding.kv_len += 1
+        return slots
+
+    def commit(self, req: Req) -> None:
+        """Give the whole pages of the ``computed_len`` tokens to the prefix cache (cache_unfinished_req, SPEC E09).
+
+        Pages that the cache had already replace the request's own in its row, and its own are freed; the lock moves to
+        the longer path. The last, partial page stays with the request.
+        """
+        holding, ps = _holding(req), self.page_size
+        assert req.computed_len <= holding.kv_len, f"request {req.rid}: {req.computed_len} computed, {holding.kv_len} held"
+        whole, prefix_len = req.computed_len // ps * ps, holding.prefix_len
+        if whole <= prefix_len:
+            return
+        pages = self._row_pages(holding.row, 0, whole)
+        already = self._cache.insert(req.ids[:whole], pages, req.salt)
+        match = self._cache.match_prefix(req.ids[:whole], req.salt, count_hit=False)
+        if not match.prefix_len:
+            return  # a cache that keeps nothing
+        assert prefix_len <= already and match.prefix_len == whole, (prefix_len, already, match.prefix_len, whole)
+        lock = self._cache.inc_lock_ref(match.node)  # before the old one goes: the path is never unpinned
+        self._cache.dec_lock_ref(_lock(holding))
+        if already > prefix_len:
+            first, last = prefix_len // ps, already // ps
+            self._table.write(holding.row, prefix_len, self._allocator.pages_to_slots(match.pages[first:last]))
+            self._allocator.free(pages[first:last])
+        holding.lock, holding.prefix_len = lock, whole
+
+    def release(self, req: Req, *, keep: bool) -> None:
+        """Take back all that ``req`` holds (cache_finished_req, SPEC E08).
+
+        Args: keep: its computed whole pages stay in the prefix cache, evictable; else they are freed with the rest.
+        """
+        if keep:
+            self.commit(req)
+        holding = _holding(req)
+        private = self._row_pages(holding.row, holding.prefix_len, holding.kv_len)
+        del self._holders[holding.row]
+        self._table.free(holding.row)
+        self._cache.dec_lock_ref(_lock(holding))
+        self._allocator.free(private)
+        req.holding = None
+        req.computed_len = 0
+
+    def available_tokens(self) -> int:
+        """Tokens in pages that are free or can be evicted."""
+        return (self._allocator.num_free + self._cache.evictable_pages) * self.page_size
+
+    def stats(self) -> PoolStats:
+        """The pool by state (SPEC D14)."""
+        free, evictable, protected = self._allocator.num_free, self._cache.evictable_pages, self._cache.protected_pages
+        return PoolStats(
+            page_size=self.page_size,
+            num_pages=self._allocator.num_pages,
+            free_pages=free,
+            evictable_pages=evictable,
+            protected_pages=protected,
+            reserved_pages=self._allocator.num_pages - free - evictable - protected,
+        )
+
+    def flush(self) -> None:
+        """Empty the prefix cache. Raises: InvalidRequest, saying who, while a request holds pages."""
+        if self._holders:
+            rids = sorted({req.rid for req in self._holders.values()})
+            named = ", ".join(rids[:8]) + (f" and {len(rids) - 8} more" if len(rids) > 8 else "")
+            raise InvalidRequest(f"the cache is in use by {named}: flush it when they have finished, or abort them")
+        self._allocator.free(self._cache.reset())
+
+    def drain_table_writes(self) -> tuple[Write, ...]:
+        """(row, start, slots) of every change of the table since the last call; for the next plan."""
+        return self._table.drain_writes()
+
+    def drain_events(self) -> tuple[CacheEvent, ...]:
+        """Cache events since the last call; none unless they are recorded."""
+        return self._events.drain() if self._events is not None else ()
+
+    def snapshot(self) -> CacheSnapshot:
+        """What is cached now, for a reader that lost events."""
+        if self._radix is None or self._events is None:
+            return CacheSnapshot(seq=0, stored=())
+        return self._radix.snapshot()
+
+    def check(self, reqs: Sequence[Req]) -> None:
+        """Assert every invariant of the pools, given all requests that hold something. O(pool)."""
+        held = {id(req) for req in self._holders.values()}
+        assert held == {id(req) for req in reqs}, f"rows are held by {[req.rid for req in self._holders.values()]}"
+        audit(self._allocator, self._table, self._cache, reqs)
+
+    def _make_room(self, num_pages: int, who: str) -> None:
+        """Evict until ``num_pages`` are free; raises PagesExhausted, with nothing evicted, if that cannot be."""
+        short = num_pages - self._allocator.num_free
+        if short <= 0:
+            return
+        if short > self._cache.evictable_pages:
+            self.alloc_failures += 1
+            pool = self.stats()
+            raise PagesExhausted(
+                f"{who} needs {num_pages} pages of {self.page_size} tokens; of {pool.num_pages} pages {pool.free_pages} are "
+                f"free, {pool.evictable_pages} evictable, {pool.protected_pages} protected and {pool.reserved_pages} "
+                f"reserved: retract {short - pool.evictable_pages} pages' worth of requests"
+            )
+        freed = self._cache.evict(short)
+        assert len(freed) >= short, f"{short} pages were evictable, {len(freed)} came"
+        self._allocator.free(freed)
+        self.evicted_tokens += len(freed) * self.page_size
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _row_pages(self, row: int, start: int, end: int) -> Pages:
+        """Pages of positions [start, end) of ``row``; ``start`` begins a page."""
+        return self._table.view(row, start, end)[:: self.page_size] // np.int32(self.page_size)
+
+
+def _holding(req: Req) -> Holding:
+    assert req.holding is not None, f"request {req.rid} holds nothing: admit it first"
+    return req.holding
+
+
+def _lock(holding: Holding) -> Lock:
+    assert isinstance(holding.lock, Lock)
+    return holding.lock

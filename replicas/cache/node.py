@@ -1,0 +1,58 @@
+"""TreeNode: one edge of the radix tree and what is known about it.
+
+Invariant: key holds whole pages, pages one id for each; a child is filed under the bytes of its key's first page;
+           a root has neither key nor parent, and is never evicted.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.pages import PageKeys
+from replicas.memory.allocator import Pages
+from replicas.types import TokenIds
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+@dataclass(slots=True, eq=False)
+class TreeNode:
+    """SGLang radix cache, TreeNode (SPEC E01); values are page ids, times are ticks of the cache's own clock."""
+
+    key: TokenIds  # [n * page_size]
+    pages: Pages  # [n]
+    parent: "TreeNode | None"
+    salt: str
+    created: int  # tick
+    last_access: int  # tick
+    children: dict[bytes, "TreeNode"] = field(default_factory=dict)
+    lock_ref: int = 0  # requests that pin it; every root has 1 of its own (SPEC E03)
+    hit_count: int = 0
+    queued: bool = False  # it has an entry in the eviction queue
+    page_keys: PageKeys | None = None  # [n] while events are recorded
+
+    @staticmethod
+    def root(salt: str) -> "TreeNode":
+        empty = np.empty(0, dtype=np.int32)
+        return TreeNode(key=empty, pages=empty, parent=None, salt=salt, created=0, last_access=0, lock_ref=1)
+
+    @property
+    def evictable(self) -> bool:
+        """An unlocked leaf."""
+        return not self.children and self.lock_ref == 0 and self.parent is not None
+
+    def keep(self, start: int, end: int, page_size: int) -> None:
+        """Shrink to pages [start, end) of itself."""
+        self.key = _part(self.key, start * page_size, end * page_size)
+        self.pages = _part(self.pages, start, end)
+        if self.page_keys is not None:
+            self.page_keys = _part(self.page_keys, start, end)
+
+
+def _part(array: npt.NDArray[_Scalar], start: int, end: int) -> npt.NDArray[_Scalar]:
+    """array[start:end] that keeps alive at most twice its own bytes: small cuts cost nothing, memory follows them."""
+    part = array[start:end]
+    base = array if array.base is None else array.base
+    return part if 2 * part.nbytes >= base.nbytes else part.copy()

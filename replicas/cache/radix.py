@@ -1,0 +1,297 @@
+"""RadixCache: a tree over token ids whose edges own the KV pages of those tokens.
+
+Owns:      the pages of every prefix that it keeps; who pins them.
+Never:     frees pages itself: `evict` and `reset` hand their ids to the caller. Knows no requests.
+Invariant: keys are whole pages; siblings differ in their first page; a child's lock_ref <= its parent's;
+           evictable + protected == pages over all nodes; different salts have different roots and share nothing.
+Thread:    scheduler thread only.
+Source:    SGLang radix cache (Zheng et al. 2024, arXiv:2312.07104, section 3), paged, with page ids for values.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvtransfer.pages import PageKey, page_keys
+from replicas.cache.base import NO_PAGES, Lock, MatchResult
+from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
+from replicas.cache.evict import EvictionQueue
+from replicas.cache.node import TreeNode
+from replicas.memory.allocator import Pages
+from replicas.types import TokenIds
+
+
+class RadixCache:
+    """Implements PrefixCache. Costs: match O(length / SIMD + nodes on the path); insert the same plus O(new pages);
+    evict O(freed pages + victims log nodes)."""
+
+    def __init__(self, page_size: int, *, policy: str = "lru", events: EventLog | None = None) -> None:
+        self.page_size = page_size
+        self.events = events  # None: nothing is recorded or hashed
+        self._queue = EvictionQueue(policy)
+        self._roots: dict[str, TreeNode] = {}  # by salt; a root lives while it has children
+        self._nowhere = TreeNode.root("")  # what an empty match locks when its salt has no root
+        self._tick = 0  # logical clock: one per match or insert
+        self._evictable = 0  # pages
+        self._protected = 0  # pages
+        self._num_nodes = 0
+
+    @property
+    def evictable_pages(self) -> int:
+        return self._evictable
+
+    @property
+    def protected_pages(self) -> int:
+        return self._protected
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes but for the roots."""
+        return self._num_nodes
+
+    def match_prefix(self, token_ids: TokenIds, salt: str, *, count_hit: bool = True) -> MatchResult:
+        """Longest cached prefix in whole pages; splits an edge that matches in part (SPEC E04).
+
+        Args:    token_ids: [n] contiguous int32. count_hit: False where a request looks up its own insertion.
+        """
+        self._tick += 1
+        node = self._roots.get(salt, self._nowhere)
+        parts: list[Pages] = []
+        length = 0
+        for child, common in self._path(token_ids, salt):
+            node = child if common == len(child.pages) else self._split_node(child, common)
+            node.last_access = self._tick
+            node.hit_count += count_hit
+            parts.append(node.pages)
+            length += common
+        return MatchResult(length * self.page_size, np.concatenate(parts) if parts else NO_PAGES, node)
+
+    def peek_len(self, token_ids: TokenIds, salt: str) -> int:
+        """Tokens that `match_prefix` would find; changes nothing."""
+        return sum(common for _, common in self._path(token_ids, salt)) * self.page_size
+
+    def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
+        """Keep ``pages`` as the K/V of ``token_ids`` [n * page_size].
+
+        Returns: tokens that were there before (SPEC E07, K5): the pages up to there stay the caller's.
+        """
+        assert len(token_ids) == len(pages) * self.page_size, f"{len(token_ids)} tokens are not {len(pages)} pages"
+        if not len(pages):
+            return 0
+        self._tick += 1
+        node = self._roots.get(salt)
+        if node is None:
+            node = self._roots[salt] = TreeNode.root(salt)
+        length = 0
+        for child, common in self._path(token_ids, salt):
+            length += common
+            # a sequence that ends inside an edge changes nothing; one that leaves it there needs a branch
+            splits = common < len(child.pages) and length < len(pages)
+            node = self._split_node(child, common) if splits else child
+            node.last_access = self._tick
+        if length < len(pages):
+            self._add_leaf(node, token_ids[length * self.page_size :].copy(), pages[length:].copy())
+        return length * self.page_size
+
+    def inc_lock_ref(self, node: TreeNode) -> Lock:
+        """Pin ``node`` and all above it (SPEC E11); 0 -> 1 moves a node's pages from evictable to protected."""
+        lock = Lock(node)
+        step: TreeNode | None = node
+        while step is not None and step.parent is not None:
+            if step.lock_ref == 0:
+                self._evictable -= len(step.pages)
+                self._protected += len(step.pages)
+            step.lock_ref += 1
+            step = step.parent
+        return lock
+
+    def dec_lock_ref(self, lock: Lock) -> None:
+        """Undo `inc_lock_ref`; 1 -> 0 moves pages back, and an unlocked leaf becomes a candidate for eviction."""
+        assert lock.held, "a lock was given back twice"
+        lock.held = False
+        step: TreeNode | None = lock.node
+        while step is not None and step.parent is not None:
+            assert step.lock_ref > 0, "a node has fewer locks than receipts"
+            step.lock_ref -= 1
+            if step.lock_ref == 0:
+                self._evictable += len(step.pages)
+                self._protected -= len(step.pages)
+                if not step.children:
+                    self._queue.add(step)
+            step = step.parent
+
+    def evict(self, num_pages: int) -> Pages:
+        """Forget ``num_pages`` pages of unlocked leaves by policy (SPEC E12), or all there are.
+
+        A leaf longer than what is wanted loses its tail only. Returns: ids of the freed pages.
+        """
+        freed: list[Pages] = []
+        missing = num_pages
+        while missing > 0 and (leaf := self._queue.pop()) is not None:
+            pages = self._cut_tail(leaf, missing) if len(leaf.pages) > missing else self._remove_leaf(leaf)
+            freed.append(pages)
+            missing -= len(pages)
+        return np.concatenate(freed) if freed else NO_PAGES
+
+    def reset(self) -> Pages:
+        """Forget everything (SPEC E03); nothing may be locked. Returns: ids of all pages."""
+        assert self._protected == 0, f"{self._protected} pages are locked"
+        freed = self.all_pages()
+        self._queue.clear()
+        self._roots = {}
+        self._evictable = self._num_nodes = 0
+        if self.events is not None:
+            self.events.cleared()
+        return freed
+
+    def snapshot(self) -> CacheSnapshot:
+        """What is cached now, for a reader of events that lost some. O(cache)."""
+        assert self.events is not None, "events are not recorded"
+        seq = self.events.seq
+        stored = []
+        for node in self._nodes():
+            assert node.page_keys is not None
+            stored.append(
+                PagesStored(
+                    seq=seq,
+                    keys=node.page_keys,
+                    parent_key=_last_key(node.parent),
+                    page_size=self.page_size,
+                    token_ids=node.key,
+                )
+            )
+        return CacheSnapshot(seq=seq, stored=tuple(stored))
+
+    def all_pages(self) -> Pages:
+        parts = [node.pages for node in self._nodes()]
+        return np.concatenate(parts) if parts else NO_PAGES
+
+    def check(self) -> None:
+        """The invariant of the module's docstring, and that every evictable leaf is queued. O(cache)."""
+        evictable = protected = count = 0
+        for node in self._nodes():
+            assert len(node.pages) > 0 and len(node.key) == len(node.pages) * self.page_size, "a key is not whole pages"
+            assert node.parent is not None
+            assert node.parent.children[self._first_page(node.key, 0)] is node, "a child is filed under a wrong page"
+            assert node.parent.parent is None or node.lock_ref <= node.parent.lock_ref, "a child outlocks its parent"
+            assert not node.evictable or node.queued, "an unlocked leaf cannot be evicted"
+            assert node.page_keys is None or len(node.page_keys) == len(node.pages)
+            count += 1
+            if node.lock_ref:
+                protected += len(node.pages)
+            else:
+                evictable += len(node.pages)
+        assert (evictable, protected, count) == (self._evictable, self._protected, self._num_nodes), (
+            f"evictable, protected, nodes: counted {evictable, protected, count}, "
+            f"kept {self._evictable, self._protected, self._num_nodes}"
+        )
+        assert all(root.children for root in self._roots.values()), "a salt without pages has a root"
+        pages = self.all_pages()
+        assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
+
+    def _path(self, token_ids: TokenIds, salt: str) -> Iterator[tuple[TreeNode, int]]:
+        """Children along the match, each with the number of its pages that agree; only the last may agree in part.
+
+        The caller may split the child that it was just given.
+        """
+        node = self._roots.get(salt)
+        at, ps = 0, self.page_size
+        while node is not None and len(token_ids) - at >= ps:
+            child = node.children.get(self._first_page(token_ids, at))
+            if child is None:
+                return
+            key = child.key
+            length = min(len(key), len(token_ids) - at)
+            same = key[:length] == token_ids[at : at + length]
+            common = (length if same.all() else int(same.argmin())) // ps
+            whole = common * ps == len(key)
+            yield child, common
+            if not whole:
+                return
+            node = child
+            at += common * ps
+
+    def _first_page(self, token_ids: TokenIds, at: int) -> bytes:
+        return token_ids[at : at + self.page_size].tobytes()
+
+    def _split_node(self, node: TreeNode, at: int) -> TreeNode:
+        """Cut ``node`` after page ``at``: a new parent takes the head (SPEC E06). Receipts for ``node`` stay valid.
+
+        Sizes do not change; the head inherits locks, times and hits.
+        """
+        parent, ps = node.parent, self.page_size
+        assert parent is not None and 0 < at < len(node.pages)
+        head = TreeNode(
+            key=node.key,
+            pages=node.pages,
+            parent=parent,
+            salt=node.salt,
+            created=node.created,
+            last_access=node.last_access,
+            lock_ref=node.lock_ref,
+            hit_count=node.hit_count,
+            page_keys=node.page_keys,
+        )
+        num_pages = len(node.pages)
+        head.keep(0, at, ps)
+        node.keep(at, num_pages, ps)
+        parent.children[self._first_page(head.key, 0)] = head
+        head.children[self._first_page(node.key, 0)] = node
+        node.parent = head
+        self._num_nodes += 1
+        return head
+
+    def _add_leaf(self, parent: TreeNode, key: TokenIds, pages: Pages) -> None:
+        leaf = TreeNode(
+            key=key, pages=pages, parent=parent, salt=parent.salt, created=self._tick, last_access=self._tick
+        )
+        parent.children[self._first_page(key, 0)] = leaf
+        self._num_nodes += 1
+        self._evictable += len(pages)
+        self._queue.add(leaf)
+        if self.events is not None:
+            parent_key = _last_key(parent)
+            leaf.page_keys = page_keys(key, self.page_size, leaf.salt, parent_key)
+            self.events.stored(leaf.page_keys, parent_key, self.page_size, key)
+
+    def _remove_leaf(self, leaf: TreeNode) -> Pages:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._first_page(leaf.key, 0)]
+        leaf.parent = None
+        self._num_nodes -= 1
+        self._forget(leaf, 0)
+        if parent.evictable:
+            self._queue.add(parent)
+        elif parent.parent is None and not parent.children:
+            del self._roots[parent.salt]
+        return leaf.pages
+
+    def _cut_tail(self, leaf: TreeNode, num_pages: int) -> Pages:
+        keep = len(leaf.pages) - num_pages
+        pages = leaf.pages[keep:]
+        self._forget(leaf, keep)
+        leaf.keep(0, keep, self.page_size)
+        self._queue.add(leaf)
+        return pages
+
+    def _forget(self, leaf: TreeNode, keep: int) -> None:
+        """Count and report that the leaf's pages from ``keep`` on are gone."""
+        self._evictable -= len(leaf.pages) - keep
+        if self.events is not None:
+            assert leaf.page_keys is not None
+            self.events.removed(leaf.page_keys[keep:])
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        """All nodes but the roots, parents first."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+
+def _last_key(node: TreeNode | None) -> PageKey | None:
+    """Key of the page before a child of ``node``; None when ``node`` is a root."""
+    return int(node.page_keys[-1]) if node is not None and node.page_keys is not None else None

@@ -1,0 +1,153 @@
+"""Hands out and takes back the KV pages of one device pool.
+
+Owns:      the free list; no other module knows which pages are free.
+Never:     touches K/V bytes (memory/pool.py) or picks victims (cache/).
+Invariant: free + held + pending == num_pages, and no page is two of these; page 0, the dummy sink of padded tokens,
+           is never handed out. Pending pages were freed inside a free group and are not yet free.
+Thread:    scheduler thread only.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from replicas.errors import PagesExhausted
+
+Pages = npt.NDArray[np.int32]  # [n] page ids
+Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset
+
+
+class PagedTokenToKVPoolAllocator:
+    """Pages 1..num_pages of ``page_size`` tokens; page 1 goes out first (SPEC D03). With page_size 1 a page is a slot."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1 or (num_pages + 1) * page_size > 2**31:
+            raise ValueError(f"{num_pages} pages of {page_size} tokens: both must be >= 1 and slots must fit int32")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)  # free pages are [:num_free], the next one last
+        self._num_free = num_pages
+        self._held = np.zeros(num_pages + 1, dtype=np.bool_)
+        self._order = np.zeros(num_pages + 1, dtype=np.int32)  # scratch: finds a page named twice in one call
+        self._pending: list[Pages] | None = None  # a list inside a free group
+        self._offsets = np.arange(page_size, dtype=np.int32)
+
+    @property
+    def num_free(self) -> int:
+        """Free pages."""
+        return self._num_free
+
+    @property
+    def available_tokens(self) -> int:
+        """Free pages in tokens, never in pages (SPEC K14)."""
+        return self._num_free * self.page_size
+
+    def alloc(self, need_pages: int, *, rid: str) -> Pages:
+        """Take ``need_pages`` pages for request ``rid``: all of them or none.
+
+        Args:    need_pages: pages (not tokens), >= 0.
+        Returns: [need_pages] page ids; token t's slot is ``pages[t // ps] * ps + t % ps``.
+        Raises:  PagesExhausted if fewer are free. Evicts nothing itself.
+        Source:  paged KV, Kwon et al. 2023 (arXiv:2309.06180), section 4.
+        """
+        top = self._num_free
+        if need_pages > top:
+            raise PagesExhausted(
+                f"request {rid} needs {need_pages} pages, {top} of {self.num_pages} are free: "
+                f"evict {need_pages - top} or retract a request"
+            )
+        pages = self._stack[top - need_pages : top][::-1].copy()
+        self._num_free = top - need_pages
+        self._held[pages] = True
+        return pages
+
+    def free(self, pages: Pages | Sequence[int]) -> None:
+        """Take back whole pages (SPEC K7: never single slots); inside a free group they become free at its end.
+
+        Freeing a page that is not held, or twice, is a bug of the caller and fails an assertion; nothing is freed then.
+        """
+        taken = np.asarray(pages, dtype=np.int32)
+        if not len(taken):
+            return
+        assert taken.min() > 0 and taken.max() <= self.num_pages, f"pages {taken} are not all in 1..{self.num_pages}"
+        assert self._held[taken].all(), f"double free: pages {taken[~self._held[taken]]} are not held"
+        order = np.arange(len(taken), dtype=np.int32)
+        self._order[taken] = order
+        assert (self._order[taken] == order).all(), f"double free: a page is named twice in {taken}"
+        self._held[taken] = False
+        if self._pending is not None:
+            self._pending.append(taken.copy())
+        else:
+            self._push(taken)
+
+    def free_group_begin(self) -> None:
+        """From here to `free_group_end` freed pages are kept apart and given back in one go (SPEC D02)."""
+        assert self._pending is None, "a free group is already open"
+        self._pending = []
+
+    def free_group_end(self) -> None:
+        assert self._pending is not None, "no free group is open"
+        freed, self._pending = self._pending, None
+        if freed:
+            self._push(np.concatenate(freed))
+
+    def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int, *, rid: str) -> Slots:
+        """Slots for tokens [prefix_len, seq_len) of one request (SPEC D05, D06).
+
+        Three parts in order: the rest of the last partial page after ``last_slot``, whole new pages, and the beginning
+        of one more page. Takes ceil(seq_len / ps) - ceil(prefix_len / ps) pages, or none.
+
+        Args:    last_slot: slot of token prefix_len - 1; -1 when prefix_len is 0 (SPEC D08).
+        Returns: [seq_len - prefix_len] slots.
+        Raises:  PagesExhausted.
+        """
+        ps = self.page_size
+        assert 0 <= prefix_len <= seq_len, f"request {rid}: prefix {prefix_len} is longer than the sequence {seq_len}"
+        assert (last_slot + 1) % ps == prefix_len % ps, f"request {rid}: slot {last_slot} does not end {prefix_len} tokens"
+        num_new = seq_len - prefix_len
+        pages = self.alloc(-(-seq_len // ps) - -(-prefix_len // ps), rid=rid)
+        rest = min(-prefix_len % ps, num_new)
+        slots = np.empty(num_new, dtype=np.int32)
+        slots[:rest] = np.arange(last_slot + 1, last_slot + 1 + rest, dtype=np.int32)
+        slots[rest:] = self.pages_to_slots(pages)[: num_new - rest]
+        return slots
+
+    def alloc_decode(self, seq_lens: npt.NDArray[np.int32], last_slots: Slots, *, rid: str = "decode batch") -> Slots:
+        """One more slot for each request of a batch (SPEC D07): a new page where the last one is full.
+
+        Args:    seq_lens: [B] lengths that count the new token. last_slots: [B] slot of the token before; -1 for none.
+        Returns: [B] slots.
+        Raises:  PagesExhausted; takes all pages of the batch or none.
+        """
+        ps = self.page_size
+        assert ((last_slots + 2 - seq_lens) % ps == 0).all(), "a last slot does not end its sequence"
+        slots = last_slots + np.int32(1)
+        starts_page = (seq_lens - 1) % ps == 0
+        need = int(np.count_nonzero(starts_page))
+        if need:
+            slots[starts_page] = self.alloc(need, rid=rid) * np.int32(ps)
+        return slots
+
+    def pages_to_slots(self, pages: Pages) -> Slots:
+        """[n * page_size] slots of whole pages."""
+        return (pages[:, None] * np.int32(self.page_size) + self._offsets).reshape(-1)
+
+    def free_pages(self) -> Pages:
+        """[num_free] a copy of the free list, for checks."""
+        return self._stack[: self._num_free].copy()
+
+    def check(self) -> None:
+        """The invariant of the module's docstring. O(num_pages)."""
+        state = self._held.astype(np.int32)
+        np.add.at(state, self._stack[: self._num_free], 1)
+        for pages in self._pending or ():
+            np.add.at(state, pages, 1)
+        assert state[0] == 0, "the dummy page 0 was handed out"
+        wrong = np.flatnonzero(state[1:] != 1) + 1
+        assert not len(wrong), f"pages {wrong} are not exactly one of free, held and pending"
+
+    def _push(self, pages: Pages) -> None:
+        end = self._num_free + len(pages)
+        self._stack[self._num_free : end] = pages[::-1]  # so that the next alloc gets them in the same order
+        self._num_free = end

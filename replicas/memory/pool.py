@@ -1,0 +1,97 @@
+"""The KV bytes of one rank: one allocation, page-major and head-major.
+
+Owns:      the device memory of K and V.
+Never:     knows which pages are in use (memory/allocator.py) or what they hold.
+Invariant: slot s lives at page s // page_size, offset s % page_size; page 0 is the dummy sink of padded tokens (SPEC C05).
+Thread:    the runner's.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 4096  # bytes; a memory page, what transfer libraries register
+
+
+class MHATokenToKVPool:
+    """K and V of every layer: ``buffer`` [num_pages + 1, L, 2, K, page_size, D] (DESIGN.md section 4; SPEC C01, C02).
+
+    On CPU the memory is zero and touched lazily: start-up costs nothing, and a slot that was never written reads 0, so
+    that a masked one cannot bring a NaN into attention.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (num_pages + 1, num_layers, 2, num_kv_heads, page_size, head_dim)
+        on_cpu = self.device.type == "cpu"
+        self.buffer = _lazy_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers, K and V."""
+        return self.buffer.stride(0) * self.buffer.element_size()
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        """[num_pages + 1, K, page_size, D] strided view."""
+        return self.buffer[:, layer, 0]
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        """[num_pages + 1, K, page_size, D] strided view."""
+        return self.buffer[:, layer, 1]
+
+    def get_kv_buffer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.get_key_buffer(layer), self.get_value_buffer(layer)
+
+    def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [T, K, D] at slots ``loc`` [T], cast to the pool's dtype."""
+        loc = loc.long()
+        page, offset = loc // self.page_size, loc % self.page_size
+        self.get_key_buffer(layer)[page, :, offset] = k.to(self.dtype)
+        self.get_value_buffer(layer)[page, :, offset] = v.to(self.dtype)
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """What a transfer library registers (SPEC C10): addresses, lengths in bytes, and bytes of an item.
+
+        One region, whose items are whole pages: page p is the ``page_bytes`` bytes from address + p * page_bytes.
+        """
+        return [self.buffer.data_ptr()], [self.buffer.numel() * self.buffer.element_size()], [self.page_bytes]
+
+    def read_pages(self, pages: Sequence[int]) -> Tensor:
+        """[n, L, 2, K, page_size, D] a copy of ``pages``."""
+        return self.buffer[torch.as_tensor(pages, dtype=torch.int64, device=self.device)]
+
+    def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
+        """Inverse of `read_pages`, bit for bit."""
+        if data.shape[1:] != self.buffer.shape[1:] or data.dtype != self.dtype or len(data) != len(pages):
+            raise ValueError(
+                f"{len(pages)} pages of {tuple(self.buffer.shape[1:])} {self.dtype} are wanted, "
+                f"got {tuple(data.shape)} {data.dtype}"
+            )
+        self.buffer[torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = data.to(self.device)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that cost nothing until they are touched: calloc through numpy; torch.zeros writes every byte."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+

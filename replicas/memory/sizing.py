@@ -1,0 +1,103 @@
+"""How much KV fits: from free bytes to pages, and from tokens to request rows. Pure functions.
+
+Owns:      the formulas of start-up sizing (SPEC A04-A09).
+Never:     measures a device or talks to other ranks; the caller takes the minimum over ranks and passes it in.
+Invariant: a pool of ``num_pages`` pages never needs more than the bytes it was sized from, the dummy page aside.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from replicas.errors import InvalidConfig
+
+log = logging.getLogger(__name__)
+
+MIN_ROWS, MAX_ROWS = 2048, 4096  # of the ReqToTokenPool when max_running_requests is not given (SPEC A08)
+ROWS_PER_CONTEXT = 512  # rows for each request of full length that the pool holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """One rank's KV pool. The dummy page 0 comes on top and is not counted."""
+
+    num_pages: int
+    page_size: int  # tokens
+    cell_bytes: int  # K and V of one token, all layers, on this rank
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def bytes(self) -> int:
+        return self.num_tokens * self.cell_bytes
+
+    def describe(self) -> str:
+        return f"{self.num_tokens:,} tokens, {self.num_pages:,} pages, {self.bytes / 2**20:,.0f} MiB"
+
+
+def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> int:
+    """Bytes for the KV pool: what is free after the weights, less a reserve for activations (SPEC A05).
+
+    Args:   free_before, free_after: free device bytes before and after the weights were loaded (M1, M2).
+            mem_fraction_static: share of M1 for weights and KV together; the reserve is M1 * (1 - it).
+    Raises: InvalidConfig when nothing is left.
+    Source: SGLang's profile_max_num_token.
+    """
+    reserve = free_before * (1.0 - mem_fraction_static)
+    left = int(free_after - reserve)
+    if left <= 0:
+        weights = free_before - free_after
+        raise InvalidConfig(
+            f"no memory is left for the KV pool: {_mib(free_before)} were free, weights took {_mib(weights)}, and "
+            f"mem_fraction_static = {mem_fraction_static:g} reserves {_mib(reserve)}: increase mem_fraction_static "
+            f"above {weights / max(free_before, 1):.2f}, or give the replica more memory"
+        )
+    return left
+
+
+def kv_bytes_by_reserve(free_before: int, free_after: int, reserve_ratio: float) -> int:
+    """`kv_bytes` under the other name of its setting: ``reserve_ratio`` is 1 - mem_fraction_static (SPEC A09)."""
+    return kv_bytes(free_before, free_after, 1.0 - reserve_ratio)
+
+
+def pool_tokens(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens: int | None) -> int:
+    """Tokens that fit, at most ``max_total_tokens``, floored to whole pages (SPEC A06, A07; K1: a cap of 0 is a cap).
+
+    Args:   kv_bytes: the least over all ranks, so that equal pools come out everywhere (SPEC A04).
+            max_total_tokens: the user's cap; warns when it is larger than what fits.
+    Raises: InvalidConfig when not even one page fits.
+    """
+    profiled = kv_bytes // cell_bytes
+    tokens = profiled
+    if max_total_tokens is not None:
+        if max_total_tokens > profiled:
+            log.warning(
+                "max_total_tokens = %d is more than the %d tokens that fit; using %d", max_total_tokens, profiled, profiled
+            )
+        tokens = min(profiled, max_total_tokens)
+    tokens -= tokens % page_size
+    if tokens < page_size:
+        cap = "no cap" if max_total_tokens is None else f"max_total_tokens = {max_total_tokens}"
+        raise InvalidConfig(
+            f"the KV pool would hold less than one page of {page_size} tokens: {_mib(kv_bytes)} at {cell_bytes:,} bytes a "
+            f"token is {profiled} tokens, {cap}: increase mem_fraction_static or the memory, or lower page_size"
+        )
+    return tokens
+
+
+def pool_size(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens: int | None) -> PoolSize:
+    """`pool_tokens` as the size of a pool."""
+    tokens = pool_tokens(kv_bytes, cell_bytes, page_size, max_total_tokens)
+    return PoolSize(num_pages=tokens // page_size, page_size=page_size, cell_bytes=cell_bytes)
+
+
+def max_running_requests(tokens: int, context_len: int, given: int | None) -> int:
+    """Rows of the ReqToTokenPool: ``given``, or 512 per full context that fits, within 2,048 and 4,096 (SPEC A08)."""
+    if given is not None:
+        return given
+    return min(max(int(tokens / context_len * ROWS_PER_CONTEXT), MIN_ROWS), MAX_ROWS)
+
+
+def _mib(n: float) -> str:
+    return f"{n / 2**20:,.0f} MiB"

@@ -1,0 +1,117 @@
+"""ReqToTokenPool, the host's copy: which KV slot holds each position of each running request.
+
+Owns:      the rows and who may use them; the log of writes that the devices' copies have yet to make.
+Never:     knows pages, trees or devices; every rank's own copy follows the log (runner/batch.py).
+Invariant: row r is valid on [0, valid_len(r)): each entry there was written since the row was taken, and that write is
+           in the log or was drained from it. Row 0 is a dummy and is never handed out.
+Thread:    scheduler thread only.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from replicas.errors import RowsExhausted
+from replicas.memory.allocator import Slots
+
+ROW_SLACK = 4  # columns beyond the context (SPEC B01)
+
+Write = tuple[int, int, Slots]  # row, start, slots of [start, start + len(slots))
+
+
+class ReqToTokenPool:
+    """int32 [max_requests + 1, context_len + 4]: row per request, column per position, value is the slot (SPEC B01)."""
+
+    def __init__(self, max_requests: int, context_len: int) -> None:
+        self.max_requests = max_requests
+        self._slots = np.zeros((max_requests + 1, context_len + ROW_SLACK), dtype=np.int32)
+        self._valid_len = np.zeros(max_requests + 1, dtype=np.int32)
+        self._free = list(range(max_requests, 0, -1))
+        self._taken = np.zeros(max_requests + 1, dtype=np.bool_)
+        self._log: dict[int, list[Write]] = {}  # by row, so that a freed row takes its undrained writes along
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._slots.shape[0], self._slots.shape[1]
+
+    @property
+    def num_free(self) -> int:
+        """Free rows."""
+        return len(self._free)
+
+    def alloc(self) -> int:
+        """A free row. Raises: RowsExhausted when there is none; nothing is taken (SPEC D09)."""
+        if not self._free:
+            raise RowsExhausted(
+                f"all {self.max_requests} rows of the request table are taken: wait until a request ends, or raise "
+                f"max_running_requests (now {self.max_requests})"
+            )
+        row = self._free.pop()
+        self._taken[row] = True
+        self._valid_len[row] = 0
+        return row
+
+    def free(self, row: int) -> None:
+        """Give ``row`` back; writes to it that nobody drained are forgotten."""
+        assert self._taken[row], f"row {row} is not taken"
+        self._taken[row] = False
+        self._log.pop(row, None)
+        self._free.append(row)
+
+    def write(self, row: int, start: int, slots: Slots) -> None:
+        """Positions [start, start + len(slots)) of ``row`` now live in ``slots``; what it already says is not logged."""
+        end = start + len(slots)
+        assert self._taken[row], f"row {row} is not taken"
+        assert 0 <= start <= self._valid_len[row], f"row {row}: a write at {start} leaves a gap after {self._valid_len[row]}"
+        assert end <= self._slots.shape[1], f"row {row}: {end} positions do not fit {self._slots.shape[1]} columns"
+        current = self._slots[row, start:end]
+        if start == end or (end <= self._valid_len[row] and np.array_equal(current, slots)):
+            return
+        current[:] = slots
+        self._valid_len[row] = max(end, self._valid_len[row])
+        self._log.setdefault(row, []).append((row, start, slots))
+
+    def append_each(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], slots: Slots) -> None:
+        """One new position for each of B rows: position ``positions[b]`` of ``rows[b]`` lives in ``slots[b]``."""
+        assert self._taken[rows].all(), "a row is not taken"
+        assert (self._valid_len[rows] == positions).all(), "a write would leave a gap, or change the past"
+        self._slots[rows, positions] = slots
+        self._valid_len[rows] = positions + 1
+        for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            self._log.setdefault(row, []).append((row, position, slots[i : i + 1]))
+
+    def view(self, row: int, start: int, end: int) -> Slots:
+        """[end - start] slots of positions [start, end); a view, changed by later writes."""
+        assert self._taken[row] and end <= self._valid_len[row], f"row {row} is not valid on [{start}, {end})"
+        return self._slots[row, start:end]
+
+    def gather(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Slots:
+        """[B] slot of position ``positions[b]`` of ``rows[b]``; -1 where the position is -1 (SPEC D08)."""
+        return np.where(positions >= 0, self._slots[rows, positions], np.int32(-1))
+
+    def valid_len(self, row: int) -> int:
+        return int(self._valid_len[row])
+
+    def drain_writes(self) -> tuple[Write, ...]:
+        """The writes since the last call, in order within each row; runs of one row come as one."""
+        drained: list[Write] = []
+        for writes in self._log.values():
+            run = [writes[0]]
+            for write in writes[1:]:
+                if write[1] != run[-1][1] + len(run[-1][2]):
+                    drained.append(_joined(run))
+                    run = []
+                run.append(write)
+            drained.append(_joined(run))
+        self._log = {}
+        return tuple(drained)
+
+    def check(self) -> None:
+        """Every row is free or taken, and undrained writes belong to taken rows."""
+        assert sorted(self._free) == (np.flatnonzero(~self._taken[1:]) + 1).tolist(), "a row is free and taken"
+        assert all(self._taken[row] for row in self._log), "a write is logged for a free row"
+
+
+def _joined(run: list[Write]) -> Write:
+    if len(run) == 1:
+        return run[0]
+    return run[0][0], run[0][1], np.concatenate([slots for _, _, slots in run])
