@@ -34,7 +34,7 @@ class Choice:
 
     req: Req
     detokenizer: Detokenizer
-    prompt_logprobs_sent: bool = False
+    prompt_logprobs_due: tuple[TokenLogprob, ...] | None  # what precedes req.prompt_logprobs; None: nothing to send
 
 
 class Engine:
@@ -205,7 +205,11 @@ class Engine:
             include_stop=req.sampling.include_stop,
             skip_special_tokens=req.sampling.skip_special_tokens,
         )
-        return Choice(req=req, detokenizer=detokenizer)
+        due: tuple[TokenLogprob, ...] | None = None
+        if request.prompt_logprobs_from is not None:
+            first = TokenLogprob(token_id=int(request.token_ids[0]), logprob=None)  # nothing precedes it
+            due = (first,) if request.prompt_logprobs_from == 0 else ()
+        return Choice(req=req, detokenizer=detokenizer, prompt_logprobs_due=due)
 
     def _resumed_finish(self, choice: Choice) -> Finish | None:
         """Replay what another replica delivered; says whether that was already everything."""
@@ -244,8 +248,9 @@ class Engine:
     def _delta(self, choice: Choice, token: NewToken | None, text: str) -> TokenDelta:
         req = choice.req
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if not choice.prompt_logprobs_sent and req.first_token_s is not None:
-            prompt_logprobs, choice.prompt_logprobs_sent = tuple(req.prompt_logprobs), True
+        if choice.prompt_logprobs_due is not None and req.first_token_s is not None:
+            prompt_logprobs = (*choice.prompt_logprobs_due, *req.prompt_logprobs)
+            choice.prompt_logprobs_due = None
         if req.finish is not None:
             if not isinstance(req.finish.matched, str):
                 text += choice.detokenizer.flush()

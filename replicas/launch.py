@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from replicas.cache.kv import KvCache
-from replicas.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, resolve
+from replicas.config import CacheConfig, DType, EngineConfig, ParallelConfig, SchedulerConfig, resolve
 from replicas.engine import Engine
 from replicas.parallel import TpGroup
 from replicas.runner.device import measure_hardware
@@ -82,7 +82,7 @@ def load_engine(
     parallel: ParallelConfig | None = None,
     attention: Literal["auto", "torch_native", "cpu"] = "auto",
     num_threads: int | None = None,
-    dtype: str | None = None,
+    dtype: DType | None = None,
     context_len: int | None = None,
     workers: WorkerLauncher | None = None,
 ) -> Engine:

@@ -23,6 +23,7 @@ from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, T
 log = logging.getLogger(__name__)
 
 Sink = Callable[[list[TokenDelta]], None]
+Command = Callable[[Engine | None], None]  # gets None when the engine is gone
 T = TypeVar("T")
 IDLE_WAIT_S = 0.5  # how often an idle engine thread looks up without being woken
 STATS_PERIOD_S = 0.05
@@ -38,7 +39,7 @@ class EngineLoop:
         self._lock = threading.Lock()  # guards _sinks and _remaining
         self._sinks: dict[str, Sink] = {}
         self._remaining: dict[str, set[int]] = {}  # choices that have not finished
-        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._commands: collections.deque[Command] = collections.deque()
         self._wake = threading.Event()
         self._stopping = False
         self._step_started_s: float | None = None
@@ -73,7 +74,7 @@ class EngineLoop:
                 raise Overloaded(f"{len(self._sinks)} requests are open, at most {limit} may wait: try again later")
             self._sinks[request.rid] = sink
             self._remaining[request.rid] = set(range(request.sampling.n))
-        self._command(lambda: self._submit(request))
+        self._command(lambda engine: self._submit(engine, request))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         """The deltas of a request; those that pile up while the consumer is busy come merged, one per choice.
@@ -95,23 +96,23 @@ class EngineLoop:
 
     def abort(self, rid: str) -> None:
         """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
-        self._command(lambda: self._deliver(self.engine.abort(rid)))
+        self._command(lambda engine: self._deliver(engine.abort(rid)) if engine is not None else None)
 
     async def run_on_engine(self, fn: Callable[[Engine], T]) -> T:
-        """Run ``fn`` between two steps and return what it returns."""
+        """Run ``fn`` between two steps and return what it returns. Raises: EngineDead, also while it waits."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def call() -> None:
+        def call(engine: Engine | None) -> None:
             try:
-                result = fn(self.engine)
+                if engine is None:
+                    raise self.error or EngineDead("this replica was stopped")
+                result = fn(engine)
             except BaseException as error:  # noqa: BLE001 - belongs to the caller, whatever it is
                 loop.call_soon_threadsafe(_settle, future, None, error)
             else:
                 loop.call_soon_threadsafe(_settle, future, result, None)
 
-        if self.error is not None:
-            raise self.error
         self._command(call)
         return await future
 
@@ -125,6 +126,7 @@ class EngineLoop:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+        self._fail_commands()
         self._answer_all("this replica was stopped")
         self.engine.close()
 
@@ -155,17 +157,31 @@ class EngineLoop:
             self._wake.wait(timeout_s)
         self._wake.clear()
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _command(self, command: Command) -> None:
         self._commands.append(command)
         self._wake.set()
+        if self.error is not None or self._stopping:
+            self._fail_commands()  # the engine thread may have looked for the last time
 
     def _take_commands(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+        while self._commands and self.error is None:
+            self._commands.popleft()(self.engine)
 
-    def _submit(self, request: GenerateRequest) -> None:
+    def _fail_commands(self) -> None:
+        """Answer what the engine thread will not take any more; any thread."""
+        while True:
+            try:
+                command = self._commands.popleft()
+            except IndexError:
+                return
+            command(None)
+
+    def _submit(self, engine: Engine | None, request: GenerateRequest) -> None:
+        if engine is None:
+            self._answer(request.rid, str(self.error or "this replica was stopped"), EngineDead.http_status)
+            return
         try:
-            self._deliver(self.engine.submit(request))
+            self._deliver(engine.submit(request))
         except MantaError as error:
             self._answer(request.rid, str(error), error.http_status)
 
@@ -219,6 +235,7 @@ class EngineLoop:
         with self._lock:
             if self.error is None:
                 self.error = EngineDead(message)
+        self._fail_commands()
         self._answer_all(message)
 
     def _watch(self) -> None:

@@ -101,6 +101,7 @@ class SamplingParams:
         for token, bias in self.logit_bias:
             _check("logit_bias", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
             _check("logit_bias", _finite(bias) and -100 <= bias <= 100, f"{bias} is not between -100 and 100")
+        _check("stop_token_ids", len(self.stop_token_ids) <= 256, f"at most 256, got {len(self.stop_token_ids)}")
         for token in self.stop_token_ids:
             _check("stop_token_ids", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
         _check("stop", len(self.stop) <= 64, f"at most 64 stop strings, got {len(self.stop)}")

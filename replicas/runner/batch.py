@@ -102,7 +102,7 @@ def _extend(plan: ExtendPlan, table: DeviceTable, device: torch.device) -> Devic
     )
 
 
-def _logits_rows(plan: ExtendPlan, indptr: np.ndarray) -> tuple[list[int], list[int], list[PromptRows]]:  # type: ignore[type-arg]
+def _logits_rows(plan: ExtendPlan, indptr: np.ndarray) -> tuple[list[int], list[int], list[PromptRows]]:
     """Which token rows need logits: the last of each sampled row, and those that predict a wanted prompt token."""
     wanted: list[int] = []
     sample_rows: list[int] = []

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention.base import AttentionBackend
+from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.attention.registry import make_attention
 from replicas.config import EngineConfig
 from replicas.memory import sizing
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.models.registry import build_model
+from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
 from replicas.runner import batch as batches
 from replicas.runner.device import free_device_bytes
@@ -44,8 +44,8 @@ class ModelRunner:
         free_before = self._free_bytes(0)
         self._attention: AttentionBackend | None = None
         started_s = time.monotonic()
-        self._model = build_model(config.model, tp, _Late(self))
-        load_weights(self._model, config.model, tp, show_progress=tp.rank == 0)
+        self._model = model_class(config.model.architecture)(config.model, tp, _Late(self))
+        load_weights(self._model, config.model, tp)
         self.weight_bytes = weight_bytes(self._model)
         log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, time.monotonic() - started_s)
         self.pool_size = self._size_pool(free_before)
@@ -73,7 +73,6 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> tuple[Tensor, batches.DeviceBatch]:
         """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch."""
         batch = batches.build(plan, self.table, self.device)
-        self.attention.begin(batch.meta)
         return self._model.forward(batch.input_ids, batch.meta, batch.logits_rows), batch
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -141,7 +140,7 @@ class _Late:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def begin(self, batch: batches.BatchMeta) -> None:
+    def begin(self, batch: BatchMeta) -> None:
         self._runner.attention.begin(batch)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class RunningBatch:
         """Who gives way first: lowest priority, least output, longest prompt (SPEC F11)."""
         return min(self.reqs, key=lambda req: (req.priority, req.num_output, -req.prompt_len))
 
-    def prepare(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    def prepare(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Take a slot for each request's last token (SPEC F10).
 
         Returns: rows, token_ids, seq_lens, slots, each [B] int32.
@@ -57,7 +57,7 @@ class RunningBatch:
             rows[i], token_ids[i], seq_lens[i] = req.holding.row, req.ids[req.num_tokens - 1], req.num_tokens
         return rows, token_ids, seq_lens, slots
 
-    def plan(self, table_writes: tuple[TableWrite, ...], arrays: tuple[np.ndarray, ...]) -> DecodePlan:  # type: ignore[type-arg]
+    def plan(self, table_writes: tuple[TableWrite, ...], arrays: tuple[np.ndarray, ...]) -> DecodePlan:
         rows, token_ids, seq_lens, slots = arrays
         return DecodePlan(
             table_writes=table_writes,

@@ -154,7 +154,7 @@ def _row(req: Req, start: int, length: int, slots: Slots, *, sample: bool) -> Ex
     )
 
 
-def _common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:  # type: ignore[type-arg]
+def _common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length

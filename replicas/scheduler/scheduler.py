@@ -215,13 +215,15 @@ class Scheduler:
                 victim = self.prefill.chunked
             else:
                 victim = self.running.victim()
-                self.running.remove(victim)
-            self._retract(victim)
+            self.retract(victim)
             retracted = True
         if retracted:
             self._ratio.retracted(self.running)
 
-    def _retract(self, req: Req) -> None:
+    def retract(self, req: Req) -> None:
+        """Take the pages of a request in prefill or decode back and let it wait again; its tokens are kept (SPEC F11)."""
+        if req.state is ReqState.RUNNING:
+            self.running.remove(req)
         self.prefill.forget(req)
         self.counters.retractions += 1
         self.counters.retracted_tokens += req.computed_len

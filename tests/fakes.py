@@ -1,0 +1,73 @@
+"""Stand-ins for what a test cannot or need not run. They check more than the real thing would, not less."""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan, StepResult, TableWrite
+
+
+class FakeDevice:
+    """A model whose next token is a hash of the tokens *found in the pool*, read through the table like attention does.
+
+    Each slot holds (token, position). A wrong page, a stale table entry, a page reused under a live request or a prefix
+    shared between unequal prompts therefore changes the output, or fails an assertion here.
+    """
+
+    def __init__(self, *, num_slots: int, num_rows: int, row_len: int, vocab_size: int = 1000) -> None:
+        self.tokens = np.full(num_slots, -1, dtype=np.int64)
+        self.positions = np.full(num_slots, -1, dtype=np.int64)
+        self.table = np.zeros((num_rows, row_len), dtype=np.int64)
+        self.vocab_size = vocab_size
+        self.num_computed = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for write in plan.table_writes:
+            self._write_table(write)
+        sampled = self._extend(plan) if isinstance(plan, ExtendPlan) else self._decode(plan)
+        return StepResult(token_ids=np.array(sampled, dtype=np.int32))
+
+    def _extend(self, plan: ExtendPlan) -> list[int]:
+        written = np.concatenate([row.slots for row in plan.rows])
+        assert len(np.unique(written)) == len(written), "two tokens of a step share a slot"
+        for row in plan.rows:
+            self._store(row.row, row.prefix_len, row.token_ids, row.slots)
+        return [
+            self._next(row.row, row.prefix_len + len(row.token_ids)) for row in plan.rows if row.sample
+        ]
+
+    def _decode(self, plan: DecodePlan) -> list[int]:
+        assert len(np.unique(plan.slots)) == len(plan.slots), "two requests of a step share a slot"
+        for row, token, seq_len, slot in zip(plan.rows, plan.token_ids, plan.seq_lens, plan.slots, strict=True):
+            self._store(int(row), int(seq_len) - 1, np.array([token]), np.array([slot]))
+        return [self._next(int(row), int(n)) for row, n in zip(plan.rows, plan.seq_lens, strict=True)]
+
+    def _write_table(self, write: TableWrite) -> None:
+        self.table[write.row, write.start : write.start + len(write.slots)] = write.slots
+
+    def _store(self, row: int, start: int, token_ids: Sequence[int] | np.ndarray, slots: np.ndarray) -> None:
+        end = start + len(slots)
+        assert (self.table[row, start:end] == slots).all(), f"row {row}: slots of [{start}, {end}) are not in the table"
+        assert (np.asarray(slots) > 0).all(), "slot of the dummy page"
+        self.tokens[slots] = token_ids
+        self.positions[slots] = np.arange(start, end)
+        self.num_computed += len(slots)
+
+    def _next(self, row: int, seq_len: int) -> int:
+        slots = self.table[row, :seq_len]
+        assert (self.positions[slots] == np.arange(seq_len)).all(), f"row {row} reads slots of other positions"
+        return next_token(self.tokens[slots], self.vocab_size)
+
+
+def next_token(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> int:
+    """What FakeDevice says after ``token_ids``: the oracle."""
+    return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % vocab_size
+
+
+def continuation(prompt: Sequence[int], length: int, vocab_size: int = 1000) -> list[int]:
+    """The ``length`` tokens that FakeDevice makes after ``prompt``."""
+    ids = list(prompt)
+    for _ in range(length):
+        ids.append(next_token(ids, vocab_size))
+    return ids[len(prompt) :]

@@ -1,0 +1,149 @@
+"""A scheduler, or a whole engine, over a fake device: what unit and property tests drive."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from replicas.cache.kv import KvCache
+from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
+from replicas.engine import Engine, Execute
+from replicas.request import Req
+from replicas.scheduler.plan import StepPlan
+from replicas.scheduler.scheduler import Scheduler
+from replicas.tokenizer import Tokenizer
+from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+from tests.embedded import MODEL
+from tests.fakes import FakeDevice
+
+
+class Clock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Bench:
+    """Scheduler, pools and fake device; `step` runs one step and checks every invariant."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        max_running: int = 8,
+        context_len: int = 128,
+        prefix_cache: str = "radix",
+        **scheduler: object,
+    ) -> None:
+        self.clock = Clock()
+        self.kv = KvCache(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_requests=max_running,
+            context_len=context_len,
+            prefix_cache=prefix_cache,
+            eviction="lru",
+        )
+        config = replace(SchedulerConfig(chunked_prefill_size=16), **scheduler)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.kv, config, max_running=max_running, clock=self.clock)
+        self.device = FakeDevice(
+            num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=context_len + 4
+        )
+        self.plans: list[StepPlan] = []
+        self.num_made = 0
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int = 4,
+        salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> Req:
+        request = GenerateRequest(
+            rid=f"r{self.num_made}",
+            token_ids=np.array(prompt, dtype=np.int32),
+            sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0),
+            cache_salt=salt,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+        self.num_made += 1
+        req = Req.make(request, index=0, now_s=self.clock(), eos_ids=frozenset())
+        self.scheduler.submit(req)
+        return req
+
+    def step(self) -> StepPlan | None:
+        self.clock.now_s += 0.01
+        plan = self.scheduler.schedule()
+        self.scheduler.take_expired()
+        if plan is not None:
+            self.scheduler.apply(plan, self.device.execute(plan))
+            self.plans.append(plan)
+        self.scheduler.check()
+        return plan
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.refusals}")
+
+
+def fake_engine(*, execute: Execute | None = None, num_pages: int = 64, **scheduler: object) -> tuple[Engine, FakeDevice]:
+    """A real engine (tokenizer, scheduler, pools) over a fake device. Page size 4, context 128, no end-of-text id."""
+    device = FakeDevice(num_slots=(num_pages + 1) * 4, num_rows=9, row_len=132)
+    model = ModelConfig(
+        path=MODEL,
+        architecture="LlamaForCausalLM",
+        vocab_size=1000,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        context_len=128,
+        tie_embeddings=True,
+        attention_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        eos_ids=(),
+        dtype="float32",
+    )
+    config = resolve(
+        model,
+        Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30),
+        cache=CacheConfig(page_size=4),
+        scheduler=replace(SchedulerConfig(chunked_prefill_size=16), **scheduler),  # type: ignore[arg-type]
+    )
+    kv = KvCache(
+        num_pages=num_pages, page_size=4, max_requests=8, context_len=128, prefix_cache="radix", eviction="lru"
+    )
+    engine = Engine(config, kv=kv, max_running=8, execute=execute or device.execute, tokenizer=Tokenizer(MODEL))
+    return engine, device
+
+
+def ask(rid: str, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
+    """A greedy request."""
+    params = replace(SamplingParams(temperature=0.0, max_new_tokens=8), **sampling)  # type: ignore[arg-type]
+    return GenerateRequest(rid=rid, token_ids=np.array(prompt, dtype=np.int32), sampling=params)
+
+
+def finish_all(engine: Engine) -> list[TokenDelta]:
+    """Step until idle; all deltas in order."""
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas

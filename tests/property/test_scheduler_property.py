@@ -1,0 +1,79 @@
+"""Random arrivals, aborts and tiny pools: every invariant after every step, every answer equal to the oracle's."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.request import Req
+from replicas.types import Finish, FinishReason
+from tests.fakes import continuation
+from tests.harness import Bench
+
+PREFIXES = [list(range(24)), [*range(8), 99], [7] * 30, []]
+
+arrivals = st.tuples(
+    st.just("arrive"),
+    st.integers(0, len(PREFIXES) - 1),
+    st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    st.integers(0, 20),  # max_new_tokens
+    st.sampled_from(["", "salt"]),
+    st.integers(0, 1),  # priority
+)
+actions = st.lists(
+    st.one_of(arrivals, st.tuples(st.just("abort"), st.integers(0, 30)), st.tuples(st.just("step"), st.integers(1, 6))),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    actions=actions,
+    page_size=st.sampled_from([1, 2, 4, 16]),
+    chunk=st.sampled_from([3, 16, 64]),
+    spare=st.integers(0, 60),
+    ratio=st.sampled_from([0.0, 0.5, 1.0]),
+    prefix_cache=st.sampled_from(["radix", "chunk"]),
+    policy=st.sampled_from(["lpm", "fcfs"]),
+)
+def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
+    actions: list[tuple[object, ...]],
+    page_size: int,
+    chunk: int,
+    spare: int,
+    ratio: float,
+    prefix_cache: str,
+    policy: str,
+) -> None:
+    """DESIGN.md section 3: Pool, Table, Radix, Same answer, Salt and Request, after every step."""
+    longest = max(len(prefix) for prefix in PREFIXES) + 12 + 20  # one request alone always fits
+    bench = Bench(
+        num_pages=-(-(longest + spare) // page_size),
+        page_size=page_size,
+        max_running=4,
+        prefix_cache=prefix_cache,
+        chunked_prefill_size=chunk,
+        new_token_ratio=ratio,
+        min_new_token_ratio=min(ratio, 0.1),
+        policy=policy,
+    )
+    reqs: list[Req] = []
+    for action in actions:
+        match action:
+            case ("arrive", int(prefix), list(tail), int(length), str(salt), int(priority)):
+                prompt = [*PREFIXES[prefix], *tail]
+                reqs.append(bench.submit(prompt, max_new_tokens=length, salt=salt, priority=priority))
+            case ("abort", int(index)) if index < len(reqs):
+                bench.scheduler.finish(reqs[index], Finish(reason=FinishReason.ABORT))
+                bench.scheduler.check()
+            case ("step", int(count)):
+                for _ in range(count):
+                    bench.step()
+    bench.run()
+    for req in reqs:
+        assert req.finish is not None
+        made = req.output_ids.tolist()
+        assert made == continuation(req.ids[: req.prompt_len].tolist(), len(made))
+        if req.finish.reason is FinishReason.LENGTH:
+            assert len(made) == req.sampling.max_new_tokens
+    stats = bench.kv.stats()
+    assert stats.protected_pages == stats.reserved_pages == 0
+    assert stats.free_pages + stats.evictable_pages == stats.num_pages

@@ -1,0 +1,52 @@
+"""How much of a step, and of the pool, a request may take."""
+
+import numpy as np
+import pytest
+
+from replicas.request import Req
+from replicas.scheduler.budget import CLIP_NEW_TOKENS, NewTokenRatio, StepBudget
+from replicas.types import GenerateRequest, SamplingParams
+
+
+def req(*, prompt_len: int = 4, max_new_tokens: int = 100, num_output: int = 0) -> Req:
+    request = GenerateRequest(
+        rid="a",
+        token_ids=np.arange(prompt_len, dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        resumed_ids=tuple(range(num_output)),
+    )
+    return Req.make(request, index=0, now_s=0.0, eos_ids=frozenset())
+
+
+def test_a_part_of_a_prompt_ends_on_a_page_boundary() -> None:
+    budget = StepBudget(40, page_size=16)
+    assert budget.grant(100, prefix_len=0) == 32
+    assert budget.grant(40, prefix_len=0) == 40  # the whole rest needs no boundary
+    budget.spend(32)
+    assert budget.grant(100, prefix_len=16) == 0  # 8 left: not a page
+    assert budget.grant(8, prefix_len=16) == 8
+    budget.spend(8)
+    assert budget.empty
+
+
+def test_a_step_smaller_than_a_page_still_makes_progress() -> None:
+    assert StepBudget(5, page_size=16).grant(100, prefix_len=3) == 5
+
+
+def test_the_reserve_shrinks_with_the_output_made_and_is_clipped() -> None:
+    ratio = NewTokenRatio(initial=0.5, floor=0.1, decay=0.01)
+    assert ratio.reserve(req(max_new_tokens=100)) == 50
+    assert ratio.reserve(req(max_new_tokens=100, num_output=60)) == 20
+    assert ratio.reserve(req(max_new_tokens=100_000)) == CLIP_NEW_TOKENS // 2
+
+
+def test_the_ratio_decays_to_its_floor_and_jumps_after_a_retraction() -> None:
+    """SPEC F11: new_token_ratio is raised when somebody was retracted."""
+    ratio = NewTokenRatio(initial=0.7, floor=0.1, decay=0.2)
+    for _ in range(10):
+        ratio.decode_step()
+    assert ratio.value == pytest.approx(0.1)
+    ratio.retracted([req(max_new_tokens=100, num_output=30)])
+    assert ratio.value == pytest.approx(0.5)  # (30 + 20) of 100
+    ratio.idle()
+    assert ratio.value == 0.7

@@ -1,0 +1,171 @@
+"""The scheduler over real pools and a fake device whose output depends on every slot it reads."""
+
+import pytest
+
+from replicas.request import ReqState
+from replicas.scheduler.plan import DecodePlan, ExtendPlan
+from replicas.scheduler.prefill import Refusal
+from replicas.types import Finish, FinishReason
+from tests.fakes import continuation
+from tests.harness import Bench
+
+
+def test_a_request_is_prefilled_then_decoded_to_its_length() -> None:
+    """SPEC F01, F08, F16: one extend step, then one decode step a token."""
+    bench = Bench()
+    req = bench.submit([1, 2, 3, 4, 5], max_new_tokens=3)
+    bench.run()
+    assert [type(plan) for plan in bench.plans] == [ExtendPlan, DecodePlan, DecodePlan]
+    assert req.output_ids.tolist() == continuation([1, 2, 3, 4, 5], 3)
+    assert req.finish == Finish(reason=FinishReason.LENGTH)
+    assert req.holding is None
+
+
+def test_a_long_prompt_runs_in_chunks_and_nobody_overtakes_it() -> None:
+    """SPEC F06: at most one request is mid-prompt, and it goes first in the next step."""
+    bench = Bench(chunked_prefill_size=16)
+    long = bench.submit(list(range(40)), max_new_tokens=2)
+    short = bench.submit([900, 901], max_new_tokens=2)
+    bench.step()
+    assert bench.scheduler.prefill.chunked is long
+    assert long.computed_len == 16
+    assert short.state is ReqState.WAITING
+    bench.run()
+    assert [len(row.token_ids) for plan in bench.plans if isinstance(plan, ExtendPlan) for row in plan.rows] == [
+        16, 16, 8, 2,
+    ]  # fmt: skip
+    assert long.output_ids.tolist() == continuation(range(40), 2)
+    assert short.output_ids.tolist() == continuation([900, 901], 2)
+
+
+def test_a_second_request_reuses_the_pages_of_the_first() -> None:
+    bench = Bench(page_size=4)
+    bench.submit(list(range(12)), max_new_tokens=1)
+    bench.run()
+    again = bench.submit([*range(12), 77], max_new_tokens=2)
+    bench.run()
+    assert again.cached_tokens == 12
+    assert again.output_ids.tolist() == continuation([*range(12), 77], 2)
+
+
+def test_different_salts_never_share_a_page() -> None:
+    """SPEC E20."""
+    bench = Bench(page_size=4)
+    bench.submit(list(range(12)), salt="a")
+    bench.run()
+    other = bench.submit(list(range(12)), salt="b")
+    bench.run()
+    assert other.cached_tokens == 0
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    """SPEC F04: the followers wait a step, then reuse what the first computed."""
+    bench = Bench(page_size=4, chunked_prefill_size=256, context_len=256, num_pages=128, in_batch_prefix_len=32)
+    reqs = [bench.submit([*range(64), 500 + i], max_new_tokens=2) for i in range(4)]
+    bench.step()
+    assert set(bench.scheduler.refusals.values()) == {Refusal.SHARED_PREFIX}
+    bench.run()
+    assert [req.cached_tokens for req in reqs] == [0, 64, 64, 64]
+    assert bench.scheduler.counters.prefill_tokens == 65 + 3
+    for i, req in enumerate(reqs):
+        assert req.output_ids.tolist() == continuation([*range(64), 500 + i], 2)
+
+
+def test_when_the_pool_is_full_the_least_output_gives_way_and_is_resumed() -> None:
+    """SPEC F11: retract the one with the least output; its tokens are kept and not made again."""
+    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    first = bench.submit([1, 2, 3, 4], max_new_tokens=20)
+    for _ in range(3):
+        bench.step()
+    second = bench.submit([5, 6, 7, 8], max_new_tokens=20)
+    bench.run()
+    assert (first.num_retractions, second.num_retractions) == (0, 1)
+    assert first.output_ids.tolist() == continuation([1, 2, 3, 4], 20)
+    assert second.output_ids.tolist() == continuation([5, 6, 7, 8], 20)
+
+
+def test_admission_sets_output_aside_so_that_nobody_need_be_retracted() -> None:
+    """SPEC F05: with the whole output reserved, the second waits for the first."""
+    bench = Bench(num_pages=8, page_size=4, new_token_ratio=1.0, min_new_token_ratio=1.0)
+    first = bench.submit([1, 2, 3, 4], max_new_tokens=20)
+    second = bench.submit([5, 6, 7, 8], max_new_tokens=20)
+    bench.step()
+    assert second.state is ReqState.WAITING
+    assert list(bench.scheduler.refusals.values()) == [Refusal.MEMORY]
+    bench.run()
+    assert first.num_retractions + second.num_retractions == 0
+    assert second.output_ids.tolist() == continuation([5, 6, 7, 8], 20)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_an_abort_at_any_stage_gives_everything_back_but_the_reusable_prefix(steps: int) -> None:
+    """SPEC F17: waiting (0), mid-prompt (1, 2), decoding (5)."""
+    bench = Bench(chunked_prefill_size=16, page_size=4)
+    req = bench.submit(list(range(40)), max_new_tokens=50)
+    for _ in range(steps):
+        bench.step()
+    computed = req.computed_len
+    bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))
+    bench.scheduler.check()
+    assert not bench.scheduler.has_work
+    stats = bench.kv.stats()
+    assert stats.protected_pages == stats.reserved_pages == 0
+    assert stats.evictable_pages == computed // 4
+    bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))  # idempotent
+    assert bench.scheduler.counters.aborted == 1
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    bench = Bench()
+    running = bench.submit([1, 2, 3], max_new_tokens=100, deadline_s=0.05)
+    bench.step()
+    bench.clock.now_s = 1.0
+    bench.scheduler.schedule()
+    assert bench.scheduler.take_expired() == [running]
+    assert running.finish is not None
+    assert running.finish.reason is FinishReason.ABORT
+    assert running.finish.http_status == 504
+    bench.scheduler.check()
+
+
+def test_higher_priority_starts_first_and_gives_way_last() -> None:
+    bench = Bench(max_running=1)
+    low = bench.submit([1, 2, 3], max_new_tokens=2)
+    high = bench.submit([4, 5, 6], max_new_tokens=2, priority=5)
+    bench.step()
+    assert (high.state, low.state) == (ReqState.RUNNING, ReqState.WAITING)
+    assert bench.scheduler.refusals == {(low.rid, 0): Refusal.RUNNING_LIMIT}
+    bench.run()
+
+
+def test_longest_prefix_match_goes_first_until_another_has_aged() -> None:
+    """SPEC F03."""
+    bench = Bench(page_size=4, chunked_prefill_size=16, max_running=1, ageing_s=5.0)
+    bench.submit(list(range(12)), max_new_tokens=1)
+    bench.run()
+    stranger = bench.submit([700] * 12)
+    cached = bench.submit([*range(12), 5])
+    assert bench.scheduler.waiting.ordered(bench.clock()) == [cached, stranger]
+    assert bench.scheduler.waiting.ordered(bench.clock() + 6.0) == [stranger, cached]
+    bench.run()
+
+
+def test_a_long_queue_is_taken_in_arrival_order() -> None:
+    """SPEC F03: LPM falls back to FCFS."""
+    bench = Bench(page_size=4, lpm_max_queue=2)
+    bench.submit(list(range(12)), max_new_tokens=1)
+    bench.run()
+    reqs = [bench.submit([700 + i] * 12) for i in range(2)]
+    reqs.append(bench.submit([*range(12), 5]))
+    assert bench.scheduler.waiting.ordered(bench.clock()) == reqs
+    bench.run()
+
+
+def test_without_a_prefix_cache_the_answer_is_the_same() -> None:
+    """SPEC E16."""
+    bench = Bench(prefix_cache="chunk", chunked_prefill_size=16)
+    reqs = [bench.submit(list(range(40)), max_new_tokens=3) for _ in range(3)]
+    bench.run()
+    assert all(req.cached_tokens == 0 for req in reqs)
+    assert all(req.output_ids.tolist() == continuation(range(40), 3) for req in reqs)
+    assert bench.kv.stats().free_pages == bench.kv.stats().num_pages

@@ -1,0 +1,142 @@
+"""The engine over real pools, scheduler and tokenizer, and a fake device."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
+from replicas.types import Finish, FinishReason, GenerateRequest
+from tests.fakes import continuation
+from tests.harness import ask, fake_engine, finish_all
+
+pytestmark = pytest.mark.model
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def test_deltas_carry_every_token_once_and_the_last_one_says_why() -> None:
+    engine, _ = fake_engine()
+    engine.submit(ask("a", PROMPT))
+    deltas = finish_all(engine)
+    assert [token for delta in deltas for token in delta.token_ids] == continuation(PROMPT, 8)
+    assert "".join(delta.text for delta in deltas) == engine.tokenizer.decode(continuation(PROMPT, 8), True)
+    assert [delta.finish for delta in deltas[:-1]] == [None] * 7
+    assert deltas[-1].finish == Finish(reason=FinishReason.LENGTH)
+    assert deltas[-1].usage.prompt_tokens == 5
+    assert deltas[-1].usage.completion_tokens == 8
+    assert engine.open_rids == []
+
+
+def test_the_choices_of_one_request_share_the_prompts_pages() -> None:
+    """Issue section 2: n > 1."""
+    engine, device = fake_engine()
+    prompt = list(range(100, 150))
+    engine.submit(ask("a", prompt, n=3, max_new_tokens=2))
+    deltas = finish_all(engine)
+    finished = {delta.index: delta for delta in deltas if delta.finish is not None}
+    assert sorted(finished) == [0, 1, 2]
+    assert [finished[i].usage.cached_tokens for i in range(3)] == [0, 48, 48]
+    assert device.num_computed == 50 + 2 + 2 + 3  # one prompt, two tails of 50 - 48, one decode step each
+
+
+def test_a_stop_string_ends_the_request_and_is_trimmed() -> None:
+    engine, _ = fake_engine()
+    whole = engine.tokenizer.decode(continuation(PROMPT, 8), True)
+    stop = whole[6:9]
+    engine.submit(ask("a", PROMPT, stop=(stop,)))
+    deltas = finish_all(engine)
+    assert "".join(delta.text for delta in deltas) == whole[: whole.index(stop)]
+    assert deltas[-1].finish == Finish(reason=FinishReason.STOP, matched=stop)
+    engine.scheduler.check()
+
+
+def test_a_stop_token_ends_the_request_and_makes_no_text() -> None:
+    engine, _ = fake_engine()
+    ids = continuation(PROMPT, 8)
+    engine.submit(ask("a", PROMPT, stop_token_ids=(ids[3],)))
+    deltas = finish_all(engine)
+    assert [token for delta in deltas for token in delta.token_ids] == ids[:4]
+    assert "".join(delta.text for delta in deltas) == engine.tokenizer.decode(ids[:3], True)
+    assert deltas[-1].finish == Finish(reason=FinishReason.STOP, matched=ids[3])
+
+
+@pytest.mark.parametrize("delivered", range(9))
+def test_a_request_resumed_after_any_token_continues_exactly(delivered: int) -> None:
+    """DESIGN.md section 3: failed over. Text and tokens join without a seam, even when all had been delivered."""
+    engine, _ = fake_engine()
+    engine.submit(ask("whole", PROMPT))
+    whole = finish_all(engine)
+    first_text = "".join(delta.text for delta in whole[:delivered])
+    resumed = replace(ask("resumed", PROMPT), resumed_ids=tuple(continuation(PROMPT, delivered)))
+    deltas = engine.submit(resumed) + finish_all(engine)
+    assert [token for delta in deltas for token in delta.token_ids] == continuation(PROMPT, 8)[delivered:]
+    assert first_text + "".join(delta.text for delta in deltas) == "".join(delta.text for delta in whole)
+    assert deltas[-1].finish == Finish(reason=FinishReason.LENGTH)
+    assert deltas[-1].usage.completion_tokens == 8
+
+
+def test_output_beyond_the_context_ends_with_length() -> None:
+    engine, _ = fake_engine()
+    engine.submit(ask("a", range(120), max_new_tokens=1000))
+    deltas = finish_all(engine)
+    assert deltas[-1].usage.completion_tokens == 8
+    assert deltas[-1].finish == Finish(reason=FinishReason.LENGTH)
+
+
+def test_a_request_that_wants_no_output_ends_after_its_prompt() -> None:
+    engine, _ = fake_engine()
+    engine.submit(ask("a", PROMPT, max_new_tokens=0))
+    (delta,) = finish_all(engine)
+    assert delta.token_ids == ()
+    assert delta.finish == Finish(reason=FinishReason.LENGTH)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_lengths() -> None:
+    engine, _ = fake_engine()
+    with pytest.raises(PromptTooLong, match="the prompt has 128 tokens; at most 127 fit"):
+        engine.submit(ask("a", range(128)))
+    small, _ = fake_engine(num_pages=4)
+    with pytest.raises(PromptTooLong, match=r"at most 15 fit .*KV pool 16 tokens"):
+        small.submit(ask("a", range(16)))
+
+
+def test_wrong_requests_are_refused_and_leave_nothing_behind() -> None:
+    engine, _ = fake_engine(max_queued_requests=2)
+    empty = GenerateRequest(rid="a", token_ids=np.array([], dtype=np.int32))
+    with pytest.raises(InvalidRequest, match="prompt: is empty"):
+        engine.submit(empty)
+    with pytest.raises(InvalidRequest, match=r"token ids must be in \[0, 1000\)"):
+        engine.submit(ask("a", [1000]))
+    with pytest.raises(InvalidRequest, match="top_p"):
+        engine.submit(ask("a", PROMPT, top_p=0.0))
+    engine.submit(ask("a", PROMPT))
+    with pytest.raises(InvalidRequest, match="already open"):
+        engine.submit(ask("a", PROMPT))
+    with pytest.raises(Overloaded, match="1 requests wait, at most 2"):
+        engine.submit(ask("b", PROMPT, n=2))
+    assert engine.open_rids == ["a"]
+    finish_all(engine)
+
+
+def test_abort_ends_every_choice_once_and_unknown_rids_are_ignored() -> None:
+    engine, _ = fake_engine()
+    engine.submit(ask("a", PROMPT, n=2))
+    engine.step()
+    deltas = engine.abort("a")
+    assert [(delta.index, delta.finish and delta.finish.reason) for delta in deltas] == [
+        (0, FinishReason.ABORT),
+        (1, FinishReason.ABORT),
+    ]
+    assert engine.abort("a") == []
+    engine.scheduler.check()
+    assert not engine.has_work
+
+
+def test_flush_forgets_prefixes_but_not_under_an_open_request() -> None:
+    engine, _ = fake_engine()
+    engine.submit(ask("a", range(20)))
+    assert not engine.flush_cache()
+    finish_all(engine)
+    assert engine.stats().pool.evictable_pages == 6  # 20 prompt + 7 of 8 output tokens
+    assert engine.flush_cache()
+    assert engine.stats().pool.free_pages == 64

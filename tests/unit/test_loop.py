@@ -1,0 +1,144 @@
+"""The engine thread: everyone gets an answer, whatever happens to a step."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from replicas.errors import EngineDead, InvalidRequest
+from replicas.loop import EngineLoop
+from replicas.scheduler.plan import StepPlan, StepResult
+from replicas.types import FinishReason, TokenDelta
+from tests.fakes import continuation
+from tests.harness import ask, fake_engine
+
+pytestmark = pytest.mark.model
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait for another thread; fails after ``timeout_s``."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "timed out"
+        threading.Event().wait(0.005)
+
+
+async def test_generate_yields_the_answer() -> None:
+    engine, _ = fake_engine()
+    loop = EngineLoop(engine)
+    loop.start()
+    deltas = [delta async for delta in loop.generate(ask("a", PROMPT))]
+    assert [token for delta in deltas for token in delta.token_ids] == continuation(PROMPT, 8)
+    assert deltas[-1].finish is not None
+    assert loop.num_open == 0
+    loop.stop()
+
+
+async def test_a_consumer_that_leaves_aborts_its_request_and_frees_its_pages() -> None:
+    gate = threading.Semaphore(3)
+    engine, device = fake_engine()
+    engine._execute = lambda plan: gate.acquire() and device.execute(plan)
+    loop = EngineLoop(engine)
+    loop.start()
+    stream = loop.generate(ask("a", PROMPT, max_new_tokens=100))
+    assert (await anext(stream)).token_ids
+    await stream.aclose()
+    gate.release(100)
+    until(lambda: loop.num_open == 0)
+    stats = await loop.run_on_engine(lambda engine: engine.stats())
+    assert stats.num_aborted == 1
+    assert stats.pool.protected_pages == stats.pool.reserved_pages == 0
+    loop.stop()
+
+
+async def test_a_crash_in_a_step_answers_every_open_request_and_refuses_new_ones() -> None:
+    def crash(plan: StepPlan) -> StepResult:
+        raise RuntimeError("no such kernel")
+
+    engine, _ = fake_engine(execute=crash)
+    loop = EngineLoop(engine)
+    got: list[TokenDelta] = []
+    loop.submit(ask("a", PROMPT), got.extend)
+    loop.submit(ask("b", PROMPT, n=2), got.extend)
+    loop.start()
+    until(lambda: len(got) == 3)
+    assert {(delta.rid, delta.index) for delta in got} == {("a", 0), ("b", 0), ("b", 1)}
+    assert all(delta.finish and delta.finish.reason is FinishReason.ERROR for delta in got)
+    assert all(delta.finish and "no such kernel" in (delta.finish.message or "") for delta in got)
+    with pytest.raises(EngineDead, match="no such kernel"):
+        loop.submit(ask("c", PROMPT), got.extend)
+    with pytest.raises(EngineDead):
+        await loop.run_on_engine(lambda engine: engine.stats())
+    loop.stop()
+
+
+async def test_a_step_that_never_ends_is_noticed_and_everyone_is_told() -> None:
+    stuck = threading.Event()
+
+    def hang(plan: StepPlan) -> StepResult:
+        stuck.wait(20)
+        raise RuntimeError("woken")
+
+    engine, _ = fake_engine(execute=hang, watchdog_s=0.2)
+    loop = EngineLoop(engine)
+    got: list[TokenDelta] = []
+    loop.start()
+    loop.submit(ask("a", PROMPT), got.extend)
+    waiting = asyncio.ensure_future(loop.run_on_engine(lambda engine: engine.stats()))
+    await asyncio.to_thread(until, lambda: len(got) == 1)
+    assert got[0].finish is not None
+    assert "more than 0 s" in (got[0].finish.message or "")
+    with pytest.raises(EngineDead):
+        await waiting
+    stuck.set()
+    loop.stop()
+    assert len(got) == 1
+
+
+async def test_a_dead_rank_makes_the_loop_unhealthy() -> None:
+    engine, _ = fake_engine()
+    engine.dead_rank = lambda: "rank 2 exited with code -9"
+    loop = EngineLoop(engine)
+    loop.start()
+    await asyncio.to_thread(until, lambda: loop.error is not None)
+    assert "rank 2 exited" in str(loop.error)
+    loop.stop()
+
+
+async def test_requests_with_one_sink_get_one_call_a_step() -> None:
+    engine, _ = fake_engine()
+    loop = EngineLoop(engine)
+    calls: list[list[TokenDelta]] = []
+    sink = calls.append
+    for i in range(3):
+        loop.submit(ask(f"r{i}", [10 * i + 1, 2], max_new_tokens=4), sink)
+    loop.start()
+    until(lambda: loop.num_open == 0)
+    assert len(calls) == 4  # one extend step, three decode steps
+    assert [len(call) for call in calls] == [3, 3, 3, 3]
+    loop.stop()
+
+
+async def test_what_cannot_be_served_is_refused_at_once() -> None:
+    engine, _ = fake_engine()
+    loop = EngineLoop(engine)
+    loop.submit(ask("a", PROMPT), lambda deltas: None)
+    with pytest.raises(InvalidRequest, match="already open"):
+        loop.submit(ask("a", PROMPT), lambda deltas: None)
+    with pytest.raises(InvalidRequest, match="temperature"):
+        loop.submit(ask("b", PROMPT, temperature=-1.0), lambda deltas: None)
+    loop.start()
+    loop.stop()
+
+
+async def test_stop_answers_what_is_open() -> None:
+    engine, _ = fake_engine()
+    loop = EngineLoop(engine)
+    got: list[TokenDelta] = []
+    loop.submit(ask("a", PROMPT, max_new_tokens=100), got.extend)
+    loop.stop()
+    assert got[-1].finish is not None
+    assert got[-1].finish.reason is FinishReason.ERROR
