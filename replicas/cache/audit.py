@@ -4,12 +4,12 @@ Counts from the ground up, and never trusts a counter that it is there to verify
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from replicas.cache.base import Lock, PrefixCache
-from replicas.cache.node import TreeNode
+from replicas.cache.node import TreeNode, first_page, walk
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 from replicas.memory.table import ReqToTokenPool
 from replicas.request import Req
@@ -29,14 +29,16 @@ def audit(
     for req in reqs:
         holding = req.holding
         assert holding is not None, f"{req.rid} holds nothing"
-        assert holding.prefix_len % ps == 0 and holding.prefix_len <= holding.kv_len, f"{req.rid}: {holding}"
+        assert holding.prefix_len % ps == 0, f"{req.rid}: {holding}"
+        assert holding.prefix_len <= holding.kv_len, f"{req.rid}: {holding}"
         assert req.computed_len <= holding.kv_len, f"{req.rid}: {req.computed_len} computed, {holding.kv_len} held"
         assert table.valid_len(holding.row) == holding.kv_len, f"{req.rid}: its row is not valid on [0, kv_len)"
         slots = table.view(holding.row, 0, holding.kv_len)
         pages = slots[::ps] // ps
         expected = allocator.pages_to_slots(pages)[: len(slots)]
         assert (slots == expected).all(), f"{req.rid}: its row does not walk through whole pages"
-        assert isinstance(holding.lock, Lock) and holding.lock.held
+        assert isinstance(holding.lock, Lock)
+        assert holding.lock.held, f"{req.rid}: its lock was given back"
         path = _path(holding.lock.node)
         tree = np.concatenate([node.pages for node in path]) if path else pages[:0]
         assert np.array_equal(tree, pages[: holding.prefix_len // ps]), f"{req.rid}: its prefix is not the tree's (B05)"
@@ -56,6 +58,30 @@ def audit(
         f"of {allocator.num_pages} pages {allocator.num_free} are free, {len(cache.all_pages())} in the tree and "
         f"{sum(map(len, private))} private: a page is lost or in two places"
     )
+
+
+def audit_tree(roots: Collection[TreeNode], page_size: int) -> tuple[int, int, int]:
+    """Assert what holds of every node. Returns: evictable pages, protected pages, nodes, as counted."""
+    assert all(root.children for root in roots), "a salt without pages has a root"
+    evictable = protected = num_nodes = 0
+    pages: list[Pages] = []
+    for node in walk(roots):
+        parent = node.parent
+        assert parent is not None, "a node below a root has no parent"
+        assert len(node.pages) > 0, "a node is empty"
+        assert len(node.key) == len(node.pages) * page_size, "a key is not whole pages"
+        assert parent.children[first_page(node.key, page_size)] is node, "a child is filed under a wrong page"
+        assert node.salt == parent.salt, "a node left its salt"
+        assert parent.parent is None or node.lock_ref <= parent.lock_ref, "a child outlocks its parent"
+        assert not node.evictable or node.queued, "an unlocked leaf is not queued for eviction"
+        assert node.page_keys is None or len(node.page_keys) == len(node.pages), "a page has no key"
+        num_nodes += 1
+        protected += len(node.pages) if node.lock_ref else 0
+        evictable += 0 if node.lock_ref else len(node.pages)
+        pages.append(node.pages)
+    everything = np.concatenate(pages) if pages else np.empty(0)
+    assert len(np.unique(everything)) == len(everything), "a page is in the tree twice"
+    return evictable, protected, num_nodes
 
 
 def _path(node: TreeNode) -> list[TreeNode]:

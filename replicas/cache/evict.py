@@ -1,7 +1,7 @@
 """Which unlocked leaf goes next, without looking at the tree.
 
-Owns:      a heap with at most one entry a node. Entries are not touched when a node is used, locked or extended: they are
-           found stale when they come up, and then dropped or filed anew.
+Owns:      a heap with at most one entry a node. Entries are not touched when a node is used, locked or extended:
+           they are found stale when they come up, and then dropped or filed anew.
 Never:     frees anything (cache/radix.py).
 Invariant: every evictable node has an entry, filed under a rank that is not above its present one.
 Thread:    scheduler thread only.

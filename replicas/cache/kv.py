@@ -2,8 +2,8 @@
 
 Owns:      allocator, request table and prefix cache together, and what each request holds of them (``Req.holding``).
 Never:     decides who runs or who gives way (scheduler/); touches K/V bytes.
-Invariant: free + evictable + protected + reserved == capacity, and each page is in exactly one of these (cache/audit.py).
-           A call that raises has taken nothing.
+Invariant: free + evictable + protected + reserved == capacity, and each page is in exactly one of these
+           (cache/audit.py). A call that raises has taken nothing.
 Thread:    scheduler thread only.
 
     admit ──> extend ──> commit ──> extend ... extend_decode ... ──> release
@@ -139,7 +139,7 @@ class KvCache:
         the longer path. The last, partial page stays with the request.
         """
         holding, ps = _holding(req), self.page_size
-        assert req.computed_len <= holding.kv_len, f"request {req.rid}: {req.computed_len} computed, {holding.kv_len} held"
+        assert req.computed_len <= holding.kv_len, f"request {req.rid} computed {req.computed_len} of {holding.kv_len}"
         whole, prefix_len = req.computed_len // ps * ps, holding.prefix_len
         if whole <= prefix_len:
             return
@@ -148,7 +148,8 @@ class KvCache:
         match = self._cache.match_prefix(req.ids[:whole], req.salt, count_hit=False)
         if not match.prefix_len:
             return  # a cache that keeps nothing
-        assert prefix_len <= already and match.prefix_len == whole, (prefix_len, already, match.prefix_len, whole)
+        assert prefix_len <= already, f"request {req.rid}: {prefix_len} tokens were locked, {already} are there"
+        assert match.prefix_len == whole, f"request {req.rid}: of {whole} tokens given {match.prefix_len} are found"
         lock = self._cache.inc_lock_ref(match.node)  # before the old one goes: the path is never unpinned
         self._cache.dec_lock_ref(_lock(holding))
         if already > prefix_len:
@@ -226,9 +227,9 @@ class KvCache:
             self.alloc_failures += 1
             pool = self.stats()
             raise PagesExhausted(
-                f"{who} needs {num_pages} pages of {self.page_size} tokens; of {pool.num_pages} pages {pool.free_pages} are "
-                f"free, {pool.evictable_pages} evictable, {pool.protected_pages} protected and {pool.reserved_pages} "
-                f"reserved: retract {short - pool.evictable_pages} pages' worth of requests"
+                f"{who} needs {num_pages} pages of {self.page_size} tokens; of {pool.num_pages} pages "
+                f"{pool.free_pages} are free, {pool.evictable_pages} evictable, {pool.protected_pages} protected and "
+                f"{pool.reserved_pages} reserved: retract {short - pool.evictable_pages} pages' worth of requests"
             )
         freed = self._cache.evict(short)
         assert len(freed) >= short, f"{short} pages were evictable, {len(freed)} came"

@@ -4,6 +4,8 @@ Invariant: key holds whole pages, pages one id for each; a child is filed under 
            a root has neither key nor parent, and is never evicted.
 """
 
+import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -43,12 +45,42 @@ class TreeNode:
         """An unlocked leaf."""
         return not self.children and self.lock_ref == 0 and self.parent is not None
 
+    def split(self, at: int, page_size: int) -> "TreeNode":
+        """Cut after page ``at``: a new parent takes the head, with the same locks, times and hits.
+
+        This node stays the deeper one, so that receipts for it go on pinning the whole path.
+        """
+        parent, num_pages = self.parent, len(self.pages)
+        assert parent is not None
+        assert 0 < at < num_pages
+        head = dataclasses.replace(self, children={}, queued=False)
+        head.keep(0, at, page_size)
+        self.keep(at, num_pages, page_size)
+        parent.children[first_page(head.key, page_size)] = head
+        head.children[first_page(self.key, page_size)] = self
+        self.parent = head
+        return head
+
     def keep(self, start: int, end: int, page_size: int) -> None:
         """Shrink to pages [start, end) of itself."""
         self.key = _part(self.key, start * page_size, end * page_size)
         self.pages = _part(self.pages, start, end)
         if self.page_keys is not None:
             self.page_keys = _part(self.page_keys, start, end)
+
+
+def first_page(token_ids: TokenIds, page_size: int, at: int = 0) -> bytes:
+    """What the child that goes on with ``token_ids[at:]`` is filed under."""
+    return token_ids[at : at + page_size].tobytes()
+
+
+def walk(roots: Iterable[TreeNode]) -> Iterator[TreeNode]:
+    """All nodes below ``roots``, parents before children."""
+    stack = [child for root in roots for child in root.children.values()]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
 
 
 def _part(array: npt.NDArray[_Scalar], start: int, end: int) -> npt.NDArray[_Scalar]:

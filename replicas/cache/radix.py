@@ -13,10 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvtransfer.pages import PageKey, page_keys
+from replicas.cache.audit import audit_tree
 from replicas.cache.base import NO_PAGES, Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
-from replicas.cache.node import TreeNode
+from replicas.cache.node import TreeNode, first_page, walk
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
 
@@ -168,26 +169,9 @@ class RadixCache:
 
     def check(self) -> None:
         """The invariant of the module's docstring, and that every evictable leaf is queued. O(cache)."""
-        evictable = protected = count = 0
-        for node in self._nodes():
-            assert len(node.pages) > 0 and len(node.key) == len(node.pages) * self.page_size, "a key is not whole pages"
-            assert node.parent is not None
-            assert node.parent.children[self._first_page(node.key, 0)] is node, "a child is filed under a wrong page"
-            assert node.parent.parent is None or node.lock_ref <= node.parent.lock_ref, "a child outlocks its parent"
-            assert not node.evictable or node.queued, "an unlocked leaf cannot be evicted"
-            assert node.page_keys is None or len(node.page_keys) == len(node.pages)
-            count += 1
-            if node.lock_ref:
-                protected += len(node.pages)
-            else:
-                evictable += len(node.pages)
-        assert (evictable, protected, count) == (self._evictable, self._protected, self._num_nodes), (
-            f"evictable, protected, nodes: counted {evictable, protected, count}, "
-            f"kept {self._evictable, self._protected, self._num_nodes}"
-        )
-        assert all(root.children for root in self._roots.values()), "a salt without pages has a root"
-        pages = self.all_pages()
-        assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
+        counted = audit_tree(self._roots.values(), self.page_size)
+        kept = (self._evictable, self._protected, self._num_nodes)
+        assert counted == kept, f"evictable, protected, nodes: {counted} are in the tree, {kept} on the books"
 
     def _path(self, token_ids: TokenIds, salt: str) -> Iterator[tuple[TreeNode, int]]:
         """Children along the match, each with the number of its pages that agree; only the last may agree in part.
@@ -197,7 +181,7 @@ class RadixCache:
         node = self._roots.get(salt)
         at, ps = 0, self.page_size
         while node is not None and len(token_ids) - at >= ps:
-            child = node.children.get(self._first_page(token_ids, at))
+            child = node.children.get(first_page(token_ids, self.page_size, at))
             if child is None:
                 return
             key = child.key
@@ -211,41 +195,16 @@ class RadixCache:
             node = child
             at += common * ps
 
-    def _first_page(self, token_ids: TokenIds, at: int) -> bytes:
-        return token_ids[at : at + self.page_size].tobytes()
-
     def _split_node(self, node: TreeNode, at: int) -> TreeNode:
-        """Cut ``node`` after page ``at``: a new parent takes the head (SPEC E06). Receipts for ``node`` stay valid.
-
-        Sizes do not change; the head inherits locks, times and hits.
-        """
-        parent, ps = node.parent, self.page_size
-        assert parent is not None and 0 < at < len(node.pages)
-        head = TreeNode(
-            key=node.key,
-            pages=node.pages,
-            parent=parent,
-            salt=node.salt,
-            created=node.created,
-            last_access=node.last_access,
-            lock_ref=node.lock_ref,
-            hit_count=node.hit_count,
-            page_keys=node.page_keys,
-        )
-        num_pages = len(node.pages)
-        head.keep(0, at, ps)
-        node.keep(at, num_pages, ps)
-        parent.children[self._first_page(head.key, 0)] = head
-        head.children[self._first_page(node.key, 0)] = node
-        node.parent = head
+        """Put a new parent with the first ``at`` pages above ``node`` (SPEC E06); sizes do not change."""
         self._num_nodes += 1
-        return head
+        return node.split(at, self.page_size)
 
     def _add_leaf(self, parent: TreeNode, key: TokenIds, pages: Pages) -> None:
         leaf = TreeNode(
             key=key, pages=pages, parent=parent, salt=parent.salt, created=self._tick, last_access=self._tick
         )
-        parent.children[self._first_page(key, 0)] = leaf
+        parent.children[first_page(key, self.page_size)] = leaf
         self._num_nodes += 1
         self._evictable += len(pages)
         self._queue.add(leaf)
@@ -257,7 +216,7 @@ class RadixCache:
     def _remove_leaf(self, leaf: TreeNode) -> Pages:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[self._first_page(leaf.key, 0)]
+        del parent.children[first_page(leaf.key, self.page_size)]
         leaf.parent = None
         self._num_nodes -= 1
         self._forget(leaf, 0)
@@ -284,12 +243,7 @@ class RadixCache:
 
     def _nodes(self) -> Iterator[TreeNode]:
         """All nodes but the roots, parents first."""
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            if node.parent is not None:
-                yield node
-            stack.extend(node.children.values())
+        return walk(self._roots.values())
 
 
 def _last_key(node: TreeNode | None) -> PageKey | None:

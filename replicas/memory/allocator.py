@@ -19,7 +19,7 @@ Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset
 
 
 class PagedTokenToKVPoolAllocator:
-    """Pages 1..num_pages of ``page_size`` tokens; page 1 goes out first (SPEC D03). With page_size 1 a page is a slot."""
+    """Pages 1..num_pages of ``page_size`` tokens; page 1 goes out first (SPEC D03). At page_size 1 a page is a slot."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1 or (num_pages + 1) * page_size > 2**31:
@@ -70,7 +70,8 @@ class PagedTokenToKVPoolAllocator:
         taken = np.asarray(pages, dtype=np.int32)
         if not len(taken):
             return
-        assert taken.min() > 0 and taken.max() <= self.num_pages, f"pages {taken} are not all in 1..{self.num_pages}"
+        in_range = taken.min() > 0 and taken.max() <= self.num_pages
+        assert in_range, f"pages {taken} are not all in 1..{self.num_pages}"
         assert self._held[taken].all(), f"double free: pages {taken[~self._held[taken]]} are not held"
         order = np.arange(len(taken), dtype=np.int32)
         self._order[taken] = order
@@ -103,8 +104,8 @@ class PagedTokenToKVPoolAllocator:
         Raises:  PagesExhausted.
         """
         ps = self.page_size
-        assert 0 <= prefix_len <= seq_len, f"request {rid}: prefix {prefix_len} is longer than the sequence {seq_len}"
-        assert (last_slot + 1) % ps == prefix_len % ps, f"request {rid}: slot {last_slot} does not end {prefix_len} tokens"
+        assert 0 <= prefix_len <= seq_len, f"request {rid}: prefix {prefix_len} exceeds sequence {seq_len}"
+        assert (last_slot + 1) % ps == prefix_len % ps, f"request {rid}: slot {last_slot} is not at {prefix_len - 1}"
         num_new = seq_len - prefix_len
         pages = self.alloc(-(-seq_len // ps) - -(-prefix_len // ps), rid=rid)
         rest = min(-prefix_len % ps, num_new)

@@ -2,7 +2,8 @@
 
 Owns:      the device memory of K and V.
 Never:     knows which pages are in use (memory/allocator.py) or what they hold.
-Invariant: slot s lives at page s // page_size, offset s % page_size; page 0 is the dummy sink of padded tokens (SPEC C05).
+Invariant: slot s lives at page s // page_size, offset s % page_size; page 0 is the dummy sink of padded tokens
+           (SPEC C05).
 Thread:    the runner's.
 """
 

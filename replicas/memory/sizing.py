@@ -73,15 +73,15 @@ def pool_tokens(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens
     if max_total_tokens is not None:
         if max_total_tokens > profiled:
             log.warning(
-                "max_total_tokens = %d is more than the %d tokens that fit; using %d", max_total_tokens, profiled, profiled
+                "max_total_tokens = %d is more than fits; using %d tokens", max_total_tokens, profiled
             )
         tokens = min(profiled, max_total_tokens)
     tokens -= tokens % page_size
     if tokens < page_size:
         cap = "no cap" if max_total_tokens is None else f"max_total_tokens = {max_total_tokens}"
         raise InvalidConfig(
-            f"the KV pool would hold less than one page of {page_size} tokens: {_mib(kv_bytes)} at {cell_bytes:,} bytes a "
-            f"token is {profiled} tokens, {cap}: increase mem_fraction_static or the memory, or lower page_size"
+            f"the KV pool holds less than a page of {page_size} tokens: {_mib(kv_bytes)} at {cell_bytes:,} bytes "
+            f"a token is {profiled} tokens, {cap}: increase mem_fraction_static or the memory, or lower page_size"
         )
     return tokens
 

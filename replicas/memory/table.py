@@ -58,10 +58,10 @@ class ReqToTokenPool:
         self._free.append(row)
 
     def write(self, row: int, start: int, slots: Slots) -> None:
-        """Positions [start, start + len(slots)) of ``row`` now live in ``slots``; what it already says is not logged."""
+        """Positions [start, start + len(slots)) of ``row`` now live in ``slots``; no change, no log."""
         end = start + len(slots)
         assert self._taken[row], f"row {row} is not taken"
-        assert 0 <= start <= self._valid_len[row], f"row {row}: a write at {start} leaves a gap after {self._valid_len[row]}"
+        assert 0 <= start <= self._valid_len[row], f"row {row}: {start} leaves a gap after {self._valid_len[row]}"
         assert end <= self._slots.shape[1], f"row {row}: {end} positions do not fit {self._slots.shape[1]} columns"
         current = self._slots[row, start:end]
         if start == end or (end <= self._valid_len[row] and np.array_equal(current, slots)):
@@ -81,7 +81,8 @@ class ReqToTokenPool:
 
     def view(self, row: int, start: int, end: int) -> Slots:
         """[end - start] slots of positions [start, end); a view, changed by later writes."""
-        assert self._taken[row] and end <= self._valid_len[row], f"row {row} is not valid on [{start}, {end})"
+        assert self._taken[row], f"row {row} is not taken"
+        assert end <= self._valid_len[row], f"row {row} is not valid on [{start}, {end})"
         return self._slots[row, start:end]
 
     def gather(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Slots:
