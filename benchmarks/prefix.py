@@ -24,9 +24,9 @@ def shared_rows(radix: Engine, chunk: Engine, scale: Scale, seed: int) -> list[R
             vocab_size=radix.config.model.vocab_size,
             seed=seed + round_,
         )
-        first, second = _both(radix, chunk, workload, scale.concurrency)
-        with_radix.append(first)
-        with_chunk.append(second)
+        of_radix, of_chunk = _both(radix, chunk, workload, scale.concurrency, radix_first=round_ % 2 == 0)
+        with_radix.append(of_radix)
+        with_chunk.append(of_chunk)
     section = f"{workload.name}, {scale.concurrency} at once"
     equal = sum(a.outputs == b.outputs for a, b in zip(with_radix, with_chunk, strict=True))
     hits = [100 * run.cached_tokens / run.prompt_tokens for run in with_radix]
@@ -62,9 +62,9 @@ def unique_rows(radix: Engine, chunk: Engine, scale: Scale, seed: int) -> list[R
             vocab_size=radix.config.model.vocab_size,
             seed=seed + round_,
         )
-        first, second = _both(radix, chunk, workload, scale.concurrency)
-        overheads.append(100 * (first.scheduling_s - second.scheduling_s) / second.wall_s)
-        ratios.append(100 * (first.wall_s / second.wall_s - 1))
+        of_radix, of_chunk = _both(radix, chunk, workload, scale.concurrency, radix_first=round_ % 2 == 0)
+        overheads.append(100 * (of_radix.scheduling_s - of_chunk.scheduling_s) / of_chunk.wall_s)
+        ratios.append(100 * (of_radix.wall_s / of_chunk.wall_s - 1))
     section = f"unique prompts: {workload.name}"
     return [
         Row.of(section, "RadixCache over ChunkCache, scheduler time", overheads, "% of the run", target="< 1%"),
@@ -72,7 +72,12 @@ def unique_rows(radix: Engine, chunk: Engine, scale: Scale, seed: int) -> list[R
     ]
 
 
-def _both(radix: Engine, chunk: Engine, workload: Workload, concurrency: int) -> tuple[driver.Served, driver.Served]:
-    """The same workload on both, from empty caches."""
+def _both(
+    radix: Engine, chunk: Engine, workload: Workload, concurrency: int, *, radix_first: bool
+) -> tuple[driver.Served, driver.Served]:
+    """The same workload on both, from an empty cache. Returns: (radix, chunk)."""
     radix.flush_cache()
-    return driver.serve(radix, workload, concurrency), driver.serve(chunk, workload, concurrency)
+    if radix_first:
+        return driver.serve(radix, workload, concurrency), driver.serve(chunk, workload, concurrency)
+    of_chunk = driver.serve(chunk, workload, concurrency)
+    return driver.serve(radix, workload, concurrency), of_chunk

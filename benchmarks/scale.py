@@ -26,6 +26,8 @@ class Scale:
 FULL = Scale()
 QUICK = Scale(
     rounds=1,
+    batches=(1, 8),
+    decode_prompt_len=32,
     decode_len=8,
     prefill_lens=(256,),
     prefix_rounds=1,
@@ -36,4 +38,5 @@ QUICK = Scale(
     prefix_output_len=8,
     concurrency=4,
     unique_requests=2,
+    unique_len=128,
 )
