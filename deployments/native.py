@@ -184,6 +184,7 @@ def _each(value: T | list[T], count: int, param: str) -> list[T]:
 
 def _names(rid: str | list[str] | None, count: int, name: str) -> list[str]:
     if isinstance(rid, list):
-        return [check_name(each) for each in _each(rid, count, "rid")]
+        each_rid: list[str] = _each(rid, count, "rid")
+        return [check_name(each) for each in each_rid]
     base = check_name(rid) if rid else name
     return [base] if count == 1 else [f"{base}_{i}" for i in range(count)]

@@ -1,0 +1,113 @@
+"""``deployments.app:build``: the settings of serve_config.yaml -> a Ray Serve application.
+
+    RouterIngress (HTTP) ──handle──> ModelReplica x count        (one placement group per replica when tp > 1)
+
+Never: loads the model; but what is impossible is refused here, before a replica starts.
+"""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+from deployments.capacity import auto_count, replica_bytes
+from deployments.model_face import read_face
+from deployments.places import check_model_path, local_path, weights_bytes
+from deployments.replica import ModelReplica
+from deployments.router import RouterIngress
+from deployments.schema import AppConfig, parse
+from replicas.config import resolve
+from replicas.runner.device import measure_hardware
+from replicas.runner.weights import load_model_config
+
+log = logging.getLogger("ray.serve")
+
+ROUTER_MOST_ONGOING = 4096
+DRAIN_LOOK_S = 0.5  # how often a leaving replica looks whether it is idle
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application. Raises: InvalidConfig, saying which setting, why, and what is allowed."""
+    config = parse(args)
+    check_config(config)
+    replicas = serve.deployment(ModelReplica).options(name="ModelReplica", **replica_options(config)).bind(args)
+    router = serve.deployment(RouterIngress).options(
+        name="Router",
+        num_replicas=config.router.count,
+        max_ongoing_requests=ROUTER_MOST_ONGOING,
+        ray_actor_options={"num_cpus": config.router.cpus},
+        graceful_shutdown_timeout_s=config.replicas.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
+        health_check_period_s=config.replicas.health_period_s,
+        health_check_timeout_s=config.replicas.health_timeout_s,
+    )
+    application: Application = router.bind(args, replicas)
+    return application
+
+
+def check_config(config: AppConfig) -> None:
+    """Raises: InvalidConfig for what this model or any machine cannot do."""
+    check_model_path(config.model.path)
+    read_face(config.model)
+    path = local_path(config.model.path)
+    if Path(path).is_dir():
+        resolve(
+            load_model_config(path, dtype=config.model.dtype, context_len=config.model.context_len),
+            measure_hardware(),
+            cache=config.cache,
+            scheduler=config.scheduler,
+            parallel=config.parallel,
+            attention=config.attention,
+        )
+
+
+def replica_options(config: AppConfig) -> dict[str, Any]:
+    """Serve's options of the model replicas."""
+    replicas, tp = config.replicas, config.parallel.tp
+    options: dict[str, Any] = {
+        "max_ongoing_requests": config.scheduler.max_queued_requests + ROUTER_MOST_ONGOING,
+        "health_check_period_s": replicas.health_period_s,
+        "health_check_timeout_s": replicas.health_timeout_s,
+        "graceful_shutdown_timeout_s": replicas.drain_timeout_s,
+        "graceful_shutdown_wait_loop_s": DRAIN_LOOK_S,
+        "request_router_config": RequestRouterConfig(
+            request_router_class="deployments.request_router.ExactReplicaRouter"
+        ),
+        "ray_actor_options": {
+            "num_cpus": replicas.cpus,
+            "num_gpus": replicas.gpus,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(max(1, math.floor(replicas.cpus)))}},
+        },
+    }
+    if tp > 1:
+        bundle = {"CPU": replicas.cpus} | ({"GPU": replicas.gpus} if replicas.gpus else {})
+        options["placement_group_bundles"] = [bundle] * tp
+        options["placement_group_strategy"] = "PACK"
+    if replicas.autoscaling is not None:
+        options["autoscaling_config"] = AutoscalingConfig(**replicas.autoscaling.model_dump())
+    else:
+        options["num_replicas"] = num_replicas(config)
+    return options
+
+
+def num_replicas(config: AppConfig) -> int:
+    """The count that the settings ask for, or that this cluster carries."""
+    if config.replicas.count != "auto":
+        return config.replicas.count
+    available = measure_hardware().available_memory_bytes
+    need = replica_bytes(
+        config.cache, available_bytes=available, weights_bytes=weights_bytes(config.model.path)
+    )
+    count, why = auto_count(
+        num_cpus=ray.cluster_resources().get("CPU", 1.0),
+        cpus_per_replica=config.replicas.cpus * config.parallel.tp,
+        available_bytes=available,
+        bytes_per_replica=need,
+    )
+    log.info("replicas.count: auto -> %d (%s)", count, why)
+    return count

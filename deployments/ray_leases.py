@@ -1,0 +1,58 @@
+"""`Leases` by Ray Serve: unary calls to exactly one replica, and Ray's failures in our words.
+
+Never:  retries; dispatch.py does.
+Thread: the router's event loop.
+"""
+
+import asyncio
+from typing import Any, TypeVar, cast
+
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from deployments.channel_server import ChannelAddress
+from deployments.frames import ReplicaReport
+from deployments.leases import ReplicaGone, ReplicaInfo
+from deployments.request_router import PIN
+from replicas.errors import MantaError
+from replicas.types import GenerateRequest
+
+T = TypeVar("T")
+
+
+class RayLeases:
+    """Calls through one handle of the model replicas' deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def attach(self, replica_id: str, address: ChannelAddress) -> ReplicaInfo:
+        return cast(ReplicaInfo, await self._call(replica_id, "attach", address))
+
+    async def generate(self, replica_id: str, router_id: str, request: GenerateRequest) -> MantaError | None:
+        return cast(MantaError | None, await self._call(replica_id, "generate", router_id, request))
+
+    async def report(self, replica_id: str) -> ReplicaReport:
+        return cast(ReplicaReport, await self._call(replica_id, "report"))
+
+    async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
+        return cast(bool, await self._call(replica_id, "flush_cache", timeout_s))
+
+    async def abort(self, replica_id: str, client_rid: str | None) -> int:
+        return cast(int, await self._call(replica_id, "abort", client_rid))
+
+    async def _call(self, replica_id: str, method: str, *args: Any) -> Any:
+        """Raises: ReplicaGone when the replica is not there, or dies meanwhile; our own errors as they are."""
+        handle = self._handle.options(method_name=method, session_id=f"{PIN}{replica_id}")
+        response = handle.remote(*args)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except (RayActorError, TaskCancelledError, RayServeException) as error:
+            raise ReplicaGone(f"replica {replica_id} is gone: {type(error).__name__}") from error
+        except RayTaskError as error:
+            cause = error.cause
+            raise (cause if isinstance(cause, MantaError) else error) from error

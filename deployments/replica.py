@@ -1,0 +1,85 @@
+"""The model replica: an engine in a Ray Serve actor; rank 0 here, further ranks as child actors (tp.py).
+
+Owns:      the engine and its life in Ray: start, health, drain.
+Never:     sees HTTP; sends tokens through Ray (they go over the channel, served_engine.py).
+Invariant: while a request runs, its lease call runs, so that Serve counts it and waits for it when draining.
+Thread:    Serve's event loop for this replica; the engine has its own thread.
+"""
+
+import logging
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util import get_current_placement_group
+
+from deployments.channel_server import ChannelAddress
+from deployments.frames import ReplicaReport
+from deployments.leases import ReplicaInfo
+from deployments.places import local_path
+from deployments.schema import AppConfig, parse
+from deployments.served_engine import ServedEngine
+from deployments.tp import RayWorkers
+from replicas.errors import MantaError
+from replicas.launch import WorkerLauncher, load_engine
+from replicas.loop import EngineLoop
+from replicas.types import GenerateRequest
+
+log = logging.getLogger("ray.serve")
+
+
+class ModelReplica:
+    """Made by app.py; its methods are `Leases`, called by ray_leases.py."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        config = parse(settings)
+        context = ray.get_runtime_context()
+        engine = load_engine(
+            local_path(config.model.path),
+            cache=config.cache,
+            scheduler=config.scheduler,
+            parallel=config.parallel,
+            attention=config.attention,
+            num_threads=max(1, int(config.replicas.cpus)),
+            dtype=config.model.dtype,
+            context_len=config.model.context_len,
+            workers=_workers(config),
+        )
+        loop = EngineLoop(engine)
+        loop.start()
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._served = ServedEngine(loop, replica_id=replica_id, node_id=context.get_node_id())
+        log.info("replica %s serves %s with a KV pool of %s", replica_id, config.model.path, engine.describe())
+
+    async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+        return await self._served.attach(address)
+
+    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
+        return await self._served.generate(router_id, request)
+
+    async def report(self) -> ReplicaReport:
+        return await self._served.report()
+
+    async def flush_cache(self, timeout_s: float) -> bool:
+        return await self._served.flush_cache(timeout_s)
+
+    async def abort(self, client_rid: str | None) -> int:
+        return await self._served.abort(client_rid)
+
+    async def check_health(self) -> None:
+        """Called by Serve. Raises: EngineDead; after three times Serve replaces the replica."""
+        self._served.raise_if_unhealthy()
+
+    async def __del__(self) -> None:
+        served = getattr(self, "_served", None)  # the constructor may have failed
+        if served is not None:
+            await served.stop()
+
+
+def _workers(config: AppConfig) -> WorkerLauncher | None:
+    if config.parallel.tp == 1:
+        return None
+    group = get_current_placement_group()
+    assert group is not None, "app.py gives replicas with tp > 1 a placement group"
+    host = ray.util.get_node_ip_address()
+    return RayWorkers(group, host=host, cpus=config.replicas.cpus, gpus=config.replicas.gpus)

@@ -1,0 +1,120 @@
+"""The router: the HTTP ingress, and the process where replicas are chosen.
+
+Owns:      one channel server, one fleet, one dispatcher, one routing router; the ASGI app over them (http_app.py).
+Never:     asks another process where a request should go.
+Thread:    Serve's event loop for this replica; Serve's own router runs on another and speaks through membership.py.
+
+    Serve: members ──> membership.py ──> fleet ──attach──> replicas ──reports──> views ──> routing.router
+    HTTP ──> http_app ──> dispatcher ──choose──> lease (Serve) + stream (channel)
+"""
+
+import asyncio
+import dataclasses
+import functools
+import importlib.metadata
+import logging
+import secrets
+import time
+from random import Random
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments import membership
+from deployments.channel_server import ChannelServer
+from deployments.dispatch import Dispatcher
+from deployments.fleet import Fleet
+from deployments.http_app import make_app
+from deployments.leases import ReplicaGone
+from deployments.model_face import read_face
+from deployments.places import local_path
+from deployments.ray_leases import RayLeases
+from deployments.schema import AppConfig, parse
+from deployments.service import Service
+from replicas.tokenizer import Tokenizer
+from routing.router import Router
+
+log = logging.getLogger("ray.serve")
+
+FIRST_REPLICA_S = 600.0  # how long the router's start waits for one, so that "ready" means ready
+
+
+@serve.ingress()  # the app is made by __serve_build_asgi_app__
+class RouterIngress:
+    """Made by app.py."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: dict[str, Any], replicas: DeploymentHandle
+    ) -> None:
+        config = parse(settings)
+        context = ray.get_runtime_context()
+        router = Router(policy=config.router.policy, rng=Random(secrets.randbits(64)), clock=time.monotonic)
+        leases = RayLeases(replicas)
+        self._fleet = Fleet(router=router, leases=leases)
+        self._channel = ChannelServer(
+            on_report=self._fleet.on_report, on_lost=self._fleet.on_lost, lost_error=_lost_error
+        )
+        router_id = serve.get_replica_context().replica_id.unique_id
+        address = await self._channel.start(
+            router_id=router_id, node_id=context.get_node_id(), host=ray.util.get_node_ip_address()
+        )
+        self._fleet.start(address)
+        self._listen(replicas)
+        dispatcher = Dispatcher(
+            router=router,
+            router_id=router_id,
+            channel=self._channel,
+            leases=leases,
+            max_tries=config.router.max_tries,
+            retry_wait_s=config.router.retry_wait_s,
+        )
+        self._service = _service(config, settings, dispatcher, self._fleet, leases)
+        if not await self._fleet.wait_ready(FIRST_REPLICA_S):
+            log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(self._service)
+
+    async def __del__(self) -> None:
+        await self._fleet.stop()
+        await self._channel.stop()
+
+    def _listen(self, replicas: DeploymentHandle) -> None:
+        """Hear of the running replicas. Serve's router of the handle is made here, before the first request."""
+        loop = asyncio.get_running_loop()
+        deployment = membership.key(replicas.app_name, replicas.deployment_name)
+        membership.listen(deployment, functools.partial(_call_on, loop, self._fleet))
+        replicas.options(method_name="report")
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, fleet: Fleet, members: frozenset[str]) -> None:
+    loop.call_soon_threadsafe(fleet.set_members, members)
+
+
+def _lost_error(replica_id: str) -> ReplicaGone:
+    return ReplicaGone(f"replica {replica_id} died, or its connection was lost")
+
+
+def _service(
+    config: AppConfig, settings: dict[str, Any], dispatcher: Dispatcher, fleet: Fleet, leases: RayLeases
+) -> Service:
+    return Service(
+        model=read_face(config.model),
+        tokenizer=Tokenizer(local_path(config.model.path)),
+        dispatcher=dispatcher,
+        fleet=fleet,
+        leases=leases,
+        settings={
+            **settings,
+            "cache": dataclasses.asdict(config.cache),
+            "scheduler": dataclasses.asdict(config.scheduler),
+            "parallel": dataclasses.asdict(config.parallel),
+            "router": config.router.model_dump(),
+            "replicas": config.replicas.model_dump(),
+        },
+        max_body_bytes=config.router.max_body_bytes,
+        version=importlib.metadata.version("manta"),
+    )
