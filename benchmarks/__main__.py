@@ -24,11 +24,29 @@ def run(part: str, options: argparse.Namespace) -> list[Row]:
             scale = QUICK if options.quick else FULL
             return offline.measure(options.model, num_threads=options.threads, scale=scale)
         case "micro":
-            return micro.measure(quick=options.quick)
+            return micro_rows((10_000,) if options.quick else (10_000, 100_000, 1_000_000))
         case "kernels":
             return kernels.measure(num_threads=options.threads, quick=options.quick)
         case _:
             return serving.measure_all(options.url or "http://127.0.0.1:8000", quick=options.quick)
+
+
+def micro_rows(cached_tokens: Sequence[int]) -> list[Row]:
+    """Host data structures by how much they hold."""
+    return [
+        Row(
+            section="radix cache, allocator, page keys",
+            name=f"{row.operation}, {row.cached_tokens:,} cached tokens",
+            value=row.median_us,
+            unit="us",
+            low=None,
+            high=None,
+            runs=micro.REPEATS,
+            note=row.note,
+        )
+        for tokens in cached_tokens
+        for row in micro.measure(tokens)
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -32,8 +32,8 @@ class Row:
     name: str
     value: float  # median of the runs
     unit: str
-    low: float
-    high: float
+    low: float | None  # None where only the median was kept
+    high: float | None
     runs: int
     limit: float | None = None  # what the machine allows, in ``unit``
     share: float | None = None  # how much of the limit is reached, or what part of a whole this is; 1.0 is all
@@ -101,7 +101,9 @@ def publish(rows: Sequence[Row], *, json_path: str | None) -> None:
     show(rows)
     if json_path is not None:
         command = [f"python -m {__package__}", *sys.argv[1:]]
-        pathlib.Path(json_path).write_text(json.dumps(to_json(rows, command=command), indent=1) + "\n")
+        path = pathlib.Path(json_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(to_json(rows, command=command), indent=1) + "\n")
 
 
 def show(rows: Sequence[Row], *, console: Console | None = None) -> None:
@@ -123,13 +125,19 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.name,
         _number(row.value),
         row.unit,
-        f"{_number(row.low)} .. {_number(row.high)}" if row.runs > 1 else "",
+        _spread(row),
         str(row.runs),
         "" if row.limit is None else _number(row.limit),
         "" if row.share is None else f"{row.share:.1%}",
         row.target or "",
         row.note,
     )
+
+
+def _spread(row: Row) -> str:
+    if row.low is None or row.high is None or row.runs < 2:
+        return ""
+    return f"{_number(row.low)} .. {_number(row.high)}"
 
 
 def _number(value: float) -> str:
