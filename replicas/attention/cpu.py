@@ -110,7 +110,7 @@ class CpuAttention:
         self._partial = _grown(self._partial, floats)
         arguments.partial, arguments.first_task = self._partial.data_ptr(), self._first_task.ctypes.data
         arguments.seq_lens = batch.seq_lens.data_ptr()
-        self._set_scratch(arguments, cpu_decode.scratch_floats(self._group))
+        self._set_scratch(arguments, cpu_decode.scratch_floats(self._num_heads))
         return arguments
 
     def _begin_extend(self, batch: BatchMeta) -> ctypes.Structure:

@@ -13,7 +13,7 @@ from typing import Any
 
 from numba import carray
 
-from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, run_length, run_offset, store_new
+from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, run_length, slot_offset, store_new
 from replicas.kernels.simd import (
     W,
     add,
@@ -36,6 +36,7 @@ from replicas.kernels.team import barrier, inlined, kernel, struct, team_size, t
 from replicas.kernels.tiles import dot, outer
 
 CHUNK = 128  # tokens; a multiple of 16. Scores of a chunk stay in L1
+STRIP = 4  # tokens computed between two rounds of prefetching
 TASK_BYTES = 8  # (request, chunk) as two int32
 
 DecodeArgs = struct(
@@ -50,38 +51,70 @@ def partial_floats(num_heads: int, head_dim: int) -> int:
     return num_heads * head_dim + math.ceil(2 * num_heads / W) * W
 
 
-def scratch_floats(group: int) -> int:
-    """Floats a thread needs: the scores of one chunk for the query heads of one group."""
-    return group * CHUNK
+def scratch_floats(num_heads: int) -> int:
+    """Floats a thread needs: the scores of one chunk."""
+    return num_heads * CHUNK
 
 
 @inlined
-def attend_chunk(a: Any, row: int, q: int, start: int, end: int, scores: int, partial: int) -> None:
-    """One chunk, all heads: weighted values, maxima and sums of exp(score - maximum) into ``partial``."""
-    group, head_dim = a.group, a.head_dim
-    vector_bytes = head_dim * 4
-    num_heads = a.num_kv_heads * group
-    for h in range(a.num_kv_heads):
-        position = start
-        while position < end:
-            length = run_length(a, position, end)
-            keys = a.keys + h * a.head_stride + run_offset(a, row, position)
-            column = scores + 4 * (position - start)
-            dot(group, length, head_dim, q + h * group * vector_bytes, vector_bytes, keys, vector_bytes, column, CHUNK * 4)
-            position += length
-        for g in range(group):
-            head = h * group + g
-            softmax_row(
-                scores + g * CHUNK * 4, end - start, a.scale, partial + num_heads * vector_bytes + 8 * head
-            )
-        position, keep = start, 0
-        while position < end:
-            length = run_length(a, position, end)
-            values = a.values + h * a.head_stride + run_offset(a, row, position)
-            column = scores + 4 * (position - start)
-            target = partial + h * group * vector_bytes
-            outer(group, head_dim, length, column, CHUNK * 4, values, vector_bytes, target, vector_bytes, keep)
-            position, keep = position + length, 1
+def attend_chunk(a: Any, row: int, q: int, start: int, end: int, ahead: int, scores: int, partial: int) -> None:
+    """One chunk, all heads: weighted values, maxima and sums of exp(score - maximum) into ``partial``.
+
+    ``ahead`` is this thread's next task, whose keys are fetched meanwhile.
+    """
+    vector_bytes = a.head_dim * 4
+    group_bytes, num_heads = a.group * vector_bytes, a.num_kv_heads * a.group
+    score_bytes = a.group * CHUNK * 4
+    position = start
+    while position < end:
+        length = run_length(a, position, end)
+        offset = slot_offset(a, load_i32(a.table + row * a.table_stride + 4 * position))
+        for h in range(a.num_kv_heads):
+            keys, values = a.keys + offset + h * a.head_stride, a.values + offset + h * a.head_stride
+            score_run(a, q + h * group_bytes, keys, values, length, scores + h * score_bytes + 4 * (position - start))
+        position += length
+    for head in range(num_heads):
+        statistic = partial + num_heads * vector_bytes + 8 * head
+        softmax_row(scores + head * CHUNK * 4, end - start, a.scale, statistic)
+    position = start
+    while position < end:
+        length = run_length(a, position, end)
+        offset = slot_offset(a, load_i32(a.table + row * a.table_stride + 4 * position))
+        upcoming = a.keys + slot_offset(a, slot_of_task(a, ahead, position - start))
+        for h in range(a.num_kv_heads):
+            weights, values = scores + h * score_bytes + 4 * (position - start), a.values + offset + h * a.head_stride
+            target, keep = partial + h * group_bytes, 1 if position > start else 0
+            weigh_run(a, weights, values, upcoming + h * a.head_stride, length, target, keep)
+        position += length
+
+
+@inlined
+def score_run(a: Any, q: int, keys: int, upcoming: int, length: int, scores: int) -> None:
+    """Scores of a group's queries with ``length`` keys in a row, while ``upcoming`` is on its way from memory."""
+    vector_bytes = a.head_dim * 4
+    for t in range(0, length, STRIP):
+        count = min(STRIP, length - t)
+        prefetch_strip(upcoming + t * vector_bytes, count * vector_bytes)
+        dot(a.group, count, a.head_dim, q, vector_bytes, keys + t * vector_bytes, vector_bytes, scores + 4 * t, CHUNK * 4)
+
+
+@inlined
+def weigh_run(a: Any, weights: int, values: int, upcoming: int, length: int, target: int, keep: int) -> None:
+    """Add (or with keep = 0, put) the weighted sum of ``length`` values in a row to target [group, D]."""
+    vector_bytes = a.head_dim * 4
+    for t in range(0, length, 2 * STRIP):
+        count = min(2 * STRIP, length - t)
+        prefetch_strip(upcoming + t * vector_bytes, count * vector_bytes)
+        at = values + t * vector_bytes
+        outer(a.group, a.head_dim, count, weights + 4 * t, CHUNK * 4, at, vector_bytes, target, vector_bytes, keep)
+        keep = 1
+
+
+@inlined
+def prefetch_strip(address: int, num_bytes: int) -> None:
+    """Pages lie far apart, where the hardware does not look ahead. Few lines at a time: more would stall the core."""
+    for i in range(0, num_bytes, 64):
+        prefetch(address + i)
 
 
 @inlined
@@ -128,6 +161,14 @@ def merge_chunks(a: Any, request: int, partial_bytes: int) -> None:
             store(target + d, mul(value, splat(share)))
 
 
+@inlined
+def slot_of_task(a: Any, task: int, index: int) -> int:
+    """Slot of token ``index`` of a task's chunk, or of its last token if it is shorter."""
+    request, chunk = load_i32(a.tasks + TASK_BYTES * task), load_i32(a.tasks + TASK_BYTES * task + 4)
+    position = min(chunk * CHUNK + index, load_i32(a.seq_lens + 4 * request) - 1)
+    return int(load_i32(a.table + load_i32(a.rows + 4 * request) * a.table_stride + 4 * position))
+
+
 @kernel(DecodeArgs)
 def decode(pointer: Any) -> None:
     """Store the new tokens, attend chunk by chunk, merge: three phases between barriers."""
@@ -140,12 +181,14 @@ def decode(pointer: Any) -> None:
     scores = a.scratch + me * a.scratch_stride
     task = take_next(a.counter)
     while task < a.num_tasks:
+        following = take_next(a.counter)
         request, chunk = load_i32(a.tasks + TASK_BYTES * task), load_i32(a.tasks + TASK_BYTES * task + 4)
         start = chunk * CHUNK
         end = min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
-        row = load_i32(a.rows + 4 * request)
-        attend_chunk(a, row, a.q + request * a.q_stride, start, end, scores, a.partial + task * partial_bytes)
-        task = take_next(a.counter)
+        ahead = following if following < a.num_tasks else task
+        row, q = load_i32(a.rows + 4 * request), a.q + request * a.q_stride
+        attend_chunk(a, row, q, start, end, ahead, scores, a.partial + task * partial_bytes)
+        task = following
     barrier()
     request = take_next(a.merge_counter)
     while request < a.num_tokens:

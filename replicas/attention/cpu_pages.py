@@ -24,9 +24,8 @@ def copy_floats(src: int, dst: int, count: int) -> None:
 
 
 @inlined
-def run_offset(a: Any, row: int, position: int) -> int:
-    """Bytes from a layer's first key (or value) of a head to that of the token at ``position`` of table row ``row``."""
-    slot = load_i32(a.table + row * a.table_stride + 4 * position)
+def slot_offset(a: Any, slot: int) -> int:
+    """Bytes from a head's first key (or value) of this layer to that of ``slot``."""
     page = slot // a.page_size
     return int(page * a.page_stride + (slot - page * a.page_size) * a.head_dim * 4)
 
@@ -41,9 +40,7 @@ def run_length(a: Any, position: int, end: int) -> int:
 def store_new(a: Any, first: int, last: int) -> None:
     """Put k and v of the step's tokens [first, last) into their slots."""
     for t in range(first, last):
-        slot = load_i64(a.out_slots + 8 * t)
-        page = slot // a.page_size
-        place = page * a.page_stride + (slot - page * a.page_size) * a.head_dim * 4
+        place = slot_offset(a, load_i64(a.out_slots + 8 * t))
         for h in range(a.num_kv_heads):
             copy_floats(a.k + t * a.k_stride + h * a.head_dim * 4, a.keys + place + h * a.head_stride, a.head_dim)
             copy_floats(a.v + t * a.v_stride + h * a.head_dim * 4, a.values + place + h * a.head_stride, a.head_dim)
@@ -55,6 +52,7 @@ def copy_block(a: Any, buffer: int, row: int, start: int, end: int, dst: int) ->
     position = start
     while position < end:
         length = run_length(a, position, end)
-        copy_floats(buffer + run_offset(a, row, position), dst, length * a.head_dim)
+        slot = load_i32(a.table + row * a.table_stride + 4 * position)
+        copy_floats(buffer + slot_offset(a, slot), dst, length * a.head_dim)
         dst += length * a.head_dim * 4
         position += length
