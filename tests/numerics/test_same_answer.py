@@ -28,7 +28,7 @@ NUM_NEW = 20
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
 ENGINES = [
-    pytest.param(page, chunk, tp, id=f"page{page}-{'chunked' if chunk < 512 else 'whole'}-tp{tp}", marks=marks)
+    pytest.param((page, chunk, tp), id=f"page{page}-{'chunked' if chunk < 512 else 'whole'}-tp{tp}", marks=marks)
     for tp, marks in ((1, ()), (3, pytest.mark.slow))
     for page, chunk in itertools.product((1, 16), (32, 512))
 ]
@@ -40,7 +40,7 @@ def make_engine(page: int, chunk: int, tp: int) -> Engine:
         cache=CacheConfig(page_size=page, max_total_tokens=4096),
         scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
         parallel=ParallelConfig(tp=tp),
-        num_threads=2 if tp == 1 else 1,
+        num_threads=1,
         context_len=1024,
     )
 
