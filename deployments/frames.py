@@ -29,6 +29,9 @@ class FrameKind(enum.IntEnum):
     REPORT = 3
 
 
+_KINDS = frozenset(FrameKind)
+
+
 class BadFrame(ValueError):
     """The peer does not speak this protocol; the connection is to be closed."""
 
@@ -68,7 +71,7 @@ class FrameReader:
             length, kind = HEADER.unpack_from(self._buffer, start)
             if length > MAX_FRAME_BYTES:
                 raise BadFrame(f"a frame of {length} bytes is announced; at most {MAX_FRAME_BYTES} are allowed")
-            if kind not in FrameKind:
+            if kind not in _KINDS:
                 raise BadFrame(f"frame kind {kind} is unknown; known: {[k.name for k in FrameKind]}")
             end = start + HEADER.size + length
             if len(self._buffer) < end:

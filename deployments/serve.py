@@ -1,0 +1,176 @@
+"""``python -m deployments serve CONFIG``: what ``serve run`` does, with progress, and an end that leaves nothing behind.
+
+Owns:      the local Ray it starts (none when RAY_ADDRESS names a cluster) and the Serve applications of the file.
+Invariant: Ctrl-C, SIGTERM or a failed start stop all that it started.
+Thread:    the main thread.
+
+    check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> print where ──> wait ──> stop all
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+from ray.serve._private.api import serve_start
+from ray.serve.config import gRPCOptions
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
+
+from deployments.app import check_config
+from deployments.schema import AppConfig, parse
+from replicas.errors import InvalidConfig
+
+OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
+LOOK_S = 0.5
+IMPORT_PATH = "deployments.app:build"
+
+
+def run(config_path: str) -> int:
+    """Serve ``config_path`` until interrupted; the exit status."""
+    started_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", flush=True)
+
+    try:
+        schema, configs = read(config_path)
+    except (OSError, ValueError, InvalidConfig) as error:
+        print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), _ray(say):
+            ready = _deploy(schema, configs, say)
+            while ready:
+                time.sleep(3600)
+            return 1
+        say("stopped")
+    except KeyboardInterrupt:
+        print("stopped at once", file=sys.stderr)
+    return 0
+
+
+def read(config_path: str) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
+    """The file for Serve, and the settings of each of our applications in it, checked.
+
+    Raises: OSError, ValueError (pydantic's and YAML's are) or InvalidConfig.
+    """
+    try:
+        raw = yaml.safe_load(Path(config_path).read_text())
+    except yaml.YAMLError as error:
+        raise InvalidConfig(f"not YAML: {error}") from error
+    if not isinstance(raw, dict) or not raw.get("applications"):
+        raise InvalidConfig("a mapping with `applications` is needed; see serve_config.yaml of the project")
+    schema = ServeDeploySchema.model_validate(raw)
+    configs = {}
+    for application in schema.applications:
+        if application.import_path == IMPORT_PATH:
+            configs[application.name] = config = parse(application.args)
+            check_config(config)
+    return schema, configs
+
+
+@contextlib.contextmanager
+def _ray(say: Callable[[str], None]) -> Iterator[None]:
+    """A cluster: the one that RAY_ADDRESS names, or a small one here for as long as this lasts."""
+    ours = "RAY_ADDRESS" not in os.environ
+    if ours:
+        say("starting Ray on this machine")
+        if "RAY_AUTH_MODE" not in os.environ:  # unset, it depends on files that are lying around
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        ray.init(
+            address="local",
+            namespace="serve",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+        )
+    else:
+        say(f"connecting to Ray at {os.environ['RAY_ADDRESS']}")
+        ray.init(address="auto", namespace="serve", log_to_driver=False)
+    try:
+        yield
+    finally:
+        say("stopping")
+        with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Callable[[str], None]) -> bool:
+    """Deploy as `serve run` does, and report until every application runs. False when one failed."""
+    client = serve_start(
+        http_options=schema.http_options.model_dump(),
+        proxy_location=schema.proxy_location,
+        grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
+    )
+    client.deploy_apps(schema, _blocking=False)
+    said = ""
+    while True:
+        applications = serve.status().applications
+        now = "; ".join(_progress(name, each) for name, each in applications.items())
+        if now and now != said:
+            say(now)
+            said = now
+        failed = [name for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED]
+        if failed:
+            for name in failed:
+                print(f"{name} failed to start:\n{_why(applications[name])}", file=sys.stderr)
+            return False
+        if applications and all(each.status is ApplicationStatus.RUNNING for each in applications.values()):
+            break
+        time.sleep(LOOK_S)
+    _announce(schema, configs, applications, say)
+    return True
+
+
+def _progress(name: str, application: ApplicationStatusOverview) -> str:
+    parts = []
+    for deployment, status in application.deployments.items():
+        states = ", ".join(f"{count} {state.lower()}" for state, count in sorted(status.replica_states.items()))
+        parts.append(f"{deployment}: {states or 'waiting'}")
+    return f"{name} {application.status.value.lower()}" + (f" ({'; '.join(parts)})" if parts else "")
+
+
+def _why(application: ApplicationStatusOverview) -> str:
+    messages = [application.message, *(status.message for status in application.deployments.values())]
+    return "\n".join(message for message in messages if message)
+
+
+def _announce(
+    schema: ServeDeploySchema,
+    configs: dict[str, AppConfig],
+    applications: dict[str, ApplicationStatusOverview],
+    say: Callable[[str], None],
+) -> None:
+    host = "127.0.0.1" if schema.http_options.host == "0.0.0.0" else schema.http_options.host
+    for application in schema.applications:
+        config = configs.get(application.name)
+        if config is None:
+            continue
+        running = applications[application.name].deployments["ModelReplica"].replica_states.get("RUNNING", 0)
+        prefix = (application.route_prefix or "/").rstrip("/")
+        url = f"http://{host}:{schema.http_options.port}{prefix}"
+        say(f"ready: {config.model.name} on {running} replica{'s' if running != 1 else ''} at {url}/v1")
+        print(f"\nTry it:\n\n{curl(url, config.model.name)}\n\nCtrl-C stops everything.\n", flush=True)
+
+
+def curl(url: str, model: str) -> str:
+    """A line to paste."""
+    message = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": model, "messages": [message], "max_tokens": 32})
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt

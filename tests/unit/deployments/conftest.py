@@ -1,0 +1,65 @@
+"""The HTTP app, the dispatcher, the channel and a real engine on the embedded model, in this process; only Ray is absent."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+
+from deployments.http_app import make_app
+from deployments.model_face import read_face
+from deployments.schema import ModelSettings
+from deployments.served_engine import ServedEngine
+from deployments.service import Service
+from replicas.config import CacheConfig
+from replicas.launch import load_engine
+from replicas.loop import EngineLoop
+from replicas.tokenizer import Tokenizer
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House
+
+POOL_TOKENS = 12_000
+
+
+@pytest.fixture(scope="session")
+def engine_loop() -> Iterator[EngineLoop]:
+    """One real engine for all tests: SmolLM2, 750 pages."""
+    loop = EngineLoop(load_engine(MODEL, cache=CacheConfig(max_total_tokens=POOL_TOKENS), num_threads=2))
+    loop.start()
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+async def house(engine_loop: EngineLoop) -> AsyncIterator[House]:
+    """A router with one replica, the real engine."""
+    house = House()
+    await house.start()
+    house.add(ServedEngine(engine_loop, replica_id="r0", node_id="here"))
+    assert await house.fleet.wait_ready(5.0)
+    yield house
+    await house.stop()
+    while engine_loop.num_open:
+        await asyncio.sleep(0.01)
+    engine_loop.engine.kv.check()
+
+
+@pytest.fixture
+def service(house: House, engine_loop: EngineLoop) -> Service:
+    tokenizer: Tokenizer = engine_loop.engine.tokenizer
+    return Service(
+        model=read_face(ModelSettings(path=MODEL)),
+        tokenizer=tokenizer,
+        dispatcher=house.dispatcher,
+        fleet=house.fleet,
+        leases=house.leases,
+        settings={},
+    )
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """HTTP to the app, without a socket; an exception in the app would raise here."""
+    transport = httpx.ASGITransport(app=make_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://manta", timeout=60) as client:
+        yield client

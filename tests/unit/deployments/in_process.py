@@ -1,0 +1,219 @@
+"""A router's inside with replicas in the same process: everything real but Ray.
+
+`ScriptedReplica` stands in for an engine where a test needs to say when it dies.
+"""
+
+import asyncio
+import time
+from random import Random
+from typing import Protocol
+
+import numpy as np
+
+from deployments.channel_client import ChannelClient
+from deployments.channel_server import ChannelAddress, ChannelServer
+from deployments.dispatch import Dispatcher
+from deployments.fleet import Fleet
+from deployments.frames import ReplicaReport
+from deployments.leases import ReplicaGone, ReplicaInfo
+from replicas.errors import MantaError
+from replicas.types import (
+    EngineStats,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    PoolStats,
+    SamplingParams,
+    TokenDelta,
+    Usage,
+)
+from routing.router import Router
+
+
+class Replica(Protocol):
+    """What `ServedEngine` and `ScriptedReplica` have in common."""
+
+    replica_id: str
+
+    async def attach(self, address: ChannelAddress) -> ReplicaInfo: ...
+    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None: ...
+    async def report(self) -> ReplicaReport: ...
+    async def flush_cache(self, timeout_s: float) -> bool: ...
+    async def abort(self, name: str | None) -> int: ...
+
+
+class LocalLeases:
+    """`Leases` by method calls."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, Replica] = {}
+
+    def _find(self, replica_id: str) -> Replica:
+        replica = self.replicas.get(replica_id)
+        if replica is None:
+            raise ReplicaGone(f"replica {replica_id} is not there")
+        return replica
+
+    async def attach(self, replica_id: str, address: ChannelAddress) -> ReplicaInfo:
+        return await self._find(replica_id).attach(address)
+
+    async def generate(self, replica_id: str, router_id: str, request: GenerateRequest) -> MantaError | None:
+        return await self._find(replica_id).generate(router_id, request)
+
+    async def report(self, replica_id: str) -> ReplicaReport:
+        return await self._find(replica_id).report()
+
+    async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
+        return await self._find(replica_id).flush_cache(timeout_s)
+
+    async def abort(self, replica_id: str, client_rid: str | None) -> int:
+        return await self._find(replica_id).abort(client_rid)
+
+
+class House:
+    """One router and its replicas."""
+
+    def __init__(self, *, policy: str = "round_robin", max_tries: int = 3, retry_wait_s: float = 5.0) -> None:
+        self.router = Router(policy, Random(0), time.monotonic)
+        self.leases = LocalLeases()
+        self.fleet = Fleet(router=self.router, leases=self.leases)
+        self.channel = ChannelServer(
+            on_report=self.fleet.on_report,
+            on_lost=self.fleet.on_lost,
+            lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost"),
+        )
+        self.dispatcher = Dispatcher(
+            router=self.router,
+            router_id="router",
+            channel=self.channel,
+            leases=self.leases,
+            max_tries=max_tries,
+            retry_wait_s=retry_wait_s,
+        )
+        self.address: ChannelAddress | None = None
+
+    async def start(self) -> None:
+        self.address = await self.channel.start(router_id="router", node_id="here", host="127.0.0.1")
+        self.fleet.start(self.address)
+
+    def add(self, replica: Replica) -> None:
+        self.leases.replicas[replica.replica_id] = replica
+        self.fleet.set_members(self.leases.replicas)
+
+    def remove(self, replica_id: str) -> None:
+        """Ray has noticed that it is gone."""
+        del self.leases.replicas[replica_id]
+        self.fleet.set_members(self.leases.replicas)
+
+    async def stop(self) -> None:
+        await self.fleet.stop()
+        await self.channel.stop()
+        self.dispatcher.check()
+        self.fleet.check()
+
+
+class ScriptedReplica:
+    """Generates 1000, 1001, 1002, ...: token 1000 + i at output position i, with text "<i>".
+
+    It dies (its connection ends, its leases fail) before it would send token number ``die_at`` of a request, once.
+    """
+
+    def __init__(self, replica_id: str, *, die_at: int | None = None, refuse: MantaError | None = None) -> None:
+        self.replica_id = replica_id
+        self.die_at = die_at
+        self.refuse = refuse
+        self.requests: list[GenerateRequest] = []
+        self.num_aborted = 0
+        self.hold = asyncio.Event()  # generation waits for it
+        self.hold.set()
+        self._client: ChannelClient | None = None
+
+    async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+        self._client = await ChannelClient.connect(
+            address, replica_id=self.replica_id, node_id="here", on_lost=lambda: None
+        )
+        self._client.report(await self.report())
+        return info(self.replica_id)
+
+    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
+        self.requests.append(request)
+        if self.refuse is not None:
+            return self.refuse
+        assert self._client is not None
+        try:
+            await self._generate(self._client, request)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        return None
+
+    async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
+        wanted = request.sampling.max_new_tokens
+        for position in range(len(request.resumed_ids), wanted):
+            await self.hold.wait()
+            if position == self.die_at:
+                client.close()
+                raise ReplicaGone(f"replica {self.replica_id} died")
+            finish = Finish(reason=FinishReason.LENGTH) if position == wanted - 1 else None
+            client.sink([token(request, index, position, finish) for index in range(request.sampling.n)])
+            await asyncio.sleep(0)
+
+    async def report(self) -> ReplicaReport:
+        return ReplicaReport(stats=stats(), error=None, num_open=0)
+
+    async def flush_cache(self, timeout_s: float) -> bool:
+        return True
+
+    async def abort(self, name: str | None) -> int:
+        return 0
+
+
+def token(request: GenerateRequest, index: int, position: int, finish: Finish | None) -> TokenDelta:
+    usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=position + 1, cached_tokens=0)
+    return TokenDelta(
+        rid=request.rid, index=index, token_ids=(1000 + position,), text=f"<{position}>", usage=usage, finish=finish
+    )
+
+
+def ask(*, rid: str = "a1.0-me", max_new_tokens: int = 8, n: int = 1, deadline_s: float | None = None) -> GenerateRequest:
+    """A request of 4 prompt tokens."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, n=n, seed=7)
+    return GenerateRequest(
+        rid=rid, token_ids=np.arange(1, 5, dtype=np.int32), sampling=sampling, deadline_s=deadline_s
+    )
+
+
+def stats() -> EngineStats:
+    pool = PoolStats(
+        page_size=16, num_pages=10, free_pages=10, evictable_pages=0, protected_pages=0, reserved_pages=0
+    )
+    counters = dict.fromkeys(
+        [
+            "num_waiting", "num_running", "waiting_uncached_tokens", "cache_nodes", "cache_event_seq", "num_finished",
+            "num_aborted", "num_errors", "num_retractions", "retracted_tokens", "prefill_tokens", "cached_tokens",
+            "lookup_tokens", "decode_tokens", "evicted_tokens", "num_extend_steps", "num_decode_steps",
+            "alloc_failures",
+        ],
+        0,
+    )  # fmt: skip
+    seconds = dict.fromkeys(["extend_s", "decode_s", "prefill_tokens_per_s", "decode_step_s"], 0.0)
+    return EngineStats(time_s=1.0, pool=pool, max_running_requests=4, **counters, **seconds)  # type: ignore[arg-type]
+
+
+def info(replica_id: str) -> ReplicaInfo:
+    return ReplicaInfo(
+        replica_id=replica_id,
+        node_id="here",
+        pid=1,
+        model_path="models/none",
+        architecture="None",
+        dtype="float32",
+        context_len=128,
+        vocab_size=2000,
+        max_prompt_tokens=127,
+        tp=1,
+        page_size=16,
+        attention="cpu",
+        num_threads=1,
+        pool="160 tokens, 10 pages, 0 MiB",
+    )

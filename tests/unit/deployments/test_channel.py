@@ -1,0 +1,151 @@
+"""The token channel: order, back-pressure, strangers, and ends."""
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from deployments.channel_client import ChannelClient
+from deployments.channel_server import ChannelAddress, ChannelServer
+from deployments.frames import Hello, ReplicaReport, encode_hello
+from deployments.leases import ReplicaGone
+from replicas.types import Finish, FinishReason, TokenDelta, Usage
+from tests.unit.deployments.in_process import stats
+
+
+class Desk:
+    """A server and what it was told."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[str, ReplicaReport]] = []
+        self.lost: list[str] = []
+        self.event = asyncio.Event()
+        self.server = ChannelServer(
+            on_report=self._on_report, on_lost=self._on_lost, lost_error=lambda r: ReplicaGone(f"{r} was lost")
+        )
+
+    def _on_report(self, replica_id: str, report: ReplicaReport) -> None:
+        self.reports.append((replica_id, report))
+        self.event.set()
+
+    def _on_lost(self, replica_id: str) -> None:
+        self.lost.append(replica_id)
+        self.event.set()
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    desk = Desk()
+    yield desk
+    await desk.server.stop()
+    desk.server.check()
+
+
+async def listen(desk: Desk) -> ChannelAddress:
+    return await desk.server.start(router_id="router", node_id="here", host="127.0.0.1")
+
+
+async def connect(address: ChannelAddress, *, node_id: str = "here") -> ChannelClient:
+    return await ChannelClient.connect(address, replica_id="r0", node_id=node_id, on_lost=lambda: None)
+
+
+def delta(rid: str, token: int, *, last: bool = False) -> TokenDelta:
+    finish = Finish(reason=FinishReason.LENGTH) if last else None
+    usage = Usage(prompt_tokens=1, completion_tokens=token + 1, cached_tokens=0)
+    return TokenDelta(rid=rid, token_ids=(token,), text=f"{token},", usage=usage, finish=finish)
+
+
+@pytest.mark.parametrize("node_id", ["here", "another node"])
+async def test_deltas_arrive_in_order_over_a_unix_socket_and_over_tcp(desk: Desk, node_id: str) -> None:
+    client = await connect(await listen(desk), node_id=node_id)
+    stream = desk.server.open(["a"], replica_id="r0")
+    for token in range(5):
+        client.sink([delta("a", token, last=token == 4)])
+    found: list[TokenDelta] = []
+    while not found or found[-1].finish is None:
+        found += await stream.take()
+    assert [token for each in found for token in each.token_ids] == [0, 1, 2, 3, 4]
+    assert "".join(each.text for each in found) == "0,1,2,3,4,"
+
+
+async def test_a_slow_consumer_gets_one_merged_delta_per_choice(desk: Desk) -> None:
+    client = await connect(await listen(desk))
+    stream, other = (desk.server.open([rid], replica_id="r0") for rid in "ab")
+    for token in range(100):
+        client.sink([delta("a", token)])
+        client.sink([delta("b", token)])
+    client.report(ReplicaReport(stats=stats(), error=None, num_open=2))  # comes after them
+    await desk.event.wait()
+    await asyncio.wait_for(other.take(), 5)
+    merged: list[TokenDelta] = []
+    while sum(len(each.token_ids) for each in merged) < 100:
+        merged += await asyncio.wait_for(stream.take(), 5)
+    assert [token for each in merged for token in each.token_ids] == list(range(100))
+    assert len(merged) < 5
+    assert merged[-1].usage.completion_tokens == 100
+
+
+async def test_deltas_wait_merged_while_the_socket_is_full(desk: Desk) -> None:
+    """Bounded: one delta per open choice, however far the engine runs ahead."""
+    client = await connect(await listen(desk))
+    stream = desk.server.open(["a"], replica_id="r0")
+    client.pause_writing()
+    for token in range(50):
+        client.sink([delta("a", token)])
+        await asyncio.sleep(0)
+    assert client.num_waiting == 1
+    client.resume_writing()
+    [merged] = await stream.take()
+    assert merged.token_ids == tuple(range(50))
+    client.check()
+
+
+async def test_a_lost_replica_fails_its_streams_after_their_last_delta(desk: Desk) -> None:
+    client = await connect(await listen(desk))
+    stream = desk.server.open(["a"], replica_id="r0")
+    safe = desk.server.open(["b"], replica_id="r1")
+    client.sink([delta("a", 0)])
+    await asyncio.sleep(0)
+    client.close()
+    await desk.event.wait()
+    assert desk.lost == ["r0"]
+    assert [each.token_ids for each in await stream.take()] == [(0,)]
+    with pytest.raises(ReplicaGone, match="r0 was lost"):
+        await stream.take()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(safe.take(), 0.01)
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", encode_hello(Hello(token="guess", replica_id="r0"))])
+async def test_a_stranger_is_hung_up_on(desk: Desk, data: bytes) -> None:
+    address = await listen(desk)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(data)
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert not desk.server.is_connected("r0")
+    assert desk.lost == []
+    writer.close()
+
+
+async def test_deltas_of_a_closed_stream_or_another_replicas_request_are_dropped(desk: Desk) -> None:
+    client = await connect(await listen(desk))
+    closed, foreign = desk.server.open(["a"], replica_id="r0"), desk.server.open(["b"], replica_id="r1")
+    desk.server.close(closed)
+    client.sink([delta("a", 0), delta("b", 0), delta("never", 0)])
+    await asyncio.sleep(0)
+    client.report(ReplicaReport(stats=stats(), error=None, num_open=0))
+    await desk.event.wait()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(foreign.take(), 0.01)
+    assert desk.server.num_streams == 1
+
+
+async def test_a_router_that_cannot_be_reached_is_an_error_at_once(desk: Desk) -> None:
+    address = await listen(desk)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+        with pytest.raises(OSError, match="Connect call failed"):
+            await connect(dataclasses.replace(address, port=free), node_id="another node")

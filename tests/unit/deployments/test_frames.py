@@ -1,0 +1,80 @@
+"""What travels between replica and router."""
+
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.frames import (
+    MAX_FRAME_BYTES,
+    BadFrame,
+    FrameKind,
+    FrameReader,
+    Hello,
+    ReplicaReport,
+    decode_deltas,
+    decode_hello,
+    decode_report,
+    encode_deltas,
+    encode_frame,
+    encode_hello,
+    encode_report,
+)
+from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
+from tests.unit.deployments.in_process import stats
+
+DELTA = TokenDelta(
+    rid="a1.0-é\ud7ff",
+    index=2,
+    token_ids=(5, 7),
+    text="naïve 🙂\n",
+    logprobs=(TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (9, -math.inf))),),
+    prompt_logprobs=(TokenLogprob(token_id=1, logprob=None),),
+    usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1, num_retractions=4),
+    finish=Finish(reason=FinishReason.STOP, matched="\n", message=None, http_status=200),
+)
+
+
+def frames(data: bytes) -> list[tuple[FrameKind, bytes]]:
+    return FrameReader().feed(data)
+
+
+def test_deltas_come_back_as_they_were() -> None:
+    [(kind, payload)] = frames(encode_deltas([DELTA, DELTA]))
+    assert kind is FrameKind.DELTAS
+    assert decode_deltas(payload) == [DELTA, DELTA]
+
+
+def test_a_report_and_a_hello_come_back_as_they_were() -> None:
+    report = ReplicaReport(stats=stats(), error="rank 1 died", num_open=3)
+    hello = Hello(token="secret", replica_id="r0")
+    [(_, first), (_, second)] = frames(encode_hello(hello) + encode_report(report))
+    assert decode_hello(first) == hello
+    assert decode_report(second) == report
+
+
+@given(st.lists(st.binary(max_size=50), max_size=5), st.integers(1, 7))
+def test_frames_do_not_depend_on_how_the_stream_is_cut(payloads: list[bytes], size: int) -> None:
+    data = b"".join(encode_frame(FrameKind.DELTAS, payload) for payload in payloads)
+    reader = FrameReader()
+    found = [frame for i in range(0, len(data), size) for frame in reader.feed(data[i : i + size])]
+    assert [payload for _, payload in found] == payloads
+
+
+def test_an_absurd_length_is_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(BadFrame, match="is announced; at most"):
+        frames(struct.pack("<IB", MAX_FRAME_BYTES + 1, FrameKind.DELTAS))
+
+
+@pytest.mark.parametrize("data", [struct.pack("<IB", 0, 99)])
+def test_an_unknown_kind_is_refused(data: bytes) -> None:
+    with pytest.raises(BadFrame, match="frame kind 99 is unknown"):
+        frames(data)
+
+
+@pytest.mark.parametrize("payload", [b"[[1]]", b"{", b"[1]", b'[["a",0,[],"",[1,1,1,0],["what",null,null,1],[],[]]]'])
+def test_what_is_not_deltas_is_a_bad_frame(payload: bytes) -> None:
+    with pytest.raises(BadFrame):
+        decode_deltas(payload)
