@@ -2,7 +2,7 @@
 
     python -m benchmarks                               all parts
     python -m benchmarks --quick --json out.json       a check of every part in under two minutes
-    python -m benchmarks micro kernels                 some parts
+    python -m benchmarks micro                         one part
     python -m benchmarks --url http://127.0.0.1:8000   all parts, and the three workloads against that server
 """
 
@@ -10,11 +10,11 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from benchmarks import kernels, micro, offline, serving
+from benchmarks import micro, offline, serving
 from benchmarks.report import Row, publish
 from benchmarks.scale import FULL, QUICK
 
-PARTS = ("offline", "micro", "kernels", "serving")
+PARTS = ("offline", "micro", "serving")
 
 
 def run(part: str, options: argparse.Namespace) -> list[Row]:
@@ -25,8 +25,6 @@ def run(part: str, options: argparse.Namespace) -> list[Row]:
             return offline.measure(options.model, num_threads=options.threads, scale=scale)
         case "micro":
             return micro_rows((10_000,) if options.quick else (10_000, 100_000, 1_000_000))
-        case "kernels":
-            return kernels.measure(num_threads=options.threads, quick=options.quick)
         case _:
             return serving.measure_all(options.url or "http://127.0.0.1:8000", quick=options.quick)
 

@@ -100,10 +100,9 @@ def publish(rows: Sequence[Row], *, json_path: str | None) -> None:
     """Print the tables; also write JSON where a path is given."""
     show(rows)
     if json_path is not None:
-        command = [f"python -m {__package__}", *sys.argv[1:]]
         path = pathlib.Path(json_path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(to_json(rows, command=command), indent=1) + "\n")
+        path.write_text(json.dumps(to_json(rows, command=sys.orig_argv), indent=1) + "\n")
 
 
 def show(rows: Sequence[Row], *, console: Console | None = None) -> None:
