@@ -25,7 +25,6 @@ from replicas.kernels.simd import (
     load_i32,
     maximum,
     mul,
-    prefetch,
     splat,
     store,
     store1,
@@ -33,10 +32,9 @@ from replicas.kernels.simd import (
     take_next,
 )
 from replicas.kernels.team import barrier, inlined, kernel, struct, team_size, thread_id
-from replicas.kernels.tiles import dot, outer
+from replicas.kernels.tiles import dot, outer_fetch
 
 CHUNK = 128  # tokens; a multiple of 16. Scores of a chunk stay in L1
-STRIP = 4  # tokens computed between two rounds of prefetching
 TASK_BYTES = 8  # (request, chunk) as two int32
 
 DecodeArgs = struct(
@@ -57,10 +55,10 @@ def scratch_floats(num_heads: int) -> int:
 
 
 @inlined
-def attend_chunk(a: Any, row: int, q: int, start: int, end: int, ahead: int, scores: int, partial: int) -> None:
+def attend_chunk(a: Any, row: int, q: int, start: int, end: int, following: int, scores: int, partial: int) -> None:
     """One chunk, all heads: weighted values, maxima and sums of exp(score - maximum) into ``partial``.
 
-    ``ahead`` is this thread's next task, whose keys are fetched meanwhile.
+    Reading keys fetches the values of the same tokens; reading values the keys of ``following``, the thread's next task.
     """
     vector_bytes = a.head_dim * 4
     group_bytes, num_heads = a.group * vector_bytes, a.num_kv_heads * a.group
@@ -70,8 +68,9 @@ def attend_chunk(a: Any, row: int, q: int, start: int, end: int, ahead: int, sco
         length = run_length(a, position, end)
         offset = slot_offset(a, load_i32(a.table + row * a.table_stride + 4 * position))
         for h in range(a.num_kv_heads):
-            keys, values = a.keys + offset + h * a.head_stride, a.values + offset + h * a.head_stride
-            score_run(a, q + h * group_bytes, keys, values, length, scores + h * score_bytes + 4 * (position - start))
+            keys, target = a.keys + offset + h * a.head_stride, scores + h * score_bytes + 4 * (position - start)
+            queries, ahead = q + h * group_bytes, a.values - a.keys
+            dot(a.group, length, a.head_dim, queries, vector_bytes, keys, vector_bytes, target, CHUNK * 4, ahead)
         position += length
     for head in range(num_heads):
         statistic = partial + num_heads * vector_bytes + 8 * head
@@ -80,41 +79,14 @@ def attend_chunk(a: Any, row: int, q: int, start: int, end: int, ahead: int, sco
     while position < end:
         length = run_length(a, position, end)
         offset = slot_offset(a, load_i32(a.table + row * a.table_stride + 4 * position))
-        upcoming = a.keys + slot_offset(a, slot_of_task(a, ahead, position - start))
+        ahead = a.keys + slot_offset(a, slot_of_task(a, following, position - start)) - a.values - offset
         for h in range(a.num_kv_heads):
             weights, values = scores + h * score_bytes + 4 * (position - start), a.values + offset + h * a.head_stride
             target, keep = partial + h * group_bytes, 1 if position > start else 0
-            weigh_run(a, weights, values, upcoming + h * a.head_stride, length, target, keep)
+            outer_fetch(
+                a.group, a.head_dim, length, weights, CHUNK * 4, values, vector_bytes, target, vector_bytes, keep, ahead
+            )
         position += length
-
-
-@inlined
-def score_run(a: Any, q: int, keys: int, upcoming: int, length: int, scores: int) -> None:
-    """Scores of a group's queries with ``length`` keys in a row, while ``upcoming`` is on its way from memory."""
-    vector_bytes = a.head_dim * 4
-    for t in range(0, length, STRIP):
-        count = min(STRIP, length - t)
-        prefetch_strip(upcoming + t * vector_bytes, count * vector_bytes)
-        dot(a.group, count, a.head_dim, q, vector_bytes, keys + t * vector_bytes, vector_bytes, scores + 4 * t, CHUNK * 4)
-
-
-@inlined
-def weigh_run(a: Any, weights: int, values: int, upcoming: int, length: int, target: int, keep: int) -> None:
-    """Add (or with keep = 0, put) the weighted sum of ``length`` values in a row to target [group, D]."""
-    vector_bytes = a.head_dim * 4
-    for t in range(0, length, 2 * STRIP):
-        count = min(2 * STRIP, length - t)
-        prefetch_strip(upcoming + t * vector_bytes, count * vector_bytes)
-        at = values + t * vector_bytes
-        outer(a.group, a.head_dim, count, weights + 4 * t, CHUNK * 4, at, vector_bytes, target, vector_bytes, keep)
-        keep = 1
-
-
-@inlined
-def prefetch_strip(address: int, num_bytes: int) -> None:
-    """Pages lie far apart, where the hardware does not look ahead. Few lines at a time: more would stall the core."""
-    for i in range(0, num_bytes, 64):
-        prefetch(address + i)
 
 
 @inlined
@@ -185,9 +157,8 @@ def decode(pointer: Any) -> None:
         request, chunk = load_i32(a.tasks + TASK_BYTES * task), load_i32(a.tasks + TASK_BYTES * task + 4)
         start = chunk * CHUNK
         end = min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
-        ahead = following if following < a.num_tasks else task
         row, q = load_i32(a.rows + 4 * request), a.q + request * a.q_stride
-        attend_chunk(a, row, q, start, end, ahead, scores, a.partial + task * partial_bytes)
+        attend_chunk(a, row, q, start, end, min(following, a.num_tasks - 1), scores, a.partial + task * partial_bytes)
         task = following
     barrier()
     request = take_next(a.merge_counter)

@@ -67,10 +67,17 @@ class Team:
         if num_threads < 1:
             raise ValueError(f"num_threads = {num_threads}; allowed: 1 or more")
         self.num_threads = num_threads
+        self._scratch = torch.empty(0)
 
     def run(self, function: Kernel, arguments: ctypes.Structure) -> None:
         """Run the kernel on all threads and wait for them. ``arguments`` is a ``function.arguments``."""
         _PARALLEL(function.address, ctypes.addressof(arguments), self.num_threads, 0)
+
+    def scratch(self, floats: int) -> int:
+        """Address of memory that is the kernels' until the next `scratch`; grows, never shrinks."""
+        if self._scratch.numel() < floats:
+            self._scratch = torch.empty(floats)
+        return self._scratch.data_ptr()
 
 
 def _openmp() -> ctypes.CDLL:

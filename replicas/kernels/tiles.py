@@ -10,15 +10,17 @@ Thread:    any; inside kernels only. Addresses and strides are in bytes, sizes i
 from replicas.kernels.simd import W, dot_tile, outer_tile
 from replicas.kernels.team import inlined
 
-_OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(rows, 4) for rows in (6, 4, 3, 2, 1))
-_OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(rows, 1) for rows in (6, 3, 1))
+_OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(r, 4, fetches=False) for r in (6, 4, 3, 2, 1))
+_OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(r, 1, fetches=False) for r in (6, 3, 1))
+_FETCH_4X4, _FETCH_3X4, _FETCH_1X4 = (outer_tile(r, 4, fetches=True) for r in (4, 3, 1))
+_FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (3, 1))
 _DOT_4X4, _DOT_3X4, _DOT_2X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 3, 2, 1))
 _DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
 
 
 @inlined
 def outer(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, keep: int) -> None:
-    """c[m, n] = a[m, k] @ b[k, n], added to c where ``keep`` is 1; n is a multiple of 16."""
+    """c[m, n] = a[m, k] @ b[k, n], added to c where ``keep`` is 1; n is a multiple of 16, b lies in cache."""
     column = 0
     while column < n:
         wide = n - column >= 4 * W
@@ -63,8 +65,36 @@ def _outer_narrow(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: in
 
 
 @inlined
-def dot(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int) -> None:
-    """c[m, n] = a[m, k] @ b[n, k].T; k is a multiple of 16. Each four rows of b are read once from memory."""
+def outer_fetch(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, keep: int, ahead: int) -> None:
+    """`outer` for few rows and b in memory: meanwhile asks for what lies ``ahead`` bytes behind b."""
+    column = 0
+    while column < n:
+        wide = n - column >= 4 * W
+        b_at, row = b + 4 * column, 0
+        while row < m:
+            a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
+            if wide and left >= 4:
+                _FETCH_4X4(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
+                row += 4
+            elif wide and left == 3:
+                _FETCH_3X4(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
+                row += 3
+            elif wide:
+                _FETCH_1X4(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
+                row += 1
+            elif left >= 3:
+                _FETCH_3X1(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
+                row += 3
+            else:
+                _FETCH_1X1(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
+                row += 1
+        column += 4 * W if wide else W
+
+
+@inlined
+def dot(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, ahead: int) -> None:
+    """c[m, n] = a[m, k] @ b[n, k].T; k is a multiple of 16. Each four rows of b are read once from memory;
+    meanwhile asks for what lies ``ahead`` bytes behind them."""
     column = 0
     while column < n:
         wide = n - column >= 4
@@ -72,26 +102,26 @@ def dot(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc:
         while row < m:
             a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
             if wide:
-                row += _dot_wide(left, a_at, lda, b_at, ldb, c_at, ldc, k)
+                row += _dot_wide(left, a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
             elif left >= 4:
-                _DOT_4X1(a_at, lda, b_at, ldb, c_at, ldc, k)
+                _DOT_4X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
                 row += 4
             else:
-                _DOT_1X1(a_at, lda, b_at, ldb, c_at, ldc, k)
+                _DOT_1X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
                 row += 1
         column += 4 if wide else 1
 
 
 @inlined
-def _dot_wide(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int) -> int:
+def _dot_wide(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int) -> int:
     if rows >= 4:
-        _DOT_4X4(a, lda, b, ldb, c, ldc, k)
+        _DOT_4X4(a, lda, b, ldb, c, ldc, k, ahead)
         return 4
     if rows == 3:
-        _DOT_3X4(a, lda, b, ldb, c, ldc, k)
+        _DOT_3X4(a, lda, b, ldb, c, ldc, k, ahead)
         return 3
     if rows == 2:
-        _DOT_2X4(a, lda, b, ldb, c, ldc, k)
+        _DOT_2X4(a, lda, b, ldb, c, ldc, k, ahead)
         return 2
-    _DOT_1X4(a, lda, b, ldb, c, ldc, k)
+    _DOT_1X4(a, lda, b, ldb, c, ldc, k, ahead)
     return 1
