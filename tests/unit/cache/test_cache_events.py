@@ -1,0 +1,74 @@
+import numpy as np
+
+from kvtransfer.pages import page_keys
+from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
+from replicas.cache.radix import RadixCache
+
+PROMPT = np.arange(8, dtype=np.int32)
+KEYS = page_keys(PROMPT, 2, "s").tolist()
+
+
+def recorded() -> tuple[RadixCache, EventLog]:
+    log = EventLog()
+    cache = RadixCache(2, events=log)
+    cache.insert(PROMPT[:4], np.array([1, 2], dtype=np.int32), "s")
+    cache.insert(PROMPT, np.array([5, 6, 3, 4], dtype=np.int32), "s")
+    return cache, log
+
+
+def test_only_new_pages_are_told_with_the_key_that_they_follow() -> None:
+    """SPEC E17."""
+    _, log = recorded()
+    first, second = log.drain()
+    assert isinstance(first, PagesStored)
+    assert isinstance(second, PagesStored)
+    assert (first.seq, first.keys.tolist(), first.parent_key) == (1, KEYS[:2], None)
+    assert (second.seq, second.keys.tolist(), second.parent_key) == (2, KEYS[2:], KEYS[1])
+    assert (second.page_size, second.token_ids.tolist()) == (2, [4, 5, 6, 7])
+    assert log.drain() == ()
+
+
+def test_a_split_tells_nothing_and_keeps_the_keys_chained() -> None:
+    cache, log = recorded()
+    log.drain()
+    cache.match_prefix(PROMPT[:6], "s")
+    assert log.drain() == ()
+    cache.insert(np.array([0, 1, 2, 3, 4, 5, 9, 9], dtype=np.int32), np.array([0, 0, 0, 7], dtype=np.int32), "s")
+    (stored,) = log.drain()
+    assert isinstance(stored, PagesStored)
+    assert stored.parent_key == KEYS[2]
+    cache.check()
+
+
+def test_evicted_pages_and_a_reset_are_told() -> None:
+    cache, log = recorded()
+    log.drain()
+    cache.evict(1)
+    cache.evict(2)
+    cache.reset()
+    tail, rest_of_leaf, next_leaf, cleared = log.drain()
+    assert isinstance(tail, PagesRemoved)
+    assert isinstance(rest_of_leaf, PagesRemoved)
+    assert isinstance(next_leaf, PagesRemoved)
+    assert [event.keys.tolist() for event in (tail, rest_of_leaf, next_leaf)] == [[KEYS[3]], [KEYS[2]], [KEYS[1]]]
+    assert isinstance(cleared, AllCleared)
+    assert cleared.seq == log.seq == 6
+
+
+def test_lost_events_show_as_a_gap_and_a_snapshot_fills_it() -> None:
+    log = EventLog(capacity=1)
+    cache = RadixCache(2, events=log)
+    cache.insert(PROMPT[:4], np.array([1, 2], dtype=np.int32), "s")
+    cache.insert(PROMPT, np.array([1, 2, 3, 4], dtype=np.int32), "s")
+    (left,) = log.drain()
+    assert left.seq == 2  # 1 is missing
+    snapshot = cache.snapshot()
+    assert snapshot.seq == 2
+    assert [run.keys.tolist() for run in snapshot.stored] == [KEYS[:2], KEYS[2:]]
+    assert [run.parent_key for run in snapshot.stored] == [None, KEYS[1]]
+
+
+def test_nothing_is_hashed_when_nobody_listens() -> None:
+    cache = RadixCache(2)
+    cache.insert(PROMPT, np.array([1, 2, 3, 4], dtype=np.int32), "s")
+    assert cache.match_prefix(PROMPT, "s").node.page_keys is None

@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+
+from replicas.errors import PagesExhausted
+from replicas.memory.allocator import PagedTokenToKVPoolAllocator
+
+
+def test_the_first_pages_after_the_dummy_go_out_first() -> None:
+    """SPEC D03: with pages of 4, the first 8 tokens live in slots 4 to 11. SPEC K9: page 0 is never handed out."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=4, page_size=4)
+    assert pages.pages_to_slots(pages.alloc(2, rid="a")).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert pages.alloc(2, rid="a").tolist() == [3, 4]
+    pages.check()
+
+
+def test_failed_alloc_takes_nothing_and_says_what_to_do() -> None:
+    pages = PagedTokenToKVPoolAllocator(num_pages=4, page_size=16)
+    held = pages.alloc(3, rid="a")
+    with pytest.raises(PagesExhausted, match="request b needs 2 pages, 1 of 4 are free: evict 1"):
+        pages.alloc(2, rid="b")
+    assert pages.num_free == 1  # all or nothing
+    pages.free(held)
+    pages.check()
+
+
+def test_available_is_told_in_tokens() -> None:
+    """SPEC K14."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=4, page_size=16)
+    pages.alloc(1, rid="a")
+    assert (pages.num_free, pages.available_tokens) == (3, 48)
+
+
+def test_extend_fills_the_last_page_then_takes_whole_pages_then_begins_one() -> None:
+    """SPEC D05: pages of 4; 6 tokens are there, up to slot 9; 9 more take 2 + 4 + 3 slots."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=8, page_size=4)
+    assert pages.alloc_extend(0, 6, -1, rid="a").tolist() == [4, 5, 6, 7, 8, 9]
+    assert pages.alloc_extend(6, 15, 9, rid="a").tolist() == [10, 11, 12, 13, 14, 15, 16, 17, 18]
+    assert pages.num_free == 4
+    assert pages.alloc_extend(15, 16, 18, rid="a").tolist() == [19]  # fits the page: none is taken
+    assert pages.num_free == 4
+    pages.check()
+
+
+def test_failed_extend_takes_nothing() -> None:
+    """SPEC D06."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=3, page_size=4)
+    pages.alloc_extend(0, 6, -1, rid="a")
+    with pytest.raises(PagesExhausted, match="needs 2 pages, 1 of 3"):
+        pages.alloc_extend(6, 13, 9, rid="a")
+    assert pages.num_free == 1
+    pages.check()
+
+
+def test_extend_refuses_a_last_slot_that_does_not_fit_the_prefix() -> None:
+    """SPEC D06: (last slot + 1) and the prefix agree modulo the page."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=3, page_size=4)
+    with pytest.raises(AssertionError, match="slot 10 is not at 5"):
+        pages.alloc_extend(6, 7, 10, rid="a")
+
+
+def test_decode_takes_a_page_only_where_the_last_is_full() -> None:
+    """SPEC D07: lengths 5 (begins a page), 7 and 1 (the first token)."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=8, page_size=4)
+    pages.alloc(3, rid="held")
+    seq_lens, last_slots = np.array([5, 7, 1], dtype=np.int32), np.array([7, 13, -1], dtype=np.int32)
+    slots = pages.alloc_decode(seq_lens, last_slots)
+    assert slots.tolist() == [16, 14, 20]
+    assert pages.num_free == 3
+    pages.check()
+
+
+def test_failed_decode_takes_nothing() -> None:
+    pages = PagedTokenToKVPoolAllocator(num_pages=1, page_size=4)
+    with pytest.raises(PagesExhausted, match="needs 2 pages, 1 of 1"):
+        pages.alloc_decode(np.array([1, 1], dtype=np.int32), np.array([-1, -1], dtype=np.int32))
+    assert pages.num_free == 1
+    pages.check()
+
+
+def test_a_page_of_one_token_is_a_slot() -> None:
+    """SPEC D01."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=8, page_size=1)
+    assert pages.alloc_extend(0, 3, -1, rid="a").tolist() == [1, 2, 3]
+    slots = pages.alloc_decode(np.array([4, 1], dtype=np.int32), np.array([3, -1], dtype=np.int32))
+    assert slots.tolist() == [4, 5]
+    pages.check()
+
+
+def test_freeing_twice_is_noticed_and_frees_nothing() -> None:
+    pages = PagedTokenToKVPoolAllocator(num_pages=4, page_size=4)
+    held = pages.alloc(2, rid="a")
+    for wrong, message in (([1, 1], "named twice"), ([1, 3], "are not held"), ([0], "not all in 1..4")):
+        with pytest.raises(AssertionError, match=message):
+            pages.free(wrong)
+        assert pages.num_free == 2
+    pages.free(held)
+    with pytest.raises(AssertionError, match="double free"):
+        pages.free(held)
+    pages.check()
+
+
+def test_a_free_group_gives_back_at_its_end() -> None:
+    """SPEC D02."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=4, page_size=4)
+    pages.alloc(4, rid="a")
+    pages.free_group_begin()
+    pages.free([1])
+    pages.free([2, 3])
+    assert pages.num_free == 0
+    pages.check()
+    with pytest.raises(AssertionError, match="double free"):
+        pages.free([2])
+    pages.free_group_end()
+    assert pages.num_free == 3
+    pages.check()
