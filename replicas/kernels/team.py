@@ -11,6 +11,7 @@ Thread:    any; the interpreter lock is released while a kernel runs. Each calli
 import ctypes
 import functools
 import pathlib
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -67,17 +68,18 @@ class Team:
         if num_threads < 1:
             raise ValueError(f"num_threads = {num_threads}; allowed: 1 or more")
         self.num_threads = num_threads
-        self._scratch = torch.empty(0)
+        self._local = threading.local()
 
     def run(self, function: Kernel, arguments: ctypes.Structure) -> None:
         """Run the kernel on all threads and wait for them. ``arguments`` is a ``function.arguments``."""
         _PARALLEL(function.address, ctypes.addressof(arguments), self.num_threads, 0)
 
     def scratch(self, floats: int) -> int:
-        """Address of memory that is the kernels' until the next `scratch`; grows, never shrinks."""
-        if self._scratch.numel() < floats:
-            self._scratch = torch.empty(floats)
-        return self._scratch.data_ptr()
+        """Address of memory for kernels that this thread starts, until its next `scratch`; grows, never shrinks."""
+        if getattr(self._local, "floats", 0) < floats:
+            self._local.floats, self._local.memory = floats, torch.empty(floats)
+        memory: torch.Tensor = self._local.memory
+        return memory.data_ptr()
 
 
 def _openmp() -> ctypes.CDLL:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.layers.layer import Layer, Put
-from replicas.layers.linear import Matmul
+from replicas.layers.matmul import Matmul
 from replicas.parallel import TpGroup
 
 

@@ -1,7 +1,6 @@
 """Linear layers, split over the tensor-parallel ranks by output (column) or by input (row).
 
-Owns:      which slice of a whole weight each rank keeps, fusing of weights that see the same input, and ``Matmul``, the
-           one place where a layer multiplies: a faster product for a device goes there.
+Owns:      which slice of a whole weight each rank keeps, and fusing of weights that see the same input.
 Never:     copies a weight that needs neither slicing nor fusing: on CPU it stays a view of the mapped file.
 Invariant: column-parallel output and row-parallel input are the same slice; row-parallel output is equal on all ranks.
 Source:    Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3.
@@ -10,32 +9,11 @@ Source:    Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3.
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.layers.layer import Layer, Put
+from replicas.layers.matmul import Matmul
 from replicas.parallel import TpGroup
-
-
-class Matmul:
-    """``x @ weight.T + bias``."""
-
-    def __init__(self) -> None:
-        self.weight: Tensor | None = None  # [out, in]
-        self.bias: Tensor | None = None  # [out]
-
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the final weight [out, in] and bias [out], on their device and in their dtype. Called once."""
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
-        assert self.weight is not None, "finalize() comes before the first call"
-        return F.linear(x, self.weight, self.bias)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
 
 
 class _Linear(Layer):
