@@ -1,0 +1,218 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replicas.cache.kv import KvCache
+from replicas.errors import InvalidRequest, PagesExhausted, RowsExhausted
+from replicas.request import Req
+from replicas.types import GenerateRequest, SamplingParams
+
+
+def make(**changes: Any) -> KvCache:
+    return KvCache(**({"num_pages": 8, "page_size": 4, "max_requests": 4, "context_len": 64} | changes))
+
+
+def request(rid: str, tokens: list[int], *, salt: str = "", prompt_logprobs_from: int | None = None) -> Req:
+    wire = GenerateRequest(
+        rid=rid,
+        token_ids=np.array(tokens, dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=32),
+        cache_salt=salt,
+        prompt_logprobs_from=prompt_logprobs_from,
+    )
+    return Req.make(wire, index=0, now_s=0.0, eos_ids=frozenset())
+
+
+def prefill(kv: KvCache, req: Req, length: int | None = None) -> list[int]:
+    """Admit if need be, take slots for ``length`` tokens, compute and commit them. Returns the slots."""
+    if req.holding is None:
+        kv.admit(req)
+    slots = kv.extend(req, length or req.num_tokens)
+    req.computed_len = length or req.num_tokens
+    kv.commit(req)
+    return slots.tolist()
+
+
+def decode(kv: KvCache, *reqs: Req) -> list[int]:
+    """A sampled token each, and a slot for it."""
+    for req in reqs:
+        req.append(100 + req.num_tokens)
+    slots = kv.extend_decode(reqs)
+    for req in reqs:
+        req.computed_len = req.num_tokens
+    return slots.tolist()
+
+
+def pages(kv: KvCache) -> tuple[int, int, int, int]:
+    stats = kv.stats()
+    return stats.free_pages, stats.evictable_pages, stats.protected_pages, stats.reserved_pages
+
+
+def test_three_requests_that_share_a_token_decode_together() -> None:
+    """SPEC E18 (S1's examples), corrected as K3, K5, K6 say: one shared token, two own each, one slot each a step."""
+    kv = make(page_size=1, num_pages=16)
+    first = request("first", [7, 8])
+    prefill(kv, first)
+    kv.release(first, keep=True)
+    a, b, c = (request(name, [7, 10 * i, 11 * i]) for i, name in enumerate("abc", start=1))
+    assert [kv.admit(req) for req in (a, b, c)] == [1, 1, 1]
+    slots = [prefill(kv, req) for req in (a, b, c)]
+    assert [len(new) for new in slots] == [2, 2, 2]
+    kv.check([a, b, c])
+    assert len(set(decode(kv, a, b, c))) == 3
+    assert [req.holding.kv_len for req in (a, b, c) if req.holding] == [4, 4, 4]  # 4 slots for 4 tokens
+    kv.check([a, b, c])
+    for req in (a, b, c):
+        kv.release(req, keep=True)
+    assert pages(kv) == (16 - 11, 11, 0, 0)  # 7, 8, and three tokens of each
+    kv.check([])
+
+
+def test_a_second_request_reuses_whole_pages_but_runs_at_least_one_token() -> None:
+    """SPEC E08: ten tokens leave two whole pages; the tail is freed. Eight equal tokens reuse one page, not two."""
+    kv = make()
+    first = request("a", list(range(10)))
+    prefill(kv, first)
+    kv.release(first, keep=True)
+    assert (first.holding, first.computed_len, pages(kv)) == (None, 0, (6, 2, 0, 0))
+    equal, longer = request("b", list(range(8))), request("c", list(range(9)))
+    assert (kv.admit(equal), kv.admit(longer)) == (4, 8)
+    assert (longer.computed_len, pages(kv)) == (8, (6, 0, 2, 0))
+    kv.check([equal, longer])
+
+
+def test_tokens_whose_successors_logprob_is_wanted_are_run_again() -> None:
+    """The logprob of position 6 comes out of running position 5: at most 5 tokens, one page of 4, may be reused."""
+    kv = make()
+    first = request("a", list(range(12)))
+    prefill(kv, first)
+    assert kv.admit(request("b", list(range(12)), prompt_logprobs_from=6)) == 4
+    assert kv.admit(request("c", list(range(12)), prompt_logprobs_from=0)) == 0
+
+
+def test_commit_swaps_the_requests_duplicates_for_the_trees_pages() -> None:
+    """SPEC E09, K5: both computed [0, 8); the second frees its two pages and its row walks through the first's."""
+    kv = make()
+    a, b = request("a", list(range(10))), request("b", list(range(10)))
+    kv.admit(a)
+    kv.admit(b)
+    slots = {req.rid: kv.extend(req, 10).tolist() for req in (a, b)}
+    assert pages(kv) == (2, 0, 0, 6)
+    kv.drain_table_writes()
+    for req in (a, b):
+        req.computed_len = 10
+        kv.commit(req)
+    assert b.holding is not None
+    assert b.holding.prefix_len == 8
+    writes = [(row, start, new.tolist()) for row, start, new in kv.drain_table_writes()]
+    assert writes == [(b.holding.row, 0, slots["a"][:8])]
+    assert pages(kv) == (4, 0, 2, 2)  # the tails stay with their requests
+    kv.check([a, b])
+
+
+def test_a_prompt_in_chunks_is_committed_as_it_grows() -> None:
+    """SPEC E09, E14: the partial page of the first chunk is filled by the second."""
+    kv = make()
+    req = request("a", list(range(12)))
+    assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
+    assert kv.peek_len(req.ids[:12], "") == 4
+    assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
+    assert kv.peek_len(req.ids[:12], "") == 12
+    assert pages(kv) == (5, 0, 3, 0)
+    kv.check([req])
+
+
+def test_extend_evicts_what_nobody_uses_before_it_fails() -> None:
+    """SPEC D10: evict first, fail with the pool's state, take nothing."""
+    kv = make()
+    old = request("old", list(range(100, 124)))
+    prefill(kv, old)
+    kv.release(old, keep=True)
+    req = request("new", list(range(40)))
+    kv.admit(req)
+    kv.extend(req, 16)  # 4 pages: 2 were free
+    assert (kv.evicted_tokens, pages(kv)) == (8, (0, 4, 0, 4))
+    with pytest.raises(PagesExhausted, match=r"request new needs 5 pages .* 0 are free, 4 evictable, 0 protected and 4"):
+        kv.extend(req, 36)
+    assert (kv.evicted_tokens, kv.alloc_failures, pages(kv)) == (8, 1, (0, 4, 0, 4))
+    kv.check([req])
+
+
+def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
+    """SPEC D07, K2, K3."""
+    kv = make(num_pages=3)
+    a, b = request("a", [1, 2, 3, 4]), request("b", [5, 6, 7, 8])
+    for req in (a, b):
+        prefill(kv, req)
+        req.append(9)
+    assert kv.pages_needed_decode([a, b]) == 2
+    with pytest.raises(PagesExhausted, match="decode batch of 2 needs 2 pages"):
+        kv.extend_decode([a, b])
+    assert [req.holding.kv_len for req in (a, b) if req.holding] == [4, 4]
+    kv.check([a, b])
+    assert kv.extend_decode([a]).tolist() == [12]
+    kv.check([a, b])
+
+
+def test_no_row_left_takes_nothing() -> None:
+    """SPEC D09."""
+    kv = make(max_requests=1)
+    a, b = request("a", [1, 2]), request("b", [3, 4])
+    kv.admit(a)
+    with pytest.raises(RowsExhausted, match="max_running_requests"):
+        kv.admit(b)
+    assert b.holding is None
+    kv.check([a])
+
+
+def test_release_without_keeping_frees_what_is_private_and_no_more() -> None:
+    """SPEC F17: what a shared prefix holds stays."""
+    kv = make()
+    req = request("a", list(range(12)))
+    prefill(kv, req, 4)
+    kv.extend(req, 12)
+    req.computed_len = 12
+    kv.release(req, keep=False)
+    assert pages(kv) == (7, 1, 0, 0)
+    kv.check([])
+
+
+def test_flush_empties_the_cache_unless_someone_holds_pages() -> None:
+    kv = make()
+    req = request("busy", list(range(12)))
+    prefill(kv, req)
+    with pytest.raises(InvalidRequest, match="in use by busy"):
+        kv.flush()
+    kv.release(req, keep=True)
+    kv.flush()
+    assert pages(kv) == (8, 0, 0, 0)
+    kv.check([])
+
+
+def test_without_a_prefix_cache_nothing_outlives_a_request() -> None:
+    """SPEC E16."""
+    kv = make(prefix_cache="chunk")
+    req = request("a", list(range(12)))
+    assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
+    assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
+    assert (pages(kv), kv.reuses_prefixes) == ((5, 0, 0, 3), False)
+    kv.check([req])
+    kv.release(req, keep=True)
+    assert pages(kv) == (8, 0, 0, 0)
+    assert kv.admit(request("b", list(range(12)))) == 0
+
+
+def test_events_are_told_only_when_asked_for() -> None:
+    for record, seq in ((True, 1), (False, 0)):
+        kv = make(record_events=record)
+        prefill(kv, request("a", list(range(8))))
+        assert (kv.event_seq, len(kv.drain_events()), len(kv.snapshot().stored)) == (seq, seq, seq)
+
+
+def test_a_lost_page_is_noticed() -> None:
+    """The leak check can fail (SPEC D16)."""
+    kv = make()
+    kv._allocator.alloc(1, rid="leak")
+    with pytest.raises(AssertionError, match="a page is lost or in two places"):
+        kv.check([])
