@@ -3,8 +3,7 @@
 import argparse
 import sys
 
-from deployments.serve import read, run
-from replicas.errors import InvalidConfig
+from deployments import ray_env
 
 DEFAULT = "serve_config.yaml"
 
@@ -16,15 +15,10 @@ def main() -> int:
         command = commands.add_parser(name, help=help_text)
         command.add_argument("config", nargs="?", default=DEFAULT, help=f"settings file ({DEFAULT})")
     args = parser.parse_args()
-    if args.command == "serve":
-        return run(args.config)
-    try:
-        read(args.config)
-    except (OSError, ValueError, InvalidConfig) as error:
-        print(f"{args.config} cannot be served:\n{error}", file=sys.stderr)
-        return 2
-    print(f"{args.config} is in order")
-    return 0
+    ray_env.prepare()
+    from deployments import serve  # imports Ray, which reads the environment
+
+    return serve.run(args.config) if args.command == "serve" else serve.check(args.config)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from typing import cast
 
 from deployments.channel_server import ChannelAddress
 from deployments.frames import Hello, ReplicaReport, encode_deltas, encode_hello, encode_report
@@ -72,9 +73,8 @@ class ChannelClient(asyncio.Protocol):
             return len(self._waiting)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.lost:

@@ -13,6 +13,7 @@ import ray
 from ray import serve
 from ray.util import get_current_placement_group
 
+from deployments import logs
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaInfo
@@ -32,6 +33,7 @@ class ModelReplica:
     """Made by app.py; its methods are `Leases`, called by ray_leases.py."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        logs.into_serve()
         config = parse(settings)
         context = ray.get_runtime_context()
         engine = load_engine(

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments import membership
+from deployments import logs, membership
 from deployments.channel_server import ChannelServer
 from deployments.dispatch import Dispatcher
 from deployments.fleet import Fleet
@@ -49,6 +49,7 @@ class RouterIngress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: dict[str, Any], replicas: DeploymentHandle
     ) -> None:
+        logs.into_serve()
         config = parse(settings)
         context = ray.get_runtime_context()
         router = Router(policy=config.router.policy, rng=Random(secrets.randbits(64)), clock=time.monotonic)

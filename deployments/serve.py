@@ -1,4 +1,4 @@
-"""``python -m deployments serve CONFIG``: what ``serve run`` does, with progress, and an end that leaves nothing behind.
+"""``python -m deployments serve CONFIG``: what ``serve run`` does, with progress and an end that leaves nothing.
 
 Owns:      the local Ray it starts (none when RAY_ADDRESS names a cluster) and the Serve applications of the file.
 Invariant: Ctrl-C, SIGTERM or a failed start stop all that it started.
@@ -10,7 +10,6 @@ Thread:    the main thread.
 import contextlib
 import json
 import os
-import secrets
 import signal
 import sys
 import time
@@ -46,7 +45,7 @@ def run(config_path: str) -> int:
     except (OSError, ValueError, InvalidConfig) as error:
         print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)
+    _listen_for_the_end()
     try:
         with contextlib.suppress(KeyboardInterrupt), _ray(say):
             ready = _deploy(schema, configs, say)
@@ -56,6 +55,17 @@ def run(config_path: str) -> int:
         say("stopped")
     except KeyboardInterrupt:
         print("stopped at once", file=sys.stderr)
+    return 0
+
+
+def check(config_path: str) -> int:
+    """Say whether ``config_path`` can be served; the exit status."""
+    try:
+        read(config_path)
+    except (OSError, ValueError, InvalidConfig) as error:
+        print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
+        return 2
+    print(f"{config_path} is in order")
     return 0
 
 
@@ -85,9 +95,6 @@ def _ray(say: Callable[[str], None]) -> Iterator[None]:
     ours = "RAY_ADDRESS" not in os.environ
     if ours:
         say("starting Ray on this machine")
-        if "RAY_AUTH_MODE" not in os.environ:  # unset, it depends on files that are lying around
-            os.environ["RAY_AUTH_MODE"] = "token"
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         ray.init(
             address="local",
             namespace="serve",
@@ -98,6 +105,7 @@ def _ray(say: Callable[[str], None]) -> Iterator[None]:
     else:
         say(f"connecting to Ray at {os.environ['RAY_ADDRESS']}")
         ray.init(address="auto", namespace="serve", log_to_driver=False)
+    _listen_for_the_end()  # Ray has set its own
     try:
         yield
     finally:
@@ -170,6 +178,11 @@ def curl(url: str, model: str) -> str:
     message = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": model, "messages": [message], "max_tokens": 32})
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _listen_for_the_end() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with Ctrl-C ignored
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(*_: Any) -> None:

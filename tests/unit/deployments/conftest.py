@@ -1,4 +1,4 @@
-"""The HTTP app, the dispatcher, the channel and a real engine on the embedded model, in this process; only Ray is absent."""
+"""HTTP app, dispatcher, channel and a real engine on the embedded model in this process; only Ray is absent."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

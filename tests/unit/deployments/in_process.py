@@ -175,7 +175,9 @@ def token(request: GenerateRequest, index: int, position: int, finish: Finish | 
     )
 
 
-def ask(*, rid: str = "a1.0-me", max_new_tokens: int = 8, n: int = 1, deadline_s: float | None = None) -> GenerateRequest:
+def ask(
+    *, rid: str = "a1.0-me", max_new_tokens: int = 8, n: int = 1, deadline_s: float | None = None
+) -> GenerateRequest:
     """A request of 4 prompt tokens."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens, n=n, seed=7)
     return GenerateRequest(
