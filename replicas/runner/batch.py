@@ -20,11 +20,18 @@ class DeviceTable:
 
     def __init__(self, num_rows: int, row_len: int, device: torch.device) -> None:
         self.slots = torch.zeros((num_rows, row_len), dtype=torch.int32, device=device)  # [R, C]
+        self._host = self.slots.numpy() if device.type == "cpu" else None  # the same memory, quicker to write
 
     def apply(self, writes: tuple[TableWrite, ...]) -> None:
-        for write in writes:
-            end = write.start + len(write.slots)
-            self.slots[write.row, write.start : end] = torch.from_numpy(np.ascontiguousarray(write.slots))
+        if self._host is not None:
+            for write in writes:
+                self._host[write.row, write.start : write.start + len(write.slots)] = write.slots
+        elif writes:
+            width = self.slots.shape[1]
+            cells = [np.arange(len(write.slots)) + (write.row * width + write.start) for write in writes]
+            values = torch.from_numpy(np.concatenate([write.slots for write in writes]))
+            index = torch.from_numpy(np.concatenate(cells)).to(self.slots.device)
+            self.slots.view(-1).index_copy_(0, index, values.to(self.slots.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
