@@ -82,6 +82,12 @@ class Team:
         return memory.data_ptr()
 
 
+@functools.cache
+def team(num_threads: int) -> Team:
+    """The process's team of that size: kernels of all layers run one after the other on it."""
+    return Team(num_threads)
+
+
 def _openmp() -> ctypes.CDLL:
     """The OpenMP library in torch's process: by its plain name when torch loaded it so, else the file torch ships.
 

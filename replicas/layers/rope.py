@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replicas.kernels import elementwise
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
@@ -22,6 +24,8 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads, D] -> the same, rotated; a fresh tensor."""
+        if elementwise.serves(x, multiple=2 * elementwise.W):
+            return elementwise.rotate(x, self.cos, self.sin)
         return (x * self.cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), self.sin)
 
 

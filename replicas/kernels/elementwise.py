@@ -1,0 +1,112 @@
+"""What stands between the matrix products, in one pass each: RMS norm, SiLU times up, rotary embedding. fp32 in memory.
+
+Owns:      the kernels, and how tokens are shared among threads: few floats are not worth waking a second one.
+Never:     changes its inputs; results are fresh tensors.
+Invariant: a token's result does not depend on the other tokens.
+Thread:    any.
+"""
+
+import math
+from typing import Any
+
+import torch
+from numba import carray
+from torch import Tensor
+
+from replicas.kernels.simd import W, add, div, exp, fma, hsum, load, mul, splat, store
+from replicas.kernels.team import Kernel, inlined, kernel, struct, team, team_size, thread_id
+
+FLOATS_PER_THREAD = 32 << 10  # a thread less for every so many floats that are missing; 32 K take ~5 us
+
+# x is [tokens, heads, size]: heads of a token lie one behind the other, tokens x_stride bytes apart; out is contiguous
+VectorArgs = struct("VectorArgs", "x x_stride out tokens heads size weight cos sin", floats="eps")
+
+
+@kernel(VectorArgs)
+def _rms_norm(pointer: Any) -> None:
+    a = carray(pointer, 1)[0]
+    me, threads = thread_id(), team_size()
+    for t in range(a.tokens * me // threads, a.tokens * (me + 1) // threads):
+        for h in range(a.heads):
+            x, out = a.x + t * a.x_stride + h * a.size * 4, a.out + (t * a.heads + h) * a.size * 4
+            squares = splat(0.0)
+            for i in range(0, a.size * 4, 4 * W):
+                value = load(x + i)
+                squares = fma(value, value, squares)
+            factor = splat(1.0 / math.sqrt(hsum(squares) / a.size + a.eps))
+            for i in range(0, a.size * 4, 4 * W):
+                store(out + i, mul(mul(load(x + i), factor), load(a.weight + i)))
+
+
+@kernel(VectorArgs)
+def _silu_mul(pointer: Any) -> None:
+    """x is [tokens, 2, size]: gate, then up."""
+    a = carray(pointer, 1)[0]
+    me, threads = thread_id(), team_size()
+    for t in range(a.tokens * me // threads, a.tokens * (me + 1) // threads):
+        gate, out = a.x + t * a.x_stride, a.out + t * a.size * 4
+        for i in range(0, a.size * 4, 4 * W):
+            value = load(gate + i)
+            sigmoid = div(splat(1.0), add(splat(1.0), exp(mul(value, splat(-1.0)))))
+            store(out + i, mul(mul(value, sigmoid), load(gate + a.size * 4 + i)))
+
+
+@inlined
+def _rotate_half(x: int, other: int, cos: int, sin: int, out: int, num_bytes: int) -> None:
+    for i in range(0, num_bytes, 4 * W):
+        store(out + i, fma(load(x + i), load(cos + i), mul(load(other + i), load(sin + i))))
+
+
+@kernel(VectorArgs)
+def _rotate(pointer: Any) -> None:
+    """out = x * cos + (x's halves swapped) * sin, with one row of cos and sin a token."""
+    a = carray(pointer, 1)[0]
+    me, threads = thread_id(), team_size()
+    half = a.size * 2  # bytes
+    for t in range(a.tokens * me // threads, a.tokens * (me + 1) // threads):
+        cos, sin = a.cos + t * a.size * 4, a.sin + t * a.size * 4
+        for h in range(a.heads):
+            x, out = a.x + t * a.x_stride + h * a.size * 4, a.out + (t * a.heads + h) * a.size * 4
+            _rotate_half(x, x + half, cos, sin, out, half)
+            _rotate_half(x + half, x, cos + half, sin + half, out + half, half)
+
+
+def serves(x: Tensor, *, multiple: int = W) -> bool:
+    """Whether the kernels can read x [T, size] or [T, heads, size]; ``multiple``: what size must be a multiple of."""
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.shape[-1] % multiple == 0
+        and x.stride(-1) == 1
+        and (x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2]))
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, size] or [T, heads, size] over its root mean square, times weight [size] (contiguous)."""
+    out = torch.empty(x.shape)
+    _run(_rms_norm, x, out, weight=weight.data_ptr(), eps=eps)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 size] -> silu(first half) * second half, [T, size]."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _run(_silu_mul, gate_up, out)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D] rotated by cos, sin [T, 1, D] (contiguous, sin's first half negated)."""
+    out = torch.empty(x.shape)
+    _run(_rotate, x, out, cos=cos.data_ptr(), sin=sin.data_ptr())
+    return out
+
+
+def _run(function: Kernel, x: Tensor, out: Tensor, **more: float) -> None:
+    tokens, heads = x.shape[0], out.shape[1] if out.dim() == 3 else 1
+    arguments = VectorArgs(
+        x=x.data_ptr(), x_stride=4 * x.stride(0), out=out.data_ptr(), tokens=tokens, heads=heads, size=out.shape[-1], **more
+    )
+    num_threads = min(torch.get_num_threads(), 1 + out.numel() // FLOATS_PER_THREAD)
+    team(num_threads).run(function, arguments)
