@@ -103,7 +103,12 @@ def checked(service: Service, request: GenerateRequest, *, param: str) -> Genera
             f"max_tokens: {request.sampling.max_new_tokens} exceeds the model's context of {limit} tokens",
             param="max_tokens",
         )
-    request.validate(vocab_size=service.model.vocab_size)
+    try:
+        request.validate(vocab_size=service.model.vocab_size)
+    except InvalidRequest as error:
+        if error.param != "prompt":
+            raise
+        raise InvalidRequest(str(error).replace("prompt", param, 1), param=param) from error
     return request
 
 

@@ -10,13 +10,13 @@ from deployments.request_ids import RequestIds
 from deployments.service import Service
 
 
-def make_app(service: Service) -> FastAPI:
-    """The app; ``service`` must be ready to answer."""
+def make_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
+    """The app; ``service`` must be ready to answer. ``echo_request_id``: False where a proxy in front does it."""
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
     app.state.service = service
     for routes in (chat.router, completions.router, native.router, admin.router):
         app.include_router(routes)
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, echo=echo_request_id)
     return app

@@ -13,10 +13,11 @@ HEADER = "x-request-id"
 
 
 class RequestIds:
-    """ASGI middleware."""
+    """ASGI middleware. ``echo``: write the header; Ray Serve's proxy does so itself, and two would be joined."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, echo: bool) -> None:
         self._app = app
+        self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -26,7 +27,7 @@ class RequestIds:
         scope.setdefault("state", {})["request_name"] = name
 
         async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if self._echo and message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[HEADER] = name
             await send(message)
 

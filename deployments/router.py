@@ -77,7 +77,7 @@ class RouterIngress:
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self._service)
+        return make_app(self._service, echo_request_id=False)  # Serve's proxy echoes it
 
     async def __del__(self) -> None:
         await self._fleet.stop()

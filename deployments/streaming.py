@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from deployments.http_errors import CLIENT_CLOSED, GenerationFailed, body_of, error_body
-from replicas.types import FinishReason, TokenDelta
+from replicas.types import TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ async def _pump(
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 finish = delta.finish
-                if finish is not None and finish.reason is FinishReason.ERROR:
-                    raise GenerationFailed(finish)
+                if finish is not None and finish.http_status not in (200, CLIENT_CLOSED):
+                    raise GenerationFailed(finish)  # also a deadline; an abort that was asked for is an answer
                 await queue.put((number, delta))
         await queue.put((number, None))
     except Exception as error:  # noqa: BLE001 - raised again by `merged`, which the client hears

@@ -41,7 +41,7 @@ async def house(engine_loop: EngineLoop) -> AsyncIterator[House]:
     await house.stop()
     while engine_loop.num_open:
         await asyncio.sleep(0.01)
-    engine_loop.engine.kv.check()
+    engine_loop.engine.kv.check([])
 
 
 @pytest.fixture

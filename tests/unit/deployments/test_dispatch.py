@@ -58,7 +58,7 @@ async def test_a_replica_that_dies_midway_is_replaced_without_a_seam(house: Hous
     assert ids(deltas) == list(range(1000, 1008))
     assert text(deltas) == "<0><1><2><3><4><5><6><7>"
     [resumed], [retry] = second.requests, house.dispatcher.retries
-    assert (retry.replica_id, resumed.rid) == ("r0", "a1.1-me")
+    assert (retry.replica_id, resumed.rid) == ("r0", "a1.1c0-me")
     assert 1 <= retry.num_delivered <= 3  # what had arrived when the death was noticed
     assert resumed.resumed_ids == (1000, 1001, 1002)[: retry.num_delivered]
     assert "r0" in retry.reason

@@ -1,0 +1,151 @@
+"""serve_config.yaml: what is wrong is named, with why and what is allowed."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.app import check_config, replica_options
+from deployments.capacity import auto_count, replica_bytes
+from deployments.places import ROOT, local_path, shown_path
+from deployments.ray_env import prepare
+from deployments.schema import parse
+from deployments.serve import curl, read
+from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+from replicas.errors import InvalidConfig
+from tests.embedded import MODEL
+
+MODEL_ARGS = {"path": MODEL}
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({}, "model: is missing"),
+        ({"model": {}}, "model.path: is missing"),
+        ({"model": MODEL_ARGS, "repliacs": {}}, "repliacs: is unknown (did you mean 'replicas'?); allowed: model,"),
+        ({"model": {**MODEL_ARGS, "nam": 1}}, "allowed: path, served_name, dtype, context_len"),
+        ({"model": {**MODEL_ARGS, "dtype": "int3"}}, "model.dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
+        ({"model": MODEL_ARGS, "cache": {"pagesize": 8}}, "'pagesize' is unknown (did you mean 'page_size'?)"),
+        ({"model": MODEL_ARGS, "scheduler": {"policy": "x"}}, "scheduler.policy: Input should be 'lpm' or 'fcfs'"),
+        ({"model": MODEL_ARGS, "router": {"policy": "x"}}, "allowed: round_robin, power_of_two, least_tokens"),
+        ({"model": MODEL_ARGS, "replicas": {"count": 0}}, "count = 0; allowed: auto, or 1 and more"),
+        ({"model": MODEL_ARGS, "replicas": {"cpus": 0}}, "replicas.cpus: Input should be greater than 0"),
+        (
+            {"model": MODEL_ARGS, "replicas": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}},
+            "min_replicas (3) exceeds max_replicas (2)",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        parse(args)
+    assert says in str(error.value)
+
+
+def test_every_wrong_setting_is_listed_at_once() -> None:
+    with pytest.raises(InvalidConfig) as error:
+        parse({"model": {"path": ""}, "router": {"count": 0}, "attention": "x"})
+    assert [word in str(error.value) for word in ("model.path", "router.count", "attention")] == [True] * 3
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"model": MODEL_ARGS, "parallel": {"tp": 2}}, r"parallel.tp = 2 does not split .* \[1, 3\]"),
+        ({"model": MODEL_ARGS, "cache": {"page_size": 0}}, "cache.page_size = 0; allowed: 1 to 1024"),
+        ({"model": {**MODEL_ARGS, "context_len": 9000}}, "model.context_len = 9000; .* allows 1 to 8192"),
+        ({"model": {"path": "models/none"}}, "there is no such folder .*make model"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_anything_starts(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidConfig, match=says):
+        check_config(parse(args))
+
+
+def test_engine_settings_are_the_engines_own() -> None:
+    config = parse({"model": MODEL_ARGS, "cache": {"page_size": 1}, "scheduler": {"max_running_requests": 3}})
+    assert config.cache == CacheConfig(page_size=1)
+    assert config.scheduler == SchedulerConfig(max_running_requests=3)
+    assert config.parallel == ParallelConfig()
+
+
+@pytest.mark.model
+def test_the_file_of_the_project_is_in_order_and_says_auto() -> None:
+    schema, configs = read(str(ROOT / "serve_config.yaml"))
+    assert configs["manta"].replicas.count == "auto"
+    assert configs["manta"].model.name == "SmolLM2-135M-Instruct"
+    assert schema.http_options.port == 8000
+
+
+def test_every_setting_that_the_file_mentions_exists() -> None:
+    """Settings in comments too: uncommented, they parse."""
+    lines = (ROOT / "serve_config.yaml").read_text().splitlines()
+    setting = re.compile(r"( +)# (\w+: .*)")
+    whole = "\n".join(setting.sub(r"\1\2", line) for line in lines[2:])
+    args = yaml.safe_load(whole)["applications"][0]["args"]
+    known = {field.name for field in dataclasses.fields(SchedulerConfig)}
+    assert {"policy", "max_running_requests", "chunked_prefill_size"} == set(args["scheduler"]) & known
+    assert parse(args).replicas.autoscaling is not None
+
+
+@pytest.mark.parametrize("text", ["", "applications: []", "a: [", "- 1", "applications: [{name: x, import_path: 5}]"])
+def test_a_file_that_is_not_a_serve_config_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises((InvalidConfig, ValueError)):
+        read(str(file))
+
+
+def test_auto_is_two_where_cores_and_memory_carry_two_else_one() -> None:
+    def count(num_cpus: float, gib: float, cpus: float = 1.0) -> int:
+        need = replica_bytes(CacheConfig(device_memory_bytes=1 << 30), available_bytes=0, weights_bytes=0)
+        return auto_count(
+            num_cpus=num_cpus, cpus_per_replica=cpus, available_bytes=int(gib * 2**30), bytes_per_replica=need
+        )[0]
+
+    assert [count(2, 16), count(64, 64)] == [2, 2]
+    assert [count(1, 16), count(2, 3), count(0.5, 1), count(3, 16, cpus=2)] == [1, 1, 1, 1]
+
+
+def test_each_rank_has_a_bundle_of_its_own() -> None:
+    options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"count": 1, "cpus": 2}, "parallel": {"tp": 3}}))
+    assert options["placement_group_bundles"] == [{"CPU": 2.0}] * 3
+    assert options["ray_actor_options"]["runtime_env"]["env_vars"] == {"OMP_NUM_THREADS": "2"}
+    assert options["max_ongoing_requests"] > 1024
+
+
+def test_autoscaling_takes_the_place_of_the_count() -> None:
+    options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"autoscaling": {"max_replicas": 4}}}))
+    assert "num_replicas" not in options
+    assert options["autoscaling_config"].max_replicas == 4
+
+
+def test_a_model_path_is_found_from_anywhere_and_shown_relative(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert local_path(MODEL) == str(ROOT / MODEL)
+    assert shown_path(str(ROOT / MODEL)) == MODEL
+    assert shown_path("Qwen/Qwen3-0.6B") == local_path("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_a_cluster_of_our_own_has_a_token_and_another_keeps_its_ways() -> None:
+    ours: dict[str, str] = {}
+    prepare(ours)
+    assert ours["RAY_AUTH_MODE"] == "token"
+    assert len(ours["RAY_AUTH_TOKEN"]) == 64
+    for theirs in ({"RAY_ADDRESS": "10.0.0.1:6379"}, {"RAY_AUTH_MODE": "disabled"}):
+        given = dict(theirs)
+        prepare(given)
+        assert "RAY_AUTH_TOKEN" not in given
+
+
+def test_the_curl_line_can_be_pasted() -> None:
+    line = curl("http://127.0.0.1:8000", "m")
+    assert line.startswith("curl http://127.0.0.1:8000/v1/chat/completions ")
+    assert line.count("'") == 4

@@ -1,0 +1,194 @@
+"""Bad input: an OpenAI-style error body and the right status, never a 500, never a stuck request."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from replicas.loop import EngineLoop
+
+pytestmark = pytest.mark.model
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "hi", "max_tokens": 2, **fields}
+
+
+def native(**fields: Any) -> dict[str, Any]:
+    return {"text": "hi", "sampling_params": {"max_new_tokens": 2}, **fields}
+
+
+BAD: list[tuple[str, Any, str | None]] = [
+    # route, body, the field that the error names
+    (TEXT, text(temperature=-1), "temperature"),
+    (TEXT, text(temperature="hot"), "temperature"),
+    (TEXT, text(temperature=1e300), "temperature"),
+    (TEXT, text(top_p=0), "top_p"),
+    (TEXT, text(top_p=2), "top_p"),
+    (TEXT, text(top_k=-5), "top_k"),
+    (TEXT, text(min_p=-0.1), "min_p"),
+    (TEXT, text(n=0), "n"),
+    (TEXT, text(n=100_000), "n"),
+    (TEXT, text(n="many"), "n"),
+    (TEXT, text(max_tokens=-1), "max_tokens"),
+    (TEXT, text(max_tokens=10**9), "max_tokens"),
+    (TEXT, text(min_tokens=5), "min_tokens"),
+    (TEXT, text(seed=-1), "seed"),
+    (TEXT, text(seed=10**30), "seed"),
+    (TEXT, text(presence_penalty=9), "presence_penalty"),
+    (TEXT, text(repetition_penalty=0), "repetition_penalty"),
+    (TEXT, text(logit_bias={"x": 1}), "logit_bias"),
+    (TEXT, text(logit_bias={"999999": 1}), "logit_bias"),
+    (TEXT, text(logit_bias={"5": 1000}), "logit_bias"),
+    (TEXT, text(stop=["x"] * 300), "stop"),
+    (TEXT, text(stop=[""]), "stop"),
+    (TEXT, text(stop=[5]), "stop"),
+    (TEXT, text(stop_token_ids=[-1]), "stop_token_ids"),
+    (TEXT, text(logprobs=21), "logprobs"),
+    (TEXT, text(best_of=3), "best_of"),
+    (TEXT, text(suffix="end"), "suffix"),
+    (TEXT, text(regex="a+"), "regex"),
+    (TEXT, text(guided_json={"type": "object"}), "guided_json"),
+    (TEXT, text(response_format={"type": "json_object"}), "response_format"),
+    (TEXT, text(timeout=-1), "timeout"),
+    (TEXT, text(priority=10**6), "priority"),
+    (TEXT, text(rid="two words"), "rid"),
+    (TEXT, {"max_tokens": 2}, "prompt"),
+    (TEXT, text(prompt=None), "prompt"),
+    (TEXT, text(prompt=""), "prompt"),
+    (TEXT, text(prompt=[]), "prompt"),
+    (TEXT, text(prompt=[[]]), "prompt"),
+    (TEXT, text(prompt=["ok", ""]), "prompt"),
+    (TEXT, text(prompt={"a": 1}), "prompt"),
+    (TEXT, text(prompt=[1, "a"]), "prompt"),
+    (TEXT, text(prompt=[49152]), "prompt"),
+    (TEXT, text(prompt=[-1]), "prompt"),
+    (TEXT, text(prompt=[2**40]), "prompt"),
+    (TEXT, text(prompt=["x"] * 257), "prompt"),
+    (TEXT, text(prompt=[5] * 8192), "prompt"),
+    (TEXT, text(prompt="word " * 9000), "prompt"),
+    (TEXT, text(stream="maybe"), "stream"),
+    (TEXT, text(prompt=[5] * 8192, stream=True), "prompt"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 9000}]}, "messages"),
+    (CHAT, {"messages": HI, "top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    (CHAT, {"messages": HI, "modalities": ["audio"]}, "modalities"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    (NATIVE, {}, "text"),
+    (NATIVE, native(input_ids=[1]), "text"),
+    (NATIVE, native(text=""), "text"),
+    (NATIVE, native(text=[]), "text"),
+    (NATIVE, {"input_ids": []}, "input_ids"),
+    (NATIVE, {"input_ids": [[1], []]}, "input_ids"),
+    (NATIVE, native(sampling_params={"temperature": "x"}), "sampling_params"),
+    (NATIVE, native(sampling_params={"json_schema": "{}"}), "json_schema"),
+    (NATIVE, native(sampling_params=[{}, {}]), "sampling_params"),
+    (NATIVE, native(token_ids_logprob=[1]), "token_ids_logprob"),
+    (NATIVE, native(return_logprob=True, logprob_start_len=500), "logprob_start_len"),
+    (NATIVE, native(rid=["a", "b"]), "rid"),
+    ("/tokenize", {}, "prompt"),
+    ("/detokenize", {"tokens": [-4]}, "tokens"),
+    ("/detokenize", {"tokens": "x"}, "tokens"),
+    ("/abort_request", {}, "rid"),
+]
+
+
+def check_error(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert body["object"] == "error"
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return dict(body["error"])
+
+
+@pytest.mark.parametrize(("route", "body", "param"), BAD, ids=[f"{r} {json.dumps(b)[:60]}" for r, b, _ in BAD])
+async def test_a_wrong_field_is_named(client: httpx.AsyncClient, route: str, body: Any, param: str | None) -> None:
+    error = check_error(await client.post(route, json=body), 400)
+    assert error["param"] == param, error["message"]
+
+
+NO_BODIES = [
+        b"",
+        b"{",
+        b"[1, 2]",
+        b'"text"',
+        b"null",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "ok", "stop": "\\udfff"}',
+        b"[" * 100_000,
+        b'{"max_tokens": ' + b"9" * 5000 + b"}",
+    ]
+NO_NUMBERS = [b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}']
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [(route, body) for route in (CHAT, TEXT, NATIVE, "/tokenize") for body in NO_BODIES]
+    + [(TEXT, body) for body in NO_NUMBERS],
+    ids=lambda value: repr(value[:30]),
+)
+async def test_a_body_that_is_no_json_object_of_ours_is_a_400(
+    client: httpx.AsyncClient, route: str, body: bytes
+) -> None:
+    check_error(await client.post(route, content=body), 400)
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT, NATIVE])
+async def test_a_body_of_10_mb_is_a_413_that_states_the_limit(client: httpx.AsyncClient, route: str) -> None:
+    error = check_error(await client.post(route, content=b"a" * 10_000_000), 413)
+    assert "4,194,304" in error["message"]
+
+
+async def test_a_large_body_without_a_length_is_refused_when_it_exceeds_the_limit(client: httpx.AsyncClient) -> None:
+    async def chunks() -> Any:
+        for _ in range(100):
+            yield b"a" * 100_000
+
+    check_error(await client.post(TEXT, content=chunks()), 413)
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT, "/tokenize"])
+async def test_an_unknown_model_is_a_404(client: httpx.AsyncClient, route: str) -> None:
+    body = {"model": "gpt-9", "prompt": "hi", "messages": HI}
+    error = check_error(await client.post(route, json=body), 404)
+    assert error["code"] == "model_not_found"
+    assert "SmolLM2-135M-Instruct" in error["message"]
+    check_error(await client.get("/v1/models/gpt-9"), 404)
+
+
+async def test_an_unknown_route_and_a_wrong_method_have_the_same_body(client: httpx.AsyncClient) -> None:
+    check_error(await client.get("/v1/nothing"), 404)
+    check_error(await client.get(CHAT), 405)
+
+
+async def test_unknown_fields_and_nulls_are_accepted(client: httpx.AsyncClient) -> None:
+    """Traps: guidellm sends stop: null; clients send fields of their own."""
+    body = {**dict.fromkeys(["stop", "n", "temperature", "top_p", "seed", "logit_bias", "best_of", "echo"]), "zzz": 1}
+    answer = await client.post(TEXT, json=text(**body))
+    assert answer.status_code == 200, answer.text
+
+
+async def test_what_is_refused_leaves_nothing_open(client: httpx.AsyncClient, engine_loop: EngineLoop) -> None:
+    await client.post(TEXT, json=text(prompt=["fine", "also fine"], n=0))
+    await client.post(TEXT, json=text(prompt=[5] * 9000))
+    assert engine_loop.num_open == 0
+
+
+async def test_a_deadline_that_passes_is_a_504(client: httpx.AsyncClient) -> None:
+    body = text(max_tokens=4000, ignore_eos=True, timeout=0.2)
+    error = check_error(await client.post(TEXT, json=body), 504)
+    assert error["type"] == "timeout"

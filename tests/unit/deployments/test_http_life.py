@@ -1,0 +1,110 @@
+"""Health, clients that leave, and replicas that die, seen through HTTP."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.http_app import make_app
+from deployments.served_engine import ServedEngine
+from deployments.service import Service
+from deployments.streaming import sse
+from replicas.loop import EngineLoop
+from tests.unit.deployments.in_process import House, ScriptedReplica
+
+pytestmark = pytest.mark.model
+LONG = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
+
+
+async def leave_after_first_event(app: Any, body: bytes) -> None:
+    """A client that closes its connection as soon as it has received something; as ASGI sees it."""
+    received, sent = asyncio.Event(), iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for message in sent:
+            return message
+        await received.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            received.set()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+             "query_string": b"", "headers": [], "http_version": "1.1", "scheme": "http",
+             "server": ("manta", 80), "client": ("me", 1), "root_path": ""}  # fmt: skip
+    await asyncio.wait_for(app(scope, receive, send), 20)
+
+
+async def until_idle(loop: EngineLoop, within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        while loop.num_open:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_a_stream_aborts_its_request(service: Service, engine_loop: EngineLoop) -> None:
+    """Trap: a disconnect must abort in the engine and free the pages within a second."""
+    await leave_after_first_event(make_app(service), sse({**LONG, "stream": True}).removeprefix(b"data: "))
+    await until_idle(engine_loop, 1.0)
+
+
+async def test_a_client_that_leaves_a_plain_request_aborts_it_too(
+    client: httpx.AsyncClient, engine_loop: EngineLoop
+) -> None:
+    aborted = engine_loop.stats().num_aborted
+    pending = asyncio.create_task(client.post("/v1/completions", json=LONG))
+    async with asyncio.timeout(10):
+        while not engine_loop.num_open:
+            await asyncio.sleep(0.01)
+    pending.cancel()  # httpx closes; the app is cancelled, as Ray Serve cancels it
+    await until_idle(engine_loop, 1.0)
+    assert (await engine_loop.run_on_engine(lambda engine: engine.stats())).num_aborted == aborted + 1
+
+
+async def test_health_is_about_replicas_and_ping_about_the_router(client: httpx.AsyncClient, house: House) -> None:
+    assert (await client.get("/health")).status_code == 200
+    house.remove("r0")
+    health = await client.get("/health")
+    assert health.status_code == 503
+    assert "no replica is running" in health.json()["error"]["message"]
+    assert (await client.get("/ping")).status_code == 200
+    refused = await client.post("/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+
+
+async def test_a_stream_goes_on_over_the_death_of_its_replica(
+    client: httpx.AsyncClient, house: House, engine_loop: EngineLoop
+) -> None:
+    """Two served engines over one loop: the first is cut off, the second continues with the same tokens."""
+    body = {"prompt": "One, two, three,", "max_tokens": 40, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+    whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    second = ServedEngine(engine_loop, replica_id="r1", node_id="here")
+    house.add(second)
+    async with asyncio.timeout(5):
+        while house.fleet.num_ready < 2:
+            await asyncio.sleep(0.01)
+    pending = asyncio.create_task(client.post("/v1/completions", json=body))
+    async with asyncio.timeout(10):
+        while not engine_loop.num_open:
+            await asyncio.sleep(0.01)
+    victim = next(view.replica_id for view in house.router.views if house.router._sent.of(view.replica_id).in_flight)
+    served = house.leases.replicas[victim]
+    assert isinstance(served, ServedEngine)
+    house.remove(victim)
+    for connection in list(served._clients.values()):
+        connection.close()
+    assert (await pending).json()["choices"][0]["text"] == whole
+    assert house.dispatcher.num_retries == 1
+
+
+async def test_a_refusal_of_the_replica_reaches_the_client_as_it_is(client: httpx.AsyncClient, house: House) -> None:
+    """What only a replica can know, such as the size of its pool: 8,192 tokens of context, 4,000 of pool."""
+    from replicas.errors import PromptTooLong
+
+    house.remove("r0")
+    house.add(ScriptedReplica("small", refuse=PromptTooLong("the pool is too small", param="prompt")))
+    assert await house.fleet.wait_ready(5)
+    answer = await client.post("/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")

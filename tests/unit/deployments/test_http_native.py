@@ -1,0 +1,160 @@
+"""The native routes against what SGLang's clients read of them (HTTP_API.md), on the real model."""
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from replicas.loop import EngineLoop
+from replicas.tokenizer import Tokenizer
+from tests.embedded import MODEL
+
+pytestmark = pytest.mark.model
+PROMPT = "The capital of France is"
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+async def generate(client: httpx.AsyncClient, **body: Any) -> Any:
+    answer = await client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def events(client: httpx.AsyncClient, **body: Any) -> list[dict[str, Any]]:
+    answer = await client.post("/generate", json={**body, "stream": True})
+    lines = answer.text.strip().split("\n\n")
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def test_ids_in_ids_out(client: httpx.AsyncClient) -> None:
+    tokenizer = Tokenizer(MODEL)
+    body = await generate(client, input_ids=tokenizer.encode(PROMPT).tolist(), sampling_params=GREEDY)
+    assert len(body["output_ids"]) == 6
+    assert tokenizer.decode(body["output_ids"]) == body["text"]
+    assert body["text"].startswith(" Paris")
+    meta = body["meta_info"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (5, 6)
+    assert meta["finish_reason"] == {"type": "length", "length": 6}
+
+
+async def test_streamed_text_is_cumulative(client: httpx.AsyncClient) -> None:
+    """Trap: /generate cumulative, OpenAI delta."""
+    chunks = await events(client, text=PROMPT, sampling_params=GREEDY)
+    texts = [chunk["text"] for chunk in chunks]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    whole = await generate(client, text=PROMPT, sampling_params=GREEDY)
+    assert chunks[-1]["text"] == whole["text"]
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    assert [chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert [chunk["meta_info"]["completion_tokens"] for chunk in chunks][-1] == 6
+
+
+async def test_a_batch_answers_a_list_in_order(client: httpx.AsyncClient) -> None:
+    one = {"temperature": 0, "max_new_tokens": 1}
+    body = await generate(client, text=[PROMPT, "One, two, three,"], sampling_params=one)
+    assert [each["text"] for each in body] == [" Paris", " four"]
+
+
+async def test_a_batch_may_have_parameters_each_and_choices_each(client: httpx.AsyncClient) -> None:
+    params = [{"max_new_tokens": 1, "n": 2}, {"max_new_tokens": 2, "ignore_eos": True, "n": 2}]
+    body = await generate(client, text=[PROMPT, PROMPT], sampling_params=params, rid=["one", "two"])
+    assert [each["meta_info"]["id"] for each in body] == ["one", "one", "two", "two"]
+    assert [each["meta_info"]["completion_tokens"] for each in body] == [1, 1, 2, 2]
+    chunks = await events(client, text=[PROMPT, PROMPT], sampling_params=params)
+    assert {chunk["index"] for chunk in chunks} == {0, 1, 2, 3}
+
+
+async def test_logprobs_are_triples(client: httpx.AsyncClient) -> None:
+    body = await generate(
+        client, text=PROMPT, sampling_params=GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2,
+        return_text_in_logprobs=True,
+    )  # fmt: skip
+    meta = body["meta_info"]
+    assert meta["input_token_logprobs"][0][0] is None
+    assert [text for _, _, text in meta["input_token_logprobs"]] == ["The", " capital", " of", " France", " is"]
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == body["output_ids"]
+    assert meta["output_top_logprobs"][0][0][2] == " Paris"
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 6
+    without = await generate(client, text=PROMPT, sampling_params=GREEDY, return_logprob=True)
+    assert without["meta_info"]["input_token_logprobs"] == []
+    assert without["meta_info"]["output_token_logprobs"][0][2] is None
+
+
+async def test_tgi_names_are_understood(client: httpx.AsyncClient) -> None:
+    body = await generate(client, inputs=PROMPT, parameters={"max_new_tokens": 1, "do_sample": False})
+    assert body["generated_text"] == " Paris"
+
+
+async def test_a_request_can_be_aborted_by_its_name(client: httpx.AsyncClient, engine_loop: EngineLoop) -> None:
+    long = {"max_new_tokens": 4000, "ignore_eos": True}
+    pending = asyncio.create_task(generate(client, text=PROMPT, sampling_params=long, rid="stop-me"))
+    other = asyncio.create_task(generate(client, text=PROMPT, sampling_params={"max_new_tokens": 5}, rid="spare-me"))
+    async with asyncio.timeout(30):
+        while not (await client.post("/abort_request", json={"rid": "stop-me"})).json()["num_aborted"]:
+            await asyncio.sleep(0.01)
+    body = await pending
+    assert body["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (await other)["meta_info"]["finish_reason"]["type"] != "abort"
+    assert engine_loop.num_open == 0
+
+
+async def test_flushing_forgets_every_prefix_and_waits_for_requests_if_told(client: httpx.AsyncClient) -> None:
+    text = "Pages that will be forgotten soon. " * 10
+    sampling = {"max_new_tokens": 60, "ignore_eos": True}
+    await generate(client, text=text, sampling_params=GREEDY)
+    busy = asyncio.create_task(generate(client, text=text, sampling_params=sampling))
+    async with asyncio.timeout(30):
+        while (await client.get("/flush_cache")).status_code != 400:
+            await asyncio.sleep(0.01)
+    assert (await client.post("/flush_cache?timeout=30")).status_code == 200
+    assert busy.done() or (await busy)["meta_info"]["completion_tokens"] == 60
+    again = await generate(client, text=text, sampling_params=GREEDY)
+    assert again["meta_info"]["cached_tokens"] == 0
+    for bad in ("nan", "x", "-1"):
+        assert (await client.get(f"/flush_cache?timeout={bad}")).status_code == 400
+
+
+async def test_tokenize_and_detokenize_are_inverse(client: httpx.AsyncClient) -> None:
+    for route in ("", "/v1"):
+        tokens = (await client.post(f"{route}/tokenize", json={"prompt": PROMPT})).json()
+        assert tokens["count"] == 5
+        assert tokens["max_model_len"] == 8192
+        text = (await client.post(f"{route}/detokenize", json={"tokens": tokens["tokens"]})).json()
+        assert text["text"] == text["prompt"] == PROMPT
+    chat = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
+    assert chat.json()["count"] > 10
+    info = (await client.get("/tokenizer_info")).json()
+    assert info["eos_token"] == "<|im_end|>"
+
+
+async def test_model_info_names_a_path_that_transformers_can_load(client: httpx.AsyncClient) -> None:
+    for route in ("/get_model_info", "/model_info"):
+        info = (await client.get(route)).json()
+        assert info["model_path"] == MODEL
+        assert info["is_generation"] is True
+    models = (await client.get("/v1/models")).json()
+    assert models["data"][0]["id"] == "SmolLM2-135M-Instruct"
+    assert models["data"][0]["max_model_len"] == 8192
+    assert (await client.get("/v1/models/SmolLM2-135M-Instruct")).json()["object"] == "model"
+
+
+async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) -> None:
+    await generate(client, text=PROMPT * 10, sampling_params=GREEDY)
+    for route in ("/get_server_info", "/server_info"):
+        info = (await client.get(route)).json()
+        [state] = info["internal_states"]
+        pool = state["stats"]["pool"]
+        assert pool["num_pages"] == 750
+        assert pool["free_pages"] + pool["evictable_pages"] == 750  # idle
+        assert state["memory_usage"]["token_capacity"] == 12_000
+        assert info["tokenizer_path"] == MODEL
+
+
+async def test_metrics_are_prometheus_text(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert 'manta_build_info{model_name="SmolLM2-135M-Instruct"' in answer.text

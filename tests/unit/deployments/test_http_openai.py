@@ -1,0 +1,227 @@
+"""The OpenAI routes against what clients read of them (HTTP_API.md), on the real model."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from replicas.tokenizer import Tokenizer
+from tests.embedded import MODEL
+
+pytestmark = pytest.mark.model
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ASK = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+PROMPT = "The capital of France is"
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    """Payloads of a stream that ends as it must."""
+    lines = [line for line in body.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def post(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, Any]:
+    answer = await client.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def stream(client: httpx.AsyncClient, route: str, **body: Any) -> list[dict[str, Any]]:
+    answer = await client.post(route, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return events(answer.text)
+
+
+async def test_a_chat_answers(client: httpx.AsyncClient) -> None:
+    body = await post(client, CHAT, **ASK)
+    assert body["object"] == "chat.completion"
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "The capital of France is Paris."}
+    assert choice["finish_reason"] == "stop"
+    assert body["usage"]["prompt_tokens"] == 37
+    assert body["usage"]["completion_tokens"] == 8
+    assert body["usage"]["total_tokens"] == 45
+
+
+async def test_a_streamed_chat_adds_up_to_the_same(client: httpx.AsyncClient) -> None:
+    chunks = await stream(client, CHAT, **ASK)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all("role" not in chunk["choices"][0]["delta"] for chunk in chunks[1:])
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == "The capital of France is Paris."
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
+    assert all(chunk["choices"] for chunk in chunks)  # no usage was asked for
+
+
+async def test_usage_comes_last_and_only_when_asked_for(client: httpx.AsyncClient) -> None:
+    """Trap: bench_serving reads choices[0] of every chunk of a stream without include_usage."""
+    options = {"include_usage": True}
+    for route, body in ((CHAT, ASK), (TEXT, {"prompt": PROMPT, "max_tokens": 3})):
+        *chunks, last = await stream(client, route, **body, stream_options=options)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] >= 1
+        assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
+async def test_continuous_usage_counts_up(client: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "stream_options": options}
+    chunks = await stream(client, TEXT, **body)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
+async def test_a_completion_has_16_tokens_unless_told_and_a_chat_what_fits(client: httpx.AsyncClient) -> None:
+    """Trap: an absent max_tokens means the context's rest in a chat."""
+    body = await post(client, TEXT, prompt=PROMPT, temperature=0, ignore_eos=True)
+    assert body["usage"]["completion_tokens"] == 16
+    assert body["choices"][0]["finish_reason"] == "length"
+    chat = {"messages": [{"role": "user", "content": "Count from 1 to 30, one per line."}], "temperature": 0}
+    assert (await post(client, CHAT, **chat))["usage"]["completion_tokens"] > 16
+
+
+async def test_ignore_eos_is_honoured(client: httpx.AsyncClient) -> None:
+    body = await post(client, CHAT, **ASK, max_tokens=40, ignore_eos=True)
+    assert body["usage"]["completion_tokens"] == 40
+
+
+async def test_a_batch_of_ids_answers_with_one_choice_each_in_order(client: httpx.AsyncClient) -> None:
+    """Trap: prompt [[int]]."""
+    tokenizer = Tokenizer(MODEL)
+    ids = [tokenizer.encode(text).tolist() for text in ("One, two, three,", PROMPT)]
+    body = await post(client, TEXT, prompt=ids, max_tokens=1, temperature=0)
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, " four"), (1, " Paris")]
+    assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+async def test_text_and_its_ids_answer_alike(client: httpx.AsyncClient) -> None:
+    ids = Tokenizer(MODEL).encode(PROMPT).tolist()
+    one, other = [
+        (await post(client, TEXT, prompt=prompt, max_tokens=8, temperature=0))["choices"][0]["text"]
+        for prompt in (PROMPT, ids)
+    ]
+    assert one == other
+
+
+async def test_n_choices_differ_and_their_prompt_counts_once(client: httpx.AsyncClient) -> None:
+    body = await post(client, TEXT, prompt=PROMPT, max_tokens=8, n=3, seed=5, temperature=1.5, ignore_eos=True)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert len({choice["text"] for choice in body["choices"]}) == 3
+    assert body["usage"]["prompt_tokens"] == 5
+    assert body["usage"]["completion_tokens"] == 24
+    chunks = await stream(client, TEXT, prompt=PROMPT, max_tokens=8, n=3, seed=5, temperature=1.5, ignore_eos=True)
+    for choice in body["choices"]:
+        mine = [each for chunk in chunks for each in chunk["choices"] if each["index"] == choice["index"]]
+        assert "".join(each["text"] for each in mine) == choice["text"]
+
+
+async def test_a_seed_repeats_an_answer_and_no_seed_does_not(client: httpx.AsyncClient) -> None:
+    async def text(**seed: int) -> str:
+        body = await post(client, TEXT, prompt=PROMPT, max_tokens=12, temperature=2.0, ignore_eos=True, **seed)
+        return str(body["choices"][0]["text"])
+
+    assert await text(seed=3) == await text(seed=3)
+    assert await text() != await text()
+
+
+async def test_a_stop_string_ends_and_is_trimmed_unless_asked_for(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "One, two, three,", "max_tokens": 20, "temperature": 0, "stop": [" six"]}
+    [choice] = (await post(client, TEXT, **body))["choices"]
+    assert choice["text"] == " four, five,"
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", " six")
+    [choice] = (await post(client, TEXT, **body, include_stop_str_in_output=True))["choices"]
+    assert choice["text"] == " four, five, six"
+
+
+async def test_echo_with_logprobs_is_what_lm_eval_reads(client: httpx.AsyncClient) -> None:
+    """Trap: token_logprobs has prompt + 1 entries, the first null; greedy is the key with the highest value."""
+    body = await post(client, TEXT, prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1, echo=True)
+    [choice] = body["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == PROMPT + " Paris"
+    assert logprobs["tokens"] == ["The", " capital", " of", " France", " is", " Paris"]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    assert logprobs["text_offset"] == [0, 3, 11, 14, 21, 24]
+    last = logprobs["top_logprobs"][-1]
+    assert max(last, key=last.get) == " Paris"
+    assert [len(top) in (1, 2) for top in logprobs["top_logprobs"][1:]] == [True] * 5
+
+
+async def test_echo_without_output_scores_the_prompt_alone(client: httpx.AsyncClient) -> None:
+    """lm-eval: some set max_tokens 0."""
+    body = await post(client, TEXT, prompt=PROMPT, max_tokens=0, logprobs=1, echo=True)
+    assert body["choices"][0]["text"] == PROMPT
+    assert len(body["choices"][0]["logprobs"]["token_logprobs"]) == 5
+    assert body["usage"]["completion_tokens"] == 0
+
+
+async def test_logprobs_of_a_chat_are_tokens_with_bytes(client: httpx.AsyncClient) -> None:
+    body = await post(client, CHAT, **ASK, logprobs=True, top_logprobs=2, max_tokens=2)
+    first, second = body["choices"][0]["logprobs"]["content"]
+    assert first["token"] == "The"
+    assert bytes(second["bytes"]).decode() == " capital"
+    assert len(first["top_logprobs"]) == 2
+    assert first["top_logprobs"][0]["logprob"] == pytest.approx(first["logprob"])
+
+
+async def test_streamed_logprobs_are_those_of_the_whole(client: httpx.AsyncClient) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    whole = (await post(client, TEXT, **body))["choices"][0]["logprobs"]
+    chunks = [chunk["choices"][0]["logprobs"] for chunk in await stream(client, TEXT, **body)]
+    assert [token for chunk in chunks for token in chunk["tokens"]] == whole["tokens"]
+    assert [offset for chunk in chunks for offset in chunk["text_offset"]] == whole["text_offset"]
+
+
+async def test_a_repeated_prefix_is_seen_in_cached_tokens(client: httpx.AsyncClient) -> None:
+    await client.post("/flush_cache")
+    body = {"prompt": "A long story about pages and trees. " * 12, "max_tokens": 2}
+    first, second = [(await post(client, TEXT, **body))["usage"] for _ in range(2)]
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert second["prompt_tokens_details"]["cached_tokens"] == (first["prompt_tokens"] - 1) // 16 * 16
+
+
+async def test_a_salt_keeps_prefixes_apart(client: httpx.AsyncClient) -> None:
+    await client.post("/flush_cache")
+    body = {"prompt": "Another long story about pages and trees. " * 12, "max_tokens": 2}
+    for salt in ("one", "two"):
+        usage = (await post(client, TEXT, **body, cache_salt=salt))["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_message_in_parts_is_a_message(client: httpx.AsyncClient) -> None:
+    parts = [{"type": "text", "text": "What is the capital of France?"}]
+    body = await post(client, CHAT, messages=[{"role": "user", "content": parts}], temperature=0)
+    assert body["choices"][0]["message"]["content"] == "The capital of France is Paris."
+
+
+async def test_the_final_message_can_be_continued(client: httpx.AsyncClient) -> None:
+    messages = [*ASK["messages"], {"role": "assistant", "content": "The capital of France is"}]
+    body = await post(client, CHAT, messages=messages, temperature=0, continue_final_message=True, max_tokens=2)
+    assert body["choices"][0]["message"]["content"].startswith(" Paris")
+
+
+async def test_the_request_id_is_echoed(client: httpx.AsyncClient) -> None:
+    answer = await client.post(TEXT, json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "abc-1"})
+    assert answer.headers["x-request-id"] == "abc-1"
+    assert answer.json()["id"] == "cmpl-abc-1"
+    bad = await client.get("/ping", headers={"X-Request-Id": "a b\x7f"})
+    assert bad.headers["x-request-id"] != "a b\x7f"
+
+
+async def test_two_requests_of_one_name_do_not_meet(client: httpx.AsyncClient) -> None:
+    bodies = [await post(client, TEXT, prompt=PROMPT, max_tokens=2, rid="same") for _ in range(2)]
+    assert [body["id"] for body in bodies] == ["cmpl-same"] * 2
+
+
+async def test_token_ids_are_returned_when_asked_for(client: httpx.AsyncClient) -> None:
+    body = await post(client, TEXT, prompt=PROMPT, max_tokens=3, temperature=0, return_token_ids=True)
+    [choice] = body["choices"]
+    assert Tokenizer(MODEL).decode(choice["token_ids"]) == choice["text"]
