@@ -1,7 +1,7 @@
 """The fast CPU backend: decides what each kernel works on; the kernels are in cpu_decode.py and cpu_extend.py.
 
-Owns:      the lists of tasks of a step, and the buffers that kernels write (results, partial results, scratch): grown when
-           a step is larger than all before, never shrunk.
+Owns:      the lists of tasks of a step, and the buffers that kernels write (results, partial results, scratch): grown
+           when a step is larger than all before, never shrunk.
 Never:     gathers K and V into tensors, or does arithmetic in Python.
 Invariant: task lists depend on lengths alone; a request's decode result never depends on the rest of the batch.
 Thread:    the thread that runs the model; kernels run on torch's OpenMP threads (replicas/kernels/team.py).
@@ -69,8 +69,8 @@ class CpuAttention:
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._batch is not None, "begin() comes before forward()"
-        assert q.stride(-1) == 1 and q.stride(-2) == self._head_dim, f"heads of q must lie in a row: {q.stride()}"
-        assert k.stride(-2) == v.stride(-2) == self._head_dim, f"heads of k, v must lie in a row: {k.stride()}"
+        for x in (q, k, v):
+            assert x.stride()[1:] == (self._head_dim, 1), f"heads must lie in a row, strides are {x.stride()}"
         arguments = self._decode if self._batch.is_decode else self._extend
         arguments.keys, arguments.values = self._layer(layer)
         arguments.q, arguments.q_stride = q.data_ptr(), 4 * q.stride(0)

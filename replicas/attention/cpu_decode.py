@@ -1,8 +1,8 @@
 """Decode attention: one new token a request, limited by how fast K and V can be read.
 
-Method:    each request's tokens are cut into chunks of 128; a task is one chunk, all heads (flash decoding, Dao et al. 2023:
-           the softmax of each chunk by itself, chunks merged by their maxima). K and V are read once, in place, for all
-           query heads of a group.
+Method:    each request's tokens are cut into chunks of 128; a task is one chunk, all heads (flash decoding, Dao et al.
+           2023: the softmax of each chunk by itself, chunks merged by their maxima). K and V are read once, in place,
+           for all query heads of a group.
 Invariant: chunks begin at multiples of 128 of the request itself and merge in order: a request's result is the same bit
            for bit whatever else is in the batch and however many threads there are.
 Thread:    all of the team; tasks are taken one by one, so that ragged batches and busy cores balance.
@@ -39,7 +39,9 @@ TASK_BYTES = 8  # (request, chunk) as two int32
 
 DecodeArgs = struct(
     "DecodeArgs",
-    POOL_FIELDS + BATCH_FIELDS + "seq_lens tasks num_tasks first_task partial scratch scratch_stride counter merge_counter",
+    POOL_FIELDS
+    + BATCH_FIELDS
+    + "seq_lens tasks num_tasks first_task partial scratch scratch_stride counter merge_counter",
     floats="scale",
 )
 
@@ -58,7 +60,8 @@ def scratch_floats(num_heads: int) -> int:
 def attend_chunk(a: Any, row: int, q: int, start: int, end: int, following: int, scores: int, partial: int) -> None:
     """One chunk, all heads: weighted values, maxima and sums of exp(score - maximum) into ``partial``.
 
-    Reading keys fetches the values of the same tokens; reading values the keys of ``following``, the thread's next task.
+    Reading keys fetches the values of the same tokens; reading values, the keys of ``following``, the thread's next
+    task: pages lie far apart, where the hardware does not look ahead.
     """
     vector_bytes = a.head_dim * 4
     group_bytes, num_heads = a.group * vector_bytes, a.num_kv_heads * a.group

@@ -1,11 +1,11 @@
 """Extend attention: new tokens over a prefix, limited by arithmetic.
 
-Method:    a task is (request, KV head, tile of queries); its rows are the tile's tokens times the query heads of the group.
+Method:    a task is (request, KV head, tile of queries); its rows are the tile's tokens times the group's query heads.
            Keys come in blocks of 64: copied out of their pages, transposed, multiplied with all rows, online softmax,
            multiplied with the values (FlashAttention-2, Dao 2023, on register tiles). A block is used by ~200 rows, so
            that copying it costs 1-3 %; all of a task's data lies in L2.
-Invariant: key blocks begin at multiples of 64 of the request itself: a row's result depends neither on how the prompt is
-           chunked, nor on the tile, nor on the batch.
+Invariant: key blocks begin at multiples of 64 of the request itself: a row's result depends neither on how the prompt
+           is chunked, nor on the tile, nor on the batch.
 Thread:    all of the team; tasks are taken one by one, those with the most keys first.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 from numba import carray
 
 from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, copy_block, store_new
+from replicas.kernels.register_tiles import transpose16
 from replicas.kernels.simd import (
     W,
     add,
@@ -30,7 +31,6 @@ from replicas.kernels.simd import (
     store1,
     sub,
     take_next,
-    transpose16,
 )
 from replicas.kernels.team import barrier, inlined, kernel, struct, team_size, thread_id
 from replicas.kernels.tiles import outer
@@ -90,7 +90,7 @@ def load_block(a: Any, row: int, kv_head: int, start: int, end: int, keys: int, 
 
 @inlined
 def online_softmax(scores: int, visible: int, acc: int, head_dim: int, statistic: int) -> None:
-    """One row of scores [64], of which the first ``visible`` count, becomes weights; rescales acc to the new maximum."""
+    """A row of scores [64], the first ``visible`` of which count, becomes weights; acc is scaled to the new maximum."""
     for j in range(max(visible, 0), BLOCK):
         store1(scores + 4 * j, -1e30)
     top = load(scores)

@@ -48,7 +48,7 @@ def store_new(a: Any, first: int, last: int) -> None:
 
 @inlined
 def copy_block(a: Any, buffer: int, row: int, start: int, end: int, dst: int) -> None:
-    """Positions [start, end) of one head, packed into dst [end - start, D]; ``buffer`` is keys or values plus the head."""
+    """Positions [start, end) of a head into dst [end - start, D]; ``buffer``: the head's keys or values."""
     position = start
     while position < end:
         length = run_length(a, position, end)

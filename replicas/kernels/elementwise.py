@@ -71,12 +71,12 @@ def _rotate(pointer: Any) -> None:
             _rotate_half(x + half, x, cos + half, sin + half, out + half, half)
 
 
-def serves(x: Tensor, *, multiple: int = W) -> bool:
-    """Whether the kernels can read x [T, size] or [T, heads, size]; ``multiple``: what size must be a multiple of."""
+def serves(x: Tensor, *, halves: bool = False) -> bool:
+    """Whether the kernels can read x [T, size] or [T, heads, size], or its two ``halves`` each by itself."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.shape[-1] % multiple == 0
+        and x.shape[-1] % (2 * W if halves else W) == 0
         and x.stride(-1) == 1
         and (x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2]))
     )
@@ -106,7 +106,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _run(function: Kernel, x: Tensor, out: Tensor, **more: float) -> None:
     tokens, heads = x.shape[0], out.shape[1] if out.dim() == 3 else 1
     arguments = VectorArgs(
-        x=x.data_ptr(), x_stride=4 * x.stride(0), out=out.data_ptr(), tokens=tokens, heads=heads, size=out.shape[-1], **more
+        x=x.data_ptr(),
+        x_stride=4 * x.stride(0),
+        out=out.data_ptr(),
+        tokens=tokens,
+        heads=heads,
+        size=out.shape[-1],
+        **more,
     )
     num_threads = min(torch.get_num_threads(), 1 + out.numel() // FLOATS_PER_THREAD)
     team(num_threads).run(function, arguments)

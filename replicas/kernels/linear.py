@@ -1,6 +1,6 @@
 """y = x @ weight.T in fp32, from the weight as it was loaded: no packed copy, so that replicas can share mapped files.
 
-Method:    few rows: dot products along the weight's rows, each read once, in place: as fast as memory allows. Many rows:
+Method:    few rows: dot products along the weight's rows, each read once, in place: as fast as memory allows. Many:
            64 rows of the weight at a time are transposed into scratch that lies in L2, and used by a block of x.
 Invariant: an output row depends on its own x row and on which of the two ways was taken, not on other rows or threads.
 Thread:    all of the team; tasks are taken one by one.
@@ -13,13 +13,15 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from replicas.kernels.simd import W, take_next, transpose16
+from replicas.kernels.register_tiles import transpose16
+from replicas.kernels.simd import W, take_next
 from replicas.kernels.team import Team, inlined, kernel, struct, thread_id
 from replicas.kernels.tiles import dot, outer
 
 PANEL = 64  # weight rows a task of the many-rows way transposes
 STRIP_BYTES = 32 << 10  # weight bytes a task of the few-rows way reads
 FEW_ROWS = 32  # from here on transposing pays: measured crossing between 16 and 48 rows on Zen 5
+SUM_LENGTH = 192  # products summed before they join the total: rounding errors grow with the length of a running sum
 PACK_ROWS = 24  # transposing a panel takes as long as multiplying it with this many rows; for balancing only
 
 LinearArgs = struct(
@@ -63,7 +65,10 @@ def many_rows(pointer: Any) -> None:
             pack_panel(a.weight + column * a.k * 4, width, a.k, panel)
             packed = column
         x, out = a.x + row * a.x_stride, a.out + row * a.out_stride + 4 * column
-        outer(count, width, a.k, x, a.x_stride, panel, 4 * PANEL, out, a.out_stride, 0)
+        for i in range(0, a.k, SUM_LENGTH):
+            length, keep = min(SUM_LENGTH, a.k - i), 1 if i else 0
+            part = panel + 4 * i * PANEL
+            outer(count, width, length, x + 4 * i, a.x_stride, part, 4 * PANEL, out, a.out_stride, keep)
         task = take_next(a.counter)
 
 

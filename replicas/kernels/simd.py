@@ -1,6 +1,7 @@
-"""Sixteen floats at a time, inside numba kernels: loads, stores, arithmetic, exp, and three register tiles.
+"""Sixteen floats at a time, inside numba kernels: loads, stores, arithmetic, exp.
 
-Owns:      the LLVM IR that numba cannot be talked into: explicit vectors, register blocking, transposition.
+Owns:      the LLVM IR that numba cannot be talked into. The ``emit_`` functions build it; the operations below them are
+           what kernels call; register_tiles.py builds larger pieces of the same.
 Never:     allocates, checks bounds, or knows what is computed; memory is named by address (int64, bytes).
 Invariant: a result depends on operands and shapes alone, never on alignment or on what ran before.
 Thread:    any; no state.
@@ -13,7 +14,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.core.datamodel import models, register_default
 from numba.extending import intrinsic
@@ -26,7 +27,7 @@ VEC = ir.VectorType(F32, W)
 IVEC = ir.VectorType(I32, W)
 
 
-class VectorType(types.Type):  # type: ignore[misc]
+class VectorType(types.Type):
     """The numba type of one vector; has no Python value, lives in registers."""
 
     def __init__(self) -> None:
@@ -66,42 +67,42 @@ def splat_const(value: float) -> ir.Constant:
     return ir.Constant(VEC, [value] * W)
 
 
-def _int_const(value: int) -> ir.Constant:
+def int_const(value: int) -> ir.Constant:
     return ir.Constant(IVEC, [value] * W)
 
 
-def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+def pointer_to(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def _llvm(builder: Any, name: str, returns: Any, *args: Any) -> Any:
+def emit_llvm(builder: Any, name: str, returns: Any, *args: Any) -> Any:
     """Call an LLVM intrinsic, with the freedom to reorder and to drop NaN cases."""
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(returns, [a.type for a in args]), name)
     return builder.call(function, args, fastmath=("fast",))
 
 
-def _load(builder: Any, address: Any) -> Any:
-    return builder.load(_pointer(builder, address, VEC), align=4)
+def emit_load(builder: Any, address: Any) -> Any:
+    return builder.load(pointer_to(builder, address, VEC), align=4)
 
 
-def _store(builder: Any, address: Any, value: Any) -> None:
-    builder.store(value, _pointer(builder, address, VEC), align=4)
+def emit_store(builder: Any, address: Any, value: Any) -> None:
+    builder.store(value, pointer_to(builder, address, VEC), align=4)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
+def emit_splat(builder: Any, scalar: Any) -> Any:
     one = builder.insert_element(ir.Constant(VEC, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(VEC, ir.Undefined), _int_const(0))
+    return builder.shuffle_vector(one, ir.Constant(VEC, ir.Undefined), int_const(0))
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return _llvm(builder, "llvm.fma.v16f32", VEC, a, b, c)
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return emit_llvm(builder, "llvm.fma.v16f32", VEC, a, b, c)
 
 
-def _hsum(builder: Any, v: Any) -> Any:
-    return _llvm(builder, "llvm.vector.reduce.fadd.v16f32", F32, ir.Constant(F32, -0.0), v)
+def emit_hsum(builder: Any, v: Any) -> Any:
+    return emit_llvm(builder, "llvm.vector.reduce.fadd.v16f32", F32, ir.Constant(F32, -0.0), v)
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def emit_prefetch(builder: Any, address: Any) -> None:
     """Ask for the cache line at ``address``; never faults."""
     byte = ir.IntType(8).as_pointer()
     args = [builder.inttoptr(address, byte), ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)]
@@ -109,43 +110,43 @@ def _prefetch(builder: Any, address: Any) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), args)
 
 
-def _add_bytes(builder: Any, address: Any, offset: int) -> Any:
+def add_bytes(builder: Any, address: Any, offset: int) -> Any:
     return builder.add(address, ir.Constant(I64, offset)) if offset else address
 
 
 @op(vector, types.int64)
 def load(builder: Any, address: Any) -> Any:
-    return _load(builder, address)
+    return emit_load(builder, address)
 
 
 @op(types.void, types.int64, vector)
 def store(builder: Any, address: Any, value: Any) -> None:
-    _store(builder, address, value)
+    emit_store(builder, address, value)
 
 
 @op(types.float32, types.int64)
 def load1(builder: Any, address: Any) -> Any:
-    return builder.load(_pointer(builder, address, F32), align=4)
+    return builder.load(pointer_to(builder, address, F32), align=4)
 
 
 @op(types.void, types.int64, types.float32)
 def store1(builder: Any, address: Any, value: Any) -> None:
-    builder.store(value, _pointer(builder, address, F32), align=4)
+    builder.store(value, pointer_to(builder, address, F32), align=4)
 
 
 @op(types.int64, types.int64)
 def load_i32(builder: Any, address: Any) -> Any:
-    return builder.sext(builder.load(_pointer(builder, address, I32), align=4), I64)
+    return builder.sext(builder.load(pointer_to(builder, address, I32), align=4), I64)
 
 
 @op(types.int64, types.int64)
 def load_i64(builder: Any, address: Any) -> Any:
-    return builder.load(_pointer(builder, address, I64), align=8)
+    return builder.load(pointer_to(builder, address, I64), align=8)
 
 
 @op(vector, types.float32)
 def splat(builder: Any, scalar: Any) -> Any:
-    return _splat(builder, scalar)
+    return emit_splat(builder, scalar)
 
 
 @op(vector, vector, vector)
@@ -170,155 +171,42 @@ def div(builder: Any, a: Any, b: Any) -> Any:
 
 @op(vector, vector, vector)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
-    return _llvm(builder, "llvm.maxnum.v16f32", VEC, a, b)
+    return emit_llvm(builder, "llvm.maxnum.v16f32", VEC, a, b)
 
 
 @op(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
-    return _fma(builder, a, b, c)
+    return emit_fma(builder, a, b, c)
 
 
 @op(types.float32, vector)
 def hsum(builder: Any, v: Any) -> Any:
-    return _hsum(builder, v)
+    return emit_hsum(builder, v)
 
 
 @op(types.float32, vector)
 def hmax(builder: Any, v: Any) -> Any:
-    return _llvm(builder, "llvm.vector.reduce.fmax.v16f32", F32, v)
+    return emit_llvm(builder, "llvm.vector.reduce.fmax.v16f32", F32, v)
 
 
 @op(vector, vector)
 def exp(builder: Any, x: Any) -> Any:
     """e ** x to 2 ulp; below -87 it is a tiny positive number or 0, above 88 it saturates. Source: Cephes' expf."""
-    x = _llvm(builder, "llvm.maxnum.v16f32", VEC, x, splat_const(-87.3))
-    x = _llvm(builder, "llvm.minnum.v16f32", VEC, x, splat_const(88.3))
-    n = _llvm(builder, "llvm.rint.v16f32", VEC, builder.fmul(x, splat_const(1.4426950408889634)))
-    r = _fma(builder, n, splat_const(-0.693359375), x)
-    r = _fma(builder, n, splat_const(2.12194440e-4), r)
+    x = emit_llvm(builder, "llvm.maxnum.v16f32", VEC, x, splat_const(-87.3))
+    x = emit_llvm(builder, "llvm.minnum.v16f32", VEC, x, splat_const(88.3))
+    n = emit_llvm(builder, "llvm.rint.v16f32", VEC, builder.fmul(x, splat_const(1.4426950408889634)))
+    r = emit_fma(builder, n, splat_const(-0.693359375), x)
+    r = emit_fma(builder, n, splat_const(2.12194440e-4), r)
     p = splat_const(1.9875691500e-4)
     for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = _fma(builder, p, r, splat_const(c))
-    p = builder.fadd(_fma(builder, p, builder.fmul(r, r), r), splat_const(1.0))
-    exponent = builder.shl(builder.add(builder.fptosi(n, IVEC), _int_const(127)), _int_const(23))
+        p = emit_fma(builder, p, r, splat_const(c))
+    p = builder.fadd(emit_fma(builder, p, builder.fmul(r, r), r), splat_const(1.0))
+    exponent = builder.shl(builder.add(builder.fptosi(n, IVEC), int_const(127)), int_const(23))
     return builder.fmul(p, builder.bitcast(exponent, VEC))
-
-
-def _transpose_stage(builder: Any, rows: list[Any], step: int) -> list[Any]:
-    """Swap the off-diagonal ``step`` x ``step`` blocks of every 2 step x 2 step block of a 16 x 16 matrix."""
-    out = list(rows)
-    low = [i if not i & step else W + i - step for i in range(W)]
-    high = [i + step if not i & step else W + i for i in range(W)]
-    for i in range(W):
-        if not i & step:
-            a, b = rows[i], rows[i + step]
-            out[i] = builder.shuffle_vector(a, b, ir.Constant(IVEC, low))
-            out[i + step] = builder.shuffle_vector(a, b, ir.Constant(IVEC, high))
-    return out
-
-
-@op(types.void, types.int64, types.int64, types.int64, types.int64)
-def transpose16(builder: Any, src: Any, src_stride: Any, dst: Any, dst_stride: Any) -> None:
-    """dst[j, i] = src[i, j] for a 16 x 16 block; strides in bytes."""
-    rows = [_load(builder, builder.add(src, builder.mul(src_stride, ir.Constant(I64, i)))) for i in range(W)]
-    for step in (8, 4, 2, 1):
-        rows = _transpose_stage(builder, rows, step)
-    for i, row in enumerate(rows):
-        _store(builder, builder.add(dst, builder.mul(dst_stride, ir.Constant(I64, i))), row)
 
 
 @op(types.int64, types.int64)
 def take_next(builder: Any, counter: Any) -> Any:
     """Atomically add 1 to the int64 at ``counter``; returns what it was: the next task for the thread that asks."""
-    return builder.atomic_rmw("add", _pointer(builder, counter, I64), ir.Constant(I64, 1), "monotonic")
-
-
-def outer_tile(rows: int, cols: int, *, fetches: bool) -> Any:
-    """Kernel ``f(a, a_stride, b, b_stride, c, c_stride, k, keep)``: c[rows, 16 cols] = a[rows, k] @ b[k, 16 cols].
-
-    ``keep`` != 0 adds to what c holds. Strides in bytes. rows * cols + cols + 1 registers: 6 x 4 fills AVX-512's 32.
-    One that ``fetches`` takes one more argument, ``ahead``: see `dot_tile`.
-    """
-
-    @op(types.void, *[types.int64] * (9 if fetches else 8))
-    def tile(builder: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any, keep: Any, *more: Any) -> None:
-        ahead = more[0] if fetches else None
-        a_rows, c_rows = _row_addresses(builder, a, lda, rows), _row_addresses(builder, c, ldc, rows)
-        sums = [[cgutils.alloca_once(builder, VEC) for _ in range(cols)] for _ in range(rows)]
-        places = [(r, j) for r in range(rows) for j in range(cols)]
-        for r, j in places:
-            builder.store(splat_const(0.0), sums[r][j])
-        with builder.if_then(builder.icmp_signed("!=", keep, ir.Constant(I64, 0))):
-            for r, j in places:
-                builder.store(_load(builder, _add_bytes(builder, c_rows[r], 64 * j)), sums[r][j])
-        with cgutils.for_range(builder, k, intp=I64) as loop:
-            b_row = builder.add(b, builder.mul(ldb, loop.index))
-            bs = [_load(builder, _add_bytes(builder, b_row, 64 * j)) for j in range(cols)]
-            for j in range(cols if ahead is not None else 0):
-                _prefetch(builder, _add_bytes(builder, builder.add(b_row, ahead), 64 * j))
-            for r in range(rows):
-                address = builder.add(a_rows[r], builder.shl(loop.index, ir.Constant(I64, 2)))
-                x = _splat(builder, builder.load(_pointer(builder, address, F32), align=4))
-                for j in range(cols):
-                    builder.store(_fma(builder, x, bs[j], builder.load(sums[r][j])), sums[r][j])
-        for r, j in places:
-            _store(builder, _add_bytes(builder, c_rows[r], 64 * j), builder.load(sums[r][j]))
-
-    return tile
-
-
-def dot_tile(rows: int, cols: int) -> Any:
-    """Kernel ``f(a, a_stride, b, b_stride, c, c_stride, k, ahead)``: c[rows, cols] = a[rows, k] @ b[cols, k].T.
-
-    k is a multiple of 16 and rows * cols at most 16: sums run along k in 16 lanes, which are added up at the end.
-    Each cache line of b that is read asks for the one ``ahead`` bytes further: fetched so, between the arithmetic,
-    memory keeps working while the core computes (8 rows by a cold weight: 36 -> 123 GFLOP/s on one Zen 5 core).
-    """
-    assert rows * cols <= W
-
-    @op(types.void, *[types.int64] * 8)
-    def tile(builder: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any, ahead: Any) -> None:
-        a_rows, b_rows = _row_addresses(builder, a, lda, rows), _row_addresses(builder, b, ldb, cols)
-        sums = [[cgutils.alloca_once(builder, VEC) for _ in range(cols)] for _ in range(rows)]
-        for row in sums:
-            for place in row:
-                builder.store(splat_const(0.0), place)
-        with cgutils.for_range(builder, builder.lshr(k, ir.Constant(I64, 4)), intp=I64) as loop:
-            offset = builder.shl(loop.index, ir.Constant(I64, 6))
-            bs = [_load(builder, builder.add(row, offset)) for row in b_rows]
-            for row in b_rows:
-                _prefetch(builder, builder.add(builder.add(row, offset), ahead))
-            for r in range(rows):
-                x = _load(builder, builder.add(a_rows[r], offset))
-                for j in range(cols):
-                    builder.store(_fma(builder, x, bs[j], builder.load(sums[r][j])), sums[r][j])
-        lanes = _lane_sums(builder, [builder.load(place) for row in sums for place in row])
-        for r, c_row in enumerate(_row_addresses(builder, c, ldc, rows)):
-            mask = ir.Constant(ir.VectorType(I32, cols), list(range(r * cols, (r + 1) * cols)))
-            part = builder.shuffle_vector(lanes, ir.Constant(VEC, ir.Undefined), mask)
-            builder.store(part, _pointer(builder, c_row, part.type), align=4)
-
-    return tile
-
-
-def _row_addresses(builder: Any, start: Any, stride: Any, count: int) -> list[Any]:
-    return [builder.add(start, builder.mul(stride, ir.Constant(I64, i))) for i in range(count)]
-
-
-def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
-    """One vector whose lane i is the sum over lanes of ``vectors[i]``; at most 16 vectors, halved four times."""
-    undefined = ir.Constant(VEC, ir.Undefined)
-    level = vectors + [undefined] * (W - len(vectors))
-    for width in (8, 4, 2, 1):  # a lane group of 2 * width holds one partial sum and becomes one of width
-        groups = [g * 2 * width + i for g in range(W // (2 * width)) for i in range(width)]
-        first = ir.Constant(IVEC, groups + [W + g for g in groups])
-        second = ir.Constant(IVEC, [g + width for g in groups] + [W + width + g for g in groups])
-        pairs = list(zip(level[::2], level[1::2], strict=True))
-        level = [
-            undefined if a is undefined else builder.fadd(
-                builder.shuffle_vector(a, b, first), builder.shuffle_vector(a, b, second)
-            )
-            for a, b in pairs
-        ]
-    return level[0]
+    return builder.atomic_rmw("add", pointer_to(builder, counter, I64), ir.Constant(I64, 1), "monotonic")

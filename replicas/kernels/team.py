@@ -36,7 +36,7 @@ def inlined(function: F) -> F:
 
 
 def struct(name: str, integers: str, floats: str = "") -> type[ctypes.Structure]:
-    """The arguments of a kernel: int64 (addresses in bytes, sizes) and float32 fields, named in space-separated lists."""
+    """The arguments of a kernel: int64 (addresses in bytes, sizes) and float32 fields; names separated by spaces."""
     fields = [(field, ctypes.c_int64) for field in integers.split()] + [(f, ctypes.c_float) for f in floats.split()]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
@@ -51,7 +51,7 @@ class Kernel:
     @functools.cached_property
     def address(self) -> int:
         record = numba.from_dtype(np.dtype(self.arguments))
-        signature = types.void(types.CPointer(record))
+        signature = types.void(types.CPointer(record))  # type: ignore[attr-defined]
         self._compiled = numba.cfunc(signature, cache=True, **_OPTIONS)(self.function)  # owns the code: keep it
         return int(self._compiled.address)
 
@@ -102,7 +102,7 @@ def _openmp() -> ctypes.CDLL:
         except (OSError, AttributeError):
             continue
         return library
-    raise RuntimeError("the CPU kernels need the OpenMP library (libgomp) that torch ships, and found none in its folder")
+    raise RuntimeError("the CPU kernels need an OpenMP library (libgomp): none in torch's folder, none on the system")
 
 
 _PARALLEL = _openmp().GOMP_parallel

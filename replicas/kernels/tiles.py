@@ -7,7 +7,8 @@ Invariant: an element's sum is taken in the same order whatever the number of ro
 Thread:    any; inside kernels only. Addresses and strides are in bytes, sizes in floats.
 """
 
-from replicas.kernels.simd import W, dot_tile, outer_tile
+from replicas.kernels.register_tiles import dot_tile, outer_tile
+from replicas.kernels.simd import W
 from replicas.kernels.team import inlined
 
 _OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(r, 4, fetches=False) for r in (6, 4, 3, 2, 1))
@@ -65,7 +66,9 @@ def _outer_narrow(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: in
 
 
 @inlined
-def outer_fetch(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, keep: int, ahead: int) -> None:
+def outer_fetch(
+    m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, keep: int, ahead: int
+) -> None:
     """`outer` for few rows and b in memory: meanwhile asks for what lies ``ahead`` bytes behind b."""
     column = 0
     while column < n:

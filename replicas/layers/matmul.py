@@ -1,7 +1,7 @@
 """The one place where a layer multiplies: ``x @ weight.T + bias``, by the fastest product for the weight's device.
 
-Owns:      the choice. On CPU in fp32: our kernels (replicas/kernels/linear.py), except that for many rows PyTorch's BLAS
-           takes over on machines where it is clearly faster; that is measured once a process.
+Owns:      the choice. On CPU in fp32: our kernels (replicas/kernels/linear.py), except that for many rows
+           PyTorch's BLAS takes over on machines where it is clearly faster; that is measured once a process.
 Never:     keeps a second, packed copy of a weight: on CPU it stays a view of the mapped file.
 Invariant: which product runs depends on the shapes alone within a process; an output row does not depend on other rows,
            except that steps below and above 32 rows sum in another order (fp32 rounding).

@@ -28,7 +28,7 @@ class GatedMLP(Layer):
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 size] -> silu(first half) * second half, [T, size]; a fresh tensor."""
-    if elementwise.serves(gate_up, multiple=2 * elementwise.W):
+    if elementwise.serves(gate_up, halves=True):
         return elementwise.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -24,7 +24,7 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads, D] -> the same, rotated; a fresh tensor."""
-        if elementwise.serves(x, multiple=2 * elementwise.W):
+        if elementwise.serves(x, halves=True):
             return elementwise.rotate(x, self.cos, self.sin)
         return (x * self.cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), self.sin)
 

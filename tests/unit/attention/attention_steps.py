@@ -11,7 +11,9 @@ from replicas.attention.base import BatchMeta
 class SmallPool:
     """A KvPool: the one page-major, head-major allocation, without the bookkeeping."""
 
-    def __init__(self, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, num_layers: int = 1) -> None:
+    def __init__(
+        self, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, num_layers: int = 1
+    ) -> None:
         self.page_size = page_size
         self.data = torch.zeros(num_pages + 1, num_layers, 2, num_kv_heads, page_size, head_dim)
 
@@ -52,7 +54,11 @@ def make_step(
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
     pool = SmallPool(
-        num_pages=sum(num_pages), page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim, num_layers=num_layers
+        num_pages=sum(num_pages),
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_layers=num_layers,
     )
     pool.data.normal_(generator=random)
     pages = torch.randperm(sum(num_pages), generator=random) + 1

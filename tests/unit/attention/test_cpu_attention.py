@@ -139,5 +139,5 @@ def test_a_pool_or_head_dim_it_cannot_serve_is_refused_with_what_to_do() -> None
     with pytest.raises(InvalidConfig, match=r"multiple of 16, got 24; set attention: torch_native"):
         CpuAttention(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)
     pool.data = pool.data.to(torch.bfloat16)
-    with pytest.raises(InvalidConfig, match="float32 pools in memory, this one holds torch.bfloat16"):
+    with pytest.raises(InvalidConfig, match=r"float32 pools in memory, this one holds torch\.bfloat16"):
         CpuAttention(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)

@@ -1,0 +1,84 @@
+"""The one product of all layers: equal to PyTorch's at every number of rows, whoever multiplies."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from replicas.kernels.linear import FEW_ROWS, LinearKernel
+from replicas.kernels.team import Team
+from replicas.layers.matmul import Matmul
+
+ROWS = [1, 2, 3, 4, 5, 8, FEW_ROWS - 1, FEW_ROWS, 63, 64, 100, 300]
+
+
+def within_rounding(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Against fp64: partial sums of k products are about sqrt(k) large, and each of up to 192 + k / 192 additions in a
+    row rounds them by 6e-8; with random signs that is a factor of 14, and 5 covers the largest of 10^5 results."""
+    exact, k = x.double() @ weight.double().T, weight.shape[1]
+    return float((got.double() - exact).abs().max()) < 5 * 14 * 6e-8 * k**0.5
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(16, 16), (80, 48), (960, 576), (576, 1536)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_the_kernels_equal_fp64_within_rounding_at_every_number_of_rows(shape: tuple[int, int], threads: int) -> None:
+    weight = torch.randn(shape)
+    product = LinearKernel(weight, Team(threads))
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1])
+        assert within_rounding(product(x), x, weight)
+
+
+def test_a_row_does_not_depend_on_the_other_rows_or_on_threads() -> None:
+    weight, x = torch.randn(960, 576), torch.randn(300, 576)
+    one, two = LinearKernel(weight, Team(1)), LinearKernel(weight, Team(2))
+    assert torch.equal(two(x[:8])[3], one(x[3:4])[0])  # few rows: bit for bit
+    assert torch.equal(two(x)[:64], one(x[:64]))  # many rows
+    apart = float((two(x)[3] - one(x[3:4])[0]).abs().max())  # from one way to the other: rounding, results are ~24
+    assert apart < 1e-4
+
+
+def test_rows_that_lie_apart_are_read_in_place_and_transposed_input_is_copied() -> None:
+    weight, wide = torch.randn(64, 32), torch.randn(5, 96)
+    product = LinearKernel(weight, Team(1))
+    assert within_rounding(product(wide[:, 32:64]), wide[:, 32:64], weight)
+    tall = torch.randn(32, 5)
+    assert within_rounding(product(tall.T), tall.T, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_the_bias_is_added_once(rows: int) -> None:
+    weight, bias, x = torch.randn(48, 32), torch.randn(48), torch.randn(rows, 32)
+    matmul = Matmul()
+    matmul.prepare(weight, bias)
+    assert torch.allclose(matmul(x), F.linear(x, weight, bias), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(30, 32), (32, 30)])
+def test_shapes_that_the_kernels_do_not_serve_go_to_pytorch(shape: tuple[int, int]) -> None:
+    weight, x = torch.randn(shape), torch.randn(3, shape[1])
+    matmul = Matmul()
+    matmul.prepare(weight, None)
+    assert torch.equal(matmul(x), F.linear(x, weight))
+
+
+def test_bfloat16_weights_go_to_pytorch() -> None:
+    weight, x = torch.randn(32, 32).bfloat16(), torch.randn(3, 32).bfloat16()
+    matmul = Matmul()
+    matmul.prepare(weight, None)
+    assert torch.equal(matmul(x), F.linear(x, weight))
+
+
+def test_the_weight_is_kept_as_it_lies_and_counted_once() -> None:
+    weight = torch.randn(32, 64)
+    matmul = Matmul()
+    matmul.prepare(weight, None)
+    matmul(torch.randn(1, 64)), matmul(torch.randn(100, 64))
+    assert matmul.weight is not None
+    assert matmul.weight.data_ptr() == weight.data_ptr()
+    assert matmul.num_bytes == 32 * 64 * 4
+
+
+def test_no_rows_give_no_rows() -> None:
+    matmul = Matmul()
+    matmul.prepare(torch.randn(32, 64), None)
+    assert matmul(torch.zeros(0, 64)).shape == (0, 32)
