@@ -1,0 +1,119 @@
+"""`python -m deployments serve` in a process of its own, on a real local Ray, and its end checked.
+
+Every process that descends from it carries a mark in its environment, by which leftovers are found.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from deployments.places import ROOT
+
+MARK = "MANTA_TEST_MARK"
+START_S = 240.0
+STOP_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Running:
+    """The application of serve_config.yaml with some settings changed."""
+
+    def __init__(self, folder: Path, **changes: dict[str, Any]) -> None:
+        self.port = free_port()
+        self.mark = secrets.token_hex(8)
+        config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+        config["http_options"]["port"] = self.port
+        args = config["applications"][0]["args"]
+        for group, settings in changes.items():
+            args.setdefault(group, {}).update(settings)
+        self.config = folder / "serve_config.yaml"
+        self.config.write_text(yaml.safe_dump(config))
+        self.log = folder / "serve.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        environment = {**os.environ, MARK: self.mark}
+        environment.pop("RAY_ADDRESS", None)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deployments", "serve", str(self.config)],
+                stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
+        self.until(lambda: "Try it:" in self.log.read_text() or self.process_ended, START_S)
+        assert not self.process_ended, self.log.read_text()
+
+    @property
+    def process_ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def stop(self) -> list[str]:
+        """Ctrl-C; returns the command lines of processes that are left (and kills those, by id)."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(STOP_S)
+        left = self.processes()
+        deadline_s = time.monotonic() + 5
+        while left and time.monotonic() < deadline_s:
+            threading.Event().wait(0.1)
+            left = self.processes()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return list(left.values())
+
+    def processes(self) -> dict[int, str]:
+        """Living processes that descend from ours, by id."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it ended, or is not ours to look at
+        return found
+
+    def states(self) -> list[dict[str, Any]]:
+        """What each replica says of itself now."""
+        return list(httpx.get(f"{self.url}/get_server_info", timeout=30).json()["internal_states"])
+
+    def info(self) -> dict[str, Any]:
+        return dict(httpx.get(f"{self.url}/get_server_info", timeout=30).json())
+
+    def idle(self) -> bool:
+        """Nothing runs, and every page is free or evictable."""
+        for state in self.states():
+            pool, stats = state["stats"]["pool"], state["stats"]
+            if stats["num_running"] or stats["num_waiting"] or state["num_open"]:
+                return False
+            if pool["free_pages"] + pool["evictable_pages"] != pool["num_pages"]:
+                return False
+        return True
+
+    @staticmethod
+    def until(condition: Callable[[], bool], within_s: float) -> float:
+        """Wait for another process; returns the seconds it took."""
+        started_s = time.monotonic()
+        while not condition():
+            took_s = time.monotonic() - started_s
+            assert took_s < within_s, f"not within {within_s:.1f} s"
+            threading.Event().wait(0.02)
+        return time.monotonic() - started_s
