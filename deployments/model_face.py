@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import cached_file
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from deployments.places import local_path, shown_path
 from deployments.schema import ModelSettings
@@ -34,10 +35,10 @@ def read_face(model: ModelSettings) -> ModelFace:
 
 
 def _config_json(path: str) -> dict[str, Any]:
+    folder = Path(local_path(path))
     try:
-        file = cached_file(local_path(path), "config.json")
-    except OSError as error:
-        raise InvalidConfig(f"model.path = {path!r} has no config.json: {error}") from error
-    assert file is not None
-    config: dict[str, Any] = json.loads(Path(file).read_text())
+        file = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(path, "config.json"))
+        config: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        raise InvalidConfig(f"model.path = {path!r}: its config.json cannot be read: {error}") from error
     return config
