@@ -10,7 +10,9 @@ Thread:    the main thread.
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +44,7 @@ def run(config_path: str) -> int:
 
     try:
         schema, configs = read(config_path)
+        check_port(schema.http_options.host, schema.http_options.port)
     except (OSError, ValueError, InvalidConfig) as error:
         print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
         return 2
@@ -87,6 +90,19 @@ def read(config_path: str) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
             configs[application.name] = config = parse(application.args)
             check_config(config)
     return schema, configs
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises: InvalidConfig when another process listens there already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InvalidConfig(
+                f"http_options: {host}:{port} cannot be listened on ({error.strerror}); stop what holds it, or give "
+                "another port"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -151,8 +167,11 @@ def _progress(name: str, application: ApplicationStatusOverview) -> str:
 
 
 def _why(application: ApplicationStatusOverview) -> str:
+    """What our own errors say, if there are any; else all that Serve knows."""
     messages = [application.message, *(status.message for status in application.deployments.values())]
-    return "\n".join(message for message in messages if message)
+    whole = "\n".join(message for message in messages if message)
+    ours = re.findall(r"^replicas\.errors\.(\w+: .*)", whole, flags=re.MULTILINE)
+    return "\n".join(dict.fromkeys(ours)) or whole
 
 
 def _announce(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from deployments.capacity import auto_count, replica_bytes
 from deployments.places import ROOT, local_path, shown_path
 from deployments.ray_env import prepare
 from deployments.schema import parse
-from deployments.serve import curl, read
+from deployments.serve import check_port, curl, read
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
 from tests.embedded import MODEL
@@ -143,6 +144,16 @@ def test_a_cluster_of_our_own_has_a_token_and_another_keeps_its_ways() -> None:
         given = dict(theirs)
         prepare(given)
         assert "RAY_AUTH_TOKEN" not in given
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(InvalidConfig, match=rf"127.0.0.1:{port} cannot be listened on .*another port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
 
 
 def test_the_curl_line_can_be_pasted() -> None:
