@@ -44,7 +44,7 @@ class ModelRunner:
         free_before = self._free_bytes(0)
         self._attention: AttentionBackend | None = None
         started_s = time.monotonic()
-        self._model = model_class(config.model.architecture)(config.model, tp, _Late(self))
+        self._model = model_class(config.model.architecture)(config.model, tp, _Unsized(self))
         load_weights(self._model, config.model, tp)
         self.weight_bytes = weight_bytes(self._model)
         log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, time.monotonic() - started_s)
@@ -134,8 +134,8 @@ class ModelRunner:
         log.info("warm-up: %.1f s", time.monotonic() - started_s)
 
 
-class _Late:
-    """Hands the model its attention backend, which needs the pool, which needs the model's size first."""
+class _Unsized:
+    """Stands in the model for its attention backend: that needs the pool, which is sized by what the weights leave."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
