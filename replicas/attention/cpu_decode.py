@@ -13,7 +13,7 @@ from typing import Any
 
 from numba import carray
 
-from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, run_length, slot_offset, store_new
+from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, run_length, store_new, token_offset
 from replicas.kernels.simd import (
     W,
     add,
@@ -60,36 +60,49 @@ def scratch_floats(num_heads: int) -> int:
 def attend_chunk(a: Any, row: int, q: int, start: int, end: int, following: int, scores: int, partial: int) -> None:
     """One chunk, all heads: weighted values, maxima and sums of exp(score - maximum) into ``partial``.
 
-    Reading keys fetches the values of the same tokens; reading values, the keys of ``following``, the thread's next
-    task: pages lie far apart, where the hardware does not look ahead.
+    Reading a page fetches the next one, where the hardware would not look: after the last page of keys comes the first
+    of values, after that of values the first of keys of ``following``, the thread's next task.
     """
     vector_bytes = a.head_dim * 4
     group_bytes, num_heads = a.group * vector_bytes, a.num_kv_heads * a.group
     score_bytes = a.group * CHUNK * 4
-    position = start
+    position, column = start, 0
     while position < end:
         length = run_length(a, position, end)
-        offset = slot_offset(a, load_i32(a.table + row * a.table_stride + 4 * position))
-        for h in range(a.num_kv_heads):
-            keys, target = a.keys + offset + h * a.head_stride, scores + h * score_bytes + 4 * (position - start)
-            queries, ahead = q + h * group_bytes, a.values - a.keys
-            dot(a.group, length, a.head_dim, queries, vector_bytes, keys, vector_bytes, target, CHUNK * 4, ahead)
+        offset = token_offset(a, row, position)
         position += length
+        ahead = token_offset(a, row, position) if position < end else token_offset(a, row, start) + a.values - a.keys
+        for h in range(a.num_kv_heads):
+            keys, target = a.keys + offset + h * a.head_stride, scores + h * score_bytes + column
+            queries, distance = q + h * group_bytes, ahead - offset
+            dot(a.group, length, a.head_dim, queries, vector_bytes, keys, vector_bytes, target, CHUNK * 4, distance)
+        column += 4 * length
     for head in range(num_heads):
         statistic = partial + num_heads * vector_bytes + 8 * head
         softmax_row(scores + head * CHUNK * 4, end - start, a.scale, statistic)
-    position = start
+    position, column = start, 0
     while position < end:
         length = run_length(a, position, end)
-        offset = slot_offset(a, load_i32(a.table + row * a.table_stride + 4 * position))
-        ahead = a.keys + slot_offset(a, slot_of_task(a, following, position - start)) - a.values - offset
-        for h in range(a.num_kv_heads):
-            weights, values = scores + h * score_bytes + 4 * (position - start), a.values + offset + h * a.head_stride
-            target, keep = partial + h * group_bytes, 1 if position > start else 0
-            outer_fetch(
-                a.group, a.head_dim, length, weights, CHUNK * 4, values, vector_bytes, target, vector_bytes, keep, ahead
-            )
+        offset = token_offset(a, row, position)
         position += length
+        ahead = token_offset(a, row, position) if position < end else first_key(a, following) - a.values
+        for h in range(a.num_kv_heads):
+            weights, values = scores + h * score_bytes + column, a.values + offset + h * a.head_stride
+            target, keep, distance = partial + h * group_bytes, 1 if column else 0, ahead - offset
+            outer_fetch(
+                a.group,
+                a.head_dim,
+                length,
+                weights,
+                CHUNK * 4,
+                values,
+                vector_bytes,
+                target,
+                vector_bytes,
+                keep,
+                distance,
+            )
+        column += 4 * length
 
 
 @inlined
@@ -137,11 +150,10 @@ def merge_chunks(a: Any, request: int, partial_bytes: int) -> None:
 
 
 @inlined
-def slot_of_task(a: Any, task: int, index: int) -> int:
-    """Slot of token ``index`` of a task's chunk, or of its last token if it is shorter."""
+def first_key(a: Any, task: int) -> int:
+    """Address of the first key, of head 0, of a task's chunk."""
     request, chunk = load_i32(a.tasks + TASK_BYTES * task), load_i32(a.tasks + TASK_BYTES * task + 4)
-    position = min(chunk * CHUNK + index, load_i32(a.seq_lens + 4 * request) - 1)
-    return int(load_i32(a.table + load_i32(a.rows + 4 * request) * a.table_stride + 4 * position))
+    return int(a.keys + token_offset(a, load_i32(a.rows + 4 * request), chunk * CHUNK))
 
 
 @kernel(DecodeArgs)

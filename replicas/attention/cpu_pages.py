@@ -31,6 +31,12 @@ def slot_offset(a: Any, slot: int) -> int:
 
 
 @inlined
+def token_offset(a: Any, row: int, position: int) -> int:
+    """`slot_offset` of the token at ``position`` of table row ``row``."""
+    return int(slot_offset(a, load_i32(a.table + row * a.table_stride + 4 * position)))
+
+
+@inlined
 def run_length(a: Any, position: int, end: int) -> int:
     """Tokens from ``position`` that lie one behind the other: to the end of the page, at most to ``end``."""
     return int(min(a.page_size - position % a.page_size, end - position))
@@ -52,7 +58,6 @@ def copy_block(a: Any, buffer: int, row: int, start: int, end: int, dst: int) ->
     position = start
     while position < end:
         length = run_length(a, position, end)
-        slot = load_i32(a.table + row * a.table_stride + 4 * position)
-        copy_floats(buffer + slot_offset(a, slot), dst, length * a.head_dim)
+        copy_floats(buffer + token_offset(a, row, position), dst, length * a.head_dim)
         dst += length * a.head_dim * 4
         position += length

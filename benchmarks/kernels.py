@@ -1,0 +1,167 @@
+"""`python -m benchmarks.kernels [--json OUT] [--threads N]`: the CPU kernels against the machine's limits, in one run.
+
+Shapes are SmolLM2-135M's: 30 layers, 9 query and 3 KV heads of 64, hidden 576, MLP 1536; pages of 16, shuffled. Work
+walks over more memory than the caches hold, as a step does. A share above 100 % of the GEMM rate means that the kernel
+beats PyTorch's product of 2048 x 2048 matrices, which is the limit that the rows are measured against.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.limits import Limits
+from benchmarks.report import Row, publish
+from replicas.attention.cpu import CpuAttention
+from replicas.kernels import elementwise
+from replicas.kernels.linear import LinearKernel
+from replicas.kernels.team import team
+from tests.unit.attention.attention_steps import make_step
+
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 9, 3, 64
+LINEARS = {"qkv": (960, 576), "o": (576, 576), "gate and up": (3072, 576), "down": (576, 1536)}
+ROWS = (1, 8, 32, 256, 1024)
+RUNS = 5
+WEIGHT_BYTES = 100e6  # copies of a weight to walk over
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parse = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parse.add_argument("--json", metavar="OUT", help="also write JSON here")
+    parse.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parse.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    limits = Limits(options.threads)
+    rows: list[Row] = []
+    for part in (decode_rows, extend_rows, linear_rows, elementwise_rows):
+        limits.sample()
+        rows += part(limits, options.threads)
+    limits.sample()
+    publish([*limits.rows(), *rows, *start_rows()], json_path=options.json)
+
+
+def decode_rows(limits: Limits, threads: int) -> list[Row]:
+    """Bytes of K and V read a second, and what one layer costs beside them."""
+    section, rows = "decode attention, a layer", []
+    for batch, context in ((32, 1100), (8, 1100), (1, 1100), (32, 128), (1, 1)):
+        times = attention_s([(context - 1, 1)] * batch, threads)
+        num_bytes = batch * context * NUM_KV_HEADS * HEAD_DIM * 2 * 4
+        name, micros = f"batch {batch} x {context:,} tokens", f"{1e6 * statistics.median(times):.1f} us"
+        if context == 1:
+            rows.append(Row.of(section, "one token of context", [1e6 * t for t in times], "us", target="< 30"))
+            continue
+        rates = [num_bytes / t / 1e9 for t in times]
+        rows.append(Row.of(section, name, rates, "GB/s", limit=limits.median_bandwidth / 1e9, note=micros))
+    return rows
+
+
+def extend_rows(limits: Limits, threads: int) -> list[Row]:
+    """Multiply-adds of the causal half a second."""
+    section, rows = "extend attention, a layer", []
+    for lengths in ([(0, 256)], [(0, 1024)], [(512, 512)], [(1024, 64)] * 8):
+        times = attention_s(lengths, threads)
+        flops = sum(4 * NUM_HEADS * HEAD_DIM * (prefix * new + new * (new + 1) / 2) for prefix, new in lengths)
+        name = f"{len(lengths)} x {lengths[0][1]:,} new tokens over {lengths[0][0]:,}"
+        rates = [flops / t / 1e9 for t in times]
+        rows.append(Row.of(section, name, rates, "GFLOP/s", limit=limits.median_flops / 1e9, target=">= 50 %"))
+    return rows
+
+
+def attention_s(lengths: list[tuple[int, int]], threads: int) -> list[float]:
+    """Seconds a layer of each run; a run is a step of all layers."""
+    step = make_step(lengths, num_layers=NUM_LAYERS)
+    backend = CpuAttention(
+        step.pool, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, num_threads=threads
+    )
+
+    def run() -> None:
+        backend.begin(step.batch)
+        for layer in range(NUM_LAYERS):
+            backend.forward(layer, step.q, step.k, step.v)
+
+    return [t / NUM_LAYERS for t in timed(run)]
+
+
+def linear_rows(limits: Limits, threads: int) -> list[Row]:
+    """Our product and PyTorch's, by rows; one row of input is bound by memory, many by arithmetic."""
+    rows = []
+    for name, (n, k) in LINEARS.items():
+        weights = [torch.randn(n, k) for _ in range(int(WEIGHT_BYTES / (4 * n * k)))]
+        for m in ROWS:
+            used, x = (weights if m <= 32 else weights[:8]), torch.randn(m, k)
+            kernels = [LinearKernel(weight, team(threads)) for weight in used]
+            ours = timed(lambda kernels=kernels, x=x: [kernel(x) for kernel in kernels])
+            theirs = timed(lambda used=used, x=x: [F.linear(x, weight) for weight in used])
+            flops, num_bytes = 2 * m * n * k * len(used), 4 * n * k * len(used)
+            bound_s = max(flops / limits.median_flops, num_bytes / limits.median_bandwidth)
+            limit, rates = flops / bound_s / 1e9, [flops / t / 1e9 for t in ours]
+            note = f"F.linear {flops / statistics.median(theirs) / 1e9:.0f}"
+            rows.append(Row.of(f"linear, {name}", f"{m:,} rows", rates, "GFLOP/s", limit=limit, note=note))
+    return rows
+
+
+def elementwise_rows(limits: Limits, threads: int) -> list[Row]:
+    """What one block spends between its products: two norms, SiLU, rope."""
+    section, rows = f"norm, SiLU, rope of a block, {threads} threads", []
+    weight = torch.ones(576)
+    for m in ROWS:
+        hidden, gate_up, heads = torch.randn(m, 576), torch.randn(m, 3072), torch.randn(m, 12, HEAD_DIM)
+        angle = torch.randn(m, 1, HEAD_DIM)
+
+        times = [
+            sum(
+                statistics.median(timed(work))
+                for work in (
+                    lambda x=hidden: elementwise.rms_norm(x, weight, 1e-5),
+                    lambda x=heads, angle=angle: elementwise.rotate(x, angle, angle),
+                    lambda x=hidden: elementwise.rms_norm(x, weight, 1e-5),
+                    lambda x=gate_up: elementwise.silu_mul(x),
+                )
+            )
+            for _ in range(RUNS)
+        ]
+        rows.append(Row.of(section, f"{m:,} rows", [1e6 * t for t in times], "us"))
+    return rows
+
+
+def start_rows() -> list[Row]:
+    """Seconds to import and ready all kernels in a fresh process, without and with numba's cache on disk."""
+    program = (
+        "from replicas.attention import cpu_decode, cpu_extend\nfrom replicas.kernels import elementwise, linear\n"
+        "for k in (cpu_decode.decode, cpu_extend.extend, linear.few_rows, linear.many_rows, elementwise._rms_norm,"
+        " elementwise._silu_mul, elementwise._rotate): k.address\n"
+    )
+    section, rows = "start of all kernels, beside importing torch and numba", []
+    imports_s = _process_s("import torch, numba", {})
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("compiled", "from the cache"):
+            seconds = _process_s(program, {"NUMBA_CACHE_DIR": folder}) - imports_s
+            rows.append(Row.of(section, name, [seconds], "s"))
+    return rows
+
+
+def _process_s(program: str, extra: dict[str, str]) -> float:
+    started_s = time.perf_counter()
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | extra)
+    return time.perf_counter() - started_s
+
+
+def timed(work: Callable[[], object]) -> list[float]:
+    """Seconds of each of RUNS runs, after a warm-up."""
+    times = []
+    for _ in range(RUNS + 1):
+        started_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started_s)
+    return times[1:]
+
+
+if __name__ == "__main__":
+    main()
