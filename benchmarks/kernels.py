@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     limits = Limits(options.threads)
     rows: list[Row] = []
+    for _ in range(3):
+        limits.sample()  # one sample in a busy moment would spoil every share
     for part in (decode_rows, extend_rows, linear_rows, elementwise_rows):
         limits.sample()
         rows += part(limits, options.threads)
