@@ -1,0 +1,99 @@
+"""Which replicas a router sees, and when it stops trusting one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from deployments import membership
+from deployments.channel_server import ChannelAddress
+from deployments.fleet import STALE_S, Fleet
+from deployments.frames import ReplicaReport
+from deployments.leases import ReplicaGone, ReplicaInfo
+from tests.harness import Clock
+from tests.unit.deployments.in_process import House, LocalLeases, ScriptedReplica, info, stats
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    house = House()
+    await house.start()
+    yield house
+    await house.stop()
+
+
+async def test_a_member_is_ready_once_it_has_attached_and_reported(house: House) -> None:
+    assert house.fleet.describe() == "no replica is running yet"
+    assert not await house.fleet.wait_ready(0.01)
+    house.add(ScriptedReplica("r0"))
+    assert house.fleet.describe() == "r0: starting"
+    assert await house.fleet.wait_ready(5)
+    assert house.fleet.describe() == "r0: accepting"
+    assert [each.replica_id for each in house.fleet.infos] == ["r0"]
+
+
+async def test_a_replica_that_leaves_is_forgotten_at_once(house: House) -> None:
+    house.add(ScriptedReplica("r0"))
+    await house.fleet.wait_ready(5)
+    house.remove("r0")
+    assert house.fleet.num_ready == 0
+    assert house.fleet.infos == []
+    house.fleet.on_report("r0", ReplicaReport(stats=stats(), error=None, num_open=0))  # it still drains
+    assert house.fleet.num_ready == 0
+
+
+async def test_a_replica_that_cannot_be_reached_yet_is_tried_again(house: House) -> None:
+    class Shy(ScriptedReplica):
+        num_asked = 0
+
+        async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+            self.num_asked += 1
+            if self.num_asked == 1:
+                raise ReplicaGone("not yet")
+            return await super().attach(address)
+
+    shy = Shy("r0")
+    house.add(shy)
+    assert await house.fleet.wait_ready(5)
+    assert shy.num_asked == 2
+
+
+async def test_an_unhealthy_or_silent_replica_is_passed_over() -> None:
+    clock, house = Clock(), House()
+    fleet = Fleet(router=house.router, leases=LocalLeases(), clock=clock)
+    fleet.set_members({"r0"})
+    fleet._infos["r0"] = info("r0")
+    fleet.on_report("r0", ReplicaReport(stats=stats(), error=None, num_open=0))
+    assert fleet.num_ready == 1
+    clock.now_s += STALE_S - 1
+    assert fleet.num_ready == 1
+    clock.now_s += 2
+    assert fleet.num_ready == 0
+    fleet.on_report("r0", ReplicaReport(stats=stats(), error="rank 1 died", num_open=0))
+    assert (fleet.num_ready, fleet.describe()) == (0, "r0: unhealthy")
+    fleet.check()
+
+
+async def test_one_that_does_not_answer_is_left_out_of_what_all_are_asked(house: House) -> None:
+    for name in ("r0", "r1"):
+        house.add(ScriptedReplica(name))
+    async with asyncio.timeout(5):
+        while house.fleet.num_ready < 2:
+            await asyncio.sleep(0.005)
+
+    async def ask(replica_id: str) -> int:
+        if replica_id == "r0":
+            raise ReplicaGone("gone")
+        return 7
+
+    assert await house.fleet.ask_all(ask) == {"r1": 7}
+
+
+def test_membership_tells_what_is_and_what_changes() -> None:
+    heard: list[frozenset[str]] = []
+    deployment = membership.key("app", "a deployment of this test")
+    membership.publish(deployment, frozenset({"r0"}))
+    membership.listen(deployment, heard.append)
+    membership.publish(deployment, frozenset({"r0", "r1"}))
+    membership.publish(membership.key("app", "another"), frozenset({"x"}))
+    assert heard == [frozenset({"r0"}), frozenset({"r0", "r1"})]

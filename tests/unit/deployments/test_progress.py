@@ -1,0 +1,41 @@
+"""However often and wherever a request is broken off, its parts add up to one undisturbed generation."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.progress import Progress
+from deployments.rids import client_rid, new_rid, with_try
+from replicas.types import Finish, FinishReason, TokenDelta
+from tests.unit.deployments.in_process import ask, token
+
+LENGTH = 6
+
+
+@given(st.integers(1, 3), st.lists(st.lists(st.integers(0, LENGTH), min_size=3, max_size=3), max_size=5))
+def test_every_id_is_delivered_once_in_order(n: int, lives: list[list[int]]) -> None:
+    """Args: lives: for each replica, how many tokens of each choice it delivers before it dies; the last lives on."""
+    progress = Progress(ask(n=n, max_new_tokens=LENGTH))
+    received: list[TokenDelta] = []
+    for number, life in enumerate([*lives, [LENGTH] * 3]):
+        for part in [] if progress.done else progress.parts(number=number, deadline_s=None):
+            for index in range(part.request.sampling.n):
+                choice = index if part.choice is None else part.choice
+                start = len(part.request.resumed_ids)
+                for position in range(start, min(start + life[choice], LENGTH)):
+                    finish = Finish(reason=FinishReason.LENGTH) if position == LENGTH - 1 else None
+                    received.append(progress.accept(token(part.request, index, position, finish), part.choice))
+        progress.check()
+    assert progress.done
+    for index in range(n):
+        mine = [delta for delta in received if delta.index == index]
+        assert [each for delta in mine for each in delta.token_ids] == [1000 + i for i in range(LENGTH)]
+        assert [delta.finish is not None for delta in mine] == [False] * (LENGTH - 1) + [True]
+    assert {delta.rid for delta in received} == {"a1.0-me"}
+
+
+def test_names_are_unique_inside_and_found_by_the_clients_own() -> None:
+    first, second = new_rid("a-b.c"), new_rid("a-b.c")
+    assert first != second
+    retried = with_try(first, 2, choice=1)
+    assert len({first, retried, with_try(first, 2)}) == 3
+    assert client_rid(first) == client_rid(retried) == "a-b.c"
