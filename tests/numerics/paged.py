@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from replicas.attention.base import BatchMeta
-from replicas.attention.torch_native import TorchNativeAttention
+from replicas.attention.registry import make_attention
 from replicas.config import ModelConfig
+from replicas.memory.pool import MHATokenToKVPool
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
@@ -19,31 +20,36 @@ ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
 
 
-class Pool:
-    def __init__(self, *, num_pages: int, page_size: int, layers: int, heads: int, head_dim: int) -> None:
-        self.page_size = page_size
-        self.kv = torch.full((num_pages + 1, layers, 2, heads, page_size, head_dim), float("nan"))
-
-    def get_key_buffer(self, layer: int) -> Tensor:
-        return self.kv[:, layer, 0]
-
-    def get_value_buffer(self, layer: int) -> Tensor:
-        return self.kv[:, layer, 1]
-
-    def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
-        self.kv[:, layer, 0][loc // self.page_size, :, loc % self.page_size] = k
-        self.kv[:, layer, 1][loc // self.page_size, :, loc % self.page_size] = v
-
-
 class PagedModel:
-    """A model, its pool, and a table of requests. Pages are given out in a shuffled order, never taken back."""
+    """A model, its pool, and a table of requests. Pages are given out in a shuffled order, never taken back.
 
-    def __init__(self, config: ModelConfig, tp: TpGroup, *, page_size: int, num_pages: int, num_rows: int = 8) -> None:
+    What was never written reads 1e4, so that looking where nothing is shows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TpGroup,
+        *,
+        page_size: int,
+        num_pages: int,
+        num_rows: int = 8,
+        attention: str = "torch_native",
+    ) -> None:
         heads = max(1, config.num_kv_heads // tp.size)
-        self.pool = Pool(
-            num_pages=num_pages, page_size=page_size, layers=config.num_layers, heads=heads, head_dim=config.head_dim
+        self.pool = MHATokenToKVPool(
+            num_pages, page_size, config.num_layers, heads, config.head_dim, getattr(torch, config.dtype), tp.device
         )
-        self.model: Llama = model_class(config.architecture)(config, tp, TorchNativeAttention(self.pool))
+        self.pool.buffer.fill_(1e4)
+        backend = make_attention(
+            attention,
+            self.pool,
+            num_heads=config.num_heads // tp.size,
+            num_kv_heads=heads,
+            head_dim=config.head_dim,
+            num_threads=torch.get_num_threads(),
+        )
+        self.model: Llama = model_class(config.architecture)(config, tp, backend)
         load_weights(self.model, config, tp, progress=lambda done, total: None)
         self.table = torch.zeros(num_rows, page_size * num_pages, dtype=torch.int32)
         self.lens = [0] * num_rows
@@ -105,9 +111,12 @@ class PagedModel:
         self.lens[row] += count
 
 
-def open_model(folder: Path, *, page_size: int = 4, num_pages: int = 256) -> PagedModel:
+def open_model(
+    folder: Path, *, page_size: int = 4, num_pages: int = 256, attention: str = "torch_native"
+) -> PagedModel:
     """The model in ``folder``, on one rank."""
-    return PagedModel(load_model_config(str(folder)), TpGroup(), page_size=page_size, num_pages=num_pages)
+    config = load_model_config(str(folder))
+    return PagedModel(config, TpGroup(), page_size=page_size, num_pages=num_pages, attention=attention)
 
 
 def assert_close_in_range(ours: Tensor, wanted: Tensor, share: float) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.torch_native import TorchNativeAttention, attend, paged_attention_forward
-from tests.numerics.paged import Pool
+from replicas.memory.pool import MHATokenToKVPool
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def test_paged_attention_equals_dense_attention() -> None:
 def test_extend_and_decode_read_the_pool_through_the_table() -> None:
     """SPEC F14, F15: request 0 extends 1 token by 2, request 1 starts with 3; then both decode."""
     torch.manual_seed(2)
-    pool = Pool(num_pages=4, page_size=2, layers=1, heads=1, head_dim=4)
+    pool = MHATokenToKVPool(4, 2, 1, 1, 4, torch.float32, "cpu")
     table = torch.tensor([[8, 9, 4, 5], [0, 0, 0, 0], [2, 3, 6, 7]], dtype=torch.int32)  # row 1 is unused
     backend = TorchNativeAttention(pool)
     kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {0: ([], []), 2: ([], [])}
