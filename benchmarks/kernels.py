@@ -23,7 +23,7 @@ from replicas.attention.cpu import CpuAttention
 from replicas.kernels import elementwise
 from replicas.kernels.linear import LinearKernel
 from replicas.kernels.team import team
-from tests.unit.attention.attention_steps import make_step
+from tests.attention_steps import make_step
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 LINEARS = {"qkv": (960, 576), "o": (576, 576), "gate and up": (3072, 576), "down": (576, 1536)}
@@ -37,16 +37,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parse.add_argument("--json", metavar="OUT", help="also write JSON here")
     parse.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parse.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    limits = Limits(options.threads)
+    publish(measure(options.threads), json_path=options.json)
+
+
+def measure(threads: int) -> list[Row]:
+    """All rows, the machine's limits first."""
+    torch.set_num_threads(threads)
+    limits = Limits(threads)
     rows: list[Row] = []
     for _ in range(3):
         limits.sample()  # one sample in a busy moment would spoil every share
     for part in (decode_rows, extend_rows, linear_rows, elementwise_rows):
         limits.sample()
-        rows += part(limits, options.threads)
+        rows += part(limits, threads)
     limits.sample()
-    publish([*limits.rows(), *rows, *start_rows()], json_path=options.json)
+    return [*limits.rows(), *rows, *start_rows()]
 
 
 def decode_rows(limits: Limits, threads: int) -> list[Row]:

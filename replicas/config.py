@@ -49,7 +49,7 @@ class ModelConfig:
     dtype: DType  # compute and weight dtype
 
     def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
-        """Bytes of one token's K and V on one rank, all layers (SPEC A06, MHA). KV heads are replicated when tp > heads."""
+        """Bytes of one token's K and V on one rank, all layers (SPEC A06, MHA); heads are replicated if tp > heads."""
         heads = max(1, self.num_kv_heads // tp)
         return heads * self.head_dim * self.num_layers * 2 * DTYPE_BYTES[kv_dtype]
 
@@ -159,8 +159,8 @@ def resolve(
     origin: dict[str, str] = {}
     if parallel.tp not in model.tp_sizes():
         raise InvalidConfig(
-            f"parallel.tp = {parallel.tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads and "
-            f"an MLP of {model.intermediate_size} evenly; sizes that work for this model: {model.tp_sizes()}"
+            f"parallel.tp = {parallel.tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads "
+            f"and an MLP of {model.intermediate_size} evenly; sizes that work for this model: {model.tp_sizes()}"
         )
     if cache.device_memory_bytes is None and hardware.device == "cpu":
         budget = min(int(hardware.available_memory_bytes * CPU_MEMORY_SHARE), CPU_MEMORY_CAP)
@@ -202,7 +202,9 @@ def _check_cache(cache: CacheConfig) -> None:
     if not 0.0 < cache.mem_fraction_static <= 1.0:
         raise InvalidConfig(f"cache.mem_fraction_static = {cache.mem_fraction_static}; allowed: above 0, at most 1")
     if cache.max_total_tokens is not None and cache.max_total_tokens < cache.page_size:
-        raise InvalidConfig(f"cache.max_total_tokens = {cache.max_total_tokens} is less than a page ({cache.page_size})")
+        raise InvalidConfig(
+            f"cache.max_total_tokens = {cache.max_total_tokens}; allowed: at least one page ({cache.page_size} tokens)"
+        )
 
 
 def _check_scheduler(scheduler: SchedulerConfig) -> None:

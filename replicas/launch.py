@@ -88,7 +88,8 @@ def load_engine(
 ) -> Engine:
     """An engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
 
-    Raises: InvalidConfig (UnsupportedModel) with what is wrong and what is allowed; EngineDead when a rank fails to start.
+    Raises: InvalidConfig (UnsupportedModel) with what is wrong and what is allowed; EngineDead when a rank does not
+            come up.
     """
     model_config = load_model_config(model, dtype=dtype, context_len=context_len)
     config = resolve(

@@ -70,7 +70,7 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def for_choice(self, index: int) -> "SamplingParams":
-        """The parameters of choice ``index`` of an n > 1 request: the same but for the seed. Choice 0 keeps the seed."""
+        """The parameters of choice ``index`` of an n > 1 request: the same but for the seed, which choice 0 keeps."""
         if index == 0:
             return dataclasses.replace(self, n=1)
         digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
@@ -179,7 +179,8 @@ class TokenDelta:
 
     def merge(self, later: "TokenDelta") -> "TokenDelta":
         """This delta and the one after it as one: what a slow consumer receives."""
-        assert (self.rid, self.index) == (later.rid, later.index) and self.finish is None
+        assert (self.rid, self.index) == (later.rid, later.index)
+        assert self.finish is None, "nothing comes after a finish"
         return TokenDelta(
             rid=self.rid,
             index=self.index,

@@ -98,7 +98,9 @@ class Bench:
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.refusals}")
 
 
-def fake_engine(*, execute: Execute | None = None, num_pages: int = 64, **scheduler: object) -> tuple[Engine, FakeDevice]:
+def fake_engine(
+    *, execute: Execute | None = None, num_pages: int = 64, **scheduler: object
+) -> tuple[Engine, FakeDevice]:
     """A real engine (tokenizer, scheduler, pools) over a fake device. Page size 4, context 128, no end-of-text id."""
     device = FakeDevice(num_slots=(num_pages + 1) * 4, num_rows=9, row_len=132)
     model = ModelConfig(

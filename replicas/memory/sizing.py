@@ -48,10 +48,12 @@ def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> i
     left = int(free_after - reserve)
     if left <= 0:
         weights = free_before - free_after
+        share = weights / max(free_before, 1)
+        raising = f"increase mem_fraction_static above {share:.2f}, or " if share < 1 else ""
         raise InvalidConfig(
             f"no memory is left for the KV pool: {_mib(free_before)} were free, weights took {_mib(weights)}, and "
-            f"mem_fraction_static = {mem_fraction_static:g} reserves {_mib(reserve)}: increase mem_fraction_static "
-            f"above {weights / max(free_before, 1):.2f}, or give the replica more memory"
+            f"mem_fraction_static = {mem_fraction_static:g} reserves {_mib(reserve)}: {raising}give the replica more "
+            f"memory (on CPU: cache.device_memory_bytes)"
         )
     return left
 

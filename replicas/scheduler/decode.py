@@ -53,7 +53,8 @@ class RunningBatch:
         token_ids = np.empty(size, dtype=np.int32)
         seq_lens = np.empty(size, dtype=np.int32)
         for i, req in enumerate(self.reqs):
-            assert req.holding is not None and req.extend_len == 1
+            assert req.holding is not None
+            assert req.extend_len == 1
             rows[i], token_ids[i], seq_lens[i] = req.holding.row, req.ids[req.num_tokens - 1], req.num_tokens
         return rows, token_ids, seq_lens, slots
 
@@ -70,7 +71,8 @@ class RunningBatch:
 
     def check(self) -> None:
         for req in self.reqs:
-            assert req.state is ReqState.RUNNING and req.extend_len == 1, f"{req.rid}: {req.state}, {req.extend_len}"
+            assert req.state is ReqState.RUNNING, f"{req.rid} is {req.state}"
+            assert req.extend_len == 1, f"{req.rid} lacks the K/V of {req.extend_len} tokens"
 
 
 def sample_row(req: Req) -> SampleRow:

@@ -221,7 +221,7 @@ class Scheduler:
             self._ratio.retracted(self.running)
 
     def retract(self, req: Req) -> None:
-        """Take the pages of a request in prefill or decode back and let it wait again; its tokens are kept (SPEC F11)."""
+        """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens (SPEC F11)."""
         if req.state is ReqState.RUNNING:
             self.running.remove(req)
         self.prefill.forget(req)
@@ -241,7 +241,7 @@ class Scheduler:
                     req,
                     Finish(
                         reason=FinishReason.ABORT,
-                        message=f"deadline passed after {now_s - req.arrival_s:.1f} s with {req.num_output} tokens made",
+                        message=f"deadline passed after {now_s - req.arrival_s:.1f} s, {req.num_output} tokens made",
                         http_status=504,
                     ),
                 )

@@ -36,7 +36,8 @@ class WaitingQueue:
         return iter(self._reqs.values())
 
     def add(self, req: Req) -> None:
-        assert req.state is ReqState.WAITING and req.holding is None
+        assert req.state is ReqState.WAITING
+        assert req.holding is None
         self._reqs[(req.rid, req.index)] = req
 
     def remove(self, req: Req) -> None:
@@ -49,8 +50,9 @@ class WaitingQueue:
             return sorted(reqs, key=lambda req: -req.priority)
 
         def rank(req: Req) -> tuple[int, int, int]:
-            aged = now_s - req.arrival_s >= self._ageing_s
-            return (-req.priority, 0 if aged else 1, 0 if aged else -self._peek_len(req.ids[: req.num_tokens - 1], req.salt))
+            if now_s - req.arrival_s >= self._ageing_s:
+                return (-req.priority, 0, 0)
+            return (-req.priority, 1, -self._peek_len(req.ids[: req.num_tokens - 1], req.salt))
 
         return sorted(reqs, key=rank)
 
@@ -64,4 +66,5 @@ class WaitingQueue:
 
     def check(self) -> None:
         for req in self._reqs.values():
-            assert req.state is ReqState.WAITING and req.holding is None, f"{req.rid} waits but is {req.state}"
+            assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
+            assert req.holding is None, f"{req.rid} waits but holds {req.holding}"

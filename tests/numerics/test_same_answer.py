@@ -1,7 +1,7 @@
 """Same answer on every path: SmolLM2's greedy ids and seeded samples do not depend on how the engine got there.
 
-{miss, hit, partial hit} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed, not}
-(DESIGN.md section 3). The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
+{miss, hit, partial hit} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed,
+not} (DESIGN.md section 3). The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
 """
 
 import itertools
@@ -20,9 +20,9 @@ from tests.embedded import MODEL
 pytestmark = pytest.mark.model
 
 TEXT = (
-    "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to telling "
-    "the same stories twice. When the first ship came in through the ice, nobody believed the boy who saw it. He ran "
-    "from door to door, shouting, until the old pilot took him by the shoulder and asked, very slowly, what flag"
+    "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
+    "telling the same stories twice. When the first ship came in through the ice, nobody believed the boy who saw it. "
+    "He ran from door to door, shouting, until the old pilot took him by the shoulder and asked, very slowly, what flag"
 )
 NUM_NEW = 20
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from replicas.attention.cpu import CpuAttention
 from replicas.attention.torch_native import TorchNativeAttention
 from replicas.errors import InvalidConfig
-from tests.unit.attention.attention_steps import SmallPool, Step, make_step
+from tests.attention_steps import SmallPool, Step, make_step
 
 
 def cpu(step: Step, *, threads: int = 2) -> Tensor:
