@@ -1,7 +1,8 @@
 """Same answer on every path: SmolLM2's greedy ids and seeded samples do not depend on how the engine got there.
 
 {miss, hit, partial hit} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed,
-not} (DESIGN.md section 3), whole for one rank and in its corners for three. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
+not} (DESIGN.md section 3), whole for one rank and in its corners for three. The greedy oracle is Transformers in fp32;
+the sampled one is the plainest path of ours.
 """
 
 import itertools
