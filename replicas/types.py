@@ -8,6 +8,7 @@ import enum
 import hashlib
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ class Finish:
     matched: int | str | None = None  # stop token id or stop string, for STOP
     message: str | None = None  # for ABORT and ERROR: one sentence that says what happened
     http_status: int = 200  # what a client that has received nothing yet should get
+    retry_as: Literal["overloaded", "engine_dead"] | None = None  # an ERROR that another replica may mend, and its class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +92,8 @@ class SamplingParams:
         _check("min_p", _finite(self.min_p) and 0 <= self.min_p <= 1, f"must be in [0, 1], got {self.min_p}")
         _check(
             "repetition_penalty",
-            _finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
-            f"must be in (0, 10], got {self.repetition_penalty}",
+            _finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 10,
+            f"must be between 0.01 and 10, got {self.repetition_penalty}",
         )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)

@@ -85,7 +85,7 @@ class PrefillScheduler:
             return Refusal.SHARED_PREFIX
         reused = self._kv.admit(req)  # locks the prefix: what it holds no longer counts as evictable
         alone = num_running + len(batch.reqs) == 0
-        need = req.num_tokens - reused + (1 if alone else self._ratio.reserve(req))
+        need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else self._ratio.reserve(req))
         if need + (0 if alone else reserved) > self._kv.available_tokens():
             self._kv.release(req, keep=True)
             return Refusal.MEMORY
