@@ -35,7 +35,7 @@ class Finish:
     matched: int | str | None = None  # stop token id or stop string, for STOP
     message: str | None = None  # for ABORT and ERROR: one sentence that says what happened
     http_status: int = 200  # what a client that has received nothing yet should get
-    retry_as: Literal["overloaded", "engine_dead"] | None = None  # an ERROR that another replica may mend, and its class
+    retry_as: Literal["overloaded", "engine_dead"] | None = None  # an ERROR that another replica may mend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ from replicas.scheduler.budget import NewTokenRatio, StepBudget
 from replicas.scheduler.plan import ExtendRow, Slots
 from replicas.scheduler.waiting import WaitingQueue
 
+LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
+
 
 class Refusal(enum.Enum):
     """Why a waiting request did not start in a step."""
@@ -101,7 +103,10 @@ class PrefillScheduler:
     def _extend(self, batch: ExtendBatch, req: Req, budget: StepBudget) -> bool:
         """Add the next chunk of ``req`` to the batch; False when neither budget nor pages allow one."""
         start = req.computed_len
-        length = budget.grant(req.num_tokens - start, prefix_len=start)
+        want = req.num_tokens - start
+        if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
+            want = max(1, (start + LOGITS_CHUNK) // self._kv.page_size * self._kv.page_size - start)
+        length = budget.grant(want, prefix_len=start)
         if length == 0:
             return False
         try:
