@@ -1,4 +1,4 @@
-"""Ranks that die: noticed within seconds, every open request answered, no process left. Real processes, tiny weights."""
+"""Ranks that die: noticed in seconds, every open request answered, no process left. Real processes, tiny weights."""
 
 import os
 import shutil
