@@ -27,7 +27,7 @@ HIGH_WATER_BYTES = 256 << 10  # more unsent bytes than this, and deltas wait her
 class ChannelClient(asyncio.Protocol):
     """Made by `connect`. ``sink`` is one object for the connection's life, as `EngineLoop.submit` wants it."""
 
-    def __init__(self, address: ChannelAddress, *, on_lost: Callable[[], None]) -> None:
+    def __init__(self, address: ChannelAddress, *, on_lost: Callable[["ChannelClient"], None]) -> None:
         self.address = address
         self.sink: Callable[[list[TokenDelta]], None] = self._sink
         self._loop = asyncio.get_running_loop()
@@ -40,7 +40,7 @@ class ChannelClient(asyncio.Protocol):
 
     @staticmethod
     async def connect(
-        address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[[], None]
+        address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[["ChannelClient"], None]
     ) -> "ChannelClient":
         """Raises: OSError when the router cannot be reached."""
         loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ class ChannelClient(asyncio.Protocol):
         self.lost = True
         with self._lock:
             self._waiting.clear()
-        self._on_lost()
+        self._on_lost(self)
 
     def pause_writing(self) -> None:
         self._full = True

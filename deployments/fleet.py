@@ -6,11 +6,12 @@ Invariant: the routing router's views are the attached replicas, after every cha
 Thread:    the router's event loop; `set_members` is called from any thread through `call_soon_threadsafe`.
 
     member ──attach (retried)──> attached ──reports──> view        no report for STALE_S, or an error: not healthy
-       └──────────── left, or the connection ended ───────────────> gone; attached anew while it is a member
+       └──────── left, silent, or the connection ended ───────────> gone; attached anew while it is a member
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -25,7 +26,8 @@ from routing.types import ReplicaView
 
 log = logging.getLogger(__name__)
 
-STALE_S = 15.0  # no report for so long, and a replica is passed over
+STALE_S = 15.0  # no report for so long, and a replica is passed over and attached again
+LOOK_S = 1.0  # how often silent replicas are looked for
 ATTACH_AGAIN_S = 0.5
 T = TypeVar("T")
 
@@ -42,34 +44,54 @@ class Fleet:
         self._infos: dict[str, ReplicaInfo] = {}
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._attaching: dict[str, asyncio.Task[None]] = {}
+        self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
+        self._unheard: set[str] = set()  # lost, or attached again without a report since: needs a new connection
         self._changed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
 
     def start(self, address: ChannelAddress) -> None:
         """Attach members to the channel at ``address`` from now on."""
         self._address = address
+        self._watch = asyncio.create_task(self._watch_forever())
         self.set_members(self._members)
 
     def set_members(self, members: Iterable[str]) -> None:
         """These are the running replicas now."""
         self._members = frozenset(members)
+        self._unheard &= self._members
         for replica_id in set(self._infos) | set(self._attaching):
             if replica_id not in self._members:
                 self._forget(replica_id)
         if self._address is not None:
             for replica_id in sorted(self._members - self._infos.keys() - self._attaching.keys()):
-                self._attaching[replica_id] = asyncio.create_task(self._attach(replica_id, self._address))
+                address = dataclasses.replace(self._address, renew=replica_id in self._unheard)
+                self._attaching[replica_id] = asyncio.create_task(self._attach(replica_id, address))
         self._update()
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None:
         if replica_id in self._members:
             self._reports[replica_id] = (self._clock(), report)
+            self._heard_s[replica_id] = self._clock()
+            self._unheard.discard(replica_id)
             self._update()
 
     def on_lost(self, replica_id: str) -> None:
         """The connection ended: most likely its process did."""
         log.warning("the connection to replica %s ended", replica_id)
+        self._unheard.add(replica_id)
         self._forget(replica_id)
         self.set_members(self._members)
+
+    def attach_silent_again(self) -> None:
+        """Forget and attach whoever has not reported for STALE_S: first over the connection that it may still have,
+        so that a replica that was only held up keeps its requests; the second time over a new one."""
+        now_s = self._clock()
+        silent = [each for each in self._infos if now_s - self._heard_s.get(each, now_s) >= STALE_S]
+        for replica_id in silent:
+            log.warning("replica %s has not reported for %.0f s; attaching it again", replica_id, STALE_S)
+            self._forget(replica_id)
+        self.set_members(self._members)
+        self._unheard.update(silent)
 
     @property
     def infos(self) -> list[ReplicaInfo]:
@@ -110,13 +132,14 @@ class Fleet:
         return good
 
     async def stop(self) -> None:
-        for task in self._attaching.values():
+        for task in [*self._attaching.values(), *([self._watch] if self._watch else [])]:
             task.cancel()
 
     def check(self) -> None:
         """Raises AssertionError if a replica is known that is no member."""
         assert self._infos.keys() <= self._members
         assert self._reports.keys() <= self._members
+        assert self._unheard <= self._members
         assert not self._infos.keys() & self._attaching.keys()
 
     async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
@@ -131,12 +154,19 @@ class Fleet:
             await asyncio.sleep(ATTACH_AGAIN_S)
         del self._attaching[replica_id]
         self._infos[replica_id] = info
+        self._heard_s[replica_id] = self._clock()
         log.info("replica %s attached: pool of %s", replica_id, info.pool)
         self._update()
+
+    async def _watch_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.attach_silent_again()
 
     def _forget(self, replica_id: str) -> None:
         self._infos.pop(replica_id, None)
         self._reports.pop(replica_id, None)
+        self._heard_s.pop(replica_id, None)
         task = self._attaching.pop(replica_id, None)
         if task is not None:
             task.cancel()

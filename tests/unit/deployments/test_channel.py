@@ -48,7 +48,7 @@ async def listen(desk: Desk) -> ChannelAddress:
 
 
 async def connect(address: ChannelAddress, *, node_id: str = "here") -> ChannelClient:
-    return await ChannelClient.connect(address, replica_id="r0", node_id=node_id, on_lost=lambda: None)
+    return await ChannelClient.connect(address, replica_id="r0", node_id=node_id, on_lost=lambda client: None)
 
 
 def delta(rid: str, token: int, *, last: bool = False) -> TokenDelta:

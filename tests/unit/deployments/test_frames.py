@@ -85,7 +85,10 @@ def test_an_unknown_kind_is_refused(data: bytes) -> None:
         frames(data)
 
 
-@pytest.mark.parametrize("payload", [b"[[1]]", b"{", b"[1]", b'[["a",0,[],"",[1,1,1,0],["what",null,null,1,null],[],[]]]'])
+UNKNOWN_REASON = b'[["a",0,[],"",[1,1,1,0],["what",null,null,1,null],[],[]]]'
+
+
+@pytest.mark.parametrize("payload", [b"[[1]]", b"{", b"[1]", UNKNOWN_REASON])
 def test_what_is_not_deltas_is_a_bad_frame(payload: bytes) -> None:
     with pytest.raises(BadFrame):
         decode_deltas(payload)

@@ -1,6 +1,7 @@
 """One engine behind the channel: what its routers see of its queue."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
@@ -39,3 +40,33 @@ async def test_a_queue_found_full_by_the_engine_thread_is_told_at_once(house: Ho
     async with asyncio.timeout(1):
         with pytest.raises(Overloaded, match="at most 2 may"):
             [delta async for delta in house.dispatcher.stream(ask(n=4))]
+
+
+async def test_two_overlapping_attaches_leave_one_connection_that_works(house: House, served: ServedEngine) -> None:
+    """Membership that flaps asks twice; the end of a connection that was replaced must not take the live one along."""
+    assert house.address is not None
+    await asyncio.gather(served.attach(house.address), served.attach(house.address))
+    for _ in range(50):  # what ends, ends now
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        assert (await served.generate("router", ask(max_new_tokens=4))) is None
+    assert list(served._clients) == ["router"]
+
+
+async def test_a_kept_connection_keeps_its_requests_and_a_renewed_one_ends_them(
+    house: House, served: ServedEngine
+) -> None:
+    house.add(served)
+    assert await house.fleet.wait_ready(5)
+    assert house.address is not None
+    first = served._clients["router"]
+    await served.attach(house.address)
+    assert served._clients["router"] is first
+    lease = asyncio.create_task(served.generate("router", ask(max_new_tokens=100)))
+    await asyncio.sleep(0)
+    await served.attach(dataclasses.replace(house.address, renew=True))
+    assert served._clients["router"] is not first
+    await asyncio.wait_for(lease, 5)
+    served.check()
+    async with asyncio.timeout(5):
+        assert (await served.generate("router", ask(rid="a2.0-me", max_new_tokens=4))) is None
