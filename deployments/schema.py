@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from replicas.config import CacheConfig, DType, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
@@ -52,12 +52,22 @@ class ModelSettings(Settings):
 class AutoscalingSettings(Settings):
     """Ray Serve's, under its names."""
 
-    min_replicas: int = Field(default=1, ge=0)
+    min_replicas: int = 1
     max_replicas: int = Field(default=2, ge=1)
-    initial_replicas: int | None = Field(default=None, ge=0)
+    initial_replicas: int | None = None
     target_ongoing_requests: float = Field(default=8.0, gt=0)
     upscale_delay_s: float = Field(default=30.0, ge=0)
     downscale_delay_s: float = Field(default=600.0, ge=0)
+
+    @field_validator("min_replicas", "initial_replicas")
+    @classmethod
+    def _at_least_one(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError(
+                "must be at least 1: without a replica the routers answer 503 themselves, so that Ray Serve would "
+                "never see a request to start one for"
+            )
+        return value
 
     @model_validator(mode="after")
     def _ordered(self) -> "AutoscalingSettings":
