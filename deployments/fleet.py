@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 STALE_S = 15.0  # no report for so long, and a replica is passed over and attached again
 LOOK_S = 1.0  # how often silent replicas are looked for
 ATTACH_AGAIN_S = 0.5
+ANSWER_S = 5.0  # what all are asked, each answers within this, or is left out
 T = TypeVar("T")
 
 
@@ -119,14 +120,18 @@ class Fleet:
                     await self._changed.wait()
         return bool(self.num_ready)
 
-    async def ask_all(self, ask: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
-        """``ask`` every attached replica at once; those that fail are left out, with a line in the log."""
+    async def ask_all(
+        self, ask: Callable[[str], Coroutine[Any, Any, T]], *, timeout_s: float = ANSWER_S
+    ) -> dict[str, T]:
+        """``ask`` every attached replica at once; those that fail, or take longer than ``timeout_s``, are left out,
+        with a line in the log."""
         ids = sorted(self._infos)
-        answers = await asyncio.gather(*(ask(replica_id) for replica_id in ids), return_exceptions=True)
+        asked = (asyncio.wait_for(ask(replica_id), timeout_s) for replica_id in ids)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         good: dict[str, T] = {}
         for replica_id, answer in zip(ids, answers, strict=True):
             if isinstance(answer, BaseException):
-                log.warning("replica %s did not answer: %s", replica_id, answer)
+                log.warning("replica %s did not answer: %r", replica_id, answer)
             else:
                 good[replica_id] = answer
         return good

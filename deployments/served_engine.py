@@ -21,12 +21,13 @@ from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaGone, ReplicaInfo
 from deployments.rids import client_rid
-from replicas.errors import MantaError
+from replicas.errors import EngineDead, MantaError
 from replicas.loop import EngineLoop
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
 
 REPORT_PERIOD_S = 0.2
 FLUSH_POLL_S = 0.05
+STATS_S = 1.0  # how long a report waits for the step that runs
 CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
 
 
@@ -97,10 +98,12 @@ class ServedEngine:
         return None
 
     async def report(self) -> ReplicaReport:
-        """Statistics as of now."""
-        if self.loop.error is not None:
+        """Statistics as of now; those of the last step when the engine is dead or in a long step."""
+        try:
+            async with asyncio.timeout(STATS_S):
+                return self._report(await self.loop.run_on_engine(lambda engine: engine.stats()))
+        except (TimeoutError, EngineDead):
             return self._report(self.loop.stats())
-        return self._report(await self.loop.run_on_engine(lambda engine: engine.stats()))
 
     async def flush_cache(self, timeout_s: float) -> bool:
         """Forget every cached prefix; waits ``timeout_s`` for requests to end, and returns False if they do not."""

@@ -114,6 +114,12 @@ async def test_one_that_does_not_answer_is_left_out_of_what_all_are_asked(house:
 
     assert await house.fleet.ask_all(ask) == {"r1": 7}
 
+    async def ask_stuck(replica_id: str) -> int:
+        return await asyncio.Event().wait() if replica_id == "r0" else 7
+
+    async with asyncio.timeout(1):
+        assert await house.fleet.ask_all(ask_stuck, timeout_s=0.01) == {"r1": 7}
+
 
 def test_membership_tells_what_is_and_what_changes() -> None:
     heard: list[frozenset[str]] = []
