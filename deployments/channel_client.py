@@ -12,7 +12,7 @@ Thread:    `sink` on the engine thread, everything else on the replica's event l
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from deployments.channel_server import ChannelAddress
@@ -22,6 +22,7 @@ from replicas.types import TokenDelta
 log = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 256 << 10  # more unsent bytes than this, and deltas wait here to be merged
+FRAME_BYTES = 1 << 20  # about this many bytes of deltas go into one frame, at most
 
 
 class ChannelClient(asyncio.Protocol):
@@ -111,5 +112,26 @@ class ChannelClient(asyncio.Protocol):
             return
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        if waiting:
-            self._transport.write(encode_deltas(list(waiting.values())))
+        for batch in batches(waiting.values()):
+            self._transport.write(encode_deltas(batch))
+
+
+def batches(deltas: Iterable[TokenDelta]) -> Iterator[list[TokenDelta]]:
+    """``deltas`` in order, cut so that no frame of several is large: the other side refuses those above its limit."""
+    batch: list[TokenDelta] = []
+    weight = 0
+    for delta in deltas:
+        mine = _weight(delta)
+        if batch and weight + mine > FRAME_BYTES:
+            yield batch
+            batch, weight = [], 0
+        batch.append(delta)
+        weight += mine
+    if batch:
+        yield batch
+
+
+def _weight(delta: TokenDelta) -> int:
+    """About how many bytes it takes in a frame."""
+    logprobs = sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs))
+    return 100 + len(delta.text) + 8 * len(delta.token_ids) + 32 * logprobs

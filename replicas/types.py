@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from replicas.errors import InvalidRequest
 
+MAX_PROMPT_LOGPROBS = 1_000_000  # of one request, alternatives counted: about 30 MB on their way to the client
 TokenIds = npt.NDArray[np.int32]  # [n] token ids
 
 
@@ -144,6 +145,13 @@ class GenerateRequest:
         _check("prompt", low >= 0 and high < vocab_size, f"token ids must be in [0, {vocab_size}), got {low}..{high}")
         start = self.prompt_logprobs_from
         _check("logprob_start_len", start is None or 0 <= start <= len(self.token_ids), "lies outside the prompt")
+        num_logprobs = 0 if start is None else (len(self.token_ids) - start) * (1 + self.top_logprobs)
+        _check(
+            "logprobs",
+            num_logprobs <= MAX_PROMPT_LOGPROBS,
+            f"{num_logprobs:,} logprobs of the prompt were asked for, at most {MAX_PROMPT_LOGPROBS:,} are given: ask for "
+            "fewer alternatives or start later",
+        )
         self.sampling.validate(vocab_size=vocab_size)
 
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.channel_client import ChannelClient
+from deployments.channel_client import ChannelClient, batches
 from deployments.channel_server import ChannelAddress, ChannelServer
-from deployments.frames import Hello, ReplicaReport, encode_hello
+from deployments.frames import Hello, ReplicaReport, encode_deltas, encode_hello
 from deployments.leases import ReplicaGone
-from replicas.types import Finish, FinishReason, TokenDelta, Usage
+from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
 from tests.unit.deployments.in_process import stats
 
 
@@ -149,3 +149,13 @@ async def test_a_router_that_cannot_be_reached_is_an_error_at_once(desk: Desk) -
         free = probe.getsockname()[1]
         with pytest.raises(OSError, match="Connect call failed"):
             await connect(dataclasses.replace(address, port=free), node_id="another node")
+
+
+def test_large_deltas_travel_in_frames_of_their_own_and_in_order() -> None:
+    """Prompt logprobs of many requests at once must not add up to a frame that the router refuses."""
+    top = tuple((token, -1.0) for token in range(20))
+    heavy = tuple(TokenLogprob(token_id=1, logprob=-1.0, top=top) for _ in range(1000))  # about 670 kB
+    deltas = [dataclasses.replace(delta(f"r{i}", i), prompt_logprobs=heavy if i % 2 else ()) for i in range(6)]
+    cut = list(batches(deltas))
+    assert [[each.rid for each in batch] for batch in cut] == [["r0", "r1", "r2"], ["r3", "r4"], ["r5"]]
+    assert all(len(encode_deltas(batch)) < 1 << 20 for batch in cut)
