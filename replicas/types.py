@@ -149,8 +149,8 @@ class GenerateRequest:
         _check(
             "logprobs",
             num_logprobs <= MAX_PROMPT_LOGPROBS,
-            f"{num_logprobs:,} logprobs of the prompt were asked for, at most {MAX_PROMPT_LOGPROBS:,} are given: ask for "
-            "fewer alternatives or start later",
+            f"{num_logprobs:,} logprobs of the prompt were asked for, at most {MAX_PROMPT_LOGPROBS:,} are given: ask "
+            "for fewer alternatives or start later",
         )
         self.sampling.validate(vocab_size=vocab_size)
 
