@@ -8,6 +8,11 @@ _BECAUSE = {
     Reason.FEWER_REQUESTS: "it had the fewest requests of those compared",
     Reason.FEWER_TOKENS: "it had the fewest prompt tokens queued of those compared",
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
+    Reason.SOONEST: "its first token is expected soonest",
+    Reason.RANDOM: "it was drawn at random",
+    Reason.LONGEST_PREFIX: "it holds the longest part of the prompt",
+    Reason.BALANCE: "the load was out of balance and it had the fewest requests",
+    Reason.SESSION: "it is among the soonest and had this session before",
 }
 
 
