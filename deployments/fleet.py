@@ -1,11 +1,11 @@
 """The replicas as one router knows them: attached, reporting, or gone.
 
 Owns:      which replicas are members, what each said on attaching, and its last report.
-Never:     chooses (routing/router.py) or sends requests (dispatch.py).
+Never:     chooses (routing/router.py), sends requests (dispatch.py) or follows caches (cache_sync.py).
 Invariant: the routing router's views are the attached replicas, after every change.
 Thread:    the router's event loop; `set_members` is called from any thread through `call_soon_threadsafe`.
 
-    member ──attach (retried)──> attached ──reports──> view        no report for STALE_S, or an error: not healthy
+    member ──attach (retried)──> attached ──reports──> view        an error, or silent for SILENT_S: not healthy
        └──────────── left, or the connection ended ───────────────> gone; attached anew while it is a member
 """
 
@@ -13,19 +13,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
+from deployments.cache_sync import CacheSync
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import Leases, ReplicaInfo
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import ReplicaView
+from routing.types import IndexSnapshot, ReplicaView, CacheEvent
 
 log = logging.getLogger(__name__)
 
-STALE_S = 15.0  # no report for so long, and a replica is passed over
+SILENT_S = 1.0  # no report for so long, and a replica is passed over while another one speaks
+STALE_S = 15.0  # and after so long in any case: when all are silent, the machine is busy rather than they dead
+LOOK_S = 0.25  # how often silence is looked for when nothing else happens
 ATTACH_AGAIN_S = 0.5
 T = TypeVar("T")
 
@@ -42,11 +45,14 @@ class Fleet:
         self._infos: dict[str, ReplicaInfo] = {}
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._attaching: dict[str, asyncio.Task[None]] = {}
+        self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self.sync = CacheSync(router, leases)
 
     def start(self, address: ChannelAddress) -> None:
         """Attach members to the channel at ``address`` from now on."""
         self._address = address
+        self._watch = asyncio.create_task(self._look_forever())
         self.set_members(self._members)
 
     def set_members(self, members: Iterable[str]) -> None:
@@ -64,6 +70,14 @@ class Fleet:
         if replica_id in self._members:
             self._reports[replica_id] = (self._clock(), report)
             self._update()
+
+    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
+        if replica_id in self._infos and self._address is not None:
+            self.sync.on_events(replica_id, events, self._address.router_id)
+
+    def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None:
+        if replica_id in self._infos:
+            self.sync.on_snapshot(replica_id, snapshot)
 
     def on_lost(self, replica_id: str) -> None:
         """The connection ended: most likely its process did."""
@@ -110,14 +124,17 @@ class Fleet:
         return good
 
     async def stop(self) -> None:
-        for task in self._attaching.values():
+        for task in [*self._attaching.values(), *([self._watch] if self._watch is not None else [])]:
             task.cancel()
+        for replica_id in self.sync.asking:
+            self.sync.forget(replica_id)
 
     def check(self) -> None:
         """Raises AssertionError if a replica is known that is no member."""
         assert self._infos.keys() <= self._members
         assert self._reports.keys() <= self._members
         assert not self._infos.keys() & self._attaching.keys()
+        assert self.sync.asking <= self._infos.keys()
 
     async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
         while True:
@@ -133,10 +150,18 @@ class Fleet:
         self._infos[replica_id] = info
         log.info("replica %s attached: pool of %s", replica_id, info.pool)
         self._update()
+        self.sync.ask(replica_id, address.router_id)
+
+    async def _look_forever(self) -> None:
+        """A replica that hangs says nothing, so nothing else would tell."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._update()
 
     def _forget(self, replica_id: str) -> None:
         self._infos.pop(replica_id, None)
         self._reports.pop(replica_id, None)
+        self.sync.forget(replica_id)
         task = self._attaching.pop(replica_id, None)
         if task is not None:
             task.cancel()
@@ -144,26 +169,29 @@ class Fleet:
 
     def _update(self) -> None:
         now_s = self._clock()
-        views = []
-        for replica_id in self._infos:
-            reported = self._reports.get(replica_id)
-            if reported is not None:
-                views.append(_view(replica_id, *reported, now_s=now_s))
-        self._router.update(views)
+        heard = {replica_id: self._reports[replica_id] for replica_id in self._infos if replica_id in self._reports}
+        all_silent = all(now_s - heard_s >= SILENT_S for heard_s, _ in heard.values())
+        limit_s = STALE_S if all_silent else SILENT_S
+        self._router.update(
+            _view(replica_id, report, heard_s=heard_s, silent=now_s - heard_s >= limit_s)
+            for replica_id, (heard_s, report) in heard.items()
+        )
         self._changed.set()
 
 
-def _view(replica_id: str, time_s: float, report: ReplicaReport, *, now_s: float) -> ReplicaView:
+def _view(replica_id: str, report: ReplicaReport, *, heard_s: float, silent: bool) -> ReplicaView:
     stats = report.stats
     return ReplicaView(
         replica_id=replica_id,
-        time_s=time_s,
+        time_s=heard_s - report.age_s,  # requests sent while a long step ran are not in its statistics
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         queued_uncached_tokens=stats.waiting_uncached_tokens,
         pool_utilization=stats.pool.utilization,
+        pool_pages=stats.pool.num_pages,
+        page_size=stats.pool.page_size,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         max_running_requests=stats.max_running_requests,
-        healthy=report.error is None and now_s - time_s < STALE_S,
+        healthy=report.error is None and not silent,
     )

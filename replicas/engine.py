@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.config import EngineConfig
 from replicas.detokenizer import Detokenizer
@@ -140,6 +141,14 @@ class Engine:
             return False
         self.kv.flush()
         return True
+
+    def drain_cache_events(self) -> tuple[CacheEvent, ...]:
+        """What entered and left the prefix cache since the last call; engine thread only."""
+        return self.kv.drain_events()
+
+    def cache_snapshot(self) -> CacheSnapshot:
+        """What is cached now, for a reader that lost events; engine thread only."""
+        return self.kv.snapshot()
 
     def describe(self) -> str:
         """The pool in one line."""

@@ -10,12 +10,14 @@ Invariant: after `submit` returns, the sink gets exactly one delta with ``finish
 
 import asyncio
 import collections
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+from replicas.cache.events import CacheEvent
 from replicas.engine import Engine
 from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
 from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta, Usage
@@ -27,6 +29,7 @@ Command = Callable[[Engine | None], None]  # gets None when the engine is gone
 T = TypeVar("T")
 IDLE_WAIT_S = 0.5  # how often an idle engine thread looks up without being woken
 STATS_PERIOD_S = 0.05
+MAX_EVENTS = 65_536  # cache events that wait for `take_cache_events`; the oldest are lost then, a gap in their numbers
 STALL_WAIT_S = 0.002  # work is queued but nothing can run: look again soon
 
 
@@ -44,6 +47,7 @@ class EngineLoop:
         self._stopping = False
         self._step_started_s: float | None = None
         self._stats = engine.stats()
+        self._cache_events: collections.deque[CacheEvent] = collections.deque(maxlen=MAX_EVENTS)
         self._thread = threading.Thread(target=self._main, name="manta-engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="manta-watchdog", daemon=True)
 
@@ -120,6 +124,14 @@ class EngineLoop:
         """The snapshot of the last step, or of the last half second when idle; any thread."""
         return self._stats
 
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Cache events since the last call, in order; any thread, one reader."""
+        events = []
+        with contextlib.suppress(IndexError):
+            while True:
+                events.append(self._cache_events.popleft())
+        return events
+
     def stop(self) -> None:
         """Stop both threads; open requests are answered with an error."""
         self._stopping = True
@@ -134,6 +146,7 @@ class EngineLoop:
         try:
             while not self._stopping and self.error is None:
                 self._take_commands()
+                self._cache_events.extend(self.engine.drain_cache_events())
                 if self.engine.has_work:
                     self._step()
                 else:
