@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from replicas.types import EngineStats
 
+MOST = 1e6  # replicas; a quotient with next to nothing below is no number to scale to
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
@@ -67,7 +69,7 @@ def holding(signals: Signals) -> int:
 
 
 def _per(amount: float, of_one: float) -> float:
-    return amount / of_one if of_one > 0 else 0.0
+    return min(amount / of_one, MOST) if of_one > 0 else 0.0
 
 
 def _ceil(value: float) -> int:

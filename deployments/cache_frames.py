@@ -54,7 +54,7 @@ def decode_events(payload: bytes) -> list[CacheEvent]:
     kinds = np.frombuffer(payload, "u1", num, _COUNT.size + 12 * num)
     ends = np.cumsum(counts, dtype=np.int64)
     if len(payload) - at != 8 * (int(ends[-1]) if num else 0):
-        raise BadFrame(f"an EVENTS frame announces {int(counts.sum())} keys and holds {len(payload) - at} bytes of them")
+        raise BadFrame(f"an EVENTS frame of {int(counts.sum())} keys has {len(payload) - at} bytes of them")
     keys = np.frombuffer(payload, "<u8", -1, at).astype(np.uint64)
     return [
         _event(int(kinds[i]), int(seqs[i]), keys[int(ends[i]) - int(counts[i]) : int(ends[i])]) for i in range(num)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from deployments.leases import Leases
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import IndexSnapshot, CacheEvent
+from routing.types import CacheEvent, IndexSnapshot
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from deployments.frames import (
 )
 from replicas.errors import MantaError
 from replicas.types import TokenDelta
-from routing.types import IndexSnapshot, CacheEvent
+from routing.types import CacheEvent, IndexSnapshot
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from deployments.frames import ReplicaReport
 from deployments.leases import Leases, ReplicaInfo
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import IndexSnapshot, ReplicaView, CacheEvent
+from routing.types import CacheEvent, IndexSnapshot, ReplicaView
 
 log = logging.getLogger(__name__)
 

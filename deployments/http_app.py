@@ -15,8 +15,8 @@ def make_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     """The app; ``service`` must be ready to answer. ``echo_request_id``: False where a proxy in front does it."""
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
     app.state.service = service
-    for routes in (chat.router, completions.router, native.router, routes.router, admin.router):
-        app.include_router(routes)
+    for part in (chat, completions, native, routes, admin):
+        app.include_router(part.router)
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)
     app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)

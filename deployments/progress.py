@@ -27,7 +27,7 @@ class Progress:
         self.request = request
         self._ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._ended = [False] * request.sampling.n
-        # as the replica counted them that sent a choice's first token; what a resumed one reuses is not the client's gain
+        # per choice, by the replica that sent its first token; what a resumed one reuses is not the client's gain
         self._cached_tokens: list[int | None] = [None] * request.sampling.n
         self._prompt_logprobs_seen = [False] * request.sampling.n
 

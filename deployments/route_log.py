@@ -62,6 +62,10 @@ class RouteLog:
     def get(self, rid: str) -> RouteRecord | None:
         return self._records.get(rid)
 
+    def recent(self) -> list[RouteRecord]:
+        """All that are kept, oldest first."""
+        return list(self._records.values())
+
     def find(self, name: str) -> RouteRecord | None:
         """By the client's name of a request (the most recent one so called), its answer's id, or our own rid."""
         for each in (name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-")):

@@ -26,6 +26,7 @@ from replicas.stats import StepClock
 from replicas.tokenizer import Tokenizer
 from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 
+CacheEvents = tuple[CacheEvent, ...]  # in order
 Execute = Callable[[StepPlan], StepResult]  # runs a plan on all ranks
 
 
@@ -142,7 +143,7 @@ class Engine:
         self.kv.flush()
         return True
 
-    def drain_cache_events(self) -> tuple[CacheEvent, ...]:
+    def drain_cache_events(self) -> CacheEvents:
         """What entered and left the prefix cache since the last call; engine thread only."""
         return self.kv.drain_events()
 

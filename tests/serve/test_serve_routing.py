@@ -1,4 +1,4 @@
-"""The cache-aware router on a real local Ray: two replicas, hits, explanations, and deaths of either kind of process."""
+"""The cache-aware router on a real local Ray: hits, explanations, and deaths of either kind of process."""
 
 import os
 import signal

@@ -40,7 +40,7 @@ async def test_a_finished_request_leaves_numbered_events_and_a_snapshot_that_agr
     assert set(prompt_keys.tolist()) <= set(stored.tolist())
     assert await loop.run_on_engine(lambda engine: engine.flush_cache())
     assert isinstance(taken(loop, 1)[-1], AllCleared)
-    assert loop.take_cache_events() == []
+    assert loop.take_cache_events() == ()
     loop.stop()
 
 
@@ -50,5 +50,5 @@ async def test_an_engine_that_records_nothing_tells_nothing() -> None:
     loop.start()
     assert [delta async for delta in loop.generate(ask("a", PROMPT))][-1].finish is not None
     assert (await loop.run_on_engine(lambda engine: engine.cache_snapshot())).stored == ()
-    assert loop.take_cache_events() == []
+    assert loop.take_cache_events() == ()
     loop.stop()

@@ -33,7 +33,7 @@ MODEL_ARGS = {"path": MODEL}
         ({"model": {**MODEL_ARGS, "dtype": "int3"}}, "model.dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
         ({"model": MODEL_ARGS, "cache": {"pagesize": 8}}, "'pagesize' is unknown (did you mean 'page_size'?)"),
         ({"model": MODEL_ARGS, "scheduler": {"policy": "x"}}, "scheduler.policy: Input should be 'lpm' or 'fcfs'"),
-        ({"model": MODEL_ARGS, "router": {"policy": "x"}}, "allowed: estimated_ttft, round_robin, random, power_of_two"),
+        ({"model": MODEL_ARGS, "router": {"policy": "x"}}, "allowed: estimated_ttft, round_robin, random"),
         ({"model": MODEL_ARGS, "replicas": {"count": 0}}, "count = 0; allowed: auto, or 1 and more"),
         ({"model": MODEL_ARGS, "replicas": {"cpus": 0}}, "replicas.cpus: Input should be greater than 0"),
         (
