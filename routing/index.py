@@ -99,11 +99,10 @@ class PrefixIndex:
     def overlap(self, pages: Pages, replicas: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         """How many of the first of ``pages`` each of ``replicas`` [n] holds without a hole. Returns [n]."""
         depths = np.zeros(self._num_positions, dtype=np.int64)  # by position
-        get, alive = self._held.get, self._present
-        for depth, page in enumerate(pages):
-            bits = get(page, 0)
+        alive = self._present
+        for depth, bits in enumerate(map(self._held.get, pages)):
             if bits != alive:
-                bits &= alive
+                bits = bits & alive if bits else 0
                 if bits != alive:
                     if depth:
                         _set(depths, alive ^ bits, depth)
@@ -114,30 +113,38 @@ class PrefixIndex:
             _set(depths, alive, len(pages))
         return depths[self._positions[replicas]]
 
-    def expect(self, replica: int, pages: Pages, *, number: int) -> None:
-        """Decision ``number`` (greater than any before) makes ``replica`` hold ``pages`` soon; they are used now."""
+    def expect(self, replica: int, pages: Pages, *, number: int, overlap: int = 0) -> None:
+        """Decision ``number`` (greater than any before) makes ``replica`` hold ``pages`` soon; they are used now.
+
+        Args: overlap: how many of the first of ``pages`` it holds already, if known: they cost less.
+        """
         state = self._replicas[replica]
         if not state.capacity:
             return
         get, expected, bit = self._held.get, state.expected, state.bit
-        if state.num_confirmed:
-            pages = [page for page in pages if page in expected or not get(page, 0) & bit]
-        for page in [page for page in pages if page not in expected]:
+        head, tail = pages[:overlap], pages[overlap:]
+        if state.num_confirmed:  # the replica's events decide over those
+            head = [page for page in head if page in expected]
+            tail = [page for page in tail if page in expected or not get(page, 0) & bit]
+        held = self._held
+        for page in tail:
             bits = get(page)
-            self._held[page] = bits | bit if bits else bit  # the shared int where it is alone
-        expected.update(dict.fromkeys(pages, number))
-        state.runs.append(_Run(number, np.array(pages, dtype=np.uint64)))
-        state.runs_len += len(pages)
+            held[page] = bits | bit if bits else bit  # the shared int where it is alone
+        used = head + tail
+        for page in used:
+            expected[page] = number
+        state.runs.append(_Run(number, np.array(used, dtype=np.uint64)))
+        state.runs_len += len(used)
         self._evict(state)
-        self._clean(len(pages))
+        self._clean(len(used))
 
     def unexpect(self, replica: int, pages: Pages, *, number: int) -> None:
         """What only decision ``number`` made expected, and no event has confirmed, will not come."""
         state = self._replicas[replica]
-        for page in pages:
-            if state.expected.get(page) == number:
-                del state.expected[page]
-                self._drop(page, state.bit)
+        gone = [page for page in pages if state.expected.get(page) == number]
+        for page in gone:
+            del state.expected[page]
+        self._drop(gone, state.bit)
 
     def stored(self, replica: int, pages: Pages) -> bool:
         """The replica holds ``pages``. False if that makes more than it can hold: what is known of it is wrong."""
@@ -165,7 +172,7 @@ class PrefixIndex:
         get, bit = self._held.get, state.bit
         for page in pages:
             if get(page, 0) & bit:
-                self._drop(page, bit)
+                self._drop([page], bit)
                 if state.expected.pop(page, None) is None:
                     state.num_confirmed -= 1
 
@@ -219,30 +226,31 @@ class PrefixIndex:
         state.bit = 1 << position
         self._present |= state.bit
 
-    def _drop(self, page: int, bit: int) -> None:
-        bits = self._held[page] ^ bit
-        if bits:
-            self._held[page] = bits
-        else:
-            del self._held[page]
+    def _drop(self, pages: Pages, bit: int) -> None:
+        held = self._held
+        for page in pages:
+            bits = held[page] ^ bit
+            if bits:
+                held[page] = bits
+            else:
+                del held[page]
 
     def _evict(self, state: _Replica) -> None:
         """Drop expected pages beyond the capacity: of the oldest decision first, and of it the deepest first."""
-        expected, runs = state.expected, state.runs
+        expected, runs, get = state.expected, state.runs, state.expected.get
         over = len(expected) - state.capacity
         while over > 0:
-            run = runs[0]
-            pages = run.keys.tolist()
-            while pages and over > 0:
-                page = pages.pop()
-                if expected.get(page) == run.number:
-                    del expected[page]
-                    self._drop(page, state.bit)
-                    over -= 1
-            state.runs_len -= len(run.keys) - len(pages)
-            run.keys = run.keys[: len(pages)]
-            if not pages:
-                runs.popleft()
+            run = runs.popleft()
+            number = run.number
+            live = [page for page in run.keys.tolist() if get(page) == number]
+            kept, gone = live[:-over], live[-over:]
+            for page in gone:
+                del expected[page]
+            self._drop(gone, state.bit)
+            over -= len(gone)
+            state.runs_len += len(kept) - len(run.keys)
+            if kept:
+                runs.appendleft(_Run(number, np.array(kept, dtype=np.uint64)))
         if state.runs_len > 2 * len(expected) + SLACK_PAGES:
             self._compact(state)
 

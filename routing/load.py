@@ -11,14 +11,14 @@ is what one would believe of a replica that one knows nothing of.
 """
 
 from collections.abc import Iterable, KeysView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from routing.standing import Floats, Standing
-from routing.types import ReplicaView
+from routing.types import ReplicaView, RouteQuery
 
 # Reports come every 0.05 to 2 s (a setting), so that one of 2 s still says what is; an older one is late.
 FRESH_S = 2.0
@@ -53,6 +53,30 @@ class _Replica:
         return list(takewhile(lambda request: request.sent_s >= time_s, newest_first))[::-1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Eligible:
+    """The replicas that may take a request, in order of ids."""
+
+    views: list[ReplicaView]
+    columns: npt.NDArray[np.intp]  # [n]
+    prefill_tokens_per_s: Floats  # [n] measured or guessed
+    decode_step_s: Floats  # [n]
+    oldest_s: float  # time of the oldest report among them
+
+    def permitted(self, query: RouteQuery) -> "Eligible":
+        """Those that ``query`` permits."""
+        if not query.excluded and query.allowed is None:
+            return self
+        at = [at for at, view in enumerate(self.views) if query.permits(view.replica_id)]
+        return replace(
+            self,
+            views=[self.views[i] for i in at],
+            columns=self.columns[at],
+            prefill_tokens_per_s=self.prefill_tokens_per_s[at],
+            decode_step_s=self.decode_step_s[at],
+        )
+
+
 class Load:
     """Columns of numbers, one a replica; numbers and names of fields are above."""
 
@@ -61,7 +85,7 @@ class Load:
         self._replicas: dict[str, _Replica] = {}  # in order of ids
         self._free = list(range(8))
         self._where: dict[int, str] = {}  # decision number -> replica
-        self._eligible: tuple[list[ReplicaView], npt.NDArray[np.intp]] | None = None  # who may take a request
+        self._eligible: Eligible | None = None  # until a report or a member changes
 
     @property
     def ids(self) -> KeysView[str]:
@@ -148,38 +172,43 @@ class Load:
         column[QUEUE] = min(column[QUEUE], column[TOKENS] + column[TOKENS_SINCE])  # what ended waits no more
         return True
 
-    def eligible(self) -> tuple[list[ReplicaView], npt.NDArray[np.intp]]:
-        """Views of the replicas that may take a request, by id, and their columns."""
+    def eligible(self) -> Eligible:
+        """The replicas that may take a request."""
         if self._eligible is None:
             able = [replica for replica in self._replicas.values() if replica.view.may_take]
             columns = np.array([replica.column for replica in able], dtype=np.intp)
-            self._eligible = [replica.view for replica in able], columns
+            self._eligible = Eligible(
+                views=[replica.view for replica in able],
+                columns=columns,
+                prefill_tokens_per_s=_measured(self._data[RATE, columns], PRIOR_PREFILL_TOKENS_PER_S),
+                decode_step_s=_measured(self._data[STEP_S, columns], 0.0),
+                oldest_s=float(self._data[REPORT_S, columns].min(initial=float("inf"))),
+            )
         return self._eligible
 
-    def standing(self, views: list[ReplicaView], columns: npt.NDArray[np.intp], now_s: float) -> Standing:
-        """What is believed at ``now_s`` of the replicas in ``columns``, whose views are ``views``."""
-        data = self._data[:, columns]  # a copy
+    def standing(self, eligible: Eligible, now_s: float) -> Standing:
+        """What is believed of them at ``now_s``."""
+        data = self._data[:, eligible.columns]  # a copy
         busy_until = np.minimum(now_s, data[REPORT_S] + FRESH_S)  # silence beyond that is no sign of work
         drained = data[RATE] * np.maximum(busy_until - data[QUEUE_S], 0.0)
         queue = np.maximum(data[QUEUE] - drained, 0.0)
         requests = data[REQUESTS] + data[SINCE] - data[ENDED]
         utilization = data[UTILIZATION]
-        late_s = (now_s - FRESH_S) - data[REPORT_S]
-        if late_s.max() > 0:
-            late_s = np.maximum(late_s, 0.0)
+        if now_s - eligible.oldest_s > FRESH_S:
+            late_s = np.maximum(now_s - FRESH_S - data[REPORT_S], 0.0)
             queue = np.maximum(_fade(queue, late_s), 0.0)
             requests = np.rint(_fade(requests, late_s))
             utilization = _fade(utilization, late_s)
         return Standing(
-            views=views,
+            views=eligible.views,
             in_flight=data[IN_FLIGHT],
             requests_since=data[SINCE],
             tokens_since=data[TOKENS_SINCE],
             ended_since=data[ENDED],
             num_requests=np.maximum(requests, data[IN_FLIGHT]),
             queued_tokens=queue,
-            prefill_tokens_per_s=_measured(data[RATE], PRIOR_PREFILL_TOKENS_PER_S),
-            decode_step_s=_measured(data[STEP_S], 0.0),
+            prefill_tokens_per_s=eligible.prefill_tokens_per_s,
+            decode_step_s=eligible.decode_step_s,
             utilization=utilization,
             pool_tokens=data[POOL_TOKENS],
             max_requests=data[MAX_REQUESTS],

@@ -99,7 +99,8 @@ class Router:
             uncached_tokens=decision.num_tokens - decision.overlap_tokens,
             now_s=decision.time_s,
         )
-        self._index.expect(self._load.column(replica_id), pages, number=decision.number)
+        overlap = decision.overlap_tokens // self.page_size
+        self._index.expect(self._load.column(replica_id), pages, number=decision.number, overlap=overlap)
         self._num_decisions += 1
         self._last = replica_id
         if query.session_id:
@@ -166,18 +167,16 @@ class Router:
         return view.pool_pages if view.page_size == self.page_size else 0
 
     def _decide(self, query: RouteQuery, *, dry_run: bool) -> tuple[Decision, Pages]:
-        views, columns = self._load.eligible()
-        if query.excluded or query.allowed is not None:
-            permitted = [at for at, view in enumerate(views) if query.permits(view.replica_id)]
-            views, columns = [views[at] for at in permitted], columns[permitted]
+        eligible = self._load.eligible().permitted(query)
+        views = eligible.views
         if not views:
             raise NoReplica(self._why_none(query))
         now_s, num_tokens = self._clock(), len(query.token_ids)
         keys = page_keys(np.asarray(query.token_ids, dtype=np.int32), self.page_size, query.salt)
         pages = pages_of(keys)
         usable = pages[: (num_tokens - 1) // self.page_size]  # the last token is always computed
-        overlap_tokens = self._index.overlap(usable, columns) * self.page_size
-        standing = self._load.standing(views, columns, now_s)
+        overlap_tokens = self._index.overlap(usable, eligible.columns) * self.page_size
+        standing = self._load.standing(eligible, now_s)
         estimates = estimate(standing, overlap_tokens, num_tokens=num_tokens, max_new_tokens=query.max_new_tokens)
         candidates = Candidates(standing=standing, overlap_tokens=overlap_tokens, estimates=estimates)
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
