@@ -45,8 +45,8 @@ lint: install-test ## ruff and mypy --strict
 bench: install-test model ## Measure kernels, caches and the engine; JSON under bench_results/
 	@$(BIN)/python -m benchmarks --json bench_results/latest.json
 
-simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on $(TRACE), or TRACE= for generated chats
-	@$(BIN)/python -m benchmarks.simulate $(if $(TRACE),--trace $(TRACE),--workload multi-turn) \
+simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
+	@$(BIN)/python -m benchmarks.simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \
 		--policy round_robin --policy power_of_two --policy least_tokens --policy prefix_threshold \
 		--policy estimated_ttft --policy oracle \
 		--json bench_results/simulate.json --plot bench_results/simulate.svg
