@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import routing.router
-from benchmarks import sim_cluster, simulate, workloads
+from benchmarks import simulate, workloads
 from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup
 from benchmarks.sim_replica import SimJob, Speed
 from benchmarks.sim_reports import Limits
@@ -58,14 +58,13 @@ def timeless(records: list[Record]) -> list[Record]:
 
 
 def test_the_simulator_runs_the_production_router() -> None:
-    assert sim_cluster.Router is routing.router.Router
     cluster = Cluster("round_robin", [], HAND)
     assert type(cluster.router) is routing.router.Router
 
 
 def test_two_replicas_in_turn_give_the_times_that_a_hand_computes() -> None:
     """100 tokens/s. r0: 400 tokens until 4 s, then the same prompt again until 5 s (3 of its 4 pages are cached:
-    the last token must run). r1: 200 tokens until 2 s, then 100 more until 3 s. An answer of 3 takes two more steps of 0.5 s."""
+    the last token must run). r1: 200 tokens until 2 s, then 100 more until 3 s. Two more tokens take 0.5 s each."""
     requests = [
         request(0, at_s=0.0, blocks=[1, 2, 3, 4], output_len=3),
         request(1, at_s=0.0, blocks=[5, 6]),
@@ -103,7 +102,12 @@ def test_the_oracle_waits_for_a_prefix_only_while_that_is_sooner() -> None:
 @pytest.mark.parametrize("policy", ["round_robin", "power_of_two", "estimated_ttft", "oracle"])
 def test_every_request_ends_once_and_pools_stay_within_their_capacity(policy: str) -> None:
     requests = chats()
-    cluster = Cluster(policy, requests, tight(), progress=lambda: [r.pool.check() for r in cluster.replicas])
+
+    def check_pools() -> None:
+        for replica in cluster.replicas:
+            replica.pool.check()
+
+    cluster = Cluster(policy, requests, tight(), progress=check_pools)
     records = cluster.run()
     assert sorted(record.number for record in records) == list(range(len(requests)))
     assert all(0.0 < record.ttft_s <= record.ended_s - record.arrival_s + 1e-9 for record in records)

@@ -40,9 +40,15 @@ def request(number: int, *, blocks: Sequence[int], input_len: int) -> SimRequest
 
 
 def test_events_happen_in_order_of_time_then_of_scheduling() -> None:
-    events, seen = Events(), []
+    events = Events()
+    seen: list[str] = []
+
+    def a_then_b() -> None:
+        seen.append("a")
+        events.after(0.0, lambda: seen.append("b"))
+
     events.at(2.0, lambda: seen.append("c"))
-    events.at(1.0, lambda: (seen.append("a"), events.after(0.0, lambda: seen.append("b")))[0])
+    events.at(1.0, a_then_b)
     events.at(2.0, lambda: seen.append("d"))
     events.run(until=_forever)
     assert seen == ["a", "b", "c", "d"]
@@ -53,7 +59,8 @@ def test_events_happen_in_order_of_time_then_of_scheduling() -> None:
 def test_decode_steps_slow_with_the_batch() -> None:
     """Steps of 1 s and 1 s more a request. A: 2 steps from 0 s; B: 2 steps from 2 s, when A has one left.
     Together a step takes 3 s, so A ends at 5 s; B has one left, alone: 2 s."""
-    events, ends = Events(), {}
+    events = Events()
+    ends: dict[str, float] = {}
     decode = SimDecode(events, base_s=1.0, per_request_s=1.0)
     events.at(0.0, lambda: decode.join(2, lambda: ends.update(a=events.now_s)))
     events.at(2.0, lambda: decode.join(2, lambda: ends.update(b=events.now_s)))
