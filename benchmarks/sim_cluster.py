@@ -2,8 +2,8 @@
 
 Owns:      what is put together, and the record of every request.
 Never:     chooses; that is `routing.router.Router`, the class that the live system runs, or the oracle.
-Invariant: every request is recorded once, after its last token; the same arguments give the same records (the time that
-           decisions took aside).
+Invariant: every request is recorded once, after its last token; the same arguments give the same records (the
+           CPU time that decisions took aside).
 """
 
 import time
@@ -47,7 +47,7 @@ class Record:
     ended_s: float
     input_len: int
     cached_tokens: int
-    decision_s: float  # real time that choosing took here
+    decision_s: float  # CPU time that choosing took here: of this thread, so other load does not count
 
 
 @dataclass(slots=True)
@@ -141,9 +141,9 @@ class Cluster:
                 token_ids=request.token_ids()[: request.input_len],
                 max_new_tokens=request.output_len,
             )
-            began_s = time.perf_counter()
+            began_s = time.thread_time()
             decision = self.router.choose(query)
-            decision_s = time.perf_counter() - began_s
+            decision_s = time.thread_time() - began_s
             replica = self._by_id[decision.replica_id]
         reason = decision.reason.value if decision else ORACLE
         self._open[request.number] = _Open(self.events.now_s, reason, decision_s, decision)

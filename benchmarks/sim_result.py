@@ -40,7 +40,7 @@ class Result:
     goodput_rps: float  # requests whose first token came within the objective, a second from first arrival to last end
     imbalance: float  # prompt tokens computed by the busiest replica over the mean of all; 1 is even
     decisions: dict[str, int]  # by reason
-    decision_us: Spread  # real time on this machine
+    decision_us: Spread  # CPU time on this machine
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

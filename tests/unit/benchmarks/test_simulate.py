@@ -53,7 +53,7 @@ def tight(seed: int = 0) -> Setup:
 
 
 def timeless(records: list[Record]) -> list[Record]:
-    """Without the real time that decisions took."""
+    """Without the CPU time that decisions took."""
     return [replace(record, decision_s=0.0) for record in records]
 
 
