@@ -236,9 +236,9 @@ def ask(
     )
 
 
-def stats(**changes: int | float) -> EngineStats:
+def stats(num_pages: int = 10, **changes: int | float) -> EngineStats:
     pool = PoolStats(
-        page_size=16, num_pages=10, free_pages=10, evictable_pages=0, protected_pages=0, reserved_pages=0
+        page_size=16, num_pages=num_pages, free_pages=num_pages, evictable_pages=0, protected_pages=0, reserved_pages=0
     )
     counters = dict.fromkeys(
         [
