@@ -73,7 +73,7 @@ async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scri
     for number, tokens in enumerate((15_000, 12_000)):
         replica = ScriptedReplica(f"r{number}")
         replica.stats = stats(waiting_uncached_tokens=tokens, prefill_tokens_per_s=1000.0)
-        await ready(scripted, *([replica] if number == 0 else [scripted.leases.replicas["r0"], replica]))  # type: ignore[list-item]
+        await ready(scripted, *([replica] if number == 0 else [scripted.leases.replicas["r0"], replica]))
     with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s") as error:
         await run(scripted, "a1.0-me")
     response = error_response(error.value)
@@ -115,6 +115,9 @@ async def test_the_header_and_the_usage_agree_and_the_second_time_is_cached(
     await client.get("/flush_cache?timeout=5")
     first = await client.post("/v1/completions", json=BODY)
     assert "replica=r0; overlap_predicted=0; overlap_actual=0; policy=round_robin" in first.headers["x-manta-route"]
+    async with asyncio.timeout(5):  # until the replica has told what it keeps
+        while house.router.num_pages("r0")[0] < 8:
+            await asyncio.sleep(0.01)
     again = await client.post("/v1/completions", json=BODY)
     cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 64
