@@ -70,10 +70,10 @@ async def test_only_the_most_recent_are_kept_and_a_name_means_its_last_bearer(sc
 
 async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scripted: House) -> None:
     """15 and 12 s of prompt tokens wait; 10 s are allowed: come back in 2."""
-    for number, tokens in enumerate((15_000, 12_000)):
-        replica = ScriptedReplica(f"r{number}")
+    replicas = [ScriptedReplica("r0"), ScriptedReplica("r1")]
+    for replica, tokens in zip(replicas, (15_000, 12_000), strict=True):
         replica.stats = stats(waiting_uncached_tokens=tokens, prefill_tokens_per_s=1000.0)
-        await ready(scripted, *([replica] if number == 0 else [scripted.leases.replicas["r0"], replica]))
+    await ready(scripted, *replicas)
     with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s") as error:
         await run(scripted, "a1.0-me")
     response = error_response(error.value)
