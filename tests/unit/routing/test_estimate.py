@@ -31,7 +31,7 @@ def view(replica_id: str, time_s: float = 0.0, *, rate: float = 1_000.0, queued:
     return ReplicaView(
         replica_id=replica_id, time_s=time_s, prefill_tokens_per_s=rate, queued_uncached_tokens=queued,
         pool_pages=1_000, **more,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def test_a_queue_drains_at_the_prefill_rate_until_it_is_empty() -> None:
