@@ -48,9 +48,9 @@ class Sizes:
 
     @property
     def pool_tokens(self) -> int:
-        """Half of the groups, and what the requests that run at once add to them."""
-        own = self.question_len + self.output_len + 2 * PAGE_SIZE
-        return self.groups // 2 * self.prefix_len + self.concurrency * own
+        """Half of the groups, and what the requests that run at once on one of two replicas add to them."""
+        own = self.question_len + self.output_len + PAGE_SIZE
+        return self.groups // 2 * self.prefix_len + self.concurrency // 2 * own
 
     def workload(self, seed: int) -> Workload:
         return shared_prefix(
@@ -173,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parse.add_argument("--policy", default="estimated_ttft", help="what is held against --baseline")
     parse.add_argument("--baseline", default="round_robin")
     parse.add_argument("--rounds", type=int, default=2, help="each serves both policies, in alternating order")
-    parse.add_argument("--groups", type=int, default=8)
-    parse.add_argument("--per-group", type=int, default=8)
+    parse.add_argument("--groups", type=int, default=16)
+    parse.add_argument("--per-group", type=int, default=6)
     parse.add_argument("--prefix-len", type=int, default=512)
     parse.add_argument("--question-len", type=int, default=32)
     parse.add_argument("--output-len", type=int, default=8)

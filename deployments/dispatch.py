@@ -24,6 +24,7 @@ from deployments.channel_server import ChannelServer, Stream
 from deployments.leases import Leases, ReplicaGone
 from deployments.progress import Part, Progress
 from deployments.route_log import RouteLog, Try
+from deployments.route_request import NO_HINTS, RouteHints, Saturated, query_of
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import FinishReason, GenerateRequest, TokenDelta
 from routing.router import Router
@@ -33,27 +34,6 @@ log = logging.getLogger(__name__)
 
 FRAMES_LATE_S = 5.0  # a lease has returned, its last deltas have not come: the channel is broken
 LOOK_AGAIN_S = 0.1  # while no replica can take a request that another one left undone
-
-
-class Saturated(MantaError):
-    """Every replica's queue is longer than ``router.max_wait_s``."""
-
-    http_status = 429
-
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteHints:
-    """What a client may wish for about the choice of a replica."""
-
-    session_id: str = ""
-    allowed: frozenset[str] | None = None  # None: every replica
-
-
-NO_HINTS = RouteHints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,20 +198,6 @@ class Dispatcher:
         """The request has ended and its lease is about to return: hold the task until it does."""
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-
-def query_of(request: GenerateRequest, hints: RouteHints, excluded: frozenset[str] = frozenset()) -> RouteQuery:
-    """``request`` as the routing router sees it."""
-    return RouteQuery(
-        rid=request.rid,
-        token_ids=request.token_ids,
-        salt=request.cache_salt,
-        max_new_tokens=request.sampling.max_new_tokens,
-        priority=request.priority,
-        session_id=hints.session_id,
-        allowed=hints.allowed,
-        excluded=excluded,
-    )
 
 
 class _Attempt:

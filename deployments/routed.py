@@ -15,9 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.dispatch import NO_HINTS, RouteHints
 from deployments.rids import check_name
 from deployments.route_log import RouteLog, RouteRecord
+from deployments.route_request import NO_HINTS, RouteHints
 from deployments.service import Service, service_of
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta

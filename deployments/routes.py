@@ -11,11 +11,11 @@ from fastapi.responses import JSONResponse, Response
 
 from deployments.body import WireType, read_body
 from deployments.convert import check_model, salt_of, to_ids
-from deployments.dispatch import query_of
 from deployments.http_errors import error_body
 from deployments.openai_format import number
 from deployments.rids import new_rid
 from deployments.route_log import RouteRecord, Try
+from deployments.route_request import query_of
 from deployments.routed import hints_of
 from deployments.service import Service, service_of
 from replicas.errors import InvalidRequest

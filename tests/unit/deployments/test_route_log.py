@@ -8,9 +8,9 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from deployments.dispatch import NO_HINTS, RouteHints, Saturated
 from deployments.http_errors import error_response
 from deployments.route_log import RouteLog
+from deployments.route_request import NO_HINTS, RouteHints, Saturated
 from deployments.routed import header_part, hints_of
 from replicas.errors import InvalidRequest
 from routing.types import NoReplica
