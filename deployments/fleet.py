@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 1.0  # no report for so long, and a replica is passed over while another one speaks
 STALE_S = 15.0  # and after so long in any case: when all are silent, the machine is busy rather than they dead
+REPORTS_MISSED = 5  # at the least, before a replica counts as silent
 LOOK_S = 0.25  # how often silence is looked for when nothing else happens
 ATTACH_AGAIN_S = 0.5
 T = TypeVar("T")
@@ -36,8 +37,17 @@ T = TypeVar("T")
 class Fleet:
     """Keeps a `Router`'s views up to date."""
 
-    def __init__(self, *, router: Router, leases: Leases, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        router: Router,
+        leases: Leases,
+        report_period_s: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._router = router
+        self._silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
+        self._stale_s = max(STALE_S, self._silent_s)
         self._leases = leases
         self._clock = clock
         self._address: ChannelAddress | None = None
@@ -170,8 +180,8 @@ class Fleet:
     def _update(self) -> None:
         now_s = self._clock()
         heard = {replica_id: self._reports[replica_id] for replica_id in self._infos if replica_id in self._reports}
-        all_silent = all(now_s - heard_s >= SILENT_S for heard_s, _ in heard.values())
-        limit_s = STALE_S if all_silent else SILENT_S
+        all_silent = all(now_s - heard_s >= self._silent_s for heard_s, _ in heard.values())
+        limit_s = self._stale_s if all_silent else self._silent_s
         self._router.update(
             _view(replica_id, report, heard_s=heard_s, silent=now_s - heard_s >= limit_s)
             for replica_id, (heard_s, report) in heard.items()

@@ -60,7 +60,7 @@ class RouterIngress:
             page_size=config.cache.page_size,
         )
         leases = RayLeases(replicas)
-        self._fleet = Fleet(router=router, leases=leases)
+        self._fleet = Fleet(router=router, leases=leases, report_period_s=config.router.report_period_s)
         self._channel = ChannelServer(self._fleet, lost_error=_lost_error)
         router_id = serve.get_replica_context().replica_id.unique_id
         address = await self._channel.start(
