@@ -36,7 +36,7 @@ test: install-test model ## Run all tests
 	@$(BIN)/python -m pytest
 
 test-gpu: ## Run the tests that need a GPU; needs no Ray
-	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m pytest -m gpu
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m pytest -m gpu tests/gpu
 
 lint: install-test ## ruff and mypy --strict
 	@$(BIN)/ruff check .

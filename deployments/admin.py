@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Info, gene
 
 from deployments.body import read_body
 from deployments.convert import check_model, to_ids
+from deployments.fleet import ANSWER_S
 from deployments.frames import ReplicaReport
 from deployments.http_errors import error_body
 from deployments.leases import ReplicaInfo
@@ -147,7 +148,9 @@ async def flush_cache(request: Request) -> Response:
     """Forget every cached prefix on every replica; 400 when one is busy for longer than ``timeout`` seconds."""
     service = service_of(request)
     wait_s = _timeout_s(request.query_params.get("timeout", "0"))
-    flushed = await service.fleet.ask_all(lambda replica_id: service.leases.flush_cache(replica_id, wait_s))
+    flushed = await service.fleet.ask_all(
+        lambda replica_id: service.leases.flush_cache(replica_id, wait_s), timeout_s=wait_s + ANSWER_S
+    )
     busy = sorted(replica_id for replica_id, ok in flushed.items() if not ok)
     missing = len(service.fleet.infos) - len(flushed)
     if busy or missing or not flushed:

@@ -12,7 +12,7 @@ Thread:    `sink` on the engine thread, everything else on the replica's event l
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from deployments.channel_server import ChannelAddress
@@ -22,12 +22,13 @@ from replicas.types import TokenDelta
 log = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 256 << 10  # more unsent bytes than this, and deltas wait here to be merged
+FRAME_BYTES = 1 << 20  # about this many bytes of deltas go into one frame, at most
 
 
 class ChannelClient(asyncio.Protocol):
     """Made by `connect`. ``sink`` is one object for the connection's life, as `EngineLoop.submit` wants it."""
 
-    def __init__(self, address: ChannelAddress, *, on_lost: Callable[[], None]) -> None:
+    def __init__(self, address: ChannelAddress, *, on_lost: Callable[["ChannelClient"], None]) -> None:
         self.address = address
         self.sink: Callable[[list[TokenDelta]], None] = self._sink
         self._loop = asyncio.get_running_loop()
@@ -40,7 +41,7 @@ class ChannelClient(asyncio.Protocol):
 
     @staticmethod
     async def connect(
-        address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[[], None]
+        address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[["ChannelClient"], None]
     ) -> "ChannelClient":
         """Raises: OSError when the router cannot be reached."""
         loop = asyncio.get_running_loop()
@@ -87,7 +88,7 @@ class ChannelClient(asyncio.Protocol):
         self.lost = True
         with self._lock:
             self._waiting.clear()
-        self._on_lost()
+        self._on_lost(self)
 
     def pause_writing(self) -> None:
         self._full = True
@@ -116,5 +117,26 @@ class ChannelClient(asyncio.Protocol):
             return
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        if waiting:
-            self._transport.write(encode_deltas(list(waiting.values())))
+        for batch in batches(waiting.values()):
+            self._transport.write(encode_deltas(batch))
+
+
+def batches(deltas: Iterable[TokenDelta]) -> Iterator[list[TokenDelta]]:
+    """``deltas`` in order, cut so that no frame of several is large: the other side refuses those above its limit."""
+    batch: list[TokenDelta] = []
+    weight = 0
+    for delta in deltas:
+        mine = _weight(delta)
+        if batch and weight + mine > FRAME_BYTES:
+            yield batch
+            batch, weight = [], 0
+        batch.append(delta)
+        weight += mine
+    if batch:
+        yield batch
+
+
+def _weight(delta: TokenDelta) -> int:
+    """About how many bytes it takes in a frame."""
+    logprobs = sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs))
+    return 100 + len(delta.text) + 8 * len(delta.token_ids) + 32 * logprobs

@@ -46,6 +46,7 @@ class ChannelAddress:
     host: str
     port: int
     token: str
+    renew: bool = False  # connect anew even if the replica believes that it is connected: the router has lost it
 
 
 class Stream:
@@ -159,6 +160,7 @@ class ChannelServer:
         before = self._connections.get(hello.replica_id)
         self._connections[hello.replica_id] = connection
         if before is not None:
+            self._fail_streams(hello.replica_id)  # what was on its way over the old connection may be lost
             before.close()
         return hello.replica_id
 
@@ -181,10 +183,13 @@ class ChannelServer:
         if self._connections.get(replica_id) is not connection:
             return  # it has connected anew
         del self._connections[replica_id]
+        self._fail_streams(replica_id)
+        self._listener.on_lost(replica_id)
+
+    def _fail_streams(self, replica_id: str) -> None:
         for stream in set(self._streams.values()):
             if stream.replica_id == replica_id:
                 stream.fail(self._lost_error(replica_id))
-        self._listener.on_lost(replica_id)
 
 
 class _Connection(asyncio.Protocol):

@@ -33,6 +33,7 @@ from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, Usage
 
 router = APIRouter()
+_TAKEN = frozenset({"self", "messages", "tools"})  # arguments beside the template's variables
 
 
 @router.post("/v1/chat/completions")
@@ -109,13 +110,7 @@ class ChatJob:
 async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
     check_model(service, body.model)
     _refuse(body)
-    options = dict(body.chat_template_kwargs or {})
-    ids = await service.encode_chat(
-        body.messages,
-        add_generation_prompt=_add_generation_prompt(body),
-        continue_final_message=bool(body.continue_final_message),
-        **options,
-    )
+    ids = await service.encode_chat(body.messages, **_template_options(body))
     room = max(service.model.context_len - len(ids), 1)  # no limit given: what the context leaves
     given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     request = GenerateRequest(
@@ -137,10 +132,29 @@ async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
     )
 
 
-def _add_generation_prompt(body: ChatRequest) -> bool:
-    if body.add_generation_prompt is not None:
-        return body.add_generation_prompt
-    return not body.continue_final_message
+def _template_options(body: ChatRequest) -> dict[str, Any]:
+    """The template's variables; what is a field of the body too may come either way, and the body's own field wins.
+
+    Raises: InvalidRequest for a name that is not the template's to have.
+    """
+    options = dict(body.chat_template_kwargs or {})
+    taken = sorted(_TAKEN & options.keys())
+    if taken:
+        raise InvalidRequest(f"chat_template_kwargs may not set {taken}", param="chat_template_kwargs")
+    for name, value in (
+        ("add_generation_prompt", body.add_generation_prompt),
+        ("continue_final_message", body.continue_final_message),
+    ):
+        given = options.pop(name, None) if value is None else value
+        if given is not None and not isinstance(given, bool):
+            raise InvalidRequest(
+                f"chat_template_kwargs: {name} must be true or false, got {str(given)[:64]!r}",
+                param="chat_template_kwargs",
+            )
+        options[name] = given
+    continues = bool(options["continue_final_message"])
+    generates = not continues if options["add_generation_prompt"] is None else options["add_generation_prompt"]
+    return {**options, "continue_final_message": continues, "add_generation_prompt": generates}
 
 
 def _refuse(body: ChatRequest) -> None:

@@ -4,6 +4,7 @@ Owns:      what an absent field means on each API.
 Never:     ignores a field that would change the answer's form (structured output, tools, suffix): it is refused.
 """
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -121,9 +122,12 @@ def to_ids(raw: Sequence[int], *, param: str) -> TokenIds:
     return np.asarray(raw, dtype=np.int32)
 
 
-def salt_of(*keys: str | None) -> str:
-    """One salt of the keys that were given; different keys give different salts."""
-    return "\0".join(key or "" for key in keys) if any(keys[1:]) else keys[0] or ""
+def salt_of(cache_salt: str | None, extra_key: str | None = None) -> str:
+    """One salt of both; different pairs give different salts. Raises: InvalidRequest for a NUL, which marks a pair."""
+    for name, key in (("cache_salt", cache_salt), ("extra_key", extra_key)):
+        if key and "\0" in key:
+            raise InvalidRequest(f"{name}: must not contain a NUL character; leave it out", param=name)
+    return "\0" + json.dumps([cache_salt or "", extra_key]) if extra_key else cache_salt or ""
 
 
 def check_count(num_prompts: int, *, param: str) -> None:

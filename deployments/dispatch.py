@@ -26,7 +26,7 @@ from deployments.progress import Part, Progress
 from deployments.route_log import RouteLog, Try
 from deployments.route_request import NO_HINTS, RouteHints, Saturated, query_of
 from replicas.errors import EngineDead, MantaError, Overloaded
-from replicas.types import FinishReason, GenerateRequest, TokenDelta
+from replicas.types import GenerateRequest, TokenDelta
 from routing.router import Router
 from routing.types import Decision, Ending, NoReplica, Outcome, RouteQuery
 
@@ -220,7 +220,7 @@ class _Attempt:
         try:
             while not self._progress.done:
                 for delta in await stream.take():
-                    self._raise_if_engine_died(delta)
+                    self._raise_if_retryable(delta)
                     self._note(delta)
                     yield self._progress.accept(delta, self._parts[delta.rid].choice)
             ending = Ending.FINISHED
@@ -244,7 +244,11 @@ class _Attempt:
             self._noted.cached_tokens = delta.usage.cached_tokens
 
     @staticmethod
-    def _raise_if_engine_died(delta: TokenDelta) -> None:
+    def _raise_if_retryable(delta: TokenDelta) -> None:
+        """Raises: the error that another replica may mend, as the engine says; every other finish is the client's."""
         finish = delta.finish
-        if finish is not None and finish.reason is FinishReason.ERROR and finish.http_status == EngineDead.http_status:
-            raise EngineDead(finish.message or "the engine died")
+        if finish is None or finish.retry_as is None:
+            return
+        if finish.retry_as == "overloaded":
+            raise Overloaded(finish.message or "the replica's waiting queue is full")
+        raise EngineDead(finish.message or "the engine died")

@@ -6,11 +6,12 @@ Invariant: the routing router's views are the attached replicas, after every cha
 Thread:    the router's event loop; `set_members` is called from any thread through `call_soon_threadsafe`.
 
     member ──attach (retried)──> attached ──reports──> view        an error, or silent for SILENT_S: not healthy
-       └──────────── left, or the connection ended ───────────────> gone; attached anew while it is a member
+       └── left, silent for STALE_S, or the connection ended ──────> gone; attached anew while it is a member
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -27,10 +28,11 @@ from routing.types import CacheEvent, IndexSnapshot, ReplicaView
 log = logging.getLogger(__name__)
 
 SILENT_S = 1.0  # no report for so long, and a replica is passed over while another one speaks
-STALE_S = 15.0  # and after so long in any case: when all are silent, the machine is busy rather than they dead
+STALE_S = 15.0  # and after so long in any case, and attached again: when all are silent, it is the machine that is busy
 REPORTS_MISSED = 5  # at the least, before a replica counts as silent
 LOOK_S = 0.25  # how often silence is looked for when nothing else happens
 ATTACH_AGAIN_S = 0.5
+ANSWER_S = 5.0  # what all are asked, each answers within this, or is left out
 T = TypeVar("T")
 
 
@@ -55,6 +57,8 @@ class Fleet:
         self._infos: dict[str, ReplicaInfo] = {}
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._attaching: dict[str, asyncio.Task[None]] = {}
+        self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
+        self._unheard: set[str] = set()  # lost, or attached again without a report since: needs a new connection
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.sync = CacheSync(router, leases)
@@ -68,17 +72,21 @@ class Fleet:
     def set_members(self, members: Iterable[str]) -> None:
         """These are the running replicas now."""
         self._members = frozenset(members)
+        self._unheard &= self._members
         for replica_id in set(self._infos) | set(self._attaching):
             if replica_id not in self._members:
                 self._forget(replica_id)
         if self._address is not None:
             for replica_id in sorted(self._members - self._infos.keys() - self._attaching.keys()):
-                self._attaching[replica_id] = asyncio.create_task(self._attach(replica_id, self._address))
+                address = dataclasses.replace(self._address, renew=replica_id in self._unheard)
+                self._attaching[replica_id] = asyncio.create_task(self._attach(replica_id, address))
         self._update()
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None:
         if replica_id in self._members:
             self._reports[replica_id] = (self._clock(), report)
+            self._heard_s[replica_id] = self._clock()
+            self._unheard.discard(replica_id)
             self._update()
 
     def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
@@ -92,8 +100,20 @@ class Fleet:
     def on_lost(self, replica_id: str) -> None:
         """The connection ended: most likely its process did."""
         log.warning("the connection to replica %s ended", replica_id)
+        self._unheard.add(replica_id)
         self._forget(replica_id)
         self.set_members(self._members)
+
+    def attach_silent_again(self) -> None:
+        """Forget and attach whoever has not reported for STALE_S: first over the connection that it may still have,
+        so that a replica that was only held up keeps its requests; the second time over a new one."""
+        now_s = self._clock()
+        silent = [each for each in self._infos if now_s - self._heard_s.get(each, now_s) >= self._stale_s]
+        for replica_id in silent:
+            log.warning("replica %s has not reported for %.0f s; attaching it again", replica_id, self._stale_s)
+            self._forget(replica_id)
+        self.set_members(self._members)
+        self._unheard.update(silent)
 
     @property
     def infos(self) -> list[ReplicaInfo]:
@@ -121,20 +141,24 @@ class Fleet:
                     await self._changed.wait()
         return bool(self.num_ready)
 
-    async def ask_all(self, ask: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
-        """``ask`` every attached replica at once; those that fail are left out, with a line in the log."""
+    async def ask_all(
+        self, ask: Callable[[str], Coroutine[Any, Any, T]], *, timeout_s: float = ANSWER_S
+    ) -> dict[str, T]:
+        """``ask`` every attached replica at once; those that fail, or take longer than ``timeout_s``, are left out,
+        with a line in the log."""
         ids = sorted(self._infos)
-        answers = await asyncio.gather(*(ask(replica_id) for replica_id in ids), return_exceptions=True)
+        asked = (asyncio.wait_for(ask(replica_id), timeout_s) for replica_id in ids)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         good: dict[str, T] = {}
         for replica_id, answer in zip(ids, answers, strict=True):
             if isinstance(answer, BaseException):
-                log.warning("replica %s did not answer: %s", replica_id, answer)
+                log.warning("replica %s did not answer: %r", replica_id, answer)
             else:
                 good[replica_id] = answer
         return good
 
     async def stop(self) -> None:
-        for task in [*self._attaching.values(), *([self._watch] if self._watch is not None else [])]:
+        for task in [*self._attaching.values(), *([self._watch] if self._watch else [])]:
             task.cancel()
         for replica_id in self.sync.asking:
             self.sync.forget(replica_id)
@@ -143,6 +167,7 @@ class Fleet:
         """Raises AssertionError if a replica is known that is no member."""
         assert self._infos.keys() <= self._members
         assert self._reports.keys() <= self._members
+        assert self._unheard <= self._members
         assert not self._infos.keys() & self._attaching.keys()
         assert self.sync.asking <= self._infos.keys()
 
@@ -158,6 +183,7 @@ class Fleet:
             await asyncio.sleep(ATTACH_AGAIN_S)
         del self._attaching[replica_id]
         self._infos[replica_id] = info
+        self._heard_s[replica_id] = self._clock()
         log.info("replica %s attached: pool of %s", replica_id, info.pool)
         self._update()
         self.sync.ask(replica_id, address.router_id)
@@ -166,12 +192,13 @@ class Fleet:
         """A replica that hangs says nothing, so nothing else would tell."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._update()
+            self.attach_silent_again()
 
     def _forget(self, replica_id: str) -> None:
         self._infos.pop(replica_id, None)
         self._reports.pop(replica_id, None)
         self.sync.forget(replica_id)
+        self._heard_s.pop(replica_id, None)
         task = self._attaching.pop(replica_id, None)
         if task is not None:
             task.cancel()

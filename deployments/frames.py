@@ -18,7 +18,7 @@ import enum
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from replicas.types import EngineStats, Finish, FinishReason, PoolStats, TokenDelta, TokenLogprob, Usage
 
@@ -144,7 +144,7 @@ def _delta_to_row(delta: TokenDelta) -> list[Any]:
         delta.token_ids,
         delta.text,
         [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.num_retractions],
-        None if finish is None else [finish.reason.value, finish.matched, finish.message, finish.http_status],
+        None if finish is None else _finish_to_row(finish),
         [_logprob_to_row(logprob) for logprob in delta.logprobs],
         [_logprob_to_row(logprob) for logprob in delta.prompt_logprobs],
     ]
@@ -167,8 +167,20 @@ def _row_to_delta(row: list[Any]) -> TokenDelta:
     )
 
 
-def _row_to_finish(reason: str, matched: int | str | None, message: str | None, http_status: int) -> Finish:
-    return Finish(reason=FinishReason(reason), matched=matched, message=message, http_status=http_status)
+def _finish_to_row(finish: Finish) -> list[Any]:
+    return [finish.reason.value, finish.matched, finish.message, finish.http_status, finish.retry_as]
+
+
+def _row_to_finish(
+    reason: str,
+    matched: int | str | None,
+    message: str | None,
+    http_status: int,
+    retry_as: Literal["overloaded", "engine_dead"] | None,
+) -> Finish:
+    return Finish(
+        reason=FinishReason(reason), matched=matched, message=message, http_status=http_status, retry_as=retry_as
+    )
 
 
 def _logprob_to_row(logprob: TokenLogprob) -> list[Any]:

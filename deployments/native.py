@@ -4,6 +4,7 @@ Owns:      the form of a native answer.
 Invariant: streamed text and ids are cumulative; a batch (or n > 1) answers a list, prompt by prompt, choice by choice.
 """
 
+import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -57,12 +58,13 @@ class NativeJob:
 
     async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
         so_far: dict[tuple[int, int], TokenDelta] = {}
+        first = [0, *itertools.accumulate(request.sampling.n for request in self.requests)]  # each prompt's choice 0
         async for number, delta in merged([routed.stream(request) for request in self.requests]):
             key = (number, delta.index)
             so_far[key] = so_far[key].merge(delta) if key in so_far else delta
             body = self._body(number, so_far[key])
             if self.is_list:
-                body["index"] = number * self.requests[number].sampling.n + delta.index
+                body["index"] = first[number] + delta.index
             yield sse(body)
         yield DONE
 

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from replicas.config import CacheConfig, DType, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
@@ -52,9 +52,9 @@ class ModelSettings(Settings):
 class AutoscalingSettings(Settings):
     """Bounds and delays are Ray Serve's, under its names; the rule is autoscaling.py's."""
 
-    min_replicas: int = Field(default=1, ge=0)
+    min_replicas: int = 1
     max_replicas: int = Field(default=2, ge=1)
-    initial_replicas: int | None = Field(default=None, ge=0)
+    initial_replicas: int | None = None
     ttft_objective_s: float = Field(default=5.0, gt=0)  # prompt tokens that wait should be computed within this
     pool_high: float = Field(default=0.85, gt=0, le=1)  # share of the KV pools that requests may hold
     running_high: float = Field(default=0.9, gt=0, le=1)  # share of the running slots that requests may take
@@ -73,6 +73,16 @@ class AutoscalingSettings(Settings):
                 f"({self.metrics_interval_s})"
             )
         return self
+
+    @field_validator("min_replicas", "initial_replicas")
+    @classmethod
+    def _at_least_one(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError(
+                "must be at least 1: without a replica the routers answer 503 themselves, so that Ray Serve would "
+                "never see a request to start one for"
+            )
+        return value
 
     @model_validator(mode="after")
     def _ordered(self) -> "AutoscalingSettings":

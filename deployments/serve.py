@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,8 +189,20 @@ def _announce(
         running = applications[application.name].deployments["ModelReplica"].replica_states.get("RUNNING", 0)
         prefix = (application.route_prefix or "/").rstrip("/")
         url = f"http://{host}:{schema.http_options.port}{prefix}"
+        for line in _pools(url):
+            say(line)
         say(f"ready: {config.model.name} on {running} replica{'s' if running != 1 else ''} at {url}/v1")
         print(f"\nTry it:\n\n{curl(url, config.model.name)}\n\nCtrl-C stops everything.\n", flush=True)
+
+
+def _pools(url: str) -> list[str]:
+    """What each replica has for K and V, a line each; none when it cannot be asked, which is no reason to fail."""
+    try:
+        with urllib.request.urlopen(f"{url}/get_server_info", timeout=10) as answer:
+            states = json.load(answer)["internal_states"]
+    except (OSError, ValueError):
+        return []
+    return [f"replica {state['replica']['replica_id']}: KV pool of {state['replica']['pool']}" for state in states]
 
 
 def curl(url: str, model: str) -> str:

@@ -3,7 +3,8 @@
 Owns:      the engine loop, the channel to each router, and the open leases. One report for all routers every period:
            the cache's events since the last and the statistics; nothing of it happens on a request's way.
 Never:     imports Ray (replica.py puts this into an actor; tests run it in their own process).
-Invariant: a lease ends exactly when its request has; requests of a router whose connection ends are aborted.
+Invariant: a lease ends exactly when its request has; a router has one connection, and when that ends, the requests
+           that came over it are aborted.
 Thread:    the replica's event loop; the sinks run on the engine thread and only hand over.
 
     attach ── connect ──> channel      generate: submit ─> sink per step ─> channel ... last finish ─> the lease returns
@@ -12,7 +13,6 @@ Thread:    the replica's event loop; the sinks run on the engine thread and only
 
 import asyncio
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Callable
@@ -23,12 +23,14 @@ from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport, encode_report
 from deployments.leases import ReplicaGone, ReplicaInfo
 from deployments.rids import client_rid
-from replicas.errors import MantaError
+from replicas.errors import EngineDead, MantaError
 from replicas.loop import EngineLoop
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
 
 REPORT_PERIOD_S = 0.1
 FLUSH_POLL_S = 0.05
+STATS_S = 1.0  # how long a report waits for the step that runs
+CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
 
 
 class ServedEngine:
@@ -44,35 +46,49 @@ class ServedEngine:
         self._clients: dict[str, ChannelClient] = {}  # by router id
         self._sinks: dict[str, Callable[[list[TokenDelta]], None]] = {}  # by router id; one object each
         self._leases: dict[str, _Lease] = {}  # by rid
+        self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
         self._reporter: asyncio.Task[None] | None = None
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
-        """Connect to a router; idempotent. Raises: ReplicaGone when its channel cannot be reached from here."""
-        known = self._clients.get(address.router_id)
-        if known is None or known.lost:
-            lost = functools.partial(self._router_lost, address.router_id)
-            try:
-                client = await ChannelClient.connect(
-                    address, replica_id=self.replica_id, node_id=self._node_id, on_lost=lost
-                )
-            except OSError as error:
-                raise ReplicaGone(
-                    f"replica {self.replica_id} cannot reach router {address.router_id} at {address.host}:"
-                    f"{address.port} ({error}); the nodes must reach each other on any port"
-                ) from error
-            self._clients[address.router_id] = client
-            self._sinks[address.router_id] = self._make_sink(client)
-            client.report(encode_report(self._report(self.loop.stats())))
+        """Connect to a router. A connection that lives is kept, with its requests, unless the router wants a new one.
+
+        Raises: ReplicaGone when its channel cannot be reached from here.
+        """
+        async with self._attaching:
+            client = self._clients.get(address.router_id)
+            if client is None or client.lost or address.renew:
+                client = await self._connect(address)
+            client.report(encode_report(self._report(self.loop.stats())))  # a sign of life, over the one in use
         if self._reporter is None:
             self._reporter = asyncio.create_task(self._report_forever())
         return self._info()
+
+    async def _connect(self, address: ChannelAddress) -> ChannelClient:
+        """A new connection in the place of the one before, whose requests end. Raises: ReplicaGone."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                client = await ChannelClient.connect(
+                    address, replica_id=self.replica_id, node_id=self._node_id, on_lost=self._router_lost
+                )
+        except OSError as error:
+            raise ReplicaGone(
+                f"replica {self.replica_id} cannot reach router {address.router_id} at {address.host}:"
+                f"{address.port} ({error}); the nodes must reach each other on any port"
+            ) from error
+        before = self._clients.get(address.router_id)
+        if before is not None:
+            self._router_lost(before)
+            before.close()
+        self._clients[address.router_id] = client
+        self._sinks[address.router_id] = self._make_sink(client)
+        return client
 
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
         """The lease: returns when the request has ended, or at once with the error that it was refused for."""
         client = self._clients.get(router_id)
         if client is None or client.lost:
             return ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
-        lease = _Lease(router_id, request.sampling.n)
+        lease = _Lease(client, request.sampling.n)
         self._leases[request.rid] = lease
         try:
             self.loop.submit(request, self._sinks[router_id])
@@ -95,10 +111,12 @@ class ServedEngine:
         client.send(encode_snapshot(snapshot))
 
     async def report(self) -> ReplicaReport:
-        """Statistics as of now."""
-        if self.loop.error is not None:
+        """Statistics as of now; those of the last step when the engine is dead or in a long step."""
+        try:
+            async with asyncio.timeout(STATS_S):
+                return self._report(await self.loop.run_on_engine(lambda engine: engine.stats()))
+        except (TimeoutError, EngineDead):
             return self._report(self.loop.stats())
-        return self._report(await self.loop.run_on_engine(lambda engine: engine.stats()))
 
     async def flush_cache(self, timeout_s: float) -> bool:
         """Forget every cached prefix; waits ``timeout_s`` for requests to end, and returns False if they do not."""
@@ -131,8 +149,9 @@ class ServedEngine:
         await asyncio.to_thread(self.loop.stop)
 
     def check(self) -> None:
-        """Raises AssertionError if a lease is open for a router that is not attached."""
-        assert {lease.router_id for lease in self._leases.values()} <= self._clients.keys()
+        """Raises AssertionError if a lease is open for a connection that is not in use."""
+        assert {id(lease.client) for lease in self._leases.values()} <= {id(c) for c in self._clients.values()}
+        assert self._sinks.keys() == self._clients.keys()
 
     @property
     def num_leases(self) -> int:
@@ -156,11 +175,13 @@ class ServedEngine:
             if lease is not None:
                 lease.end_choice()
 
-    def _router_lost(self, router_id: str) -> None:
-        self._clients.pop(router_id, None)
-        self._sinks.pop(router_id, None)
+    def _router_lost(self, client: ChannelClient) -> None:
+        """The connection ``client`` has ended; the router may have another one by now, which stays."""
+        router_id = client.address.router_id
+        if self._clients.get(router_id) is client:
+            del self._clients[router_id], self._sinks[router_id]
         for rid, lease in list(self._leases.items()):
-            if lease.router_id == router_id:
+            if lease.client is client:
                 self.loop.abort(rid)
                 del self._leases[rid]
                 lease.ended.set()
@@ -206,8 +227,8 @@ class ServedEngine:
 class _Lease:
     """One open request: ends when each of its choices has."""
 
-    def __init__(self, router_id: str, num_choices: int) -> None:
-        self.router_id = router_id
+    def __init__(self, client: ChannelClient, num_choices: int) -> None:
+        self.client = client  # its deltas go over this connection and no other
         self.ended = asyncio.Event()
         self._num_left = num_choices
 

@@ -4,16 +4,20 @@ Owns:      the order of start-up, and the followers' life: they are stopped when
 Never:     decides settings (config.resolve) or sizes (memory/sizing).
 """
 
+import functools
 import logging
 import multiprocessing
 import secrets
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Literal, Protocol
 
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, DType, EngineConfig, ParallelConfig, SchedulerConfig, resolve
 from replicas.engine import Engine
+from replicas.errors import EngineDead
 from replicas.parallel import TpGroup
 from replicas.runner.device import measure_hardware
 from replicas.runner.model_runner import ModelRunner
@@ -25,6 +29,7 @@ from replicas.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # a follower that has not connected by then is not coming
+MEET_S = 300.0  # for the ranks' meeting, and for every collective after it
 
 
 class WorkerHandles(Protocol):
@@ -140,13 +145,29 @@ class Ranks:
         if config.parallel.tp == 1:
             self.runner = ModelRunner(config, TpGroup(rank=0, size=1))
             return
+        try:
+            self.runner = ModelRunner(config, self._gather(config, launcher))
+        except BaseException:
+            self.close()  # followers must not outlive a start that failed
+            raise
+
+    def _gather(self, config: EngineConfig, launcher: WorkerLauncher) -> TpGroup:
+        """Start the followers and meet them. Raises: EngineDead as soon as one of them has died."""
         authkey = secrets.token_bytes(32)
-        self._channel = PlanChannel(launcher.host, authkey)
+        self._channel = channel = PlanChannel(launcher.host, authkey)
         init_method = f"tcp://{launcher.host}:{_free_port(launcher.host)}"
-        self._handles = launcher.start(worker_specs(config, init_method, self._channel.address, authkey))
-        self._channel.accept(config.parallel.tp - 1, timeout_s=START_TIMEOUT_S, dead=self._handles.dead)
-        tp = TpGroup.create(0, config.parallel.tp, init_method=init_method, device=config.device)
-        self.runner = ModelRunner(config, tp)
+        self._handles = handles = launcher.start(worker_specs(config, init_method, channel.address, authkey))
+        channel.accept(config.parallel.tp - 1, timeout_s=START_TIMEOUT_S, dead=handles.dead)
+        meeting: Future[TpGroup] = Future()
+        meet = functools.partial(
+            TpGroup.create, 0, config.parallel.tp, init_method=init_method, device=config.device, timeout_s=MEET_S
+        )
+        threading.Thread(target=_settle, args=(meeting, meet), name="manta-meeting", daemon=True).start()
+        while not wait([meeting], timeout=0.1).done:
+            gone = handles.dead()
+            if gone is not None:
+                raise EngineDead(f"{gone} before all ranks had met; its log says why")
+        return meeting.result()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan on every rank; sampling happens here, once."""
@@ -162,6 +183,13 @@ class Ranks:
             self._channel.close()
         if self._handles is not None:
             self._handles.stop()
+
+
+def _settle(future: Future[TpGroup], work: Callable[[], TpGroup]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the future
+        future.set_exception(error)
 
 
 def _local_worker(spec: WorkerSpec) -> None:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from replicas.engine import CacheEvents, Engine
 from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
@@ -72,8 +72,9 @@ class EngineLoop:
                 raise EngineDead("this replica is shutting down: try another one")
             if request.rid in self._sinks:
                 raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
-            if len(self._sinks) + request.sampling.n > limit + self._stats.max_running_requests:
-                raise Overloaded(f"{len(self._sinks)} requests are open, at most {limit} may wait: try again later")
+            num_open = sum(len(choices) for choices in self._remaining.values())
+            if num_open + request.sampling.n > limit + self._stats.max_running_requests:
+                raise Overloaded(f"{num_open} requests are open, at most {limit} may wait: try again later")
             self._sinks[request.rid] = sink
             self._remaining[request.rid] = set(range(request.sampling.n))
         self._command(lambda engine: self._submit(engine, request))
@@ -134,7 +135,7 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join(timeout=10)
         self._fail_commands()
-        self._answer_all("this replica was stopped")
+        self._answer_all(EngineDead("this replica was stopped"))
         self.engine.close()
 
     def _main(self) -> None:
@@ -187,12 +188,12 @@ class EngineLoop:
 
     def _submit(self, engine: Engine | None, request: GenerateRequest) -> None:
         if engine is None:
-            self._answer(request.rid, str(self.error or "this replica was stopped"), EngineDead.http_status)
+            self._answer(request.rid, self.error or EngineDead("this replica was stopped"))
             return
         try:
             self._deliver(engine.submit(request))
         except MantaError as error:
-            self._answer(request.rid, str(error), error.http_status)
+            self._answer(request.rid, error)
 
     def _refresh_stats(self) -> None:
         """Peeking at every waiting prompt costs up to a millisecond, so not after every step."""
@@ -225,27 +226,32 @@ class EngineLoop:
         except Exception:
             log.exception("a sink raised; its deltas are lost, the engine goes on")
 
-    def _answer(self, rid: str, message: str, http_status: int) -> None:
+    def _answer(self, rid: str, error: MantaError) -> None:
         """Tell whoever waits for ``rid`` that it ended with an error, without the engine's help."""
         with self._lock:
             sink = self._sinks.pop(rid, None)
             remaining = self._remaining.pop(rid, set())
         if sink is None:
             return
-        finish = Finish(reason=FinishReason.ERROR, message=message, http_status=http_status)
+        finish = Finish(
+            reason=FinishReason.ERROR,
+            message=str(error),
+            http_status=error.http_status,
+            retry_as=_retry_as(error),
+        )
         usage = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self._call(sink, [TokenDelta(rid=rid, index=index, usage=usage, finish=finish) for index in sorted(remaining)])
 
-    def _answer_all(self, message: str) -> None:
+    def _answer_all(self, error: EngineDead) -> None:
         for rid in list(self._sinks):
-            self._answer(rid, message, EngineDead.http_status)
+            self._answer(rid, error)
 
     def _die(self, message: str) -> None:
         with self._lock:
             if self.error is None:
                 self.error = EngineDead(message)
         self._fail_commands()
-        self._answer_all(message)
+        self._answer_all(self.error)
 
     def _watch(self) -> None:
         """A stuck step or a dead rank: answer everyone and become unhealthy, since the engine thread cannot."""
@@ -289,6 +295,12 @@ class Inbox:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         return list(waiting.values())
+
+
+def _retry_as(error: MantaError) -> Literal["overloaded", "engine_dead"] | None:
+    if isinstance(error, Overloaded):
+        return "overloaded"
+    return "engine_dead" if isinstance(error, EngineDead) else None
 
 
 def _settle(future: "asyncio.Future[T]", result: T | None, error: BaseException | None) -> None:

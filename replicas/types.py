@@ -8,12 +8,14 @@ import enum
 import hashlib
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from replicas.errors import InvalidRequest
 
+MAX_PROMPT_LOGPROBS = 1_000_000  # of one request, alternatives counted: about 30 MB on their way to the client
 TokenIds = npt.NDArray[np.int32]  # [n] token ids
 
 
@@ -34,6 +36,7 @@ class Finish:
     matched: int | str | None = None  # stop token id or stop string, for STOP
     message: str | None = None  # for ABORT and ERROR: one sentence that says what happened
     http_status: int = 200  # what a client that has received nothing yet should get
+    retry_as: Literal["overloaded", "engine_dead"] | None = None  # an ERROR that another replica may mend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,8 @@ class SamplingParams:
         _check("min_p", _finite(self.min_p) and 0 <= self.min_p <= 1, f"must be in [0, 1], got {self.min_p}")
         _check(
             "repetition_penalty",
-            _finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
-            f"must be in (0, 10], got {self.repetition_penalty}",
+            _finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 10,
+            f"must be between 0.01 and 10, got {self.repetition_penalty}",
         )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
@@ -142,6 +145,13 @@ class GenerateRequest:
         _check("prompt", low >= 0 and high < vocab_size, f"token ids must be in [0, {vocab_size}), got {low}..{high}")
         start = self.prompt_logprobs_from
         _check("logprob_start_len", start is None or 0 <= start <= len(self.token_ids), "lies outside the prompt")
+        num_logprobs = 0 if start is None else (len(self.token_ids) - start) * (1 + self.top_logprobs)
+        _check(
+            "logprobs",
+            num_logprobs <= MAX_PROMPT_LOGPROBS,
+            f"{num_logprobs:,} logprobs of the prompt were asked for, at most {MAX_PROMPT_LOGPROBS:,} are given: ask "
+            "for fewer alternatives or start later",
+        )
         self.sampling.validate(vocab_size=vocab_size)
 
 

@@ -19,7 +19,7 @@ from replicas.kernels.team import Team, inlined, kernel, struct, thread_id
 from replicas.kernels.tiles import dot, outer
 
 PANEL = 64  # weight rows a task of the many-rows way transposes
-STRIP_BYTES = 64 << 10  # weight bytes a task of the few-rows way reads
+STRIP_BYTES = 256 << 10  # weight bytes a task of the few-rows way reads
 FEW_ROWS = 32  # from here on transposing pays: measured crossing between 16 and 48 rows on Zen 5
 SUM_LENGTH = 192  # products summed before they join the total: rounding errors grow with the length of a running sum
 PACK_ROWS = 24  # transposing a panel takes as long as multiplying it with this many rows; for balancing only

@@ -16,7 +16,7 @@ from torch import Tensor
 from replicas.runner.draw import draw
 from replicas.runner.logit_edits import edit_logits, needs_edit
 from replicas.runner.logprobs import token_logprobs
-from replicas.scheduler.plan import SampleRow
+from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import TokenIds, TokenLogprob
 
 
@@ -31,9 +31,9 @@ class Sampler:
         """One token for each row, and its logprob where asked for.
 
         Args:    logits: [S, V] float32; not changed.
-        Returns: token ids [S]; logprobs [S] with None for rows that did not ask, or () when no row asked. Greedy ties
-                 go to the lowest id.
-        Raises:  FloatingPointError when a row's logits hold NaN or inf.
+        Returns: token ids [S], BROKEN for a row whose logits hold NaN or inf or are all masked out: one request's
+                 overflow must not end the others. logprobs [S] with None for rows that did not ask (or are broken), or
+                 () when no row asked. Greedy ties go to the lowest id.
         """
         self._check_shape(logits, len(rows))
         if not rows:
@@ -41,9 +41,9 @@ class Sampler:
         edited = edit_logits(logits, rows) if any(needs_edit(row) for row in rows) else logits
         best = torch.argmax(edited, dim=-1, keepdim=True)  # [S, 1]; the first of equals, and a NaN before any number
         peaks = edited.gather(1, best)[:, 0].double().cpu().numpy()  # [S]
-        _check_peaks(peaks)
-        token_ids = best[:, 0].cpu().numpy().astype(np.int32)
-        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+        sound = np.isfinite(peaks)
+        token_ids = np.where(sound, best[:, 0].cpu().numpy(), BROKEN).astype(np.int32)
+        drawn = [i for i, row in enumerate(rows) if sound[i] and not row.params.greedy]
         if drawn:
             chosen = edited if len(drawn) == len(rows) else edited[torch.tensor(drawn, device=edited.device)]
             token_ids[drawn] = draw(chosen, peaks[drawn], [rows[i] for i in drawn])
@@ -61,9 +61,9 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, token_ids: TokenIds, rows: Sequence[SampleRow]
     ) -> tuple[TokenLogprob | None, ...]:
-        asked = [i for i, row in enumerate(rows) if row.return_logprobs]
-        if not asked:
+        if not any(row.return_logprobs for row in rows):
             return ()
+        asked = [i for i, row in enumerate(rows) if row.return_logprobs and token_ids[i] != BROKEN]
         chosen = logits if len(asked) == len(rows) else logits[torch.tensor(asked, device=logits.device)]
         found: list[TokenLogprob | None] = [None] * len(rows)
         made = token_logprobs(chosen, token_ids[asked], [rows[i].top_logprobs for i in asked])
@@ -76,14 +76,3 @@ class Sampler:
             f"logits are {tuple(logits.shape)}, wanted ({num_rows}, {self.vocab_size}): rows x vocabulary"
         )
 
-
-def _check_peaks(peaks: np.ndarray) -> None:
-    """``peaks`` [S]: the largest logit of each row, NaN where any is NaN."""
-    if np.isfinite(peaks).all():
-        return
-    masked = np.flatnonzero(np.isneginf(peaks)).tolist()
-    assert not masked, f"every token of sampling rows {masked} is masked out: no logit is above -inf"
-    raise FloatingPointError(
-        f"the logits of sampling rows {np.flatnonzero(~np.isfinite(peaks)).tolist()} hold NaN or inf: "
-        "the weights are broken, or activations overflow their dtype (try float32 or bfloat16)"
-    )

@@ -5,16 +5,16 @@ hangs up. Rank 0 notices a dead follower by its failing collective, or by `Worke
 """
 
 import contextlib
-import ctypes
 import logging
+import multiprocessing
+import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 
 from replicas.config import EngineConfig
 from replicas.errors import EngineDead
@@ -40,7 +40,8 @@ class PlanChannel:
     """Rank 0's side: one pipe to each follower; a plan is pickled once and written to all."""
 
     def __init__(self, host: str, authkey: bytes) -> None:
-        self._listener = Listener((host, 0), authkey=authkey)
+        self._listener = Listener((host, 0))  # who connects must prove in `_admit` that it knows the key
+        self._authkey = authkey
         self._followers: list[Connection] = []
 
     @property
@@ -53,22 +54,36 @@ class PlanChannel:
 
         Raises: EngineDead when one died first, or not all came within ``timeout_s``.
         """
-        accepting = threading.Thread(target=self._accept, args=(count,), name="manta-plan-accept", daemon=True)
-        accepting.start()
+        threading.Thread(target=self._accept, args=(count,), name="manta-plan-accept", daemon=True).start()
         deadline_s = time.monotonic() + timeout_s
-        while accepting.is_alive():
-            accepting.join(timeout=0.1)
-            gone = dead()
-            if gone is not None:
-                raise EngineDead(f"{gone} before it was ready; its log says why")
-            if time.monotonic() > deadline_s:
-                raise EngineDead(f"{len(self._followers)} of {count} ranks connected within {timeout_s:.0f} s")
-        self._listener.close()
+        try:
+            while len(self._followers) < count:
+                gone = dead()
+                if gone is not None:
+                    raise EngineDead(f"{gone} before it was ready; its log says why")
+                if time.monotonic() > deadline_s:
+                    raise EngineDead(f"{len(self._followers)} of {count} ranks connected within {timeout_s:.0f} s")
+                time.sleep(0.05)
+        finally:
+            self._listener.close()
 
     def _accept(self, count: int) -> None:
+        """Take connections until ``count`` have proved themselves; a stranger, loud or silent, holds nobody up."""
         while len(self._followers) < count:
-            with contextlib.suppress(AuthenticationError):  # a stranger; keep waiting for ours
-                self._followers.append(self._listener.accept())
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: Connection) -> None:
+        try:
+            deliver_challenge(connection, self._authkey)
+            answer_challenge(connection, self._authkey)
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+        else:
+            self._followers.append(connection)
 
     def send(self, plan: StepPlan) -> None:
         """Raises: EngineDead when a follower has gone."""
@@ -103,9 +118,18 @@ def run_worker(spec: WorkerSpec) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that started it dies (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    """End this process when the one that started it does, even in the middle of a collective.
+
+    Not by PR_SET_PDEATHSIG: that follows the *thread* that started it, and an engine may be loaded in a passing one.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only a multiprocessing child has a parent to watch"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="manta-parent-watch", daemon=True).start()
 
 
 def worker_specs(

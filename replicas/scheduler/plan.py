@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from replicas.types import SamplingParams, TokenIds, TokenLogprob
 
+BROKEN = -1  # in StepResult.token_ids: the row's logits held NaN or inf, or nothing was left to choose
 Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset
 
 
@@ -86,6 +87,6 @@ class SampleRow:
 class StepResult:
     """Sampled tokens, in the order of the plan's ``sampling``."""
 
-    token_ids: TokenIds  # [S]
+    token_ids: TokenIds  # [S]; BROKEN where no token could be chosen
     logprobs: tuple[TokenLogprob | None, ...] = ()  # [S] when any row asked, else empty
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)  # by index into plan.rows

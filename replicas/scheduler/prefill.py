@@ -18,6 +18,8 @@ from replicas.scheduler.budget import NewTokenRatio, StepBudget
 from replicas.scheduler.plan import ExtendRow, Slots
 from replicas.scheduler.waiting import WaitingQueue
 
+LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
+
 
 class Refusal(enum.Enum):
     """Why a waiting request did not start in a step."""
@@ -85,7 +87,7 @@ class PrefillScheduler:
             return Refusal.SHARED_PREFIX
         reused = self._kv.admit(req)  # locks the prefix: what it holds no longer counts as evictable
         alone = num_running + len(batch.reqs) == 0
-        need = req.num_tokens - reused + (1 if alone else self._ratio.reserve(req))
+        need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else self._ratio.reserve(req))
         if need + (0 if alone else reserved) > self._kv.available_tokens():
             self._kv.release(req, keep=True)
             return Refusal.MEMORY
@@ -101,7 +103,10 @@ class PrefillScheduler:
     def _extend(self, batch: ExtendBatch, req: Req, budget: StepBudget) -> bool:
         """Add the next chunk of ``req`` to the batch; False when neither budget nor pages allow one."""
         start = req.computed_len
-        length = budget.grant(req.num_tokens - start, prefix_len=start)
+        want = req.num_tokens - start
+        if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
+            want = max(1, (start + LOGITS_CHUNK) // self._kv.page_size * self._kv.page_size - start)
+        length = budget.grant(want, prefix_len=start)
         if length == 0:
             return False
         try:

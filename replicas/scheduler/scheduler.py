@@ -20,10 +20,15 @@ from replicas.config import SchedulerConfig
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio
 from replicas.scheduler.decode import RunningBatch, sample_row
-from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult, TableWrite
+from replicas.scheduler.plan import BROKEN, ExtendPlan, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import ExtendBatch, PrefillScheduler, Refusal
 from replicas.scheduler.waiting import WaitingQueue
 from replicas.types import Finish, FinishReason, TokenLogprob
+
+BROKEN_LOGITS = (
+    "no token can be chosen: the logits hold NaN or inf, or all are masked out. The weights are broken, activations "
+    "overflow their dtype (try float32 or bfloat16), or the penalties are extreme"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +36,7 @@ class NewToken:
     """One sampled token of one request; ``req.finish`` is set when it was its last."""
 
     req: Req
-    token_id: int | None  # None: the request wanted no output (max_new_tokens = 0)
+    token_id: int | None  # None: the request wanted no output (max_new_tokens = 0), or its logits are broken
     logprob: TokenLogprob | None
 
 
@@ -200,6 +205,9 @@ class Scheduler:
             req.first_token_s = self._clock()
         if req.max_remaining <= 0:
             self.finish(req, Finish(reason=FinishReason.LENGTH))
+            return NewToken(req, None, None)
+        if token_id == BROKEN:
+            self.finish(req, Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500))
             return NewToken(req, None, None)
         req.append(token_id)
         finish = stop_reason(req)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any, meet: Path) -> li
     for _, end in pipes:
         end.close()  # so that a rank that dies is an EOFError here, not a hang
     try:
-        return [begin.recv() for begin, _ in pipes]
+        return [pickle.loads(begin.recv_bytes()) for begin, _ in pipes]
     finally:
         for rank in ranks:
             rank.join(timeout=10)
@@ -35,6 +36,6 @@ def _rank(rank: int, size: int, meet: Path, end: Any, work: Callable[..., Any], 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     tp = TpGroup.create(rank, size, init_method=f"file://{meet}", timeout_s=120)
-    end.send(work(tp, *args))
+    end.send_bytes(pickle.dumps(work(tp, *args)))  # send() would share tensors' memory, which goes with this process
     tp.barrier()
     tp.close()

@@ -1,11 +1,13 @@
 """Same answer on every path: SmolLM2's greedy ids and seeded samples do not depend on how the engine got there.
 
 {miss, hit, partial hit} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed,
-not} (DESIGN.md section 3). The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
+not} (DESIGN.md section 3), whole for one rank and in its corners for three. The greedy oracle is Transformers in fp32;
+the sampled one is the plainest path of ours.
 """
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -27,14 +29,7 @@ TEXT = (
 NUM_NEW = 20
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
-ENGINES = [
-    pytest.param((page, chunk, tp), id=f"page{page}-{'chunked' if chunk < 512 else 'whole'}-tp{tp}", marks=marks)
-    for tp, marks in ((1, ()), (3, pytest.mark.slow))
-    for page, chunk in itertools.product((1, 16), (32, 512))
-]
-
-
-def make_engine(page: int, chunk: int, tp: int) -> Engine:
+def make_engine(page: int, chunk: int, *, tp: int) -> Engine:
     return load_engine(
         MODEL,
         cache=CacheConfig(page_size=page, max_total_tokens=4096),
@@ -45,9 +40,20 @@ def make_engine(page: int, chunk: int, tp: int) -> Engine:
     )
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+def engine_id(value: tuple[int, int]) -> str:
+    return f"page{value[0]}-{'chunked' if value[1] < 512 else 'whole'}"
+
+
+@pytest.fixture(scope="module", params=list(itertools.product((1, 16), (32, 512))), ids=engine_id)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = make_engine(*request.param)
+    engine = make_engine(*request.param, tp=1)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module", params=[(1, 512), (16, 32)], ids=engine_id)
+def three_ranks(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = make_engine(*request.param, tp=3)
     yield engine
     engine.close()
 
@@ -101,20 +107,43 @@ def run(
     return made
 
 
+@dataclass(frozen=True)
+class Oracles:
+    prompt: np.ndarray
+    greedy: list[int]
+    seeded: list[int]
+
+
+@pytest.fixture(scope="module")
+def oracles(prompt: np.ndarray, greedy_oracle: list[int], seeded_oracle: list[int]) -> Oracles:
+    return Oracles(prompt, greedy_oracle, seeded_oracle)
+
+
 @pytest.mark.parametrize("retracted", [False, True], ids=["kept", "retracted"])
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
 @pytest.mark.parametrize("cached", ["miss", "partial", "hit"])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_the_same_answer_on_every_path(
-    engine: Engine,
-    prompt: np.ndarray,
-    greedy_oracle: list[int],
-    seeded_oracle: list[int],
-    sampling: SamplingParams,
-    cached: str,
-    busy: bool,
-    retracted: bool,
+    engine: Engine, oracles: Oracles, sampling: SamplingParams, cached: str, busy: bool, retracted: bool
 ) -> None:
+    check_answer(engine, oracles, sampling, cached=cached, busy=busy, retracted=retracted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disturbed", [False, True], ids=["alone-kept", "busy-retracted"])
+@pytest.mark.parametrize("cached", ["miss", "partial", "hit"])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_the_same_answer_from_three_ranks(
+    three_ranks: Engine, oracles: Oracles, sampling: SamplingParams, cached: str, disturbed: bool
+) -> None:
+    """Three processes on two cores are slow, so the corners of the matrix: nothing disturbs it, or all does."""
+    check_answer(three_ranks, oracles, sampling, cached=cached, busy=disturbed, retracted=disturbed)
+
+
+def check_answer(
+    engine: Engine, oracles: Oracles, sampling: SamplingParams, *, cached: str, busy: bool, retracted: bool
+) -> None:
+    prompt = oracles.prompt
     assert engine.flush_cache()
     one = SamplingParams(max_new_tokens=1, temperature=0.0)
     if cached != "miss":
@@ -128,6 +157,6 @@ def test_the_same_answer_on_every_path(
     page = engine.config.cache.page_size
     expected = {"miss": 0, "partial": 40 // page * page, "hit": (len(prompt) - 1) // page * page}[cached]
     assert engine.stats().cached_tokens - before == expected
-    assert made["asked"] == (greedy_oracle if sampling is GREEDY else seeded_oracle)
+    assert made["asked"] == (oracles.greedy if sampling is GREEDY else oracles.seeded)
     pool = engine.stats().pool
     assert pool.free_pages + pool.evictable_pages == pool.num_pages

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.numerics import tiny
@@ -57,29 +58,37 @@ def test_the_chat_template_is_the_models_own(tokenizer: PreTrainedTokenizerBase)
     )
 
 
+@pytest.fixture(scope="module")
+def wanted(tokenizer: PreTrainedTokenizerBase, transformers_model: PreTrainedModel) -> list[tuple[Tensor, list[int]]]:
+    """What Transformers makes of each text: logits of the prompt [L, V] and 64 greedy ids."""
+    return [tiny.reference(transformers_model, tokenizer(text).input_ids, 64) for text in TEXTS]
+
+
 def test_transformers_says_the_golden_text(
-    tokenizer: PreTrainedTokenizerBase, transformers_model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase, wanted: list[tuple[Tensor, list[int]]]
 ) -> None:
     """Q and K in the wrong rotary order, or a wrong scale, would not say this sentence."""
-    _, new = tiny.reference(transformers_model, tokenizer(TEXTS[0]).input_ids, 24)
-    assert tokenizer.decode(new) == GOLDEN
+    assert tokenizer.decode(wanted[0][1][:24]) == GOLDEN
 
 
+@pytest.mark.parametrize(("attention", "chunk"), [("torch_native", 7), ("cpu", 100), ("cpu", 7)])
 def test_logits_and_64_greedy_tokens_are_those_of_transformers(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, transformers_model: PreTrainedModel
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    wanted: list[tuple[Tensor, list[int]]],
+    attention: str,
+    chunk: int,
 ) -> None:
-    """Three prompts packed, whole and 7 tokens at a time, then decoded together through pages of 16."""
+    """Three prompts packed, whole or 7 tokens at a time, then decoded together through pages of 16."""
     prompts = [tokenizer(text).input_ids for text in TEXTS]
-    wanted = [tiny.reference(transformers_model, prompt, 64) for prompt in prompts]
-    for attention, chunk in (("torch_native", 7), ("cpu", 100), ("cpu", 7)):
-        first, second = (open_model(folder, page_size=16, num_pages=32, attention=attention) for _ in range(2))
-        for ours, (logits, _) in zip(first.prefill(prompts, chunk=chunk), wanted, strict=True):
-            assert_close_in_range(ours, logits, 1e-4)
-        assert second.greedy(prompts, 64, chunk=chunk) == [ids for _, ids in wanted]
+    first, second = (open_model(folder, page_size=16, num_pages=32, attention=attention) for _ in range(2))
+    for ours, (logits, _) in zip(first.prefill(prompts, chunk=chunk), wanted, strict=True):
+        assert_close_in_range(ours, logits, 1e-4)
+    assert second.greedy(prompts, 64, chunk=chunk) == [ids for _, ids in wanted]
 
 
 def test_a_weight_that_is_neither_fused_nor_cut_stays_a_view_of_the_file(folder: Path) -> None:
-    """Replicas on one host share its pages; 30 output and down projections and the embedding: 252 of 538 MB."""
+    """Replicas on one host share its pages; 30 output and down projections and the embedding: 259 of 538 MB."""
     block = open_model(folder, num_pages=1).model.blocks[0]
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
     spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]

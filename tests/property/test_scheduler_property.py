@@ -17,6 +17,7 @@ arrivals = st.tuples(
     st.integers(0, 20),  # max_new_tokens
     st.sampled_from(["", "salt"]),
     st.integers(0, 1),  # priority
+    st.sampled_from([None, None, 0.03, 0.5]),  # deadline_s; a step takes 0.01
 )
 actions = st.lists(
     st.one_of(arrivals, st.tuples(st.just("abort"), st.integers(0, 30)), st.tuples(st.just("step"), st.integers(1, 6))),
@@ -58,9 +59,11 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     reqs: list[Req] = []
     for action in actions:
         match action:
-            case ("arrive", int(prefix), list(tail), int(length), str(salt), int(priority)):
+            case ("arrive", int(prefix), list(tail), int(length), str(salt), int(priority), deadline_s):
                 prompt = [*PREFIXES[prefix], *tail]
-                reqs.append(bench.submit(prompt, max_new_tokens=length, salt=salt, priority=priority))
+                reqs.append(
+                    bench.submit(prompt, max_new_tokens=length, salt=salt, priority=priority, deadline_s=deadline_s)
+                )
             case ("abort", int(index)) if index < len(reqs):
                 bench.scheduler.finish(reqs[index], Finish(reason=FinishReason.ABORT))
                 bench.scheduler.check()

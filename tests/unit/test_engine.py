@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
+from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
 from replicas.types import Finish, FinishReason, GenerateRequest
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, finish_all
@@ -116,6 +117,38 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind() -> None:
         engine.submit(ask("b", PROMPT, n=2))
     assert engine.open_rids == ["a"]
     finish_all(engine)
+
+
+def test_broken_logits_end_their_own_request_and_no_other() -> None:
+    engine, device = fake_engine()
+
+    def execute(plan: StepPlan) -> StepResult:
+        result = device.execute(plan)
+        pairs = zip(plan.sampling, result.token_ids, strict=True)
+        broken = [BROKEN if row.params.seed == 13 else int(token) for row, token in pairs]
+        return StepResult(token_ids=np.array(broken, dtype=np.int32))
+
+    engine._execute = execute
+    engine.submit(ask("sound", PROMPT))
+    engine.submit(ask("broken", [50, 51], seed=13))
+    deltas = finish_all(engine)
+    ends = {delta.rid: delta.finish for delta in deltas if delta.finish is not None}
+    assert ends["sound"] == Finish(reason=FinishReason.LENGTH)
+    assert ends["broken"] is not None
+    assert (ends["broken"].reason, ends["broken"].http_status) == (FinishReason.ERROR, 500)
+    assert [t for d in deltas if d.rid == "sound" for t in d.token_ids] == continuation(PROMPT, 8)
+    engine.scheduler.check()
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_a_request_that_fills_the_whole_pool_still_runs(new: int) -> None:
+    """Nobody may wait for pages that do not exist: with no output wanted, the prompt alone may take all of them."""
+    engine, _ = fake_engine(num_pages=4)
+    engine.submit(ask("a", range(16 - new), max_new_tokens=new))
+    engine.submit(ask("b", [1, 2], max_new_tokens=2))
+    for _ in range(20):
+        engine.step()
+    assert not engine.has_work
 
 
 def test_abort_ends_every_choice_once_and_unknown_rids_are_ignored() -> None:

@@ -151,7 +151,7 @@ class ScriptedReplica:
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
         self._client = await ChannelClient.connect(
-            address, replica_id=self.replica_id, node_id="here", on_lost=lambda: None
+            address, replica_id=self.replica_id, node_id="here", on_lost=lambda client: None
         )
         self._client.report(encode_report(await self.report()))
         return info(self.replica_id)

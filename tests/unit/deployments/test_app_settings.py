@@ -126,6 +126,12 @@ def test_each_rank_has_a_bundle_of_its_own() -> None:
     assert options["max_ongoing_requests"] > 1024
 
 
+@pytest.mark.parametrize("name", ["min_replicas", "initial_replicas"])
+def test_autoscaling_to_no_replica_at_all_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"{name}: must be at least 1: without a replica the routers answer 503"):
+        parse({"model": MODEL_ARGS, "replicas": {"autoscaling": {name: 0}}})
+
+
 def test_autoscaling_takes_the_place_of_the_count() -> None:
     options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"autoscaling": {"max_replicas": 4}}}))
     assert "num_replicas" not in options

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from deployments.cache_frames import encode_events, encode_snapshot
-from deployments.channel_client import ChannelClient
+from deployments.channel_client import ChannelClient, batches
 from deployments.channel_server import ChannelAddress, ChannelServer
-from deployments.frames import Hello, ReplicaReport, encode_hello, encode_report
+from deployments.frames import Hello, ReplicaReport, encode_deltas, encode_hello, encode_report
 from deployments.leases import ReplicaGone
 from replicas.cache.events import CacheSnapshot, EventLog
-from replicas.types import Finish, FinishReason, TokenDelta, Usage
+from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
 from routing.types import CacheEvent, IndexSnapshot
 from tests.unit.deployments.in_process import stats
 
@@ -58,7 +58,7 @@ async def listen(desk: Desk) -> ChannelAddress:
 
 
 async def connect(address: ChannelAddress, *, node_id: str = "here") -> ChannelClient:
-    return await ChannelClient.connect(address, replica_id="r0", node_id=node_id, on_lost=lambda: None)
+    return await ChannelClient.connect(address, replica_id="r0", node_id=node_id, on_lost=lambda client: None)
 
 
 def delta(rid: str, token: int, *, last: bool = False) -> TokenDelta:
@@ -173,3 +173,13 @@ async def test_events_and_snapshots_come_in_the_order_they_were_sent(desk: Desk)
     client.send(encode_snapshot(CacheSnapshot(seq=2, stored=())))
     await desk.event.wait()
     assert (desk.events, desk.snapshots) == ([("r0", 1)], [("r0", 0)])
+
+
+def test_large_deltas_travel_in_frames_of_their_own_and_in_order() -> None:
+    """Prompt logprobs of many requests at once must not add up to a frame that the router refuses."""
+    top = tuple((token, -1.0) for token in range(20))
+    heavy = tuple(TokenLogprob(token_id=1, logprob=-1.0, top=top) for _ in range(1000))  # about 670 kB
+    deltas = [dataclasses.replace(delta(f"r{i}", i), prompt_logprobs=heavy if i % 2 else ()) for i in range(6)]
+    cut = list(batches(deltas))
+    assert [[each.rid for each in batch] for batch in cut] == [["r0", "r1", "r2"], ["r3", "r4"], ["r5"]]
+    assert all(len(encode_deltas(batch)) < 1 << 20 for batch in cut)

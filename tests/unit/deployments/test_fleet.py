@@ -105,6 +105,32 @@ async def test_a_long_report_period_is_no_silence() -> None:
     assert fleet.num_ready == 1
 
 
+async def test_a_silent_replica_is_attached_again_and_the_second_time_over_a_new_connection() -> None:
+    """A report in between means that the connection works."""
+    clock, asked = Clock(), list[bool]()
+
+    class Mute(ScriptedReplica):
+        async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+            asked.append(address.renew)
+            return info("r0")
+
+    leases = LocalLeases()
+    leases.replicas["r0"] = Mute("r0")
+    fleet = Fleet(router=House().router, leases=leases, clock=clock)
+    fleet.start(ChannelAddress(router_id="router", node_id="here", unix_path="", host="", port=1, token=""))
+    fleet.set_members({"r0"})
+    for reports in (False, False, True, False):
+        await asyncio.sleep(0)
+        if reports:
+            fleet.on_report("r0", ReplicaReport(stats=stats(), error=None, num_open=0))
+        clock.now_s += STALE_S + 1
+        fleet.attach_silent_again()
+        fleet.check()
+    await asyncio.sleep(0)
+    assert asked == [False, False, True, False, True]
+    await fleet.stop()
+
+
 async def test_one_that_does_not_answer_is_left_out_of_what_all_are_asked(house: House) -> None:
     for name in ("r0", "r1"):
         house.add(ScriptedReplica(name))
@@ -118,6 +144,12 @@ async def test_one_that_does_not_answer_is_left_out_of_what_all_are_asked(house:
         return 7
 
     assert await house.fleet.ask_all(ask) == {"r1": 7}
+
+    async def ask_stuck(replica_id: str) -> int:
+        return await asyncio.Event().wait() if replica_id == "r0" else 7
+
+    async with asyncio.timeout(1):
+        assert await house.fleet.ask_all(ask_stuck, timeout_s=0.01) == {"r1": 7}
 
 
 def test_membership_tells_what_is_and_what_changes() -> None:

@@ -1,7 +1,9 @@
 """What travels between replica and router."""
 
+import dataclasses
 import math
 import struct
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -47,6 +49,15 @@ def test_deltas_come_back_as_they_were() -> None:
     assert decode_deltas(payload) == [DELTA, DELTA]
 
 
+@pytest.mark.parametrize("retry_as", ["overloaded", "engine_dead", None])
+def test_a_finish_keeps_whether_another_replica_may_mend_it(
+    retry_as: Literal["overloaded", "engine_dead"] | None,
+) -> None:
+    finish = Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as=retry_as)
+    [(_, payload)] = frames(encode_deltas([dataclasses.replace(DELTA, finish=finish)]))
+    assert decode_deltas(payload)[0].finish == finish
+
+
 def test_a_report_and_a_hello_come_back_as_they_were() -> None:
     report = ReplicaReport(stats=stats(), error="rank 1 died", num_open=3, age_s=0.25)
     hello = Hello(token="secret", replica_id="r0")
@@ -74,7 +85,10 @@ def test_an_unknown_kind_is_refused(data: bytes) -> None:
         frames(data)
 
 
-@pytest.mark.parametrize("payload", [b"[[1]]", b"{", b"[1]", b'[["a",0,[],"",[1,1,1,0],["what",null,null,1],[],[]]]'])
+UNKNOWN_REASON = b'[["a",0,[],"",[1,1,1,0],["what",null,null,1,null],[],[]]]'
+
+
+@pytest.mark.parametrize("payload", [b"[[1]]", b"{", b"[1]", UNKNOWN_REASON])
 def test_what_is_not_deltas_is_a_bad_frame(payload: bytes) -> None:
     with pytest.raises(BadFrame):
         decode_deltas(payload)

@@ -66,6 +66,9 @@ async def test_a_batch_may_have_parameters_each_and_choices_each(client: httpx.A
     assert [each["meta_info"]["completion_tokens"] for each in body] == [1, 1, 2, 2]
     chunks = await events(client, text=[PROMPT, PROMPT], sampling_params=params)
     assert {chunk["index"] for chunk in chunks} == {0, 1, 2, 3}
+    one = {"max_new_tokens": 1}
+    chunks = await events(client, text=[PROMPT] * 3, sampling_params=[{**one, "n": n} for n in (3, 1, 2)])
+    assert {chunk["index"] for chunk in chunks} == {0, 1, 2, 3, 4, 5}
 
 
 async def test_logprobs_are_triples(client: httpx.AsyncClient) -> None:

@@ -47,6 +47,18 @@ async def test_a_chat_answers(client: httpx.AsyncClient) -> None:
     assert body["usage"]["total_tokens"] == 45
 
 
+async def test_the_template_options_may_come_as_its_variables_and_the_bodys_own_fields_win(
+    client: httpx.AsyncClient,
+) -> None:
+    async def prompt_tokens(**body: Any) -> int:
+        return int((await post(client, CHAT, **ASK, max_tokens=1, **body))["usage"]["prompt_tokens"])
+
+    plain = await prompt_tokens(add_generation_prompt=False)
+    variables = {"add_generation_prompt": False, "continue_final_message": False}
+    assert await prompt_tokens(chat_template_kwargs=variables) == plain < 37
+    assert await prompt_tokens(chat_template_kwargs=variables, add_generation_prompt=True) == 37
+
+
 async def test_a_streamed_chat_adds_up_to_the_same(client: httpx.AsyncClient) -> None:
     chunks = await stream(client, CHAT, **ASK)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replicas.runner.draw import HEAD, uniform
 from replicas.runner.logit_edits import edit_logits
 from replicas.runner.sampler import Sampler
-from replicas.scheduler.plan import SampleRow
+from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import SamplingParams
 
 
@@ -336,18 +336,22 @@ def test_an_empty_batch_is_no_tokens() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_broken_logits_are_an_error_that_names_the_row(bad: float, temperature: float) -> None:
+def test_a_row_with_broken_logits_gets_no_token_and_the_others_theirs(bad: float, temperature: float) -> None:
     logits = torch.zeros(3, 10)
+    logits[:, 2] = 50.0
     logits[1, 4] = bad
-    with pytest.raises(FloatingPointError, match=r"rows \[1\] hold NaN or inf"):
-        Sampler(10, "cpu").sample(logits, [row(temperature=temperature)] * 3)
+    rows = [row(temperature=temperature, return_logprobs=True)] * 3
+    tokens, logprobs = Sampler(10, "cpu").sample(logits, rows)
+    assert tokens.tolist() == [2, BROKEN, 2]
+    assert [logprob is None for logprob in logprobs] == [False, True, False]
 
 
-def test_a_row_without_any_possible_token_is_not_sampled_silently() -> None:
+def test_a_row_without_any_possible_token_gets_none() -> None:
     logits = torch.zeros(2, 10)
     logits[1] = -torch.inf
-    with pytest.raises(AssertionError, match=r"rows \[1\] is masked out"):
-        Sampler(10, "cpu").sample(logits, [row(), row()])
+    tokens, _ = Sampler(10, "cpu").sample(logits, [row(), row(temperature=0.0)])
+    assert tokens[1] == BROKEN
+    assert tokens[0] != BROKEN
 
 
 def test_logits_of_another_vocabulary_are_refused() -> None:

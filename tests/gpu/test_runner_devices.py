@@ -1,0 +1,118 @@
+"""Scheduler, pools and model runner on a device: the answer is Transformers', whatever the path. Needs no Ray.
+
+The same tests run on the CPU everywhere, so that on a GPU only the device is new.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from replicas.cache.kv import KvCache
+from replicas.config import CacheConfig, EngineConfig, Hardware, SchedulerConfig, resolve
+from replicas.parallel import TpGroup
+from replicas.request import Req
+from replicas.runner.model_runner import ModelRunner
+from replicas.runner.weights import load_model_config
+from replicas.scheduler.scheduler import Scheduler
+from replicas.types import GenerateRequest, SamplingParams
+from tests.numerics import tiny
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; torch sees none on this machine"),
+        ],
+    ),
+]
+NUM_NEW = 48
+
+
+@dataclass
+class Rig:
+    runner: ModelRunner
+    scheduler: Scheduler
+
+    def answer(self, prompts: list[list[int]], **sampling: object) -> list[list[int]]:
+        params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        reqs = []
+        for i, prompt in enumerate(prompts):
+            request = GenerateRequest(rid=str(i), token_ids=np.array(prompt, dtype=np.int32), sampling=params)
+            reqs.append(Req.make(request, index=0, now_s=0.0, eos_ids=frozenset()))
+            self.scheduler.submit(reqs[-1])
+        while self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            assert plan is not None
+            self.scheduler.apply(plan, self.runner.run(plan))
+            self.scheduler.check()
+        return [req.output_ids.tolist() for req in reqs]
+
+
+def engine_config(
+    folder: Path, device: str, *, page_size: int = 4, chunk: int = 8, dtype: str = "float32"
+) -> EngineConfig:
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 1 << 30
+    return resolve(
+        load_model_config(str(folder), device=device, dtype=dtype),  # type: ignore[arg-type]
+        Hardware(device=device, num_cpus=1, available_memory_bytes=free),  # type: ignore[arg-type]
+        cache=CacheConfig(page_size=page_size, max_total_tokens=512, mem_fraction_static=0.5),
+        scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
+    )
+
+
+def make_rig(config: EngineConfig) -> Rig:
+    runner = ModelRunner(config, TpGroup(device=config.device))
+    size = runner.pool_size
+    kv = KvCache(
+        num_pages=size.num_pages, page_size=size.page_size, max_requests=8, context_len=config.model.context_len
+    )
+    return Rig(runner, Scheduler(kv, config.scheduler, max_running=8, clock=lambda: 0.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["llama", "llama3-rope", "qwen2", "qwen3-tied"])
+def test_greedy_answers_are_transformers_in_batches_chunks_and_hits(tmp_path: Path, kind: str, device: str) -> None:
+    model = tiny.save(kind, tmp_path)
+    wanted = [tiny.reference(model, prompt, NUM_NEW)[1] for prompt in tiny.PROMPTS]
+    for page_size, chunk in ((4, 8), (1, 64)):
+        rig = make_rig(engine_config(tmp_path, device, page_size=page_size, chunk=chunk))
+        assert rig.answer(tiny.PROMPTS) == wanted  # misses, together
+        assert rig.answer(tiny.PROMPTS) == wanted  # hits
+        assert rig.scheduler.counters.cached_tokens > 0
+        assert rig.answer(tiny.PROMPTS[:1]) == wanted[:1]  # alone
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_seeded_samples_do_not_depend_on_the_batch(tmp_path: Path, device: str) -> None:
+    tiny.save("llama", tmp_path)
+    rig = make_rig(engine_config(tmp_path, device))
+    cuts = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
+    together = rig.answer(tiny.PROMPTS, **cuts)
+    assert [rig.answer([prompt], **cuts)[0] for prompt in tiny.PROMPTS] == together
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_pool_is_sized_by_what_the_weights_leave(tmp_path: Path, device: str) -> None:
+    """SPEC A05: bytes = free after the weights - (1 - fraction) * free before; here capped by max_total_tokens."""
+    tiny.save("llama", tmp_path)
+    runner = make_rig(engine_config(tmp_path, device)).runner
+    assert runner.pool_size.num_tokens == 512
+    assert runner.pool.buffer.device.type == device
+    assert runner.pool.buffer.shape[:4] == (129, 3, 2, 2)  # pages with the dummy, layers, K and V, heads
+
+
+@pytest.mark.parametrize("device", [DEVICES[1]])
+def test_bfloat16_runs_and_stays_near_float32(tmp_path: Path, device: str) -> None:
+    """The first token of each prompt has the float32 answer among its two most likely."""
+    model = tiny.save("llama", tmp_path)
+    rig = make_rig(engine_config(tmp_path, device, dtype="bfloat16"))
+    first = [ids[0] for ids in rig.answer(tiny.PROMPTS)]
+    for prompt, token in zip(tiny.PROMPTS, first, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt])).logits[0, -1]
+        assert token in logits.topk(2).indices.tolist()

@@ -1,0 +1,72 @@
+"""One engine behind the channel: what its routers see of its queue."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from deployments.served_engine import ServedEngine
+from replicas.errors import Overloaded
+from replicas.loop import EngineLoop
+from tests.harness import fake_engine
+from tests.unit.deployments.in_process import House, ask
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    house = House()
+    await house.start()
+    yield house
+    await house.stop()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[ServedEngine]:
+    """A started engine over a fake device, at most 2 requests waiting."""
+    engine, _ = fake_engine(max_queued_requests=2)
+    loop = EngineLoop(engine)
+    loop.start()
+    served = ServedEngine(loop, replica_id="r0", node_id="here")
+    yield served
+    served.check()
+    await served.stop()
+
+
+async def test_a_queue_found_full_by_the_engine_thread_is_told_at_once(house: House, served: ServedEngine) -> None:
+    """4 choices: fewer than may be open (2 + 8), more than may wait (2). No replica is dead, so none is waited for."""
+    house.add(served)
+    assert await house.fleet.wait_ready(5)
+    async with asyncio.timeout(1):
+        with pytest.raises(Overloaded, match="at most 2 may"):
+            [delta async for delta in house.dispatcher.stream(ask(n=4))]
+
+
+async def test_two_overlapping_attaches_leave_one_connection_that_works(house: House, served: ServedEngine) -> None:
+    """Membership that flaps asks twice; the end of a connection that was replaced must not take the live one along."""
+    assert house.address is not None
+    await asyncio.gather(served.attach(house.address), served.attach(house.address))
+    for _ in range(50):  # what ends, ends now
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        assert (await served.generate("router", ask(max_new_tokens=4))) is None
+    assert list(served._clients) == ["router"]
+
+
+async def test_a_kept_connection_keeps_its_requests_and_a_renewed_one_ends_them(
+    house: House, served: ServedEngine
+) -> None:
+    house.add(served)
+    assert await house.fleet.wait_ready(5)
+    assert house.address is not None
+    first = served._clients["router"]
+    await served.attach(house.address)
+    assert served._clients["router"] is first
+    lease = asyncio.create_task(served.generate("router", ask(max_new_tokens=100)))
+    await asyncio.sleep(0)
+    await served.attach(dataclasses.replace(house.address, renew=True))
+    assert served._clients["router"] is not first
+    await asyncio.wait_for(lease, 5)
+    served.check()
+    async with asyncio.timeout(5):
+        assert (await served.generate("router", ask(rid="a2.0-me", max_new_tokens=4))) is None
