@@ -1,12 +1,13 @@
 # Manta: everything a newcomer runs. Each target does its own set-up; a second run is quick.
 PYTHON ?= python3
 CONFIG ?= serve_config.yaml
+TRACE ?= ../shared/traces/conversation_trace.jsonl
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu lint bench model install install-test clean
+.PHONY: help serve test test-gpu lint bench simulate model install install-test clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -43,6 +44,12 @@ lint: install-test ## ruff and mypy --strict
 
 bench: install-test model ## Measure kernels, caches and the engine; JSON under bench_results/
 	@$(BIN)/python -m benchmarks --json bench_results/latest.json
+
+simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
+	@$(BIN)/python -m benchmarks.simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \
+		--policy round_robin --policy power_of_two --policy least_tokens --policy prefix_threshold \
+		--policy estimated_ttft --policy oracle \
+		--json bench_results/simulate.json --plot bench_results/simulate.svg
 
 clean: ## Remove .venv, models and results
 	@rm -rf $(VENV) models bench_results .pytest_cache .mypy_cache .ruff_cache

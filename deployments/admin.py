@@ -5,6 +5,7 @@ Never: changes a replica but through flush and abort.
 
 import dataclasses
 import math
+import os
 import time
 from typing import Any
 
@@ -105,9 +106,23 @@ async def server_info(request: Request) -> dict[str, Any]:
         "tokenizer_path": service.model.tokenizer_path,
         "served_model_name": service.model.name,
         "context_length": service.model.context_len,
+        "router": _router_body(service),
         "num_retries": service.dispatcher.num_retries,
         "recent_retries": [dataclasses.asdict(retry) for retry in service.dispatcher.retries],
         "internal_states": states,
+    }
+
+
+def _router_body(service: Service) -> dict[str, Any]:
+    """This router: with several, another call may meet another one."""
+    sync = service.fleet.sync
+    return {
+        "router_id": service.dispatcher.router_id,
+        "pid": os.getpid(),
+        "num_open": service.dispatcher.num_open,
+        "cache_snapshots": sync.num_snapshots,
+        "cache_event_gaps": sync.num_gaps,
+        "awaiting_snapshots": sorted(sync.asking),
     }
 
 

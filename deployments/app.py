@@ -13,14 +13,14 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from deployments.capacity import auto_count, replica_bytes
 from deployments.model_face import read_face
 from deployments.places import check_model_path, local_path, weights_bytes
 from deployments.replica import ModelReplica
 from deployments.router import RouterIngress
-from deployments.schema import AppConfig, parse
+from deployments.schema import AppConfig, AutoscalingSettings, parse
 from replicas.config import resolve
 from replicas.runner.device import measure_hardware
 from replicas.runner.weights import load_model_config
@@ -89,10 +89,25 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
         options["placement_group_bundles"] = [bundle] * tp
         options["placement_group_strategy"] = "PACK"
     if replicas.autoscaling is not None:
-        options["autoscaling_config"] = AutoscalingConfig(**replicas.autoscaling.model_dump())
+        options["autoscaling_config"] = autoscaling_config(replicas.autoscaling)
     else:
         options["num_replicas"] = num_replicas(config)
     return options
+
+
+def autoscaling_config(settings: AutoscalingSettings) -> AutoscalingConfig:
+    """Serve's options: our rule (autoscaling.py), or Serve's own where its target is given."""
+    serves = settings.model_dump(exclude={"ttft_objective_s", "pool_high", "running_high", "slack"}, exclude_none=True)
+    if settings.target_ongoing_requests is not None:
+        return AutoscalingConfig(**serves)
+    objective = {
+        "ttft_s": settings.ttft_objective_s,
+        "pool_high": settings.pool_high,
+        "running_high": settings.running_high,
+        "slack": settings.slack,
+    }
+    policy = AutoscalingPolicy(policy_function="deployments.autoscaling:TtftPolicy", policy_kwargs=objective)
+    return AutoscalingConfig(**serves, policy=policy)
 
 
 def num_replicas(config: AppConfig) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from deployments.channel_server import ChannelAddress
-from deployments.frames import Hello, ReplicaReport, encode_deltas, encode_hello, encode_report
+from deployments.frames import Hello, encode_deltas, encode_hello
 from replicas.types import TokenDelta
 
 log = logging.getLogger(__name__)
@@ -54,10 +54,15 @@ class ChannelClient(asyncio.Protocol):
         client._transport.write(encode_hello(Hello(token=address.token, replica_id=replica_id)))
         return client
 
-    def report(self, report: ReplicaReport) -> None:
-        """Send a report, unless the socket is full: the next one will do."""
-        if self._transport is not None and not self._full and not self.lost:
-            self._transport.write(encode_report(report))
+    def report(self, frames: bytes) -> None:
+        """Send a report and the events before it, unless the socket is full: the router sees the gap and asks."""
+        if not self._full:
+            self.send(frames)
+
+    def send(self, frames: bytes) -> None:
+        """Send what must arrive while the connection lives."""
+        if self._transport is not None and not self.lost:
+            self._transport.write(frames)
 
     def close(self) -> None:
         if self._transport is not None:

@@ -14,11 +14,12 @@ import logging
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
+from deployments.cache_frames import decode_events, decode_snapshot
 from deployments.frames import (
     BadFrame,
     FrameKind,
@@ -30,6 +31,7 @@ from deployments.frames import (
 )
 from replicas.errors import MantaError
 from replicas.types import TokenDelta
+from routing.types import CacheEvent, IndexSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -80,18 +82,22 @@ class Stream:
         return list(waiting.values())
 
 
-class ChannelServer:
-    """Listens for replicas. ``on_report`` gets their reports, ``on_lost`` the id of one whose connection ended."""
+class Listener(Protocol):
+    """Who hears what replicas say beside tokens (fleet.py); each call names the replica."""
 
-    def __init__(
-        self,
-        *,
-        on_report: Callable[[str, ReplicaReport], None],
-        on_lost: Callable[[str], None],
-        lost_error: Callable[[str], MantaError],
-    ) -> None:
-        self._on_report = on_report
-        self._on_lost = on_lost
+    def on_report(self, replica_id: str, report: ReplicaReport) -> None: ...
+    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None: ...
+    def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None: ...
+    def on_lost(self, replica_id: str) -> None:
+        """Its connection ended."""
+        ...
+
+
+class ChannelServer:
+    """Listens for replicas, and tells ``listener`` what they say beside tokens."""
+
+    def __init__(self, listener: Listener, *, lost_error: Callable[[str], MantaError]) -> None:
+        self._listener = listener
         self._lost_error = lost_error  # what streams of a lost replica end with
         self._streams: dict[str, Stream] = {}  # by rid
         self._connections: dict[str, _Connection] = {}  # by replica id
@@ -165,7 +171,11 @@ class ChannelServer:
                 if stream is not None and stream.replica_id == replica_id:
                     stream.put(delta)
         elif kind is FrameKind.REPORT:
-            self._on_report(replica_id, decode_report(payload))
+            self._listener.on_report(replica_id, decode_report(payload))
+        elif kind is FrameKind.EVENTS:
+            self._listener.on_events(replica_id, decode_events(payload))
+        elif kind is FrameKind.SNAPSHOT:
+            self._listener.on_snapshot(replica_id, decode_snapshot(payload))
         else:
             raise BadFrame("a second HELLO")
 
@@ -174,7 +184,7 @@ class ChannelServer:
             return  # it has connected anew
         del self._connections[replica_id]
         self._fail_streams(replica_id)
-        self._on_lost(replica_id)
+        self._listener.on_lost(replica_id)
 
     def _fail_streams(self, replica_id: str) -> None:
         for stream in set(self._streams.values()):

@@ -26,6 +26,7 @@ from deployments.openai_format import chat_logprobs, finish_reason, matched_stop
 from deployments.openai_types import ChatRequest
 from deployments.request_ids import name_of
 from deployments.rids import new_rid
+from deployments.routed import Routed, routed_of
 from deployments.service import Service, service_of
 from deployments.streaming import DONE, answer, collected, merged, sse, stream
 from replicas.errors import InvalidRequest
@@ -40,7 +41,8 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, ChatRequest, max_bytes=service.max_body_bytes)
     job = await _job(service, body, name_of(request, body.rid))
-    return await (stream(request, job.events()) if body.stream else answer(request, job.whole()))
+    routed = routed_of(request)
+    return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +55,19 @@ class ChatJob:
     request: GenerateRequest
     created: int
 
-    async def whole(self) -> dict[str, Any]:
-        done = await collected(merged([self.service.stream(self.request)]))
+    async def whole(self, routed: Routed) -> dict[str, Any]:
+        done = await collected(merged([routed.stream(self.request)]))
         choices = [
             self._choice(delta, "message", {"role": "assistant", "content": delta.text}) for delta in done.values()
         ]
         body = self._body("chat.completion", choices)
         return {**body, "usage": usage_body({key: delta.usage for key, delta in done.items()})}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
         usages: dict[tuple[int, int], Usage] = {}
-        async for _, delta in merged([self.service.stream(self.request)]):
+        async for _, delta in merged([routed.stream(self.request)]):
             begins = (0, delta.index) not in usages
             usages[0, delta.index] = delta.usage
             content: dict[str, Any] = {"role": "assistant", "content": delta.text} if begins else {}

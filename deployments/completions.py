@@ -28,6 +28,7 @@ from deployments.openai_format import completion_logprobs, finish_reason, matche
 from deployments.openai_types import CompletionRequest
 from deployments.request_ids import name_of
 from deployments.rids import new_rid
+from deployments.routed import Routed, routed_of
 from deployments.service import Service, service_of
 from deployments.streaming import DONE, answer, collected, merged, sse, stream
 from replicas.errors import InvalidRequest
@@ -42,7 +43,8 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, CompletionRequest, max_bytes=service.max_body_bytes)
     job = await _job(service, body, name_of(request, body.rid))
-    return await (stream(request, job.events()) if body.stream else answer(request, job.whole()))
+    routed = routed_of(request)
+    return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +58,19 @@ class CompletionJob:
     prompts: list[str]  # the text to echo for each request; empty without echo
     created: int
 
-    async def whole(self) -> dict[str, Any]:
-        done = await collected(merged([self.service.stream(request) for request in self.requests]))
+    async def whole(self, routed: Routed) -> dict[str, Any]:
+        done = await collected(merged([routed.stream(request) for request in self.requests]))
         choices = [
             self._choice(number, delta, text=self.prompts[number] + delta.text, offset=0)
             for (number, _), delta in done.items()
         ]
         return self._body(choices, usage_body({key: delta.usage for key, delta in done.items()}))
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         usages: dict[tuple[int, int], Usage] = {}
         offsets: dict[tuple[int, int], int] = {}
-        async for number, delta in merged([self.service.stream(request) for request in self.requests]):
+        async for number, delta in merged([routed.stream(request) for request in self.requests]):
             key = (number, delta.index)
             begins = key not in usages
             usages[key] = delta.usage

@@ -1,12 +1,12 @@
 """Brings one request to an end: choose, lease, stream; and when a replica dies, go on with another one.
 
-Owns:      the tries of each open request and why each failed.
+Owns:      the tries of each open request, what was decided for each and why it failed (route_log.py).
 Never:     parses HTTP; keeps a request open that its client has left.
 Invariant: the deltas of `stream` are those of one undisturbed generation: no id lost, doubled or reordered; every
-           decision is reported done; the tries are bounded.
+           decision is reported done; the tries are bounded. A request that was sent is never refused afterwards.
 Thread:    the router's event loop.
 
-    parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done
+    parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done      queue too long: Saturated
             ^                              │ replica gone, engine dead, overloaded: excluded, reason kept
             └──────────────────────────────┘ at most ``max_tries`` times
 """
@@ -15,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from deployments.channel_server import ChannelServer, Stream
 from deployments.leases import Leases, ReplicaGone
 from deployments.progress import Part, Progress
+from deployments.route_log import RouteLog, Try
+from deployments.route_request import NO_HINTS, RouteHints, Saturated, query_of
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
 from routing.router import Router
@@ -56,24 +59,30 @@ class Dispatcher:
         leases: Leases,
         max_tries: int = 3,
         retry_wait_s: float = 30.0,
+        max_wait_s: float = math.inf,
+        routes: RouteLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
-        self._router_id = router_id
+        self.router_id = router_id
         self._channel = channel
         self._leases = leases
         self._max_tries = max_tries
         self._retry_wait_s = retry_wait_s  # how long a request waits for a replica to take over
+        self._max_wait_s = max_wait_s  # of the queue before a new request, as estimated
         self._clock = clock
+        self.routes = routes if routes is not None else RouteLog()
         self._ending: set[asyncio.Task[None]] = set()  # leases whose request has ended, about to return
         self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
         self.num_retries = 0
         self.num_open = 0
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(
+        self, request: GenerateRequest, hints: RouteHints = NO_HINTS
+    ) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of ``request``; closing the iterator aborts it.
 
-        Raises: what the replica refused it with; NoReplica; the last try's error when all failed.
+        Raises: what the replica refused it with; NoReplica; Saturated; the last try's error when all failed.
         """
         progress, started_s = Progress(request), self._clock()
         excluded: set[str] = set()
@@ -81,17 +90,21 @@ class Dispatcher:
         self.num_open += 1
         try:
             for number in range(self._max_tries):
-                decision = await self._choose(request, excluded, failure)
+                decision = await self._choose(query_of(request, hints, frozenset(excluded)), failure)
+                noted = self.routes.add(request.rid, decision)
+                if failure is None:
+                    self._refuse_if_saturated(noted)
                 left_s = None
                 if request.deadline_s is not None:
                     left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
-                attempt = _Attempt(self, decision, progress.parts(number=number, deadline_s=left_s), progress)
+                attempt = _Attempt(self, noted, progress.parts(number=number, deadline_s=left_s), progress)
                 try:
                     async with contextlib.aclosing(attempt.run()) as deltas:
                         async for delta in deltas:
                             yield delta
                     return
                 except MantaError as error:
+                    noted.failure = f"{type(error).__name__}: {error}"
                     if not error.retryable:
                         raise
                     failure = error
@@ -102,24 +115,21 @@ class Dispatcher:
         finally:
             self.num_open -= 1
 
+    def explain_only(self, query: RouteQuery) -> Decision:
+        """The decision that `stream` would come to now; nothing is sent or remembered. Raises: NoReplica."""
+        return self._router.explain_only(query)
+
     def check(self) -> None:
         """Raises AssertionError if, with no request open, anything is still held for one."""
         self._channel.check()
         self._router.check()
+        self.routes.check()
         if self.num_open == 0:
             assert self._channel.num_streams == 0, f"{self._channel.num_streams} streams are open, no request is"
             assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
 
-    async def _choose(self, request: GenerateRequest, excluded: set[str], failure: MantaError | None) -> Decision:
+    async def _choose(self, query: RouteQuery, failure: MantaError | None) -> Decision:
         """A decision; a request that a dying replica left undone waits for one to take over."""
-        query = RouteQuery(
-            rid=request.rid,
-            token_ids=request.token_ids,
-            salt=request.cache_salt,
-            max_new_tokens=request.sampling.max_new_tokens,
-            priority=request.priority,
-            excluded=frozenset(excluded),
-        )
         give_up_s = self._clock() + self._retry_wait_s
         while True:
             try:
@@ -130,6 +140,27 @@ class Dispatcher:
                 if isinstance(failure, Overloaded) or self._clock() > give_up_s:
                     raise failure from error
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _refuse_if_saturated(self, noted: Try) -> None:
+        """Raises: Saturated, with nothing sent, when even the shortest queue is too long.
+
+        A prompt that is itself long to compute is no reason: trying again later would not help it.
+        """
+        decision = noted.decision
+        if decision.predicted_ttft_s <= self._max_wait_s:
+            return
+        wait_s = min(each.terms.ttft_s - each.terms.own_s for each in decision.candidates)
+        if wait_s <= self._max_wait_s:
+            return
+        noted.outcome = Outcome(ending=Ending.ABORTED)
+        self._router.done(decision, noted.outcome)
+        error = Saturated(
+            f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s, at most "
+            f"{self._max_wait_s:g} s are allowed (router.max_wait_s): try again later",
+            retry_after_s=wait_s - self._max_wait_s,
+        )
+        noted.failure = f"{type(error).__name__}: {error}"
+        raise error
 
     def _record(
         self, request: GenerateRequest, number: int, decision: Decision, error: MantaError, progress: Progress
@@ -151,7 +182,7 @@ class Dispatcher:
     async def _lease(self, replica_id: str, part: Part, stream: Stream) -> None:
         """Hold the lease of one part; whatever ends it early ends the stream."""
         try:
-            error = await self._leases.generate(replica_id, self._router_id, part.request)
+            error = await self._leases.generate(replica_id, self.router_id, part.request)
         except MantaError as raised:
             error = raised
         except Exception as raised:  # the edge: the request must be answered
@@ -172,13 +203,12 @@ class Dispatcher:
 class _Attempt:
     """One try: the parts of a request on one replica."""
 
-    def __init__(self, dispatcher: Dispatcher, decision: Decision, parts: list[Part], progress: Progress) -> None:
+    def __init__(self, dispatcher: Dispatcher, noted: Try, parts: list[Part], progress: Progress) -> None:
         self._dispatcher = dispatcher
-        self._decision = decision
+        self._noted = noted
+        self._decision = noted.decision
         self._parts = {part.request.rid: part for part in parts}
         self._progress = progress
-        self._first_s: float | None = None
-        self._cached_tokens = 0
 
     async def run(self) -> AsyncGenerator[TokenDelta, None]:
         dispatcher, replica_id = self._dispatcher, self._decision.replica_id
@@ -203,16 +233,15 @@ class _Attempt:
                 if ending is not Ending.FINISHED:
                     lease.cancel()
                 dispatcher._let_end(lease)
-            dispatcher._router.done(self._decision, self._outcome(ending))
+            self._noted.outcome = Outcome(
+                ending=ending, cached_tokens=self._noted.cached_tokens or 0, ttft_s=self._noted.ttft_s
+            )
+            dispatcher._router.done(self._decision, self._noted.outcome)
 
     def _note(self, delta: TokenDelta) -> None:
-        if self._first_s is None and delta.token_ids:
-            self._first_s = self._dispatcher._clock()
-            self._cached_tokens = delta.usage.cached_tokens
-
-    def _outcome(self, ending: Ending) -> Outcome:
-        ttft_s = None if self._first_s is None else self._first_s - self._decision.time_s
-        return Outcome(ending=ending, cached_tokens=self._cached_tokens, ttft_s=ttft_s)
+        if self._noted.ttft_s is None and delta.token_ids:
+            self._noted.ttft_s = self._dispatcher._clock() - self._decision.time_s
+            self._noted.cached_tokens = delta.usage.cached_tokens
 
     @staticmethod
     def _raise_if_retryable(delta: TokenDelta) -> None:

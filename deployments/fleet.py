@@ -1,12 +1,12 @@
 """The replicas as one router knows them: attached, reporting, or gone.
 
 Owns:      which replicas are members, what each said on attaching, and its last report.
-Never:     chooses (routing/router.py) or sends requests (dispatch.py).
+Never:     chooses (routing/router.py), sends requests (dispatch.py) or follows caches (cache_sync.py).
 Invariant: the routing router's views are the attached replicas, after every change.
 Thread:    the router's event loop; `set_members` is called from any thread through `call_soon_threadsafe`.
 
-    member ──attach (retried)──> attached ──reports──> view        no report for STALE_S, or an error: not healthy
-       └──────── left, silent, or the connection ended ───────────> gone; attached anew while it is a member
+    member ──attach (retried)──> attached ──reports──> view        an error, or silent for SILENT_S: not healthy
+       └── left, silent for STALE_S, or the connection ended ──────> gone; attached anew while it is a member
 """
 
 import asyncio
@@ -14,20 +14,23 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
+from deployments.cache_sync import CacheSync
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import Leases, ReplicaInfo
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import ReplicaView
+from routing.types import CacheEvent, IndexSnapshot, ReplicaView
 
 log = logging.getLogger(__name__)
 
-STALE_S = 15.0  # no report for so long, and a replica is passed over and attached again
-LOOK_S = 1.0  # how often silent replicas are looked for
+SILENT_S = 1.0  # no report for so long, and a replica is passed over while another one speaks
+STALE_S = 15.0  # and after so long in any case, and attached again: when all are silent, it is the machine that is busy
+REPORTS_MISSED = 5  # at the least, before a replica counts as silent
+LOOK_S = 0.25  # how often silence is looked for when nothing else happens
 ATTACH_AGAIN_S = 0.5
 ANSWER_S = 5.0  # what all are asked, each answers within this, or is left out
 T = TypeVar("T")
@@ -36,8 +39,17 @@ T = TypeVar("T")
 class Fleet:
     """Keeps a `Router`'s views up to date."""
 
-    def __init__(self, *, router: Router, leases: Leases, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        router: Router,
+        leases: Leases,
+        report_period_s: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._router = router
+        self._silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
+        self._stale_s = max(STALE_S, self._silent_s)
         self._leases = leases
         self._clock = clock
         self._address: ChannelAddress | None = None
@@ -47,13 +59,14 @@ class Fleet:
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
         self._unheard: set[str] = set()  # lost, or attached again without a report since: needs a new connection
-        self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self.sync = CacheSync(router, leases)
 
     def start(self, address: ChannelAddress) -> None:
         """Attach members to the channel at ``address`` from now on."""
         self._address = address
-        self._watch = asyncio.create_task(self._watch_forever())
+        self._watch = asyncio.create_task(self._look_forever())
         self.set_members(self._members)
 
     def set_members(self, members: Iterable[str]) -> None:
@@ -76,6 +89,14 @@ class Fleet:
             self._unheard.discard(replica_id)
             self._update()
 
+    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
+        if replica_id in self._infos and self._address is not None:
+            self.sync.on_events(replica_id, events, self._address.router_id)
+
+    def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None:
+        if replica_id in self._infos:
+            self.sync.on_snapshot(replica_id, snapshot)
+
     def on_lost(self, replica_id: str) -> None:
         """The connection ended: most likely its process did."""
         log.warning("the connection to replica %s ended", replica_id)
@@ -87,9 +108,9 @@ class Fleet:
         """Forget and attach whoever has not reported for STALE_S: first over the connection that it may still have,
         so that a replica that was only held up keeps its requests; the second time over a new one."""
         now_s = self._clock()
-        silent = [each for each in self._infos if now_s - self._heard_s.get(each, now_s) >= STALE_S]
+        silent = [each for each in self._infos if now_s - self._heard_s.get(each, now_s) >= self._stale_s]
         for replica_id in silent:
-            log.warning("replica %s has not reported for %.0f s; attaching it again", replica_id, STALE_S)
+            log.warning("replica %s has not reported for %.0f s; attaching it again", replica_id, self._stale_s)
             self._forget(replica_id)
         self.set_members(self._members)
         self._unheard.update(silent)
@@ -139,6 +160,8 @@ class Fleet:
     async def stop(self) -> None:
         for task in [*self._attaching.values(), *([self._watch] if self._watch else [])]:
             task.cancel()
+        for replica_id in self.sync.asking:
+            self.sync.forget(replica_id)
 
     def check(self) -> None:
         """Raises AssertionError if a replica is known that is no member."""
@@ -146,6 +169,7 @@ class Fleet:
         assert self._reports.keys() <= self._members
         assert self._unheard <= self._members
         assert not self._infos.keys() & self._attaching.keys()
+        assert self.sync.asking <= self._infos.keys()
 
     async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
         while True:
@@ -162,8 +186,10 @@ class Fleet:
         self._heard_s[replica_id] = self._clock()
         log.info("replica %s attached: pool of %s", replica_id, info.pool)
         self._update()
+        self.sync.ask(replica_id, address.router_id)
 
-    async def _watch_forever(self) -> None:
+    async def _look_forever(self) -> None:
+        """A replica that hangs says nothing, so nothing else would tell."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.attach_silent_again()
@@ -171,6 +197,7 @@ class Fleet:
     def _forget(self, replica_id: str) -> None:
         self._infos.pop(replica_id, None)
         self._reports.pop(replica_id, None)
+        self.sync.forget(replica_id)
         self._heard_s.pop(replica_id, None)
         task = self._attaching.pop(replica_id, None)
         if task is not None:
@@ -179,26 +206,29 @@ class Fleet:
 
     def _update(self) -> None:
         now_s = self._clock()
-        views = []
-        for replica_id in self._infos:
-            reported = self._reports.get(replica_id)
-            if reported is not None:
-                views.append(_view(replica_id, *reported, now_s=now_s))
-        self._router.update(views)
+        heard = {replica_id: self._reports[replica_id] for replica_id in self._infos if replica_id in self._reports}
+        all_silent = all(now_s - heard_s >= self._silent_s for heard_s, _ in heard.values())
+        limit_s = self._stale_s if all_silent else self._silent_s
+        self._router.update(
+            _view(replica_id, report, heard_s=heard_s, silent=now_s - heard_s >= limit_s)
+            for replica_id, (heard_s, report) in heard.items()
+        )
         self._changed.set()
 
 
-def _view(replica_id: str, time_s: float, report: ReplicaReport, *, now_s: float) -> ReplicaView:
+def _view(replica_id: str, report: ReplicaReport, *, heard_s: float, silent: bool) -> ReplicaView:
     stats = report.stats
     return ReplicaView(
         replica_id=replica_id,
-        time_s=time_s,
+        time_s=heard_s - report.age_s,  # requests sent while a long step ran are not in its statistics
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         queued_uncached_tokens=stats.waiting_uncached_tokens,
         pool_utilization=stats.pool.utilization,
+        pool_pages=stats.pool.num_pages,
+        page_size=stats.pool.page_size,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         max_running_requests=stats.max_running_requests,
-        healthy=report.error is None and now_s - time_s < STALE_S,
+        healthy=report.error is None and not silent,
     )

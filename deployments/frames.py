@@ -1,13 +1,16 @@
 """The bytes between a replica and a router: what a frame is, and how token deltas and reports travel in one.
 
-Owns:      the framing and the encoding. JSON, not pickle: bytes from a socket never become code.
+Owns:      the framing and the encoding (cache_frames.py has that of cache events). JSON, not pickle: bytes from a
+           socket never become code.
 Never:     opens a socket (channel_server.py, channel_client.py).
 Invariant: ``decode_deltas(encode_deltas(x)) == x``; a frame longer than MAX_FRAME_BYTES is an error, not an allocation.
 
     frame = length (4 bytes, little endian, of the payload) | kind (1 byte) | payload
     HELLO   replica -> router, first: {"token", "replica_id"}
     DELTAS  replica -> router, one per engine step: the deltas of every request that this router has there
-    REPORT  replica -> router, a few times a second: its EngineStats and its health
+    REPORT  replica -> router, every report period: its EngineStats and its health
+    EVENTS  replica -> router, before a report: what entered and left its prefix cache since the last
+    SNAPSHOT  replica -> router, when asked: everything in its prefix cache
 """
 
 import dataclasses
@@ -27,6 +30,8 @@ class FrameKind(enum.IntEnum):
     HELLO = 1
     DELTAS = 2
     REPORT = 3
+    EVENTS = 4
+    SNAPSHOT = 5
 
 
 _KINDS = frozenset(FrameKind)
@@ -51,6 +56,7 @@ class ReplicaReport:
     stats: EngineStats
     error: str | None  # why it is unhealthy, else None
     num_open: int  # requests it has accepted and not ended
+    age_s: float = 0.0  # how old ``stats`` was when this was sent: a step in progress can be long
 
 
 def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
@@ -104,8 +110,9 @@ def decode_report(payload: bytes) -> ReplicaReport:
     try:
         stats = dict(raw["stats"])
         pool = PoolStats(**stats.pop("pool"))
-        return ReplicaReport(stats=EngineStats(pool=pool, **stats), error=raw["error"], num_open=raw["num_open"])
-    except (KeyError, TypeError) as error:
+        engine = EngineStats(pool=pool, **stats)
+        return ReplicaReport(stats=engine, error=raw["error"], num_open=raw["num_open"], age_s=float(raw["age_s"]))
+    except (KeyError, TypeError, ValueError) as error:
         raise BadFrame(f"a REPORT frame of another version: {error}") from error
 
 

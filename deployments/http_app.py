@@ -5,8 +5,9 @@ Never: holds state of its own; everything is in ``app.state.service``.
 
 from fastapi import FastAPI
 
-from deployments import admin, chat, completions, http_errors, native
+from deployments import admin, chat, completions, http_errors, native, routes
 from deployments.request_ids import RequestIds
+from deployments.routed import RouteHeaders
 from deployments.service import Service
 
 
@@ -14,9 +15,10 @@ def make_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     """The app; ``service`` must be ready to answer. ``echo_request_id``: False where a proxy in front does it."""
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
     app.state.service = service
-    for routes in (chat.router, completions.router, native.router, admin.router):
-        app.include_router(routes)
+    for part in (chat, completions, native, routes, admin):
+        app.include_router(part.router)
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)
+    app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)
     app.add_middleware(RequestIds, echo=echo_request_id)
     return app

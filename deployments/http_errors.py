@@ -4,6 +4,7 @@
 """
 
 import logging
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -57,7 +58,8 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def error_response(error: Exception) -> Response:
     status, body = body_of(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    wait_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
+    headers = {"Retry-After": str(max(math.ceil(wait_s), RETRY_AFTER_S))} if status in (429, 503) else None
     return JSONResponse(body, status_code=status, headers=headers)
 
 

@@ -50,6 +50,10 @@ class Leases(Protocol):
         """Returns when the request has ended; an error if the replica refused it. Cancelling aborts the request."""
         ...
 
+    async def send_snapshot(self, replica_id: str, router_id: str) -> None:
+        """Have the replica send what its prefix cache holds over the channel to that router."""
+        ...
+
     async def report(self, replica_id: str) -> ReplicaReport:
         """Its statistics as of now."""
         ...

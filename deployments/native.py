@@ -19,6 +19,7 @@ from deployments.native_types import NativeRequest, NativeSampling
 from deployments.openai_format import number as json_number
 from deployments.request_ids import name_of
 from deployments.rids import check_name, new_rid
+from deployments.routed import Routed, routed_of
 from deployments.service import Service, service_of
 from deployments.streaming import DONE, answer, collected, merged, sse, stream
 from replicas.errors import InvalidRequest
@@ -34,7 +35,8 @@ async def generate(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, NativeRequest, max_bytes=service.max_body_bytes)
     job = await _job(service, body, name_of(request))
-    return await (stream(request, job.events()) if body.stream else answer(request, job.whole()))
+    routed = routed_of(request)
+    return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +51,15 @@ class NativeJob:
     tgi: bool
     started_s: float = field(default_factory=time.monotonic)
 
-    async def whole(self) -> dict[str, Any] | list[Any]:
-        done = await collected(merged([self.service.stream(request) for request in self.requests]))
+    async def whole(self, routed: Routed) -> dict[str, Any] | list[Any]:
+        done = await collected(merged([routed.stream(request) for request in self.requests]))
         bodies = [self._body(number, delta) for (number, _), delta in done.items()]
         return bodies if self.is_list else bodies[0]
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
         so_far: dict[tuple[int, int], TokenDelta] = {}
         first = [0, *itertools.accumulate(request.sampling.n for request in self.requests)]  # each prompt's choice 0
-        async for number, delta in merged([self.service.stream(request) for request in self.requests]):
+        async for number, delta in merged([routed.stream(request) for request in self.requests]):
             key = (number, delta.index)
             so_far[key] = so_far[key].merge(delta) if key in so_far else delta
             body = self._body(number, so_far[key])

@@ -27,7 +27,8 @@ class Progress:
         self.request = request
         self._ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._ended = [False] * request.sampling.n
-        self._cached_tokens: int | None = None  # as the first replica that answered counted them
+        # per choice, by the replica that sent its first token; what a resumed one reuses is not the client's gain
+        self._cached_tokens: list[int | None] = [None] * request.sampling.n
         self._prompt_logprobs_seen = [False] * request.sampling.n
 
     @property
@@ -64,11 +65,11 @@ class Progress:
         self._ended[index] = delta.finish is not None
         if delta.token_ids:
             self._prompt_logprobs_seen[index] = True
-            if self._cached_tokens is None:
-                self._cached_tokens = delta.usage.cached_tokens
-        usage = delta.usage
-        if choice is not None and self._cached_tokens is not None:
-            usage = dataclasses.replace(usage, cached_tokens=self._cached_tokens)
+            if self._cached_tokens[index] is None:
+                self._cached_tokens[index] = delta.usage.cached_tokens
+        usage, cached_tokens = delta.usage, self._cached_tokens[index]
+        if cached_tokens is not None:
+            usage = dataclasses.replace(usage, cached_tokens=cached_tokens)
         return dataclasses.replace(delta, rid=self.request.rid, index=index, usage=usage)
 
     def check(self) -> None:

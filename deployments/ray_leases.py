@@ -33,6 +33,9 @@ class RayLeases:
     async def generate(self, replica_id: str, router_id: str, request: GenerateRequest) -> MantaError | None:
         return cast(MantaError | None, await self._call(replica_id, "generate", router_id, request))
 
+    async def send_snapshot(self, replica_id: str, router_id: str) -> None:
+        await self._call(replica_id, "send_snapshot", router_id)
+
     async def report(self, replica_id: str) -> ReplicaReport:
         return cast(ReplicaReport, await self._call(replica_id, "report"))
 

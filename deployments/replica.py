@@ -14,6 +14,7 @@ from ray import serve
 from ray.util import get_current_placement_group
 
 from deployments import logs
+from deployments.autoscaling import replica_stats
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaInfo
@@ -46,11 +47,17 @@ class ModelReplica:
             dtype=config.model.dtype,
             context_len=config.model.context_len,
             workers=_workers(config),
+            record_events=True,
         )
         loop = EngineLoop(engine)
         loop.start()
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._served = ServedEngine(loop, replica_id=replica_id, node_id=context.get_node_id())
+        self._served = ServedEngine(
+            loop,
+            replica_id=replica_id,
+            node_id=context.get_node_id(),
+            report_period_s=config.router.report_period_s,
+        )
         log.info("replica %s serves %s with a KV pool of %s", replica_id, config.model.path, engine.describe())
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
@@ -58,6 +65,9 @@ class ModelReplica:
 
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
         return await self._served.generate(router_id, request)
+
+    async def send_snapshot(self, router_id: str) -> None:
+        await self._served.send_snapshot(router_id)
 
     async def report(self) -> ReplicaReport:
         return await self._served.report()
@@ -67,6 +77,10 @@ class ModelReplica:
 
     async def abort(self, client_rid: str | None) -> int:
         return await self._served.abort(client_rid)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the application scales itself."""
+        return replica_stats(self._served.loop.stats())
 
     async def check_health(self) -> None:
         """Called by Serve. Raises: EngineDead; after three times Serve replaces the replica."""

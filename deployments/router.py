@@ -32,6 +32,7 @@ from deployments.leases import ReplicaGone
 from deployments.model_face import read_face
 from deployments.places import local_path
 from deployments.ray_leases import RayLeases
+from deployments.route_log import RouteLog
 from deployments.schema import AppConfig, parse
 from deployments.service import Service
 from replicas.tokenizer import Tokenizer
@@ -52,12 +53,15 @@ class RouterIngress:
         logs.into_serve()
         config = parse(settings)
         context = ray.get_runtime_context()
-        router = Router(policy=config.router.policy, rng=Random(secrets.randbits(64)), clock=time.monotonic)
-        leases = RayLeases(replicas)
-        self._fleet = Fleet(router=router, leases=leases)
-        self._channel = ChannelServer(
-            on_report=self._fleet.on_report, on_lost=self._fleet.on_lost, lost_error=_lost_error
+        router = Router(
+            policy=config.router.policy,
+            rng=Random(secrets.randbits(64)),
+            clock=time.monotonic,
+            page_size=config.cache.page_size,
         )
+        leases = RayLeases(replicas)
+        self._fleet = Fleet(router=router, leases=leases, report_period_s=config.router.report_period_s)
+        self._channel = ChannelServer(self._fleet, lost_error=_lost_error)
         router_id = serve.get_replica_context().replica_id.unique_id
         address = await self._channel.start(
             router_id=router_id, node_id=context.get_node_id(), host=ray.util.get_node_ip_address()
@@ -71,6 +75,8 @@ class RouterIngress:
             leases=leases,
             max_tries=config.router.max_tries,
             retry_wait_s=config.router.retry_wait_s,
+            max_wait_s=config.router.max_wait_s,
+            routes=RouteLog(config.router.decisions_kept),
         )
         self._service = _service(config, settings, dispatcher, self._fleet, leases)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):

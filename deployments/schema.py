@@ -50,14 +50,29 @@ class ModelSettings(Settings):
 
 
 class AutoscalingSettings(Settings):
-    """Ray Serve's, under its names."""
+    """Bounds and delays are Ray Serve's, under its names; the rule is autoscaling.py's."""
 
     min_replicas: int = 1
     max_replicas: int = Field(default=2, ge=1)
     initial_replicas: int | None = None
-    target_ongoing_requests: float = Field(default=8.0, gt=0)
-    upscale_delay_s: float = Field(default=30.0, ge=0)
-    downscale_delay_s: float = Field(default=600.0, ge=0)
+    ttft_objective_s: float = Field(default=5.0, gt=0)  # prompt tokens that wait should be computed within this
+    pool_high: float = Field(default=0.85, gt=0, le=1)  # share of the KV pools that requests may hold
+    running_high: float = Field(default=0.9, gt=0, le=1)  # share of the running slots that requests may take
+    slack: float = Field(default=0.7, gt=0, le=1)  # fewer replicas only if loaded to at most this share of the limits
+    target_ongoing_requests: float | None = Field(default=None, gt=0)  # given: Ray's own rule instead of ours
+    upscale_delay_s: float = Field(default=10.0, ge=0)
+    downscale_delay_s: float = Field(default=300.0, ge=0)
+    metrics_interval_s: float = Field(default=1.0, gt=0)  # how often replicas tell Serve
+    look_back_period_s: float = Field(default=5.0, gt=0)  # over which Serve averages that
+
+    @model_validator(mode="after")
+    def _averaged(self) -> "AutoscalingSettings":
+        if self.look_back_period_s <= self.metrics_interval_s:
+            raise ValueError(
+                f"look_back_period_s ({self.look_back_period_s}) must exceed metrics_interval_s "
+                f"({self.metrics_interval_s})"
+            )
+        return self
 
     @field_validator("min_replicas", "initial_replicas")
     @classmethod
@@ -93,12 +108,15 @@ class ReplicaSettings(Settings):
 
 
 class RouterSettings(Settings):
-    policy: str = "least_tokens"
+    policy: str = "estimated_ttft"
     count: int = Field(default=1, ge=1)  # routers; each is an HTTP ingress
     cpus: float = Field(default=0.0, ge=0)
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     max_tries: int = Field(default=3, ge=1)  # replicas that one request may be sent to, one after the other
     retry_wait_s: float = Field(default=30.0, ge=0)  # how long a request whose replica died waits for another one
+    report_period_s: float = Field(default=0.1, gt=0, le=10)  # how often replicas send cache events and statistics
+    max_wait_s: float = Field(default=120.0, gt=0)  # longer queues, as estimated, are answered with 429
+    decisions_kept: int = Field(default=1000, ge=1)  # of the most recent requests, for GET /route/{rid}
 
     @model_validator(mode="after")
     def _known(self) -> "RouterSettings":

@@ -1,6 +1,7 @@
 """One engine with its routers: what a model replica does, without Ray.
 
-Owns:      the engine loop, the channel to each router, and the open leases.
+Owns:      the engine loop, the channel to each router, and the open leases. One report for all routers every period:
+           the cache's events since the last and the statistics; nothing of it happens on a request's way.
 Never:     imports Ray (replica.py puts this into an actor; tests run it in their own process).
 Invariant: a lease ends exactly when its request has; a router has one connection, and when that ends, the requests
            that came over it are aborted.
@@ -16,16 +17,17 @@ import os
 import time
 from collections.abc import Callable
 
+from deployments.cache_frames import encode_events, encode_snapshot
 from deployments.channel_client import ChannelClient
 from deployments.channel_server import ChannelAddress
-from deployments.frames import ReplicaReport
+from deployments.frames import ReplicaReport, encode_report
 from deployments.leases import ReplicaGone, ReplicaInfo
 from deployments.rids import client_rid
 from replicas.errors import EngineDead, MantaError
 from replicas.loop import EngineLoop
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
 
-REPORT_PERIOD_S = 0.2
+REPORT_PERIOD_S = 0.1
 FLUSH_POLL_S = 0.05
 STATS_S = 1.0  # how long a report waits for the step that runs
 CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
@@ -34,9 +36,12 @@ CONNECT_S = 5.0  # a router that cannot be reached does not keep others from att
 class ServedEngine:
     """Serves one started `EngineLoop` to any number of routers."""
 
-    def __init__(self, loop: EngineLoop, *, replica_id: str, node_id: str) -> None:
+    def __init__(
+        self, loop: EngineLoop, *, replica_id: str, node_id: str, report_period_s: float = REPORT_PERIOD_S
+    ) -> None:
         self.loop = loop
         self.replica_id = replica_id
+        self._report_period_s = report_period_s
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
         self._sinks: dict[str, Callable[[list[TokenDelta]], None]] = {}  # by router id; one object each
@@ -53,7 +58,7 @@ class ServedEngine:
             client = self._clients.get(address.router_id)
             if client is None or client.lost or address.renew:
                 client = await self._connect(address)
-            client.report(self._report(self.loop.stats()))  # a sign of life, over the connection that is in use
+            client.report(encode_report(self._report(self.loop.stats())))  # a sign of life, over the one in use
         if self._reporter is None:
             self._reporter = asyncio.create_task(self._report_forever())
         return self._info()
@@ -96,6 +101,14 @@ class ServedEngine:
         finally:
             self._leases.pop(request.rid, None)
         return None
+
+    async def send_snapshot(self, router_id: str) -> None:
+        """Send what the cache holds to that router; the events after it follow. Raises: ReplicaGone, EngineDead."""
+        snapshot = await self.loop.run_on_engine(lambda engine: engine.cache_snapshot())
+        client = self._clients.get(router_id)
+        if client is None or client.lost:
+            raise ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
+        client.send(encode_snapshot(snapshot))
 
     async def report(self) -> ReplicaReport:
         """Statistics as of now; those of the last step when the engine is dead or in a long step."""
@@ -175,13 +188,20 @@ class ServedEngine:
 
     async def _report_forever(self) -> None:
         while True:
+            events = self.loop.take_cache_events()  # a batch without any tells too: nothing changed since the last
+            frames = encode_events(events) + encode_report(self._report(self.loop.stats()))
             for client in list(self._clients.values()):
-                client.report(self._report(self.loop.stats()))
-            await asyncio.sleep(REPORT_PERIOD_S)
+                client.report(frames)
+            await asyncio.sleep(self._report_period_s)
 
     def _report(self, stats: EngineStats) -> ReplicaReport:
         error = self.loop.error
-        return ReplicaReport(stats=stats, error=None if error is None else str(error), num_open=len(self._leases))
+        return ReplicaReport(
+            stats=stats,
+            error=None if error is None else str(error),
+            num_open=len(self._leases),
+            age_s=max(time.monotonic() - stats.time_s, 0.0),
+        )
 
     def _info(self) -> ReplicaInfo:
         engine, config = self.loop.engine, self.loop.engine.config

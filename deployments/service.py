@@ -6,7 +6,6 @@ Thread:    the router's event loop.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from deployments.fleet import Fleet
 from deployments.leases import Leases
 from replicas.errors import PromptTooLong
 from replicas.tokenizer import Tokenizer
-from replicas.types import GenerateRequest, TokenDelta, TokenIds
+from replicas.types import TokenIds
 
 LONG_TEXT = 20_000  # characters; longer texts are tokenised on another thread
 
@@ -48,9 +47,6 @@ class Service:
     max_body_bytes: int = 4 << 20
     version: str = "0.1.0"
     started_s: float = field(default_factory=time.time)
-
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        return self.dispatcher.stream(request)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Ids of ``text``, without holding up other requests."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.config import EngineConfig
 from replicas.detokenizer import Detokenizer
@@ -25,6 +26,7 @@ from replicas.stats import StepClock
 from replicas.tokenizer import Tokenizer
 from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 
+CacheEvents = tuple[CacheEvent, ...]  # in order
 Execute = Callable[[StepPlan], StepResult]  # runs a plan on all ranks
 
 
@@ -140,6 +142,14 @@ class Engine:
             return False
         self.kv.flush()
         return True
+
+    def drain_cache_events(self) -> CacheEvents:
+        """What entered and left the prefix cache since the last call; engine thread only."""
+        return self.kv.drain_events()
+
+    def cache_snapshot(self) -> CacheSnapshot:
+        """What is cached now, for a reader that lost events; engine thread only."""
+        return self.kv.snapshot()
 
     def describe(self) -> str:
         """The pool in one line."""

@@ -90,8 +90,11 @@ def load_engine(
     dtype: DType | None = None,
     context_len: int | None = None,
     workers: WorkerLauncher | None = None,
+    record_events: bool = False,
 ) -> Engine:
     """An engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
+
+    Args: record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
 
     Raises: InvalidConfig (UnsupportedModel) with what is wrong and what is allowed; EngineDead when a rank does not
             come up.
@@ -118,6 +121,7 @@ def load_engine(
         context_len=config.model.context_len,
         prefix_cache=config.cache.prefix_cache,
         eviction=config.cache.eviction,
+        record_events=record_events,
     )
     engine = Engine(
         config,

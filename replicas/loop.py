@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Literal, TypeVar
 
-from replicas.engine import Engine
+from replicas.engine import CacheEvents, Engine
 from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
 from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta, Usage
 
@@ -27,6 +27,7 @@ Command = Callable[[Engine | None], None]  # gets None when the engine is gone
 T = TypeVar("T")
 IDLE_WAIT_S = 0.5  # how often an idle engine thread looks up without being woken
 STATS_PERIOD_S = 0.05
+MAX_EVENT_STEPS = 65_536  # steps whose cache events wait to be taken; the oldest are lost then: a gap in their numbers
 STALL_WAIT_S = 0.002  # work is queued but nothing can run: look again soon
 
 
@@ -44,6 +45,7 @@ class EngineLoop:
         self._stopping = False
         self._step_started_s: float | None = None
         self._stats = engine.stats()
+        self._cache_events: collections.deque[CacheEvents] = collections.deque(maxlen=MAX_EVENT_STEPS)
         self._thread = threading.Thread(target=self._main, name="manta-engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="manta-watchdog", daemon=True)
 
@@ -121,6 +123,11 @@ class EngineLoop:
         """The snapshot of the last step, or of the last half second when idle; any thread."""
         return self._stats
 
+    def take_cache_events(self) -> CacheEvents:
+        """Cache events since the last call, in order; any thread, one reader."""
+        steps = [self._cache_events.popleft() for _ in range(len(self._cache_events))]
+        return tuple(event for events in steps for event in events)
+
     def stop(self) -> None:
         """Stop both threads; open requests are answered with an error."""
         self._stopping = True
@@ -135,6 +142,8 @@ class EngineLoop:
         try:
             while not self._stopping and self.error is None:
                 self._take_commands()
+                if events := self.engine.drain_cache_events():
+                    self._cache_events.append(events)
                 if self.engine.has_work:
                     self._step()
                 else:

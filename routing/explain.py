@@ -1,37 +1,63 @@
-"""A decision in words: why the winner won, each candidate's numbers, and what became of it. Pure."""
+"""A decision in words and numbers: why the winner won, what was given up, every candidate's terms. Pure."""
 
 from routing.types import Candidate, Decision, Outcome, Reason
 
 _BECAUSE = {
     Reason.ONLY: "it was the only replica that may take the request",
     Reason.TURN: "it was next in turn",
+    Reason.RANDOM: "it was drawn at random",
+    Reason.SOONEST: "its first token is expected soonest",
+    Reason.LONGEST_PREFIX: "it holds the longest part of the prompt",
+    Reason.BALANCE: "the load was out of balance and it had the fewest requests",
     Reason.FEWER_REQUESTS: "it had the fewest requests of those compared",
     Reason.FEWER_TOKENS: "it had the fewest prompt tokens queued of those compared",
+    Reason.SESSION: "it is among the soonest and had this session before",
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
 }
+_HEADER = (
+    f"  {'replica':20} {'TTFT':>8} = {'queue':>8} + {'own':>8} + {'decode':>8} + {'pressure':>8} s"
+    f" | {'cached':>7} {'to do':>7} {'queued':>7} tokens | {'tok/s':>7} | requests"
+)
 
 
 def explain(decision: Decision, outcome: Outcome | None = None) -> str:
-    """One sentence, a line a candidate (the winner marked ``>``), and a last sentence once the outcome is known."""
-    lines = [
-        f"{decision.rid} ({decision.num_tokens} prompt tokens) went to {decision.replica_id} by {decision.policy}: "
-        f"{_BECAUSE[decision.reason]}."
-    ]
-    lines += [_line(candidate, decision) for candidate in decision.candidates]
+    """The sentence, a row a candidate (the winner marked ``>``), and a last sentence once the outcome is known."""
+    lines = [sentence(decision), _HEADER]
+    lines += [_row(candidate, decision) for candidate in decision.candidates]
     if outcome is not None:
         lines.append(_ending(decision, outcome))
     return "\n".join(lines)
 
 
-def _line(candidate: Candidate, decision: Decision) -> str:
-    view, sent = candidate.view, candidate.sent
+def sentence(decision: Decision) -> str:
+    """Where the request went (or would go), why, what is expected, and what was given up for it."""
+    best_id, best_tokens = decision.best_overlap
+    verb = "would go" if decision.dry_run else "went"
+    said = (
+        f"{decision.rid} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by {decision.policy}: "
+        f"{_BECAUSE[decision.reason]}. {decision.overlap_tokens} tokens are predicted to be cached there, "
+        f"and the first token after {decision.predicted_ttft_s:.3f} s"
+    )
+    if not decision.given_up:
+        return f"{said}."
+    other = next(candidate for candidate in decision.candidates if candidate.replica_id == best_id)
+    return (
+        f"{said}; {best_id} holds {best_tokens}, {decision.given_up} more, "
+        f"but its first token would come after {other.terms.ttft_s:.3f} s."
+    )
+
+
+def _row(candidate: Candidate, decision: Decision) -> str:
+    view, sent, terms = candidate.view, candidate.sent, candidate.terms
     mark = ">" if candidate.replica_id == decision.replica_id else " "
     looked_at = "" if candidate.replica_id in decision.compared or not decision.compared else ", not compared"
     return (
-        f"{mark} {candidate.replica_id}: {candidate.num_requests} requests "
+        f"{mark} {candidate.replica_id:20} {terms.ttft_s:8.3f} = {terms.queue_s:8.3f} + {terms.own_s:8.3f}"
+        f" + {terms.decode_s:8.3f} + {terms.pressure_s:8.3f} s"
+        f" | {candidate.overlap_tokens:7} {terms.own_tokens:7} {candidate.queued_tokens:7} tokens"
+        f" | {terms.prefill_tokens_per_s:7.0f} | {candidate.num_requests} "
         f"({view.num_running} running and {view.num_waiting} waiting {decision.time_s - view.time_s:.2f} s ago, "
         f"{sent.requests_since} sent and {sent.ended_since} ended since), "
-        f"{candidate.queued_tokens} tokens queued ({sent.tokens_since} sent since), "
         f"pool {view.pool_utilization:.0%} in use{looked_at}"
     )
 

@@ -1,15 +1,26 @@
 """How to choose among replicas: one pure function a policy.
 
-A policy sees the query, the candidates (at least one, sorted by id, each with its load) and the turn (an injected
-random generator and the previous winner); it answers a Choice. Whatever it compares stands in the candidates, so that
-every decision can be explained afterwards.
+A policy sees the query, the candidates (at least one, in order of ids, each with its load and its estimated time to
+first token) and the turn (what of the router's past it may use, and an injected random generator); it answers a
+Choice. Whatever it compares stands in the candidates, so that every decision can be explained afterwards.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from routing.types import Candidate, Choice, Reason, RouteQuery
+import numpy as np
+
+from routing.standing import Candidates, Floats, Ints
+from routing.types import Reason, RouteQuery
+
+# Estimates closer than this are equal: the report's period and the network blur them by milliseconds.
+TIE_S = 0.002
+# prefix_threshold, the defaults of SGLang's router (cache_aware): a prefix counts from this share of the prompt on,
+# and the load is out of balance when the busiest has so many requests more, and so many times more, than the idlest.
+PREFIX_SHARE = 0.3
+BALANCE_REQUESTS = 64
+BALANCE_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,56 +28,106 @@ class Turn:
     """What a policy may use besides the candidates."""
 
     rng: Random
-    last: str | None  # winner of the router's previous decision
+    last: str | None = None  # winner of the router's previous decision
+    session: str | None = None  # winner of this session's previous decision
 
 
-Policy = Callable[[RouteQuery, Sequence[Candidate], Turn], Choice]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a policy answers, as positions among the candidates."""
+
+    index: int
+    reason: Reason
+    compared: tuple[int, ...] | None = None  # whose load or prefix the policy looked at; None: everyone's
 
 
-def round_robin(query: RouteQuery, candidates: Sequence[Candidate], turn: Turn) -> Choice:
+Policy = Callable[[RouteQuery, Candidates, Turn], Choice]
+
+
+def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+    """The soonest first token (ttft.py); then the session's last replica, fewer requests, and at random.
+
+    A replica that holds the prefix wins until its queue costs more than to compute the prefix elsewhere: hot prefixes
+    are replicated by themselves.
+    """
+    ttft_s = candidates.estimates.ttft_s
+    soonest = _lowest(ttft_s, within=TIE_S)
+    if len(soonest) == 1:
+        return Choice(index=int(soonest[0]), reason=Reason.SOONEST if len(candidates) > 1 else Reason.ONLY)
+    if turn.session is not None:
+        for index in soonest.tolist():
+            if candidates.replica_id(index) == turn.session:
+                return Choice(index=index, reason=Reason.SESSION)
+    return _fewest_requests(candidates, soonest, turn)
+
+
+def prefix_threshold(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+    """The longest prefix, where it is long enough and the load is in balance; else the fewest requests.
+
+    Source: SGLang's router (cache_aware) and Ray Serve's PrefixCacheAffinityRouter; both match text, we match pages.
+    """
+    everyone = np.arange(len(candidates))
+    requests = candidates.standing.num_requests
+    busiest, idlest = requests.max(), requests.min()
+    if busiest - idlest > BALANCE_REQUESTS and busiest > BALANCE_RATIO * idlest:
+        choice = _fewest_requests(candidates, everyone, turn)
+        return Choice(index=choice.index, reason=Reason.BALANCE)
+    overlap = candidates.overlap_tokens
+    if overlap.max() <= PREFIX_SHARE * len(query.token_ids):
+        return _fewest_requests(candidates, everyone, turn)
+    longest = np.flatnonzero(overlap == overlap.max())
+    if len(longest) == 1:
+        return Choice(index=int(longest[0]), reason=Reason.LONGEST_PREFIX if len(candidates) > 1 else Reason.ONLY)
+    return _fewest_requests(candidates, longest, turn)
+
+
+def round_robin(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
     """The next id after the last winner's, in order of ids; load is not looked at."""
-    ids = [candidate.replica_id for candidate in candidates]
-    after = [replica_id for replica_id in ids if turn.last is not None and replica_id > turn.last]
-    return Choice(replica_id=(after or ids)[0], reason=Reason.TURN if len(ids) > 1 else Reason.ONLY, compared=())
+    ids = [view.replica_id for view in candidates.standing.views]
+    after = (at for at, replica_id in enumerate(ids) if turn.last is not None and replica_id > turn.last)
+    return Choice(index=next(after, 0), reason=Reason.TURN if len(ids) > 1 else Reason.ONLY, compared=())
 
 
-def power_of_two(query: RouteQuery, candidates: Sequence[Candidate], turn: Turn) -> Choice:
+def random(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+    """Any, each as likely."""
+    index = turn.rng.randrange(len(candidates))
+    return Choice(index=index, reason=Reason.RANDOM if len(candidates) > 1 else Reason.ONLY, compared=())
+
+
+def power_of_two(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
     """Of two drawn at random, the one with fewer requests. Source: Mitzenmacher 2001, "The power of two choices"."""
-    drawn = turn.rng.sample(candidates, k=min(2, len(candidates)))
-    return _least(drawn, lambda candidate: (candidate.num_requests,), (Reason.FEWER_REQUESTS,), turn.rng)
+    drawn = sorted(turn.rng.sample(range(len(candidates)), k=min(2, len(candidates))))
+    choice = _fewest_requests(candidates, np.array(drawn), turn)
+    return Choice(index=choice.index, reason=choice.reason, compared=tuple(drawn))
 
 
-def least_tokens(query: RouteQuery, candidates: Sequence[Candidate], turn: Turn) -> Choice:
-    """The fewest prompt tokens still to compute; then the fewest requests; then at random."""
-    return _least(
-        candidates,
-        lambda candidate: (candidate.queued_tokens, candidate.num_requests),
-        (Reason.FEWER_TOKENS, Reason.FEWER_REQUESTS),
-        turn.rng,
-    )
+def least_tokens(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+    """The fewest uncached prompt tokens still to compute; then the fewest requests; then at random."""
+    fewest = _lowest(candidates.standing.queued_tokens, within=0.5)  # a token is whole
+    if len(fewest) == 1:
+        return Choice(index=int(fewest[0]), reason=Reason.FEWER_TOKENS if len(candidates) > 1 else Reason.ONLY)
+    return _fewest_requests(candidates, fewest, turn)
 
 
-def _least(
-    candidates: Sequence[Candidate],
-    cost: Callable[[Candidate], tuple[int, ...]],
-    reasons: tuple[Reason, ...],
-    rng: Random,
-) -> Choice:
-    """The candidate of least cost; the reason is that of the first part of the cost that told it from the runner-up."""
-    costs = [cost(candidate) for candidate in candidates]
-    best = min(costs)
-    winners = [index for index, mine in enumerate(costs) if mine == best]
-    index = winners[0] if len(winners) == 1 else rng.choice(winners)
-    winner, runner_up = candidates[index], min(costs[:index] + costs[index + 1 :], default=None)
-    compared = tuple(sorted(candidate.replica_id for candidate in candidates))
-    if runner_up is None:
-        return Choice(replica_id=winner.replica_id, reason=Reason.ONLY, compared=compared)
-    told = (reason for reason, mine, other in zip(reasons, best, runner_up, strict=True) if mine != other)
-    return Choice(replica_id=winner.replica_id, reason=next(told, Reason.TIE), compared=compared)
+def _fewest_requests(candidates: Candidates, among: Ints, turn: Turn) -> Choice:
+    """Of those at the positions ``among``, the one with the fewest requests; at random where they are equal."""
+    requests = candidates.standing.num_requests[among]
+    fewest = among[requests == requests.min()]
+    if len(fewest) > 1:
+        return Choice(index=int(fewest[turn.rng.randrange(len(fewest))]), reason=Reason.TIE)
+    return Choice(index=int(fewest[0]), reason=Reason.FEWER_REQUESTS if len(candidates) > 1 else Reason.ONLY)
+
+
+def _lowest(values: Floats, *, within: float) -> Ints:
+    """Positions of the lowest values, those ``within`` of the least included."""
+    return np.flatnonzero(values <= values.min() + within)
 
 
 POLICIES: Mapping[str, Policy] = {
+    "estimated_ttft": estimated_ttft,
     "round_robin": round_robin,
+    "random": random,
     "power_of_two": power_of_two,
     "least_tokens": least_tokens,
+    "prefix_threshold": prefix_threshold,
 }

@@ -1,121 +1,216 @@
 """Router: from a request and what is known of the replicas to a decision, in this process, with no I/O.
 
-Owns:      the last view of each replica and what this router sent since (routing/load.py).
+Owns:      how busy each replica is (load.py), which pages each holds (index.py, feed.py), its own errors (errors.py).
 Never:     reads a clock or a random source that was not injected; talks to a replica.
 Invariant: a decision names a replica of the last ``update`` that is healthy, accepting and permitted by the query;
            open requests return to zero once each decision is done or its replica has left.
 Thread:    one event loop; no call blocks.
 
-    update(views) ──> choose(query) ──> the caller sends ──> done(decision, outcome)
+    update(views), apply(events) ──> choose(query) ──> the caller sends ──> done(decision, outcome)
+
+    keys of the prompt's pages ─> overlap with every replica ─┐
+    reports, sent since, age ───> standing of every replica ──┴─> seconds to the first token (ttft.py) ─> policy
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
 
-from routing.load import SentLoad
+import numpy as np
+
+from kvtransfer.pages import page_keys
+from routing.errors import PredictionErrors
+from routing.feed import Feed
+from routing.index import Pages, PrefixIndex, pages_of
+from routing.load import Load
 from routing.policies import POLICIES, Turn
-from routing.types import Candidate, Decision, Ending, NoReplica, Outcome, ReplicaView, RouteQuery
+from routing.standing import Candidates
+from routing.ttft import estimate
+from routing.types import CacheEvent, Decision, Ending, IndexSnapshot, NoReplica, Outcome, ReplicaView, RouteQuery
+
+MAX_SESSIONS = 10_000  # a session is only a tie-break: the oldest are forgotten
 
 
 class Router:
-    """Chooses a replica for each request. The same seed, views and queries give the same decisions."""
+    """Chooses a replica for each request. The same seed, views, events and queries give the same decisions."""
 
-    def __init__(self, policy: str, rng: Random, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: str, rng: Random, clock: Callable[[], float], page_size: int = 16) -> None:
         """``clock`` is the one that ``ReplicaView.time_s`` is measured on. Raises ValueError for an unknown policy."""
         if policy not in POLICIES:
             raise ValueError(f"routing policy {policy!r} is unknown; there are: {', '.join(POLICIES)}")
         self.policy = policy
-        self._choose = POLICIES[policy]
+        self.page_size = page_size
+        self.errors = PredictionErrors()
+        self._policy = POLICIES[policy]
         self._rng = rng
         self._clock = clock
-        self._views: dict[str, ReplicaView] = {}  # in order of ids
-        self._sent = SentLoad()
+        self._load = Load()
+        self._index = PrefixIndex()
+        self._feeds: dict[str, Feed] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> its last replica
         self._last: str | None = None
         self._num_decisions = 0
         self._endings: Counter[Ending] = Counter()
 
     def update(self, views: Iterable[ReplicaView]) -> None:
         """These are the replicas now. One that is not among them is forgotten at once, its open requests with it."""
-        views_now = {view.replica_id: view for view in sorted(views, key=lambda view: view.replica_id)}
-        for replica_id in self._views.keys() - views_now.keys():
-            self._sent.forget(replica_id)
-        for view in views_now.values():
-            self._sent.report(view.replica_id, view.time_s)
-        self._views = views_now
+        now = {view.replica_id: view for view in views}
+        for replica_id in self._load.ids - now.keys():
+            self.forget(replica_id)
+        new = [view for replica_id, view in now.items() if replica_id not in self._load.ids]
+        for replica_id in self._load.ids:
+            view = now[replica_id]
+            self._load.report(view)
+            if self._index.capacity(self._load.column(replica_id)) != self._capacity(view):
+                self._index.leave(self._load.column(replica_id))
+                self._index_anew(view)
+        if new:
+            self._load.join(new)
+            for view in new:
+                self._index_anew(view)
 
     def forget(self, replica_id: str) -> None:
         """The replica is gone (a call to it just failed); do not wait for the next ``update``."""
-        if self._views.pop(replica_id, None) is not None:
-            self._sent.forget(replica_id)
+        if self._feeds.pop(replica_id, None) is not None:
+            self._index.leave(self._load.column(replica_id))
+            self._load.forget(replica_id)
+
+    def apply(self, replica_id: str, events: Iterable[CacheEvent]) -> bool:
+        """Take in what a replica's cache stored and removed, in batches of any size, empty ones too.
+
+        Returns: False if events are missing or the replica is not known: fetch a snapshot for `apply_snapshot`.
+                 Later events are kept meanwhile; until then choices use what is known.
+        """
+        feed = self._feeds.get(replica_id)
+        return feed is not None and feed.apply(events)
+
+    def apply_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> bool:
+        """Believe ``snapshot``, then the events after it. False as for `apply`: events are missing."""
+        feed = self._feeds.get(replica_id)
+        return feed is not None and feed.apply_snapshot(snapshot)
 
     def choose(self, query: RouteQuery) -> Decision:
         """Where ``query`` goes; it counts as open there until ``done``. Raises NoReplica if none may take it."""
-        candidates = tuple(
-            Candidate(view=view, sent=self._sent.of(view.replica_id))
-            for view in self._views.values()
-            if view.may_take and query.permits(view.replica_id)
+        decision, pages = self._decide(query, dry_run=False)
+        replica_id = decision.replica_id
+        self._load.send(
+            replica_id,
+            number=decision.number,
+            uncached_tokens=decision.num_tokens - decision.overlap_tokens,
+            now_s=decision.time_s,
         )
-        if not candidates:
-            raise NoReplica(self._why_none(query))
-        choice = self._choose(query, candidates, Turn(rng=self._rng, last=self._last))
-        now_s = self._clock()
-        decision = Decision(
-            number=self._num_decisions,
-            rid=query.rid,
-            replica_id=choice.replica_id,
-            policy=self.policy,
-            reason=choice.reason,
-            compared=choice.compared,
-            candidates=candidates,
-            num_tokens=len(query.token_ids),
-            time_s=now_s,
-        )
-        self._sent.send(decision.replica_id, number=decision.number, num_tokens=decision.num_tokens, now_s=now_s)
+        overlap = decision.overlap_tokens // self.page_size
+        self._index.expect(self._load.column(replica_id), pages, number=decision.number, overlap=overlap)
         self._num_decisions += 1
-        self._last = decision.replica_id
+        self._last = replica_id
+        if query.session_id:
+            self._sessions[query.session_id] = replica_id
+            self._sessions.move_to_end(query.session_id)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
         return decision
+
+    def explain_only(self, query: RouteQuery) -> Decision:
+        """What `choose` would answer now, the draw included. Changes nothing; its decision is never open."""
+        state = self._rng.getstate()
+        try:
+            return self._decide(query, dry_run=True)[0]
+        finally:
+            self._rng.setstate(state)
 
     def done(self, decision: Decision, outcome: Outcome) -> bool:
         """The request of ``decision`` ended, however it did. False if it was not open any more.
 
         Safe to call twice (from an error path and a ``finally``), and after the replica has left.
         """
-        was_open = self._sent.end(decision.number)
+        was_open = not decision.dry_run and self._load.end(decision.number)
         if was_open:
             self._endings[outcome.ending] += 1
+            self.errors.record(decision, outcome)
+            self._feeds[decision.replica_id].end(decision.number, decision.keys)
         return was_open
 
     @property
     def views(self) -> tuple[ReplicaView, ...]:
-        return tuple(self._views.values())
+        return self._load.views
 
     @property
     def num_open(self) -> int:
         """Requests chosen and not done, at replicas that are still there."""
-        return self._sent.num_open
+        return self._load.num_open
 
     @property
     def endings(self) -> Mapping[Ending, int]:
         """How many decisions ended how."""
         return self._endings
 
+    def num_pages(self, replica_id: str) -> tuple[int, int]:
+        """(confirmed by its events, only expected after decisions) pages that a known replica is believed to hold."""
+        return self._index.num_pages(self._load.column(replica_id))
+
+    def held(self, replica_id: str) -> set[int]:
+        """Those pages, as the index names them (index.pages_of): to compare routers. Walks the whole index."""
+        return self._index.pages(self._load.column(replica_id))
+
     def check(self) -> None:
-        """Raises AssertionError if the open requests do not add up."""
-        self._sent.check()
-        open_by_replica = [self._sent.of(replica_id).in_flight for replica_id in self._views]
-        assert sum(open_by_replica) == self.num_open, "a replica that has left still has open requests"
+        """Raises AssertionError if the open requests or the index do not add up."""
+        self._load.check()
+        self._index.check()
+        assert self._feeds.keys() == self._load.ids
+
+    def _index_anew(self, view: ReplicaView) -> None:
+        column = self._load.column(view.replica_id)
+        self._index.join(column, capacity=self._capacity(view))
+        self._feeds[view.replica_id] = Feed(self._index, column)
+
+    def _capacity(self, view: ReplicaView) -> int:
+        return view.pool_pages if view.page_size == self.page_size else 0
+
+    def _decide(self, query: RouteQuery, *, dry_run: bool) -> tuple[Decision, Pages]:
+        eligible = self._load.eligible().permitted(query)
+        views = eligible.views
+        if not views:
+            raise NoReplica(self._why_none(query))
+        now_s, num_tokens = self._clock(), len(query.token_ids)
+        keys = page_keys(np.asarray(query.token_ids, dtype=np.int32), self.page_size, query.salt)
+        pages = pages_of(keys)
+        usable = pages[: (num_tokens - 1) // self.page_size]  # the last token is always computed
+        overlap_tokens = self._index.overlap(usable, eligible.columns) * self.page_size
+        standing = self._load.standing(eligible, now_s)
+        estimates = estimate(standing, overlap_tokens, num_tokens=num_tokens, max_new_tokens=query.max_new_tokens)
+        candidates = Candidates(standing=standing, overlap_tokens=overlap_tokens, estimates=estimates)
+        turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
+        choice = self._policy(query, candidates, turn)
+        compared = range(len(views)) if choice.compared is None else choice.compared
+        best = int(overlap_tokens.argmax())
+        decision = Decision(
+            number=self._num_decisions,
+            rid=query.rid,
+            replica_id=views[choice.index].replica_id,
+            policy=self.policy,
+            reason=choice.reason,
+            compared=tuple([views[at].replica_id for at in compared]),
+            candidates=candidates,
+            num_tokens=num_tokens,
+            overlap_tokens=int(overlap_tokens[choice.index]),
+            predicted_ttft_s=float(estimates.ttft_s[choice.index]),
+            best_overlap=(views[best].replica_id, int(overlap_tokens[best])),
+            keys=keys,
+            time_s=now_s,
+            dry_run=dry_run,
+        )
+        return decision, pages
 
     def _why_none(self, query: RouteQuery) -> str:
-        if not self._views:
+        if not self._load.ids:
             return f"request {query.rid}: no replica has reported yet, or all have left; try again in a moment"
         passed_over = [
             f"{view.replica_id} is {view.state if query.permits(view.replica_id) else 'not permitted by the request'}"
-            for view in self._views.values()
+            for view in self.views
         ]
         wanted = "any replica" if query.allowed is None else f"one of {sorted(query.allowed)}"
         wanted += f" but not {sorted(query.excluded)}" if query.excluded else ""
         return (
-            f"request {query.rid} wants {wanted}; of {len(self._views)} replicas {', '.join(passed_over)}: "
+            f"request {query.rid} wants {wanted}; of {len(passed_over)} replicas {', '.join(passed_over)}: "
             "try again in a moment, or permit more replicas"
         )

@@ -1,4 +1,4 @@
-"""What the router is asked, what it knows of each replica, and what it answers.
+"""What the router is asked, what replicas tell it, and what it answers.
 
 Owns:  nothing; these are frozen values, and the one error a choice can end in.
 Never: holds a connection, a handle or a tensor; a replica is a string here.
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from kvtransfer.pages import PageKeys
 
 TokenIds = Sequence[int] | npt.NDArray[np.int32]  # [L] token ids
 
@@ -30,6 +32,7 @@ class RouteQuery:
     salt: str = ""  # cache_salt: prefixes are shared only within one salt
     max_new_tokens: int = 128
     priority: int = 0
+    session_id: str = ""  # of several equal replicas, the one that had this session last; "" for none
     allowed: frozenset[str] | None = None  # None: every replica
     excluded: frozenset[str] = frozenset()  # for example those that a retry has already tried
 
@@ -51,9 +54,11 @@ class ReplicaView:
     num_waiting: int = 0
     queued_uncached_tokens: int = 0  # prompt tokens queued that no cache holds
     pool_utilization: float = 0.0  # share of the KV pool that a new request cannot have, 0 to 1
+    pool_pages: int = 0  # capacity of its KV pool; with 0 the router's index holds nothing for it
+    page_size: int = 16  # tokens a page; other than the router's, the index holds nothing for it
     prefill_tokens_per_s: float = 0.0  # 0 until measured
     decode_step_s: float = 0.0  # 0 until measured
-    max_running_requests: int = 1
+    max_running_requests: int = 0  # 0: no limit was told
     healthy: bool = True
     accepting: bool = True  # False while it drains
 
@@ -68,37 +73,85 @@ class ReplicaView:
         return "accepting" if self.accepting else "draining"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PagesStored:
+    """These pages entered a replica's cache. A replica's events are numbered from 1 without gaps."""
+
+    seq: int
+    keys: PageKeys  # [n] the salt is part of a key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagesRemoved:
+    """These pages left a replica's cache."""
+
+    seq: int
+    keys: PageKeys  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCleared:
+    """A replica's cache is empty."""
+
+    seq: int
+
+
+CacheEvent = PagesStored | PagesRemoved | PagesCleared
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexSnapshot:
+    """Everything in a replica's cache after event ``seq``."""
+
+    seq: int
+    keys: PageKeys  # [n], in any order
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
     """What one router knows of a replica beyond the replica's last report."""
 
     in_flight: int = 0  # requests this router sent there that have not ended
     requests_since: int = 0  # of those, sent after the report was measured
-    tokens_since: int = 0  # prompt tokens of ``requests_since``
+    tokens_since: int = 0  # predicted uncached prompt tokens of ``requests_since``
     ended_since: int = 0  # requests sent before the report that ended after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The parts of one replica's estimated time to first token: tokens, and the seconds made of them (ttft.py)."""
+
+    queued_tokens: float  # uncached prompt tokens before ours
+    own_tokens: int  # uncached prompt tokens of ours
+    prefill_tokens_per_s: float  # the rate believed now
+    queue_s: float
+    own_s: float
+    decode_s: float  # decode steps of running requests that ours waits for
+    pressure_s: float  # wait for pages or a place among the running
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.own_s + self.decode_s + self.pressure_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A replica that may take the request, with its load as of now: the report corrected by what was sent since."""
+    """A replica that might have taken the request: its report, what was known beyond it, and what ours would cost."""
 
     view: ReplicaView
     sent: Sent
+    overlap_tokens: int  # prompt tokens it is predicted to hold: whole pages, fewer than the prompt
+    num_requests: int  # believed to run or wait there; never less than this router itself has open
+    terms: Terms
 
     @property
     def replica_id(self) -> str:
         return self.view.replica_id
 
     @property
-    def num_requests(self) -> int:
-        """Requests running or waiting there; never less than this router itself has open."""
-        reported = self.view.num_running + self.view.num_waiting
-        return max(reported + self.sent.requests_since - self.sent.ended_since, self.sent.in_flight)
-
-    @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that must be computed there before a new request's; those just sent count in full."""
-        return self.view.queued_uncached_tokens + self.sent.tokens_since
+        """Uncached prompt tokens that must be computed there before ours."""
+        return round(self.terms.queued_tokens)
 
 
 class Reason(enum.Enum):
@@ -106,21 +159,17 @@ class Reason(enum.Enum):
 
     ONLY = "only_candidate"
     TURN = "next_in_turn"
+    RANDOM = "drawn_at_random"
+    SOONEST = "soonest_first_token"
+    LONGEST_PREFIX = "longest_prefix"
+    BALANCE = "load_out_of_balance"
     FEWER_REQUESTS = "fewer_requests"
     FEWER_TOKENS = "fewer_queued_tokens"
+    SESSION = "same_session"
     TIE = "tie_broken_at_random"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What a policy answers."""
-
-    replica_id: str
-    reason: Reason
-    compared: tuple[str, ...]  # replicas whose load the policy looked at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
     """Where a request goes, and everything that decided it."""
 
@@ -130,9 +179,19 @@ class Decision:
     policy: str
     reason: Reason
     compared: tuple[str, ...]
-    candidates: tuple[Candidate, ...]  # all that might have taken it, by id
+    candidates: Sequence[Candidate]  # all that might have taken it, by id; each is made when asked for
     num_tokens: int  # prompt length
+    overlap_tokens: int  # predicted to be cached at the winner
+    predicted_ttft_s: float
+    best_overlap: tuple[str, int]  # the replica predicted to hold most of the prompt, and how many tokens
+    keys: PageKeys  # [num_tokens // page_size] of the prompt's whole pages
     time_s: float  # on the router's clock
+    dry_run: bool = False  # made by explain_only: nothing was sent
+
+    @property
+    def given_up(self) -> int:
+        """Cached tokens that the best overlap had more than the winner."""
+        return self.best_overlap[1] - self.overlap_tokens
 
 
 class Ending(enum.Enum):

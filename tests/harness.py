@@ -99,7 +99,7 @@ class Bench:
 
 
 def fake_engine(
-    *, execute: Execute | None = None, num_pages: int = 64, **scheduler: object
+    *, execute: Execute | None = None, num_pages: int = 64, record_events: bool = False, **scheduler: object
 ) -> tuple[Engine, FakeDevice]:
     """A real engine (tokenizer, scheduler, pools) over a fake device. Page size 4, context 128, no end-of-text id."""
     device = FakeDevice(num_slots=(num_pages + 1) * 4, num_rows=9, row_len=132)
@@ -131,7 +131,13 @@ def fake_engine(
         scheduler=replace(SchedulerConfig(chunked_prefill_size=16), **scheduler),  # type: ignore[arg-type]
     )
     kv = KvCache(
-        num_pages=num_pages, page_size=4, max_requests=8, context_len=128, prefix_cache="radix", eviction="lru"
+        num_pages=num_pages,
+        page_size=4,
+        max_requests=8,
+        context_len=128,
+        prefix_cache="radix",
+        eviction="lru",
+        record_events=record_events,
     )
     engine = Engine(config, kv=kv, max_running=8, execute=execute or device.execute, tokenizer=Tokenizer(MODEL))
     return engine, device

@@ -20,6 +20,8 @@ views = st.builds(
     num_running=st.integers(0, 5),
     num_waiting=st.integers(0, 5),
     queued_uncached_tokens=st.integers(0, 500),
+    pool_pages=st.sampled_from([0, 2, 3]),
+    prefill_tokens_per_s=st.sampled_from([0.0, 100.0]),
     healthy=st.booleans(),
     accepting=st.booleans(),
 )

@@ -24,7 +24,8 @@ POOL_TOKENS = 12_000
 @pytest.fixture(scope="session")
 def engine_loop() -> Iterator[EngineLoop]:
     """One real engine for all tests: SmolLM2, 750 pages."""
-    loop = EngineLoop(load_engine(MODEL, cache=CacheConfig(max_total_tokens=POOL_TOKENS), num_threads=2))
+    cache = CacheConfig(max_total_tokens=POOL_TOKENS)
+    loop = EngineLoop(load_engine(MODEL, cache=cache, num_threads=2, record_events=True))
     loop.start()
     yield loop
     loop.stop()

@@ -10,12 +10,15 @@ from typing import Protocol
 
 import numpy as np
 
+from deployments.cache_frames import encode_events, encode_snapshot
 from deployments.channel_client import ChannelClient
 from deployments.channel_server import ChannelAddress, ChannelServer
 from deployments.dispatch import Dispatcher
 from deployments.fleet import Fleet
-from deployments.frames import ReplicaReport
+from deployments.frames import ReplicaReport, encode_report
 from deployments.leases import ReplicaGone, ReplicaInfo
+from kvtransfer.pages import PageKeys, page_keys
+from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.errors import MantaError
 from replicas.types import (
     EngineStats,
@@ -29,6 +32,7 @@ from replicas.types import (
 )
 from routing.router import Router
 
+PAGE_SIZE = 16
 
 class Replica(Protocol):
     """What `ServedEngine` and `ScriptedReplica` have in common."""
@@ -37,6 +41,7 @@ class Replica(Protocol):
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo: ...
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None: ...
+    async def send_snapshot(self, router_id: str) -> None: ...
     async def report(self) -> ReplicaReport: ...
     async def flush_cache(self, timeout_s: float) -> bool: ...
     async def abort(self, name: str | None) -> int: ...
@@ -60,6 +65,9 @@ class LocalLeases:
     async def generate(self, replica_id: str, router_id: str, request: GenerateRequest) -> MantaError | None:
         return await self._find(replica_id).generate(router_id, request)
 
+    async def send_snapshot(self, replica_id: str, router_id: str) -> None:
+        await self._find(replica_id).send_snapshot(router_id)
+
     async def report(self, replica_id: str) -> ReplicaReport:
         return await self._find(replica_id).report()
 
@@ -73,27 +81,36 @@ class LocalLeases:
 class House:
     """One router and its replicas."""
 
-    def __init__(self, *, policy: str = "round_robin", max_tries: int = 3, retry_wait_s: float = 5.0) -> None:
-        self.router = Router(policy, Random(0), time.monotonic)
-        self.leases = LocalLeases()
+    def __init__(
+        self,
+        *,
+        policy: str = "round_robin",
+        max_tries: int = 3,
+        retry_wait_s: float = 5.0,
+        max_wait_s: float = 60.0,
+        router_id: str = "router",
+        leases: LocalLeases | None = None,
+    ) -> None:
+        self.router = Router(policy, Random(0), time.monotonic, page_size=PAGE_SIZE)
+        self.router_id = router_id
+        self.leases = leases if leases is not None else LocalLeases()
         self.fleet = Fleet(router=self.router, leases=self.leases)
         self.channel = ChannelServer(
-            on_report=self.fleet.on_report,
-            on_lost=self.fleet.on_lost,
-            lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost"),
+            self.fleet, lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost")
         )
         self.dispatcher = Dispatcher(
             router=self.router,
-            router_id="router",
+            router_id=router_id,
             channel=self.channel,
             leases=self.leases,
             max_tries=max_tries,
             retry_wait_s=retry_wait_s,
+            max_wait_s=max_wait_s,
         )
         self.address: ChannelAddress | None = None
 
     async def start(self) -> None:
-        self.address = await self.channel.start(router_id="router", node_id="here", host="127.0.0.1")
+        self.address = await self.channel.start(router_id=self.router_id, node_id="here", host="127.0.0.1")
         self.fleet.start(self.address)
 
     def add(self, replica: Replica) -> None:
@@ -126,14 +143,43 @@ class ScriptedReplica:
         self.num_aborted = 0
         self.hold = asyncio.Event()  # generation waits for it
         self.hold.set()
+        self.cache = EventLog()
+        self.held: PageKeys = np.empty(0, dtype=np.uint64)
+        self.num_snapshots = 0
+        self.stats = stats()
         self._client: ChannelClient | None = None
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
         self._client = await ChannelClient.connect(
             address, replica_id=self.replica_id, node_id="here", on_lost=lambda client: None
         )
-        self._client.report(await self.report())
+        self._client.report(encode_report(await self.report()))
         return info(self.replica_id)
+
+    def store(self, token_ids: list[int], *, tell: bool = True) -> None:
+        """Its cache gets the whole pages of ``token_ids``; ``tell``: False loses the event on its way."""
+        keys = page_keys(np.array(token_ids, dtype=np.int32), PAGE_SIZE, "")
+        self.cache.stored(keys, None, PAGE_SIZE, np.array(token_ids, dtype=np.int32))
+        self.held = np.union1d(self.held, keys)
+        self._tell(tell)
+
+    def clear(self, *, tell: bool = True) -> None:
+        self.cache.cleared()
+        self.held = self.held[:0]
+        self._tell(tell)
+
+    def _tell(self, tell: bool) -> None:
+        events = self.cache.drain()
+        if tell and self._client is not None:
+            self._client.report(encode_events(events))
+
+    async def send_snapshot(self, router_id: str) -> None:
+        assert self._client is not None
+        self.num_snapshots += 1
+        stored = PagesStored(
+            seq=self.cache.seq, keys=self.held, parent_key=None, page_size=PAGE_SIZE, token_ids=np.empty(0, np.int32)
+        )
+        self._client.send(encode_snapshot(CacheSnapshot(seq=self.cache.seq, stored=(stored,))))
 
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
         self.requests.append(request)
@@ -159,7 +205,7 @@ class ScriptedReplica:
             await asyncio.sleep(0)
 
     async def report(self) -> ReplicaReport:
-        return ReplicaReport(stats=stats(), error=None, num_open=0)
+        return ReplicaReport(stats=self.stats, error=None, num_open=0)
 
     async def flush_cache(self, timeout_s: float) -> bool:
         return True
@@ -176,18 +222,23 @@ def token(request: GenerateRequest, index: int, position: int, finish: Finish | 
 
 
 def ask(
-    *, rid: str = "a1.0-me", max_new_tokens: int = 8, n: int = 1, deadline_s: float | None = None
+    *,
+    rid: str = "a1.0-me",
+    max_new_tokens: int = 8,
+    n: int = 1,
+    deadline_s: float | None = None,
+    num_tokens: int = 4,
 ) -> GenerateRequest:
-    """A request of 4 prompt tokens."""
+    """A request of 4 prompt tokens: 1, 2, 3, 4."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens, n=n, seed=7)
     return GenerateRequest(
-        rid=rid, token_ids=np.arange(1, 5, dtype=np.int32), sampling=sampling, deadline_s=deadline_s
+        rid=rid, token_ids=np.arange(1, num_tokens + 1, dtype=np.int32), sampling=sampling, deadline_s=deadline_s
     )
 
 
-def stats() -> EngineStats:
+def stats(num_pages: int = 10, **changes: int | float) -> EngineStats:
     pool = PoolStats(
-        page_size=16, num_pages=10, free_pages=10, evictable_pages=0, protected_pages=0, reserved_pages=0
+        page_size=16, num_pages=num_pages, free_pages=num_pages, evictable_pages=0, protected_pages=0, reserved_pages=0
     )
     counters = dict.fromkeys(
         [
@@ -199,7 +250,8 @@ def stats() -> EngineStats:
         0,
     )  # fmt: skip
     seconds = dict.fromkeys(["extend_s", "decode_s", "prefill_tokens_per_s", "decode_step_s"], 0.0)
-    return EngineStats(time_s=1.0, pool=pool, max_running_requests=4, **counters, **seconds)  # type: ignore[arg-type]
+    values = {"time_s": 1.0, "max_running_requests": 4, **counters, **seconds, **changes}
+    return EngineStats(pool=pool, **values)  # type: ignore[arg-type]
 
 
 def info(replica_id: str) -> ReplicaInfo:

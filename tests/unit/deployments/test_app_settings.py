@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from deployments.app import check_config, replica_options
+from deployments.autoscaling import Objective, TtftPolicy
 from deployments.capacity import auto_count, replica_bytes
 from deployments.places import ROOT, local_path, shown_path
 from deployments.ray_env import prepare
@@ -32,13 +33,18 @@ MODEL_ARGS = {"path": MODEL}
         ({"model": {**MODEL_ARGS, "dtype": "int3"}}, "model.dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
         ({"model": MODEL_ARGS, "cache": {"pagesize": 8}}, "'pagesize' is unknown (did you mean 'page_size'?)"),
         ({"model": MODEL_ARGS, "scheduler": {"policy": "x"}}, "scheduler.policy: Input should be 'lpm' or 'fcfs'"),
-        ({"model": MODEL_ARGS, "router": {"policy": "x"}}, "allowed: round_robin, power_of_two, least_tokens"),
+        ({"model": MODEL_ARGS, "router": {"policy": "x"}}, "allowed: estimated_ttft, round_robin, random"),
         ({"model": MODEL_ARGS, "replicas": {"count": 0}}, "count = 0; allowed: auto, or 1 and more"),
         ({"model": MODEL_ARGS, "replicas": {"cpus": 0}}, "replicas.cpus: Input should be greater than 0"),
         (
             {"model": MODEL_ARGS, "replicas": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}},
             "min_replicas (3) exceeds max_replicas (2)",
         ),
+        (
+            {"model": MODEL_ARGS, "replicas": {"autoscaling": {"look_back_period_s": 1, "metrics_interval_s": 1}}},
+            "look_back_period_s (1.0) must exceed metrics_interval_s (1.0)",
+        ),
+        ({"model": MODEL_ARGS, "router": {"max_wait_s": 0}}, "router.max_wait_s: Input should be greater than 0"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:
@@ -130,6 +136,16 @@ def test_autoscaling_takes_the_place_of_the_count() -> None:
     options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"autoscaling": {"max_replicas": 4}}}))
     assert "num_replicas" not in options
     assert options["autoscaling_config"].max_replicas == 4
+    policy = options["autoscaling_config"].policy
+    assert policy.policy_function == "deployments.autoscaling:TtftPolicy"
+    assert TtftPolicy(**policy.policy_kwargs).objective == Objective()
+
+
+def test_serves_own_autoscaling_rule_is_there_for_those_who_ask() -> None:
+    settings = parse({"model": MODEL_ARGS, "replicas": {"autoscaling": {"target_ongoing_requests": 3}}})
+    config = replica_options(settings)["autoscaling_config"]
+    assert config.target_ongoing_requests == 3
+    assert "deployments" not in config.policy.policy_function
 
 
 def test_a_model_path_is_found_from_anywhere_and_shown_relative(

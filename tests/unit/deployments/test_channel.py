@@ -3,15 +3,18 @@
 import asyncio
 import dataclasses
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from deployments.cache_frames import encode_events, encode_snapshot
 from deployments.channel_client import ChannelClient, batches
 from deployments.channel_server import ChannelAddress, ChannelServer
-from deployments.frames import Hello, ReplicaReport, encode_deltas, encode_hello
+from deployments.frames import Hello, ReplicaReport, encode_deltas, encode_hello, encode_report
 from deployments.leases import ReplicaGone
+from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
+from routing.types import CacheEvent, IndexSnapshot
 from tests.unit.deployments.in_process import stats
 
 
@@ -22,15 +25,22 @@ class Desk:
         self.reports: list[tuple[str, ReplicaReport]] = []
         self.lost: list[str] = []
         self.event = asyncio.Event()
-        self.server = ChannelServer(
-            on_report=self._on_report, on_lost=self._on_lost, lost_error=lambda r: ReplicaGone(f"{r} was lost")
-        )
+        self.events: list[tuple[str, int]] = []  # (replica, seq)
+        self.snapshots: list[tuple[str, int]] = []  # (replica, pages)
+        self.server = ChannelServer(self, lost_error=lambda r: ReplicaGone(f"{r} was lost"))
 
-    def _on_report(self, replica_id: str, report: ReplicaReport) -> None:
+    def on_report(self, replica_id: str, report: ReplicaReport) -> None:
         self.reports.append((replica_id, report))
         self.event.set()
 
-    def _on_lost(self, replica_id: str) -> None:
+    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
+        self.events += [(replica_id, event.seq) for event in events]
+
+    def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None:
+        self.snapshots.append((replica_id, len(snapshot.keys)))
+        self.event.set()
+
+    def on_lost(self, replica_id: str) -> None:
         self.lost.append(replica_id)
         self.event.set()
 
@@ -76,7 +86,7 @@ async def test_a_slow_consumer_gets_one_merged_delta_per_choice(desk: Desk) -> N
     for token in range(100):
         client.sink([delta("a", token)])
         client.sink([delta("b", token)])
-    client.report(ReplicaReport(stats=stats(), error=None, num_open=2))  # comes after them
+    client.report(encode_report(ReplicaReport(stats=stats(), error=None, num_open=2)))  # comes after them
     await desk.event.wait()
     await asyncio.wait_for(other.take(), 5)
     merged: list[TokenDelta] = []
@@ -135,7 +145,7 @@ async def test_deltas_of_a_closed_stream_or_another_replicas_request_are_dropped
     desk.server.close(closed)
     client.sink([delta("a", 0), delta("b", 0), delta("never", 0)])
     await asyncio.sleep(0)
-    client.report(ReplicaReport(stats=stats(), error=None, num_open=0))
+    client.report(encode_report(ReplicaReport(stats=stats(), error=None, num_open=0)))
     await desk.event.wait()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(foreign.take(), 0.01)
@@ -149,6 +159,20 @@ async def test_a_router_that_cannot_be_reached_is_an_error_at_once(desk: Desk) -
         free = probe.getsockname()[1]
         with pytest.raises(OSError, match="Connect call failed"):
             await connect(dataclasses.replace(address, port=free), node_id="another node")
+
+
+async def test_events_and_snapshots_come_in_the_order_they_were_sent(desk: Desk) -> None:
+    """A snapshot is sent whatever the socket holds; a report and its events are left out while it is full."""
+    client = await connect(await listen(desk))
+    log = EventLog()
+    log.cleared()
+    client.report(encode_events(log.drain()))
+    client.pause_writing()
+    log.cleared()
+    client.report(encode_events(log.drain()))  # lost: the reader sees the gap
+    client.send(encode_snapshot(CacheSnapshot(seq=2, stored=())))
+    await desk.event.wait()
+    assert (desk.events, desk.snapshots) == ([("r0", 1)], [("r0", 0)])
 
 
 def test_large_deltas_travel_in_frames_of_their_own_and_in_order() -> None:

@@ -74,6 +74,37 @@ async def test_an_unhealthy_or_silent_replica_is_passed_over() -> None:
     fleet.check()
 
 
+async def test_one_that_hangs_is_passed_over_within_a_second_while_another_speaks() -> None:
+    """A process that is stopped keeps its connection: only its silence tells. If all are silent, the machine is."""
+    clock, house = Clock(), House()
+    fleet = Fleet(router=house.router, leases=LocalLeases(), report_period_s=0.1, clock=clock)
+    fleet.set_members({"r0", "r1"})
+    for name in ("r0", "r1"):
+        fleet._infos[name] = info(name)
+        fleet.on_report(name, ReplicaReport(stats=stats(), error=None, num_open=0))
+    clock.now_s += 0.9
+    fleet.on_report("r1", ReplicaReport(stats=stats(), error=None, num_open=0))
+    assert fleet.num_ready == 2
+    clock.now_s += 0.2
+    assert fleet.describe() == "r0: unhealthy, r1: accepting"
+    clock.now_s += 1.0
+    assert fleet.num_ready == 2
+
+
+async def test_a_long_report_period_is_no_silence() -> None:
+    clock, house = Clock(), House()
+    fleet = Fleet(router=house.router, leases=LocalLeases(), report_period_s=2.0, clock=clock)
+    fleet.set_members({"r0", "r1"})
+    for name in ("r0", "r1"):
+        fleet._infos[name] = info(name)
+        fleet.on_report(name, ReplicaReport(stats=stats(), error=None, num_open=0))
+    clock.now_s += 9.0
+    fleet.on_report("r1", ReplicaReport(stats=stats(), error=None, num_open=0))
+    assert fleet.num_ready == 2
+    clock.now_s += 1.5
+    assert fleet.num_ready == 1
+
+
 async def test_a_silent_replica_is_attached_again_and_the_second_time_over_a_new_connection() -> None:
     """A report in between means that the connection works."""
     clock, asked = Clock(), list[bool]()

@@ -59,7 +59,7 @@ def test_a_finish_keeps_whether_another_replica_may_mend_it(
 
 
 def test_a_report_and_a_hello_come_back_as_they_were() -> None:
-    report = ReplicaReport(stats=stats(), error="rank 1 died", num_open=3)
+    report = ReplicaReport(stats=stats(), error="rank 1 died", num_open=3, age_s=0.25)
     hello = Hello(token="secret", replica_id="r0")
     [(_, first), (_, second)] = frames(encode_hello(hello) + encode_report(report))
     assert decode_hello(first) == hello

@@ -89,7 +89,8 @@ async def test_a_stream_goes_on_over_the_death_of_its_replica(
     async with asyncio.timeout(10):
         while not engine_loop.num_open:
             await asyncio.sleep(0.01)
-    victim = next(view.replica_id for view in house.router.views if house.router._sent.of(view.replica_id).in_flight)
+    [*_, record] = house.dispatcher.routes.recent()
+    victim = record.tries[-1].decision.replica_id
     served = house.leases.replicas[victim]
     assert isinstance(served, ServedEngine)
     house.remove(victim)

@@ -1,5 +1,7 @@
 """However often and wherever a request is broken off, its parts add up to one undisturbed generation."""
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,3 +41,17 @@ def test_names_are_unique_inside_and_found_by_the_clients_own() -> None:
     retried = with_try(first, 2, choice=1)
     assert len({first, retried, with_try(first, 2)}) == 3
     assert client_rid(first) == client_rid(retried) == "a-b.c"
+
+
+def test_a_resumed_choice_reports_the_cached_tokens_of_its_first_token() -> None:
+    """The second replica reuses what it likes; the client's usage says what its request found where it began."""
+
+    def told(delta: TokenDelta, cached_tokens: int) -> TokenDelta:
+        return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, cached_tokens=cached_tokens))
+
+    progress = Progress(ask(n=2, max_new_tokens=2))
+    [whole] = progress.parts(number=0, deadline_s=None)
+    assert progress.accept(told(token(whole.request, 0, 0, None), 1), None).usage.cached_tokens == 1
+    first, second = progress.parts(number=1, deadline_s=None)  # the replica died; choice 1 had not begun
+    assert progress.accept(told(token(first.request, 0, 1, None), 3), first.choice).usage.cached_tokens == 1
+    assert progress.accept(told(token(second.request, 0, 0, None), 3), second.choice).usage.cached_tokens == 3

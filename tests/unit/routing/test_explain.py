@@ -2,37 +2,46 @@
 
 from random import Random
 
-from routing.explain import explain
+from routing.explain import explain, sentence
 from routing.router import Router
 from routing.types import Decision, Ending, Outcome, ReplicaView, RouteQuery
 
 
 def decide() -> Decision:
-    router = Router("least_tokens", Random(0), lambda: 12.5)
-    router.update(
-        [
-            ReplicaView(replica_id="a", time_s=12.0, num_running=3, num_waiting=1, queued_uncached_tokens=900),
-            ReplicaView(replica_id="b", time_s=12.25, num_running=2, queued_uncached_tokens=40, pool_utilization=0.5),
-        ]
+    """a holds 32 tokens of the prompt and has 3,200 queued; b holds none and is idle."""
+    busy = ReplicaView(
+        replica_id="a", time_s=12.0, num_running=3, queued_uncached_tokens=3200, pool_pages=100,
+        prefill_tokens_per_s=1000.0, decode_step_s=0.02,
+    )  # fmt: skip
+    idle = ReplicaView(replica_id="b", time_s=11.75, pool_pages=100, prefill_tokens_per_s=1000.0, decode_step_s=0.02)
+    router = Router("estimated_ttft", Random(0), lambda: 12.0)
+    router.update([busy, idle])
+    router.choose(RouteQuery(rid="r0", token_ids=[1] * 32, excluded=frozenset({"b"})))
+    return router.choose(RouteQuery(rid="r1", token_ids=[1] * 40, max_new_tokens=10))
+
+
+def test_the_sentence_says_why_what_is_expected_and_what_was_given_up() -> None:
+    assert sentence(decide()) == (
+        "r1 (40 prompt tokens) went to b by estimated_ttft: its first token is expected soonest. 0 tokens are "
+        "predicted to be cached there, and the first token after 0.040 s; a holds 32, 32 more, "
+        "but its first token would come after 3.352 s."
     )
-    router.choose(RouteQuery(rid="r0", token_ids=[1] * 100))
-    return router.choose(RouteQuery(rid="r1", token_ids=[1] * 8))
 
 
-def test_it_names_the_winner_the_reason_and_every_number() -> None:
-    assert explain(decide()).splitlines() == [
-        "r1 (8 prompt tokens) went to b by least_tokens: it had the fewest prompt tokens queued of those compared.",
-        "  a: 4 requests (3 running and 1 waiting 0.50 s ago, 0 sent and 0 ended since), "
-        "900 tokens queued (0 sent since), pool 0% in use",
-        "> b: 3 requests (2 running and 0 waiting 0.25 s ago, 1 sent and 0 ended since), "
-        "140 tokens queued (100 sent since), pool 50% in use",
-    ]
+def test_each_candidate_is_a_row_with_every_term_and_the_winner_is_marked() -> None:
+    _, _, a, b = explain(decide()).splitlines()
+    assert a.split("|")[0].split() == [
+        "a", "3.352", "=", "3.232", "+", "0.008", "+", "0.010", "+", "0.102", "s",
+    ]  # fmt: skip
+    assert a.split("|")[1].split() == ["32", "8", "3232", "tokens"]
+    assert b.startswith("> b ")
+    assert "0 (0 running and 0 waiting 0.25 s ago, 0 sent and 0 ended since), pool 0% in use" in b
 
 
 def test_the_outcome_adds_a_last_sentence() -> None:
     served = explain(decide(), Outcome(ending=Ending.FINISHED, cached_tokens=6, ttft_s=0.25))
     assert served.splitlines()[-1] == (
-        "The request finished; the first token came after 0.250 s; 6 of 8 prompt tokens were cached."
+        "The request finished; the first token came after 0.250 s; 6 of 40 prompt tokens were cached."
     )
     failed = explain(decide(), Outcome(ending=Ending.FAILED))
-    assert failed.splitlines()[-1] == "The request failed; no token came; 0 of 8 prompt tokens were cached."
+    assert failed.splitlines()[-1] == "The request failed; no token came; 0 of 40 prompt tokens were cached."

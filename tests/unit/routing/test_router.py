@@ -187,7 +187,7 @@ def test_no_replica_before_the_first_report_says_so() -> None:
 
 
 def test_an_unknown_policy_lists_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"'best' is unknown; there are: round_robin, power_of_two, least_tokens"):
+    with pytest.raises(ValueError, match=r"'best' is unknown; there are: estimated_ttft, round_robin, random"):
         Router("best", Random(0), Clock())
 
 

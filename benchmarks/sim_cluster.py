@@ -1,0 +1,179 @@
+"""One simulated run: the production router in front of simulated replicas, a list of requests through it.
+
+Owns:      what is put together, and the record of every request.
+Never:     chooses; that is `routing.router.Router`, the class that the live system runs, or the oracle.
+Invariant: every request is recorded once, after its last token; the same arguments give the same records (the
+           CPU time that decisions took aside).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from benchmarks.sim_events import Events
+from benchmarks.sim_oracle import soonest
+from benchmarks.sim_pool import SimPool
+from benchmarks.sim_replica import SimJob, SimReplica, Speed
+from benchmarks.sim_reports import Limits, Reports
+from benchmarks.sim_requests import SimRequest
+from routing.router import Router
+from routing.types import Decision, Ending, Outcome, RouteQuery
+
+ORACLE = "oracle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is simulated."""
+
+    num_replicas: int
+    pool_tokens: int  # of each replica
+    speed: Speed
+    page_size: int = 512
+    limits: Limits = field(default_factory=Limits)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What became of a request."""
+
+    number: int
+    replica_id: str
+    reason: str
+    arrival_s: float
+    ttft_s: float
+    ended_s: float
+    input_len: int
+    cached_tokens: int
+    decision_s: float  # CPU time that choosing took here: of this thread, so other load does not count
+
+
+@dataclass(slots=True)
+class _Open:
+    arrival_s: float
+    reason: str
+    decision_s: float
+    decision: Decision | None  # None: the oracle's
+    ttft_s: float = 0.0
+
+
+class Cluster:
+    """A run of one policy."""
+
+    def __init__(
+        self, policy: str, requests: Sequence[SimRequest], setup: Setup, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """``progress`` is called when a request has ended. Raises ValueError for an unknown policy or no room."""
+        if setup.pool_tokens < setup.page_size or setup.num_replicas < 1:
+            raise ValueError(
+                f"{setup.num_replicas} replicas of {setup.pool_tokens} tokens at {setup.page_size} a page were wanted: "
+                "take at least one replica and one page"
+            )
+        self.events = Events()
+        self.records: list[Record] = []
+        self._requests = requests
+        self._page_size = setup.page_size
+        self._progress = progress
+        self._followers: dict[int, list[SimRequest]] = {}
+        self._open: dict[int, _Open] = {}
+        self.replicas = [self._replica(index, setup) for index in range(setup.num_replicas)]
+        self._by_id = {replica.replica_id: replica for replica in self.replicas}
+        self.router: Router | None = None
+        self.reports: Reports | None = None
+        if policy != ORACLE:
+            self.router = Router(
+                policy, Random(f"{setup.seed}/router"), lambda: self.events.now_s, page_size=setup.page_size
+            )
+            self.reports = Reports(
+                self.router,
+                self.replicas,
+                limits=setup.limits,
+                events=self.events,
+                rng=Random(f"{setup.seed}/reports"),
+            )
+
+    def run(self) -> list[Record]:
+        """Every request, from its arrival to its last token."""
+        if self.reports is not None:
+            self.reports.start()
+        for request in self._requests:
+            if request.after is None:
+                self._schedule(request, request.arrival_s)
+            else:
+                self._followers.setdefault(request.after, []).append(request)
+        self.events.run(until=lambda: len(self.records) == len(self._requests))
+        return self.records
+
+    def check(self) -> None:
+        """Raises AssertionError if a request or a page is lost, or counted twice."""
+        assert len({record.number for record in self.records}) == len(self.records)
+        for replica in self.replicas:
+            replica.pool.check()
+        if self.router is not None:
+            assert self.router.num_open == len(self._open)
+            self.router.check()
+
+    def _replica(self, index: int, setup: Setup) -> SimReplica:
+        return SimReplica(
+            f"r{index:04}",
+            speed=setup.speed,
+            pool=SimPool(setup.pool_tokens // setup.page_size),
+            page_size=setup.page_size,
+            events=self.events,
+            rng=Random(f"{setup.seed}/replica {index}"),
+            started=self._started,
+            ended=self._ended,
+        )
+
+    def _schedule(self, request: SimRequest, time_s: float) -> None:
+        self.events.at(time_s, lambda: self._arrive(request))
+
+    def _arrive(self, request: SimRequest) -> None:
+        job = SimJob(request, self._page_size)
+        if self.router is None:
+            replica = soonest(self.replicas, job)
+            decision, decision_s = None, 0.0
+        else:
+            query = RouteQuery(
+                rid=str(request.number),
+                token_ids=request.token_ids()[: request.input_len],
+                max_new_tokens=request.output_len,
+            )
+            began_s = time.thread_time()
+            decision = self.router.choose(query)
+            decision_s = time.thread_time() - began_s
+            replica = self._by_id[decision.replica_id]
+        reason = decision.reason.value if decision else ORACLE
+        self._open[request.number] = _Open(self.events.now_s, reason, decision_s, decision)
+        replica.submit(job)
+
+    def _started(self, job: SimJob) -> None:
+        opened = self._open[job.request.number]
+        opened.ttft_s = self.events.now_s - opened.arrival_s
+
+    def _ended(self, replica: SimReplica, job: SimJob) -> None:
+        request = job.request
+        opened = self._open.pop(request.number)
+        if self.router is not None and opened.decision is not None:
+            self.router.done(
+                opened.decision,
+                Outcome(ending=Ending.FINISHED, cached_tokens=job.cached_tokens, ttft_s=opened.ttft_s),
+            )
+        self.records.append(
+            Record(
+                number=request.number,
+                replica_id=replica.replica_id,
+                reason=opened.reason,
+                arrival_s=opened.arrival_s,
+                ttft_s=opened.ttft_s,
+                ended_s=self.events.now_s,
+                input_len=request.input_len,
+                cached_tokens=job.cached_tokens,
+                decision_s=opened.decision_s,
+            )
+        )
+        for follower in self._followers.get(request.number, ()):
+            self._schedule(follower, self.events.now_s + follower.arrival_s)
+        self._progress()

@@ -1,0 +1,63 @@
+"""Results as a table: drawn with rich on a terminal, plain columns anywhere else."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.sim_result import Result
+
+
+def show(results: Sequence[Result], *, title: str, console: Console | None = None) -> None:
+    """One line a policy, then its decisions by reason."""
+    console = console or Console()
+    header, lines = _header(results[0]), [_cells(result) for result in results]
+    if console.is_terminal:
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for index, name in enumerate(header):
+            table.add_column(name, justify="right" if index else "left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    else:
+        console.file.write(_plain(title, [header, *lines]))
+    for result in results:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.decisions.items())
+        console.file.write(f"{result.policy} decided by: {reasons}\n")
+
+
+def _header(result: Result) -> tuple[str, ...]:
+    return (
+        "policy",
+        "hit ratio",
+        "TTFT mean",
+        "p50",
+        "p90",
+        "p99 s",
+        f"goodput (<= {result.objective_s:g} s)",
+        "imbalance",
+        "decision p50",
+        "p99 us",
+    )
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    ttft, decision = result.ttft_s, result.decision_us
+    return (
+        result.policy,
+        f"{result.hit_ratio:.1%}",
+        *(f"{value:.2f}" for value in (ttft.mean, ttft.p50, ttft.p90, ttft.p99)),
+        f"{result.goodput_rps:.3f}/s",
+        f"{result.imbalance:.2f}",
+        f"{decision.p50:.0f}",
+        f"{decision.p99:.0f}",
+    )
+
+
+def _plain(title: str, grid: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(line[column]) for line in grid) for column in range(len(grid[0]))]
+    lines = [
+        "  ".join(cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(row))
+        for row in (list(zip(line, widths, strict=True)) for line in grid)
+    ]
+    return "\n".join([title, *lines, ""])

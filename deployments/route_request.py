@@ -1,0 +1,45 @@
+"""What is asked of the routing router for one request: the query, the client's hints, and the refusal of a full house.
+
+Never: chooses (routing/router.py) or sends (dispatch.py).
+"""
+
+from dataclasses import dataclass
+
+from replicas.errors import MantaError
+from replicas.types import GenerateRequest
+from routing.types import RouteQuery
+
+
+class Saturated(MantaError):
+    """Every replica's queue is longer than ``router.max_wait_s``."""
+
+    http_status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteHints:
+    """What a client may wish for about the choice of a replica."""
+
+    session_id: str = ""
+    allowed: frozenset[str] | None = None  # None: every replica
+
+
+NO_HINTS = RouteHints()
+
+
+def query_of(request: GenerateRequest, hints: RouteHints, excluded: frozenset[str] = frozenset()) -> RouteQuery:
+    """``request`` as the routing router sees it."""
+    return RouteQuery(
+        rid=request.rid,
+        token_ids=request.token_ids,
+        salt=request.cache_salt,
+        max_new_tokens=request.sampling.max_new_tokens,
+        priority=request.priority,
+        session_id=hints.session_id,
+        allowed=hints.allowed,
+        excluded=excluded,
+    )

@@ -1,0 +1,146 @@
+"""GET /route/{rid}: why a recent request went where it went. POST /route/explain: where one would go, and why.
+
+Owns:      the form of both answers.
+Never:     changes anything: a dry run sends nothing, and neither the index nor the loads learn of it.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from deployments.body import WireType, read_body
+from deployments.convert import check_model, salt_of, to_ids
+from deployments.http_errors import error_body
+from deployments.openai_format import number
+from deployments.rids import new_rid
+from deployments.route_log import RouteRecord, Try
+from deployments.route_request import query_of
+from deployments.routed import hints_of
+from deployments.service import Service, service_of
+from replicas.errors import InvalidRequest
+from replicas.types import GenerateRequest, SamplingParams, TokenIds
+from routing.explain import explain
+from routing.types import Candidate, Decision
+
+router = APIRouter()
+
+
+class ExplainRequest(WireType):
+    """One prompt in any of the forms that the generating routes take."""
+
+    model: str | None = None
+    prompt: str | list[int] | None = None  # as /v1/completions
+    messages: list[dict[str, Any]] | None = None  # as /v1/chat/completions
+    text: str | None = None  # as /generate
+    input_ids: list[int] | None = None
+    max_tokens: int = 128
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+@router.get("/route/{rid:path}")
+async def route(request: Request, rid: str) -> Response:
+    """What was decided for the request called ``rid``, if it is among the most recent of this router."""
+    service = service_of(request)
+    routes = service.dispatcher.routes
+    record = routes.find(rid)
+    if record is None:
+        message = (
+            f"no decision is kept for {rid[:200]!r}: router {service.dispatcher.router_id} keeps those of its last "
+            f"{routes.capacity} requests (router.decisions_kept); with several routers, another one may have it"
+        )
+        return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
+    return JSONResponse(record_body(record, router_id=service.dispatcher.router_id))
+
+
+@router.post("/route/explain")
+async def explain_route(request: Request) -> dict[str, Any]:
+    """A dry run. Raises: InvalidRequest, or NoReplica when none may take the request."""
+    service = service_of(request)
+    body = await read_body(request, ExplainRequest, max_bytes=service.max_body_bytes)
+    check_model(service, body.model)
+    would_be = GenerateRequest(
+        rid=new_rid("explain"),
+        token_ids=await _ids(service, body),
+        sampling=SamplingParams(max_new_tokens=body.max_tokens),
+        cache_salt=salt_of(body.cache_salt, body.extra_key),
+        priority=body.priority or 0,
+    )
+    decision = service.dispatcher.explain_only(query_of(would_be, hints_of(request.headers)))
+    return {"dry_run": True, **decision_body(decision), "explanation": explain(decision)}
+
+
+async def _ids(service: Service, body: ExplainRequest) -> TokenIds:
+    given = {name: getattr(body, name) for name in ("prompt", "messages", "text", "input_ids")}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise InvalidRequest(f"give exactly one of {', '.join(given)}; got {named or 'none'}", param="prompt")
+    [param] = named
+    value = given[param]
+    if param == "messages":
+        ids = await service.encode_chat(value, add_generation_prompt=True)
+    else:
+        ids = await service.encode(value) if isinstance(value, str) else to_ids(value, param=param)
+    if not len(ids):
+        raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
+    service.check_length(len(ids), param=param)
+    return ids
+
+
+def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
+    last = record.tries[-1]
+    return {
+        "rid": record.name,
+        "internal_rid": record.rid,
+        "router": router_id,
+        "time": record.time_s,
+        "replica": last.decision.replica_id,
+        "outcome": "running" if last.outcome is None else last.outcome.ending.value,
+        "num_retries": len(record.tries) - 1,
+        "tries": [_try_body(each) for each in record.tries],
+        "explanation": "\n".join(explain(each.decision, each.outcome) for each in record.tries),
+    }
+
+
+def _try_body(each: Try) -> dict[str, Any]:
+    return {
+        **decision_body(each.decision),
+        "actual": {"cached_tokens": each.cached_tokens, "ttft_s": each.ttft_s},
+        "outcome": "running" if each.outcome is None else each.outcome.ending.value,
+        "failure": each.failure,
+    }
+
+
+def decision_body(decision: Decision) -> dict[str, Any]:
+    best, best_tokens = decision.best_overlap
+    return {
+        "replica": decision.replica_id,
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "num_tokens": decision.num_tokens,
+        "predicted": {"cached_tokens": decision.overlap_tokens, "ttft_s": number(decision.predicted_ttft_s)},
+        "best_overlap": {"replica": best, "cached_tokens": best_tokens, "given_up": decision.given_up},
+        "candidates": [_candidate_body(each, decision) for each in decision.candidates],
+    }
+
+
+def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
+    terms, view = candidate.terms, candidate.view
+    return {
+        "replica": candidate.replica_id,
+        "chosen": candidate.replica_id == decision.replica_id,
+        "cached_tokens": candidate.overlap_tokens,
+        "num_requests": candidate.num_requests,
+        "queued_tokens": candidate.queued_tokens,
+        "own_tokens": terms.own_tokens,
+        "prefill_tokens_per_s": number(terms.prefill_tokens_per_s),
+        "ttft_s": number(terms.ttft_s),
+        "queue_s": number(terms.queue_s),
+        "own_s": number(terms.own_s),
+        "decode_s": number(terms.decode_s),
+        "pressure_s": number(terms.pressure_s),
+        "pool_utilization": number(view.pool_utilization),
+        "report_age_s": number(decision.time_s - view.time_s),
+    }

@@ -1,0 +1,91 @@
+"""One replica's events on their way into the index: each once, in the order of their numbers.
+
+Owns:      the number of the last event applied, events that came too early, requests that ended of late.
+Never:     fetches a snapshot; it says when one is needed.
+Invariant: in sync, the index's confirmed pages are those of the replica's cache after event ``seq``.
+Thread:    the router's own.
+
+    unknown ──event 1, or a snapshot──> in sync ──a number is missing──> gap ──it turns up, or a snapshot──> in sync
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtransfer.pages import PageKeys
+from routing.index import PrefixIndex, pages_of
+from routing.types import CacheEvent, IndexSnapshot, PagesRemoved, PagesStored
+
+# Events that wait for a missing one: some seconds' worth. Beyond them only a snapshot helps, and it brings their pages.
+MAX_EARLY = 10_000
+# A request's last pages are in the batch that the replica sends next, unless that was on its way already.
+BATCHES_UNTIL_SETTLED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    batch: int  # how many had come when it ended
+    number: int  # its decision
+    keys: PageKeys
+
+
+class Feed:
+    """What the events of one replica, by number ``replica`` of the index, have told so far."""
+
+    def __init__(self, index: PrefixIndex, replica: int) -> None:
+        self._index = index
+        self._replica = replica
+        self.seq: int | None = None  # of the last event applied; None: what the replica holds is unknown
+        self._early: dict[int, CacheEvent] = {}
+        self._num_batches = 0
+        self._ended: deque[_Ended] = deque()
+
+    @property
+    def in_sync(self) -> bool:
+        return self.seq is not None and not self._early
+
+    def apply(self, events: Iterable[CacheEvent]) -> bool:
+        """Take in a batch. False if an event before them is missing, or nothing is known yet: a snapshot helps."""
+        self._num_batches += 1
+        for event in events:
+            if self.seq is None and event.seq == 1:
+                self.seq = 0  # nothing came before it: the cache was empty
+            if self.seq is None or event.seq > self.seq:
+                self._early[event.seq] = event
+        self._drain()
+        if len(self._early) > MAX_EARLY:
+            self._early.clear()
+            self.seq = None
+        self._settle()
+        return self.in_sync
+
+    def apply_snapshot(self, snapshot: IndexSnapshot) -> bool:
+        """Begin anew from ``snapshot``, then with the events that came since. False if one of those is missing."""
+        if self.seq is None or snapshot.seq >= self.seq:
+            self._index.replace(self._replica, pages_of(snapshot.keys))
+            self.seq = snapshot.seq
+            self._early = {seq: event for seq, event in self._early.items() if seq > snapshot.seq}
+            self._drain()
+        return self.in_sync
+
+    def end(self, number: int, keys: PageKeys) -> None:
+        """The request of decision ``number`` ended: what it was expected to leave is confirmed soon, or never."""
+        if self.seq is not None:
+            self._ended.append(_Ended(self._num_batches, number, keys))
+
+    def _drain(self) -> None:
+        while self.seq is not None and (event := self._early.pop(self.seq + 1, None)) is not None:
+            self.seq = event.seq
+            match event:
+                case PagesStored(keys=keys):
+                    if not self._index.stored(self._replica, pages_of(keys)):
+                        self.seq = None  # more than its pool: we believe in pages that it no longer has
+                case PagesRemoved(keys=keys):
+                    self._index.removed(self._replica, pages_of(keys))
+                case _:
+                    self._index.clear(self._replica)
+
+    def _settle(self) -> None:
+        while self._ended and self._num_batches >= self._ended[0].batch + BATCHES_UNTIL_SETTLED:
+            ended = self._ended.popleft()
+            self._index.unexpect(self._replica, pages_of(ended.keys), number=ended.number)

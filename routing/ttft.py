@@ -1,0 +1,45 @@
+"""How long until a request's first token, at each candidate: tokens before it and its own, over the prefill rate.
+
+Pure. Each term is in seconds and stands in the decision. No constant here is fitted; each comes from how the engine
+schedules (replicas/scheduler/scheduler.py).
+"""
+
+import numpy as np
+
+from routing.standing import Estimates, Floats, Ints, Standing
+
+# Extend steps go before decode steps: a new request waits only for the decode step in progress, on average half of it.
+DECODE_STEPS_WAITED = 0.5
+
+
+def estimate(standing: Standing, overlap_tokens: Ints, *, num_tokens: int, max_new_tokens: int) -> Estimates:
+    """Terms of a request of ``num_tokens`` prompt tokens, of which each candidate holds ``overlap_tokens`` [n]."""
+    own_tokens = num_tokens - overlap_tokens
+    queue_s = standing.queued_tokens / standing.prefill_tokens_per_s
+    own_s = own_tokens / standing.prefill_tokens_per_s
+    decode_s = DECODE_STEPS_WAITED * standing.decode_step_s * np.minimum(standing.num_requests, 1.0)
+    pressure_s = _pressure_s(standing, own_tokens + max_new_tokens, max_new_tokens)
+    return Estimates(
+        own_tokens=own_tokens,
+        queue_s=queue_s,
+        own_s=own_s,
+        decode_s=decode_s,
+        pressure_s=pressure_s,
+        ttft_s=queue_s + own_s + decode_s + pressure_s,
+    )
+
+
+def _pressure_s(standing: Standing, need_tokens: Ints, max_new_tokens: int) -> Floats:
+    """The wait for running requests to end, where pages or places among the running are short.
+
+    A running request takes about ``max_new_tokens`` decode steps (ours stands for all), so that in this time all that
+    is held now comes free, evenly: short of a share x of what is held, one waits the share x of the time. Those
+    queued before ours take their pages and places first, and give them back as evenly.
+    """
+    before = standing.utilization * standing.pool_tokens + standing.queued_tokens
+    short_tokens = np.where(standing.pool_tokens > 0, before + need_tokens - standing.pool_tokens, 0.0)
+    short_pages = np.maximum(short_tokens, 0.0) / np.maximum(before, 1.0)
+    short_places = np.maximum(standing.num_requests + 1 - standing.max_requests, 0.0) / standing.max_requests
+    stay_s = max_new_tokens * standing.decode_step_s
+    pressure_s: Floats = stay_s * np.maximum(short_pages, short_places)
+    return pressure_s

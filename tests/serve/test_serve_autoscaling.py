@@ -1,0 +1,68 @@
+"""Load makes replicas, idleness takes them away, and no request notices; on a real local Ray."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.serve.running import Running
+
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
+MOST = 3
+
+
+@pytest.fixture
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(
+        tmp_path_factory.mktemp("autoscaling"),
+        replicas={
+            "cpus": 0.5,
+            "health_period_s": 1,
+            "autoscaling": {
+                "min_replicas": 1,
+                "max_replicas": MOST,
+                "ttft_objective_s": 0.3,
+                "upscale_delay_s": 0.5,
+                "downscale_delay_s": 3,
+                "metrics_interval_s": 0.5,
+                "look_back_period_s": 2,
+            },
+        },
+        cache={"max_total_tokens": 8_000},
+    )
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+
+
+def test_load_makes_it_go_up_to_three_and_idleness_back_to_one_with_no_failed_request(app: Running) -> None:
+    stop, statuses = threading.Event(), list[int]()
+
+    def client(number: int) -> None:
+        round_ = 0
+        while not stop.is_set():
+            body = {"prompt": f"{number}-{round_}: a tale never told before. " * 40, "max_tokens": 8}
+            statuses.append(httpx.post(f"{app.url}/v1/completions", json=body, timeout=120).status_code)
+            round_ += 1
+
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        clients = [pool.submit(client, number) for number in range(16)]
+        try:
+            app.until(lambda: len(app.states()) == MOST, 90)
+        finally:
+            stop.set()
+        up_s = time.monotonic() - started_s
+        for each in clients:
+            each.result()
+    idle_s = time.monotonic()
+    app.until(lambda: len(app.states()) == 1, 60)
+    print(f"1 -> {MOST} replicas after {up_s:.0f} s of load, back to 1 {time.monotonic() - idle_s:.0f} s after it")
+    assert set(statuses) == {200}
+    assert len(statuses) >= 16
+    assert httpx.post(f"{app.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60).status_code == 200

@@ -1,0 +1,134 @@
+"""The cache-aware router on a real local Ray: hits, explanations, and deaths of either kind of process."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.running import Running
+
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
+TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(
+        tmp_path_factory.mktemp("routing"),
+        replicas={"count": 2, "cpus": 1, "health_period_s": 1},
+        cache={"max_total_tokens": 16_000},
+        router={"policy": "estimated_ttft"},
+    )
+    try:
+        running.start()
+        yield running
+    finally:
+        left = running.stop()
+    assert left == [], "Ctrl-C must stop all that it started"
+
+
+def prompt(topic: str, question: str = "") -> str:
+    return f"A long story about {topic}, told slowly. " * 20 + question
+
+
+def ask(app: Running, text: str, *, name: str | None = None, **options: Any) -> httpx.Response:
+    body = {"prompt": text, "max_tokens": 4, "temperature": 0, **options}
+    headers = {} if name is None else {"X-Request-Id": name}
+    return httpx.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120)
+
+
+def fields(answer: httpx.Response) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in answer.headers["x-manta-route"].split("; "))
+
+
+def cached(answer: httpx.Response) -> int:
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_prefix_is_routed_to_the_replica_that_holds_it_and_the_header_says_so(app: Running) -> None:
+    first = {topic: fields(ask(app, prompt(topic)))["replica"] for topic in TOPICS}
+    for topic in TOPICS:
+        answer = ask(app, prompt(topic, f"What of {topic}?"))
+        route = fields(answer)
+        assert (answer.status_code, route["replica"], route["policy"]) == (200, first[topic], "estimated_ttft")
+        assert int(route["overlap_predicted"]) == int(route["overlap_actual"]) == cached(answer) >= 128
+
+
+def test_a_stream_tells_its_route_before_its_tokens(app: Running) -> None:
+    body = {"prompt": prompt("pages", "And then?"), "max_tokens": 4, "stream": True}
+    with httpx.stream("POST", f"{app.url}/v1/completions", json=body, timeout=60) as answer:
+        assert int(fields(answer)["overlap_predicted"]) >= 128
+        answer.read()
+
+
+def test_a_recent_request_can_be_explained_and_a_dry_run_changes_nothing(app: Running) -> None:
+    text = prompt("explanations")
+    ask(app, text, name="explain-me")
+    route = httpx.get(f"{app.url}/route/explain-me", timeout=30).json()
+    assert (route["rid"], route["outcome"], len(route["tries"])) == ("explain-me", "finished", 1)
+    assert len(route["tries"][0]["candidates"]) == 2
+    assert "explain-me" in route["explanation"]
+    dry = [httpx.post(f"{app.url}/route/explain", json={"prompt": text + "?"}, timeout=30).json() for _ in range(3)]
+    assert {each["replica"] for each in dry} == {route["replica"]}
+    assert {each["predicted"]["cached_tokens"] for each in dry} == {dry[0]["predicted"]["cached_tokens"]}
+    assert dry[0]["predicted"]["cached_tokens"] >= 128
+    new = httpx.post(f"{app.url}/route/explain", json={"prompt": prompt("nothing known")}, timeout=30).json()
+    assert new["predicted"]["cached_tokens"] < 32
+    assert httpx.get(f"{app.url}/route/never-heard-of", timeout=30).status_code == 404
+
+
+def test_a_killed_router_is_back_with_its_index_within_seconds(app: Running) -> None:
+    """Serve restarts the process; the index comes from the replicas' snapshots, not from requests."""
+    for topic in TOPICS:
+        ask(app, prompt(topic))
+    before = app.info()["router"]
+    os.kill(before["pid"], signal.SIGKILL)
+    killed_s = time.monotonic()
+
+    def is_back() -> bool:
+        try:
+            answer = httpx.get(f"{app.url}/get_server_info", timeout=5)
+            router = answer.json()["router"]
+            return bool(router["pid"] != before["pid"] and answer.json()["num_retries"] == 0
+                        and router["cache_snapshots"] == 2 and not router["awaiting_snapshots"])  # fmt: skip
+        except (httpx.HTTPError, ValueError, KeyError):
+            return False
+
+    app.until(is_back, 60)
+    back_s = time.monotonic() - killed_s
+    answers = [ask(app, prompt(topic, f"Again, what of {topic}?")) for topic in TOPICS]
+    assert [cached(answer) >= 128 for answer in answers] == [True] * len(TOPICS)
+    assert [int(fields(answer)["overlap_predicted"]) >= 128 for answer in answers] == [True] * len(TOPICS)
+    print(f"the router was back with its index {back_s:.1f} s after kill -9")
+    app.until(app.idle, 5.0)
+
+
+def test_a_killed_replica_loses_no_request_and_every_retry_has_its_reason(app: Running) -> None:
+    """kill -9 under load; none had begun streaming to its client: all answer, those that moved say why."""
+    options = {"max_tokens": 48, "ignore_eos": True}
+    names = [f"kill-{i}" for i in range(12)]
+    before = {state["replica"]["replica_id"]: state["replica"]["pid"] for state in app.states()}
+    with ThreadPoolExecutor(len(names)) as pool:
+        pending = [pool.submit(ask, app, prompt(f"death {i}"), name=name, **options) for i, name in enumerate(names)]
+        app.until(lambda: all(state["num_open"] >= 3 for state in app.states()), 20)
+        victim, pid = sorted(before.items())[0]
+        os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        app.until(lambda: all(state["replica"]["replica_id"] != victim for state in app.states()), 5)
+        assert time.monotonic() - killed_s < 2.0  # a second, and what asking takes
+        answers = [each.result() for each in pending]
+    assert [answer.status_code for answer in answers] == [200] * len(names)
+    routes = [httpx.get(f"{app.url}/route/{name}", timeout=30).json() for name in names]
+    moved = [route for route in routes if route["num_retries"]]
+    assert len(moved) >= 3
+    for route in moved:
+        assert route["tries"][0]["replica"] == victim
+        assert "ReplicaGone" in route["tries"][0]["failure"]
+        assert (route["tries"][0]["outcome"], route["outcome"]) == ("failed", "finished")
+    app.until(lambda: len({state["replica"]["replica_id"] for state in app.states()} - {victim}) == 2, 60)
+    app.until(app.idle, 5.0)

@@ -1,0 +1,155 @@
+"""Decisions can be looked up, explained and tried out; a saturated house says when to come back."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from starlette.datastructures import Headers
+
+from deployments.http_errors import error_response
+from deployments.route_log import RouteLog
+from deployments.route_request import NO_HINTS, RouteHints, Saturated
+from deployments.routed import header_part, hints_of
+from replicas.errors import InvalidRequest
+from routing.types import NoReplica
+from tests.unit.deployments.in_process import House, ScriptedReplica, ask, stats
+
+
+async def ready(house: House, *replicas: ScriptedReplica) -> None:
+    for replica in replicas:
+        house.add(replica)
+    async with asyncio.timeout(5):
+        while house.fleet.num_ready < len(replicas):
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[House]:
+    house = House(max_wait_s=10.0)
+    await house.start()
+    yield house
+    await house.stop()
+
+
+async def run(house: House, rid: str, hints: RouteHints = NO_HINTS) -> int:
+    deltas = [delta async for delta in house.dispatcher.stream(ask(rid=rid), hints)]
+    return sum(len(delta.token_ids) for delta in deltas)
+
+
+async def test_a_record_tells_each_try_why_it_failed_and_what_came_of_it(scripted: House) -> None:
+    await ready(scripted, ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))
+    await run(scripted, "a1.0-me")
+    record = scripted.dispatcher.routes.find("me")
+    assert record is not None
+    first, second = record.tries
+    assert (first.decision.replica_id, second.decision.replica_id) == ("r0", "r1")
+    assert first.failure is not None
+    assert "ReplicaGone" in first.failure
+    assert (second.failure, second.cached_tokens) == (None, 0)
+    assert second.outcome is not None
+    assert second.outcome.ending.value == "finished"
+    assert second.ttft_s is not None
+    assert header_part(record) == (
+        "replica=r1; overlap_predicted=0; overlap_actual=0; policy=round_robin; reason=only_candidate; tries=2"
+    )
+
+
+async def test_only_the_most_recent_are_kept_and_a_name_means_its_last_bearer(scripted: House) -> None:
+    await ready(scripted, ScriptedReplica("r0"))
+    scripted.dispatcher.routes = routes = RouteLog(capacity=3)
+    for rid in ("a.0-x", "b.0-y", "c.0-x", "d.0-z"):
+        await run(scripted, rid)
+        routes.check()
+    assert len(routes) == 3
+    assert [each.rid for each in routes.recent()] == ["b.0-y", "c.0-x", "d.0-z"]
+    found = [routes.find(name) for name in ("x", "cmpl-y", "chatcmpl-z", "d.0-z", "w")]
+    assert [each.rid if each else None for each in found] == ["c.0-x", "b.0-y", "d.0-z", "d.0-z", None]
+
+
+async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scripted: House) -> None:
+    """15 and 12 s of prompt tokens wait; 10 s are allowed: come back in 2."""
+    replicas = [ScriptedReplica("r0"), ScriptedReplica("r1")]
+    for replica, tokens in zip(replicas, (15_000, 12_000), strict=True):
+        replica.stats = stats(waiting_uncached_tokens=tokens, prefill_tokens_per_s=1000.0)
+    await ready(scripted, *replicas)
+    with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s") as error:
+        await run(scripted, "a1.0-me")
+    response = error_response(error.value)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    assert scripted.router.num_open == 0
+    record = scripted.dispatcher.routes.find("me")
+    assert record is not None
+    assert "Saturated" in (record.tries[0].failure or "")
+
+
+async def test_a_request_that_was_sent_is_not_refused_however_long_the_queue_gets(scripted: House) -> None:
+    dying, busy = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1")
+    busy.stats = stats(waiting_uncached_tokens=10**6, prefill_tokens_per_s=1000.0)
+    await ready(scripted, dying, busy)
+    assert await run(scripted, "a1.0-me") == 8
+    assert scripted.dispatcher.num_retries == 1
+
+
+async def test_hints_limit_the_choice(scripted: House) -> None:
+    await ready(scripted, ScriptedReplica("r0"), ScriptedReplica("r1"))
+    only = hints_of(Headers({"x-manta-replicas": "r1, r9", "x-manta-session": "s"}))
+    assert only == RouteHints(session_id="s", allowed=frozenset({"r1", "r9"}))
+    for number in range(3):
+        await run(scripted, f"a{number}.0-me{number}", only)
+    assert {each.tries[0].decision.replica_id for each in scripted.dispatcher.routes.recent()} == {"r1"}
+    with pytest.raises(NoReplica, match="r9"):
+        await run(scripted, "b.0-me", RouteHints(allowed=frozenset({"r9"})))
+    with pytest.raises(InvalidRequest, match="names 0 replicas"):
+        hints_of(Headers({"x-manta-replicas": " , "}))
+
+
+BODY = {"prompt": "The harbour had been quiet for most of the winter. " * 12, "max_tokens": 2, "temperature": 0}
+
+
+@pytest.mark.model
+async def test_the_header_and_the_usage_agree_and_the_second_time_is_cached(
+    client: httpx.AsyncClient, house: House
+) -> None:
+    await client.get("/flush_cache?timeout=5")
+    first = await client.post("/v1/completions", json=BODY)
+    assert "replica=r0; overlap_predicted=0; overlap_actual=0; policy=round_robin" in first.headers["x-manta-route"]
+    async with asyncio.timeout(5):  # until the replica has told what it keeps
+        while house.router.num_pages("r0")[0] < 8:
+            await asyncio.sleep(0.01)
+    again = await client.post("/v1/completions", json=BODY)
+    cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= 64
+    assert f"overlap_predicted={cached}; overlap_actual={cached};" in again.headers["x-manta-route"]
+    batch = await client.post("/v1/completions", json={**BODY, "prompt": ["a", "b"]})
+    assert batch.headers["x-manta-route"].count("replica=r0") == 2
+    assert "x-manta-route" not in (await client.get("/ping")).headers
+
+
+@pytest.mark.model
+async def test_a_route_is_told_and_a_dry_run_leaves_no_trace(client: httpx.AsyncClient, house: House) -> None:
+    answer = await client.post("/v1/completions", json=BODY, headers={"X-Request-Id": "tell-me"})
+    for name in ("tell-me", answer.json()["id"]):
+        told = (await client.get(f"/route/{name}")).json()
+        assert (told["rid"], told["replica"], told["outcome"], told["num_retries"]) == ("tell-me", "r0", "finished", 0)
+        assert told["tries"][0]["actual"]["ttft_s"] > 0
+    missing = await client.get("/route/nobody")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "route_not_found")
+    before = (len(house.dispatcher.routes), house.router.num_pages("r0"), house.router.num_open)
+    for body in ({"prompt": BODY["prompt"]}, {"messages": [{"role": "user", "content": "Hi"}]}, {"input_ids": [1, 2]}):
+        dry = (await client.post("/route/explain", json=body)).json()
+        assert (dry["dry_run"], dry["replica"], len(dry["candidates"])) == (True, "r0", 1)
+    assert (len(house.dispatcher.routes), house.router.num_pages("r0"), house.router.num_open) == before
+    wrong = await client.post("/route/explain", json={"prompt": "a", "text": "b"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_closing_a_stream_early_leaves_an_aborted_record(scripted: House) -> None:
+    await ready(scripted, ScriptedReplica("r0"))
+    async with contextlib.aclosing(scripted.dispatcher.stream(ask(max_new_tokens=100))) as deltas:
+        await anext(deltas)
+    record = scripted.dispatcher.routes.find("me")
+    assert record is not None
+    assert record.tries[0].outcome is not None
+    assert record.tries[0].outcome.ending.value == "aborted"

@@ -1,0 +1,199 @@
+"""The load as believed between reports, and the seconds made of it."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from routing.router import Router
+from routing.types import Candidate, Decision, Ending, Outcome, PagesStored, Reason, ReplicaView, RouteQuery
+
+PROMPT = list(range(1_000))  # 62 whole pages
+
+
+class Fixture:
+    """A router whose clock moves only when told."""
+
+    def __init__(self, *views: ReplicaView, policy: str = "estimated_ttft", seed: int = 0) -> None:
+        self.now_s = 0.0
+        self.router = Router(policy, Random(seed), lambda: self.now_s)
+        self.router.update(views)
+
+    def choose(self, tokens: list[int] = PROMPT, **hints: str) -> Decision:
+        return self.router.choose(RouteQuery(rid="r", token_ids=tokens, max_new_tokens=100, **hints))
+
+    def look(self) -> dict[str, Candidate]:
+        decision = self.router.explain_only(RouteQuery(rid="r", token_ids=[1] * 10, max_new_tokens=100))
+        return {candidate.replica_id: candidate for candidate in decision.candidates}
+
+
+def view(replica_id: str, time_s: float = 0.0, *, rate: float = 1_000.0, queued: int = 0, **more: float) -> ReplicaView:
+    return ReplicaView(
+        replica_id=replica_id, time_s=time_s, prefill_tokens_per_s=rate, queued_uncached_tokens=queued,
+        pool_pages=1_000, **more,
+    )  # fmt: skip
+
+
+def test_a_queue_drains_at_the_prefill_rate_until_it_is_empty() -> None:
+    f = Fixture(view("a", queued=1_500))
+    f.now_s = 1.0
+    assert f.look()["a"].queued_tokens == 500
+    f.now_s = 1.9
+    assert f.look()["a"].queued_tokens == 0
+
+
+def test_what_is_sent_adds_its_uncached_tokens_and_idle_time_before_it_is_no_credit() -> None:
+    f = Fixture(view("a"))
+    f.now_s = 1.0
+    f.choose()
+    assert f.look()["a"].queued_tokens == 1_000
+    f.choose()  # 992 of its tokens are expected to be cached by then
+    assert f.look()["a"].queued_tokens == 1_008
+    f.now_s = 1.5
+    assert f.look()["a"].queued_tokens == 508
+
+
+def test_a_late_report_is_brought_up_to_date_with_what_was_sent_after_it() -> None:
+    f = Fixture(view("a"))
+    f.now_s = 1.0
+    f.choose()
+    f.now_s = 1.2
+    f.router.update([view("a", 0.9, queued=50)])  # 50 are done by 1.0, when the 1,000 came
+    assert f.look()["a"].queued_tokens == 800
+
+
+def test_what_ended_no_longer_waits() -> None:
+    f = Fixture(view("a", rate=0.0))
+    decision = f.choose()
+    f.router.done(decision, Outcome(ending=Ending.FINISHED))
+    assert f.look()["a"].queued_tokens == 0
+
+
+def test_silence_fades_towards_what_the_others_say() -> None:
+    """7 s after the report: 2 s are fresh, 5 s are one half-life."""
+    f = Fixture(view("a", rate=0.0, queued=1_000, num_running=8), view("b", rate=0.0))
+    f.now_s = 7.0
+    f.router.update([view("a", rate=0.0, queued=1_000, num_running=8), view("b", 7.0, rate=0.0)])
+    seen = f.look()
+    assert (seen["a"].queued_tokens, seen["a"].num_requests) == (500, 4)
+    assert (seen["b"].queued_tokens, seen["b"].num_requests) == (0, 0)
+
+
+def test_rates_are_smoothed_and_the_unmeasured_is_taken_for_the_mean_of_the_others() -> None:
+    f = Fixture(view("a", rate=1_000.0), view("b", rate=0.0), view("c", rate=3_000.0))
+    assert f.look()["b"].terms.prefill_tokens_per_s == 2_000.0
+    f.router.update([view("a", 1.0, rate=2_000.0)])  # one half-life later
+    assert f.look()["a"].terms.prefill_tokens_per_s == pytest.approx(1_500.0)
+
+
+def test_the_terms_of_an_estimate() -> None:
+    f = Fixture(view("a", queued=500, num_running=2, decode_step_s=0.02))
+    terms = f.choose().candidates[0].terms
+    assert (terms.queue_s, terms.own_s, terms.decode_s, terms.pressure_s) == (0.5, 1.0, 0.01, 0.0)
+    assert terms.ttft_s == 1.51
+
+
+def test_a_full_pool_costs_the_share_of_what_is_held_that_must_come_free() -> None:
+    """12,800 of 16,000 tokens are held; 1,000 + 100 fit: nothing. 16,000 held: 1,100 / 16,000 of 100 steps of 0.1 s."""
+    f = Fixture(
+        view("a", pool_utilization=0.8, num_running=9, decode_step_s=0.1),
+        view("b", pool_utilization=1.0, num_running=9, decode_step_s=0.1),
+    )
+    a, b = f.choose().candidates
+    assert a.terms.pressure_s == 0.0
+    assert b.terms.pressure_s == pytest.approx(10.0 * 1_100 / 16_000)
+
+
+def test_no_place_among_the_running_costs_a_turn_s_share() -> None:
+    f = Fixture(view("a", num_running=4, num_waiting=1, decode_step_s=0.1, max_running_requests=4))
+    assert f.choose().candidates[0].terms.pressure_s == pytest.approx(10.0 * 2 / 4)
+
+
+def test_a_prefix_wins_until_waiting_costs_more_than_computing_it_anew() -> None:
+    f = Fixture(view("a"), view("b"))
+    holder = f.choose().replica_id
+    other = "b" if holder == "a" else "a"
+    for queued, winner in ((900, holder), (1_100, other)):
+        f.now_s += 10.0
+        f.router.update([view(holder, f.now_s, queued=queued), view(other, f.now_s)])
+        decision = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT))
+        assert (decision.replica_id, decision.reason) == (winner, Reason.SOONEST)
+        assert decision.best_overlap == (holder, 992)
+    assert decision.given_up == 992
+
+
+def test_a_session_breaks_a_tie_and_nothing_else() -> None:
+    f = Fixture(view("a"), view("b"), seed=3)
+    first = f.choose([1] * 10, session_id="s")
+    f.router.done(first, Outcome(ending=Ending.FINISHED))
+    other = "b" if first.replica_id == "a" else "a"
+    again = f.choose([2] * 10, session_id="s")
+    assert (again.replica_id, again.reason) == (first.replica_id, Reason.SESSION)
+    f.router.update([view(first.replica_id, 1.0, queued=500), view(other, 1.0)])
+    f.now_s = 1.0
+    assert f.choose([3] * 10, session_id="s").replica_id == other
+
+
+def test_prefix_threshold_follows_the_prefix_unless_it_is_short_or_the_load_is_out_of_balance() -> None:
+    f = Fixture(view("a"), view("b"), policy="prefix_threshold")
+    holder = f.choose().replica_id
+    other = "b" if holder == "a" else "a"
+    assert (f.choose().replica_id, f.choose().reason) == (holder, Reason.LONGEST_PREFIX)
+    short = f.choose(PROMPT[:160] + [9] * 900)  # 15 % of it
+    assert (short.replica_id, short.reason) == (other, Reason.FEWER_REQUESTS)
+    f.router.update([view(holder, 1.0, num_running=70), view(other, 1.0)])
+    f.now_s = 1.0
+    balance = f.choose()
+    assert (balance.replica_id, balance.reason) == (other, Reason.BALANCE)
+
+
+def test_random_reaches_everyone() -> None:
+    f = Fixture(view("a"), view("b"), view("c"), policy="random")
+    assert {f.choose().replica_id for _ in range(30)} == {"a", "b", "c"}
+
+
+def test_a_dry_run_says_what_choose_will_and_changes_nothing() -> None:
+    f = Fixture(*(view(name) for name in "abcdefgh"))
+    query = RouteQuery(rid="r", token_ids=PROMPT)
+    dry = [f.router.explain_only(query) for _ in range(3)]
+    assert {(d.replica_id, d.dry_run) for d in dry} == {(f.router.choose(query).replica_id, True)}
+    assert f.router.num_open == 1
+    assert not f.router.done(dry[0], Outcome(ending=Ending.FINISHED))
+    assert f.router.num_open == 1
+    f.router.check()
+
+
+def test_it_learns_how_wrong_it_was() -> None:
+    f = Fixture(view("a"))
+    decision = f.choose()  # 1,000 tokens at 1,000 a second, none cached
+    f.router.done(decision, Outcome(ending=Ending.FINISHED, cached_tokens=160, ttft_s=1.5))
+    failed = f.choose()
+    f.router.done(failed, Outcome(ending=Ending.FAILED))  # tells nothing
+    errors = f.router.errors
+    assert (errors.num, errors.cached_bias_tokens, errors.ttft_bias_s) == (1, 160.0, 0.5)
+    assert (errors.predicted_ttft_s, errors.actual_ttft_s) == (1.0, 1.5)
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    f = Fixture(view("a"))
+    f.router.choose(RouteQuery(rid="r", token_ids=PROMPT, salt="x"))
+    overlaps = [f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, salt=s)).overlap_tokens for s in ("x", "y")]
+    assert overlaps == [992, 0]
+
+
+def test_another_page_size_or_an_untold_pool_means_no_overlap() -> None:
+    f = Fixture(
+        ReplicaView(replica_id="a", time_s=0.0, pool_pages=100, page_size=32), ReplicaView(replica_id="b", time_s=0.0)
+    )
+    for _ in range(3):
+        assert f.choose().best_overlap[1] == 0
+
+
+def test_a_pool_told_later_begins_an_index() -> None:
+    f = Fixture(ReplicaView(replica_id="a", time_s=0.0))
+    f.router.apply("a", [PagesStored(1, np.array([1], dtype=np.uint64))])
+    f.router.update([view("a", 1.0)])
+    assert not f.router.apply("a", [])  # what it holds is unknown again
+    f.choose()
+    assert f.router.num_pages("a") == (0, 62)
+    f.router.check()

@@ -1,0 +1,111 @@
+"""Events of one replica: order, gaps, snapshots, and predictions that do not come true."""
+
+from random import Random
+
+import numpy as np
+
+from routing.feed import Feed
+from routing.index import PrefixIndex
+from routing.router import Router
+from routing.types import (
+    Decision,
+    Ending,
+    IndexSnapshot,
+    Outcome,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+    ReplicaView,
+    RouteQuery,
+)
+
+PROMPT = list(range(100, 164))  # 4 pages of 16
+
+
+def keys(*pages: int) -> np.ndarray:
+    return np.array(pages, dtype=np.uint64)
+
+
+def feed(capacity: int = 100) -> tuple[Feed, PrefixIndex]:
+    index = PrefixIndex()
+    index.join(0, capacity=capacity)
+    return Feed(index, 0), index
+
+
+def test_events_from_the_first_on_need_no_snapshot() -> None:
+    f, index = feed()
+    assert f.apply([PagesStored(1, keys(1, 2)), PagesRemoved(2, keys(2)), PagesStored(3, keys(3))])
+    assert index.pages(0) == {1, 3}
+
+
+def test_events_from_the_middle_on_need_a_snapshot_and_are_kept_until_it_comes() -> None:
+    f, index = feed()
+    assert not f.apply([PagesStored(7, keys(7))])
+    assert not f.apply([PagesRemoved(8, keys(1))])
+    assert index.pages(0) == set()
+    assert f.apply_snapshot(IndexSnapshot(6, keys(1, 2)))
+    assert index.pages(0) == {2, 7}
+
+
+def test_a_gap_asks_for_a_snapshot_and_is_healed_if_the_missing_event_turns_up() -> None:
+    f, index = feed()
+    assert f.apply([PagesStored(1, keys(1))])
+    assert not f.apply([PagesRemoved(3, keys(2))])
+    assert index.pages(0) == {1}
+    assert f.apply([PagesStored(2, keys(2))])
+    assert index.pages(0) == {1}
+    assert f.seq == 3
+
+
+def test_an_event_counts_once_and_an_old_snapshot_not_at_all() -> None:
+    f, index = feed()
+    f.apply([PagesStored(1, keys(1)), PagesCleared(2), PagesStored(3, keys(3))])
+    assert f.apply([PagesStored(1, keys(1))])
+    assert f.apply_snapshot(IndexSnapshot(1, keys(1)))
+    assert index.pages(0) == {3}
+
+
+def test_an_older_snapshot_than_the_gap_does_not_help() -> None:
+    f, _ = feed()
+    f.apply([PagesStored(1, keys(1)), PagesStored(5, keys(5))])
+    assert not f.apply_snapshot(IndexSnapshot(3, keys(1, 2, 3)))
+    assert f.apply_snapshot(IndexSnapshot(4, keys(1, 2, 3, 4)))
+
+
+def test_a_replica_that_claims_more_than_its_pool_is_asked_for_a_snapshot() -> None:
+    f, index = feed(capacity=2)
+    assert not f.apply([PagesStored(1, keys(1, 2, 3))])
+    assert f.apply_snapshot(IndexSnapshot(1, keys(1, 3)))
+    assert index.pages(0) == {1, 3}
+
+
+def routed() -> tuple[Router, Decision]:
+    router = Router("estimated_ttft", Random(0), lambda: 0.0)
+    router.update([ReplicaView(replica_id="a", time_s=0.0, pool_pages=10)])
+    router.apply("a", [PagesStored(1, keys(1))])
+    return router, router.choose(RouteQuery(rid="r", token_ids=PROMPT))
+
+
+def test_what_a_request_was_expected_to_leave_and_did_not_is_dropped_two_batches_after_its_end() -> None:
+    router, decision = routed()
+    router.apply("a", [PagesStored(2, decision.keys[:1])])
+    assert router.num_pages("a") == (2, 3)
+    router.done(decision, Outcome(ending=Ending.ABORTED))
+    router.apply("a", [])
+    assert router.num_pages("a") == (2, 3)
+    router.apply("a", [])
+    assert router.num_pages("a") == (2, 0)
+    router.check()
+
+
+def test_without_events_what_was_expected_stays() -> None:
+    router = Router("estimated_ttft", Random(0), lambda: 0.0)
+    router.update([ReplicaView(replica_id="a", time_s=0.0, pool_pages=10)])
+    router.done(router.choose(RouteQuery(rid="r", token_ids=PROMPT)), Outcome(ending=Ending.FINISHED))
+    assert router.num_pages("a") == (0, 4)
+
+
+def test_an_unknown_replica_is_refused() -> None:
+    router, _ = routed()
+    assert not router.apply("b", [PagesStored(1, keys(1))])
+    assert not router.apply_snapshot("b", IndexSnapshot(1, keys(1)))
