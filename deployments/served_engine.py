@@ -153,10 +153,6 @@ class ServedEngine:
         assert {id(lease.client) for lease in self._leases.values()} <= {id(c) for c in self._clients.values()}
         assert self._sinks.keys() == self._clients.keys()
 
-    @property
-    def num_leases(self) -> int:
-        return len(self._leases)
-
     def _make_sink(self, client: ChannelClient) -> Callable[[list[TokenDelta]], None]:
         event_loop = asyncio.get_running_loop()
 

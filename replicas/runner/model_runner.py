@@ -18,6 +18,7 @@ from replicas.attention.registry import make_attention
 from replicas.config import EngineConfig
 from replicas.memory import sizing
 from replicas.memory.pool import MHATokenToKVPool
+from replicas.memory.table import ROW_SLACK
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
 from replicas.runner import batch as batches
@@ -28,8 +29,6 @@ from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, StepPlan,
 from replicas.types import TokenLogprob
 
 log = logging.getLogger(__name__)
-
-ROW_SLACK = 4  # columns beyond the context length (SPEC B01)
 
 
 class ModelRunner:
