@@ -1,0 +1,28 @@
+"""What can go wrong between two engines.
+
+TransferError
+├── IncompatibleLayout   the peer's pages mean something else; names the fields that differ. Trying again will not help
+├── PeerLost             the peer is gone or cannot be reached; a hello may bring it back
+├── NotAuthenticated     the peer does not know the cluster token
+└── BadMessage           bytes that are no message of this version
+"""
+
+
+class TransferError(Exception):
+    """Root of the tree. The message says what was wanted, what there is, and what to do."""
+
+
+class IncompatibleLayout(TransferError):
+    """Pages of one side cannot be read as pages of the other."""
+
+
+class PeerLost(TransferError):
+    """The other process died, hangs, or cannot be reached."""
+
+
+class NotAuthenticated(TransferError):
+    """The challenge was answered wrongly."""
+
+
+class BadMessage(TransferError):
+    """Not a message, or of another version."""

@@ -1,0 +1,97 @@
+"""What the bytes of a KV page mean, and which of them two ranks share.
+
+Owns:      the description of a pool's pages that two engines compare before one writes into the other's memory.
+Invariant: one rank's page is [L, 2, K / tp, page_size, D] of one dtype, contiguous (replicas/memory/pool.py).
+"""
+
+import hashlib
+from dataclasses import dataclass, fields
+
+from kvtransfer.errors import IncompatibleLayout
+
+MAY_DIFFER = frozenset({"tp"})  # heads are sliced then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSlice:
+    """Bytes of a page that go from one rank to another: [src_offset, src_offset + num_bytes) of the source page."""
+
+    src_offset: int
+    dst_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """Pages of one model instance."""
+
+    model: str  # identity of config and weights, not a path: equal on every node that serves the same model
+    architecture: str  # "MHA"; how K and V lie in a page
+    num_layers: int
+    num_kv_heads: int  # of all ranks together
+    head_dim: int
+    dtype: str  # "float32", "bfloat16", ...
+    item_bytes: int  # of one number
+    page_size: int  # tokens
+    tp: int
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads % self.tp:
+            raise ValueError(f"{self.num_kv_heads} KV heads do not split by tp = {self.tp}")
+
+    @property
+    def heads_per_rank(self) -> int:
+        return self.num_kv_heads // self.tp
+
+    @property
+    def head_bytes(self) -> int:
+        """One head of one layer's K (or V) in a page."""
+        return self.page_size * self.head_dim * self.item_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """One rank's page."""
+        return self.num_layers * 2 * self.heads_per_rank * self.head_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly when pages can be exchanged (tp may differ)."""
+        text = "|".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name not in MAY_DIFFER)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def require_compatible(self, theirs: "KvLayout") -> None:
+        """Raises: IncompatibleLayout that names every field that differs, both values, and what to do."""
+        differing = [
+            f"{f.name}: {getattr(self, f.name)!r} here, {getattr(theirs, f.name)!r} there"
+            for f in fields(self)
+            if f.name not in MAY_DIFFER and getattr(self, f.name) != getattr(theirs, f.name)
+        ]
+        if differing:
+            raise IncompatibleLayout(
+                f"KV pages cannot be exchanged: {'; '.join(differing)}. Serve the same model with the same dtype and "
+                "page size on prefill and decode replicas"
+            )
+        if max(self.tp, theirs.tp) % min(self.tp, theirs.tp):
+            raise IncompatibleLayout(
+                f"tp = {self.tp} here and {theirs.tp} there: one must be a multiple of the other, so that heads map"
+            )
+
+
+def head_slices(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> tuple[PageSlice, ...]:
+    """The parts of a page that rank ``src_rank`` of ``src`` has and rank ``dst_rank`` of ``dst`` wants, as few runs
+    as possible: the whole page when tp is equal, else one run of heads for each layer's K and V; () when they share
+    no head."""
+    low = max(src_rank * src.heads_per_rank, dst_rank * dst.heads_per_rank)
+    high = min((src_rank + 1) * src.heads_per_rank, (dst_rank + 1) * dst.heads_per_rank)
+    if low >= high:
+        return ()
+    if src.tp == dst.tp:
+        return (PageSlice(src_offset=0, dst_offset=0, num_bytes=src.page_bytes),)
+    return tuple(
+        PageSlice(
+            src_offset=(part * src.heads_per_rank + low - src_rank * src.heads_per_rank) * src.head_bytes,
+            dst_offset=(part * dst.heads_per_rank + low - dst_rank * dst.heads_per_rank) * dst.head_bytes,
+            num_bytes=(high - low) * src.head_bytes,
+        )
+        for part in range(src.num_layers * 2)
+    )
