@@ -1,8 +1,8 @@
 """What the parts of a hand-off say to each other: values, and the two protocols that tie them together.
 
-Owns:      nothing; these are frozen values, and protocols with one contract suite each.
+Owns:      nothing; these are frozen values, and the protocol of the desk.
 
-    engine (replicas/disagg) ──orders──> KvTransfer ──orders──> RankPort, one per rank ──> TransferAgent (NIXL or memcpy)
+    engine (replicas/disagg) ──orders──> KvTransfer ──orders──> RankPort, one per rank (ports.py) ──> TransferAgent
                              <──events──            <──events──
 
 A *room* is one hand-off: one sequence's pages from one prefill replica to one decode replica. ``generation`` tells the
@@ -10,15 +10,13 @@ tries of one room apart, ``incarnation`` the lives of one process: a late word o
 """
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 PageIds = npt.NDArray[np.int32]  # [n] pages of one pool; the same ids on every rank
-Digests = npt.NDArray[np.uint64]  # [n] one per page
 
 
 class Verify(enum.Enum):
@@ -48,18 +46,6 @@ class PdTicket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
-    """What the other side must know of one rank to write into its pool, or to be written from."""
-
-    rank: int
-    agent: str  # name, new with every incarnation
-    metadata: bytes  # of the agent; trusted input, only ever taken from an authenticated peer
-    base_address: int  # of page 0
-    num_pages: int  # page 0, the sink, included
-    device: int  # 0 for host memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferMeta:
     """What the pages themselves do not say (SPEC H12); comes with the last of them. ``version`` guards its meaning."""
 
@@ -74,7 +60,7 @@ class KVTransferMeta:
     version: int = 1
 
 
-# -- engine -> KvTransfer -----------------------------------------------------------------------------------------------
+# engine -> KvTransfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +88,7 @@ class SendOrder:
     deadline_s: float  # from now, for the receiver to open
 
 
-# -- KvTransfer -> engine -----------------------------------------------------------------------------------------------
+# KvTransfer -> engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +151,22 @@ TransferEvent = SendReady | SendDone | SendFailed | SendDrained | Received | Rec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """How an engine's desk behaves; every wait has its limit here."""
+
+    host: str  # address of this machine that the peers reach; the desk listens there and nowhere else
+    token: bytes  # secret of the cluster: who does not know it gets no metadata
+    verify: Verify = Verify.ALL
+    transport: Literal["auto", "tcp"] = "auto"  # auto: shared memory copies (CMA) on one host, else what UCX finds
+    open_timeout_s: float = 30.0  # prefill side: for the receiver to open the room
+    room_timeout_s: float = 30.0  # decode side: from open to the last page
+    call_timeout_s: float = 5.0  # for a hello or an answer
+    heartbeat_s: float = 1.0
+    heartbeat_misses: int = 3  # silent for so many: every room with that peer fails
+    pages_per_write: int = 16  # a write blocks the transfer thread while it copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
     """Counters only grow; gauges are as of now."""
 
@@ -210,7 +212,7 @@ class KvTransferDesk(Protocol):
         ...
 
     def send_last(self, room: int, page_offset: int, pages: PageIds, meta: KVTransferMeta) -> None:
-        """The rest, which may be no page at all, and the word that it is all. -> SendDone, or SendFailed + SendDrained."""
+        """The rest, maybe no page at all, and the word that it is all. -> SendDone, or SendFailed and SendDrained."""
         ...
 
     def abort_send(self, room: int, reason: str) -> None:
@@ -226,125 +228,3 @@ class KvTransferDesk(Protocol):
     def close(self) -> None:
         """Say goodbye to all peers and stop. Rooms that are open end without events."""
         ...
-
-
-# -- KvTransfer -> RankPort and back ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerRanks:
-    """A peer engine as its hello told it."""
-
-    incarnation: str
-    fingerprint: str
-    tp: int
-    ranks: tuple[RankInfo, ...]  # [tp]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOrder:
-    """Copy pages of this rank to all ranks of the peer that hold any of its heads."""
-
-    order_id: int
-    incarnation: str  # of the peer
-    room: int
-    generation: int
-    page_offset: int  # of the first page, counted from the room's first
-    src_pages: PageIds  # [n]
-    dst_pages: PageIds  # [n]
-    last: bool  # no more after this; n may be 0 then
-    meta: bytes = b""  # with ``last``, from rank 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectOrder:
-    """This rank's pool will be written to: where the room's pages lie, to verify them as they come."""
-
-    room: int
-    generation: int
-    incarnation: str  # of the peer
-    pages: PageIds  # [n]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """The order has ended well on all its destinations: its source is not read any more."""
-
-    order_id: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteFailed:
-    """The order has ended badly; ``drained`` says that its source is not read any more."""
-
-    order_id: int
-    reason: str
-    drained: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
-    """Pages of a room have been written by one rank of the peer, and were verified."""
-
-    room: int
-    generation: int
-    incarnation: str
-    src_rank: int
-    page_offset: int
-    num_pages: int
-    num_bytes: int
-    last: bool
-    bad_pages: tuple[int, ...]  # of this pool, whose digest was wrong
-    meta: bytes = b""
-
-
-PortEvent = Written | WriteFailed | Arrived
-
-
-class RankPort(Protocol):
-    """The transfer side of one rank: its pool, its agent, its digests. Used from the transfer thread only."""
-
-    info: RankInfo
-
-    def connect(self, peer: PeerRanks) -> None:
-        """Idempotent per incarnation. Raises: PeerLost."""
-        ...
-
-    def disconnect(self, incarnation: str) -> None:
-        """Forget a peer that is dead or said goodbye; its orders in flight end as failed. Idempotent."""
-        ...
-
-    def write(self, order: WriteOrder) -> None:
-        """-> Written or WriteFailed, at a later `poll`."""
-        ...
-
-    def expect(self, order: ExpectOrder) -> None: ...
-
-    def forget(self, room: int, generation: int) -> None:
-        """Drop the expectation; what arrives later is not reported."""
-        ...
-
-    def poll(self) -> Sequence[PortEvent]:
-        """What happened; also moves what is in flight. Microseconds when idle."""
-        ...
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
-def group_runs(src: PageIds, dst: PageIds) -> list[tuple[int, int, int]]:
-    """(source page, destination page, length) of maximal runs in which both sides go up by one (SPEC H09).
-
-    ``src``, ``dst``: [n]. Order is kept; the runs cover every pair once.
-    """
-    if len(src) != len(dst):
-        raise ValueError(f"{len(src)} source pages and {len(dst)} destination pages: one for each is wanted")
-    if not len(src):
-        return []
-    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    ends = np.concatenate((breaks, [len(src)]))
-    return [(int(src[s]), int(dst[s]), int(e - s)) for s, e in zip(starts, ends, strict=True)]

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.types import PdTicket, TransferStats
 from replicas.errors import InvalidRequest
 
 MAX_PROMPT_LOGPROBS = 1_000_000  # of one request, alternatives counted: about 30 MB on their way to the client
@@ -26,6 +27,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    HANDED_OFF = "handed_off"  # of a prefill leg: another replica has its K/V and goes on with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,34 @@ def _check(param: str, ok: bool, message: str) -> None:
         raise InvalidRequest(f"{param}: {message}", param=param)
 
 
+class PdLeg(enum.Enum):
+    """Which part of a request that is handed from one replica to another this one has."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOff:
+    """This request is computed by two replicas: one makes the K/V of its prompt, the other the tokens."""
+
+    leg: PdLeg
+    ticket: PdTicket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOffReport:
+    """How a hand-off went, as the decode side saw it; on the delta with the first token."""
+
+    transferred: bool  # False: it failed, and the prompt was computed where it decodes
+    reason: str | None = None  # why it failed
+    num_pages: int = 0
+    num_bytes: int = 0
+    grant_s: float = 0.0  # from arrival until row and pages were granted
+    wait_s: float = 0.0  # from then until all had come, or failed
+    transfer_s: float = 0.0  # of it, from the first page to the last
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """One tokenised request. Made once, in the router; the engine never sees text of the prompt."""
@@ -134,6 +164,7 @@ class GenerateRequest:
     top_logprobs: int = 0  # and of this many most likely alternatives, 0 to 20
     prompt_logprobs_from: int | None = None  # also prompt logprobs for positions >= this; None: none
     resumed_ids: tuple[int, ...] = ()  # output already delivered by a replica that died; continue after it
+    hand_off: HandOff | None = None  # None: this replica does all of it
 
     def validate(self, *, vocab_size: int) -> None:
         """Raises InvalidRequest. Lengths are the engine's to judge, which knows the context and the pool."""
@@ -186,6 +217,7 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # on the first delta, when asked for
     usage: Usage
     finish: Finish | None = None  # on the last delta of the choice
+    hand_off: HandOffReport | None = None  # with the first token, where one was tried
 
     def merge(self, later: "TokenDelta") -> "TokenDelta":
         """This delta and the one after it as one: what a slow consumer receives."""
@@ -200,6 +232,7 @@ class TokenDelta:
             prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
             usage=later.usage,
             finish=later.finish,
+            hand_off=self.hand_off or later.hand_off,
         )
 
 
@@ -214,7 +247,7 @@ class PressureLevel(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """The device pool by state, in pages and tokens; the four states sum to the capacity (SPEC D14)."""
+    """The device pool by state, in pages and tokens; the five states sum to the capacity (SPEC D14)."""
 
     page_size: int
     num_pages: int
@@ -222,6 +255,7 @@ class PoolStats:
     evictable_pages: int
     protected_pages: int  # in the tree and locked by a request
     reserved_pages: int  # held by requests outside the tree
+    quarantined_pages: int = 0  # of failed hand-offs: a peer may still write to them
 
     @property
     def total_tokens(self) -> int:
@@ -229,8 +263,8 @@ class PoolStats:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of pages that a new request cannot have: protected and reserved."""
-        return (self.protected_pages + self.reserved_pages) * self.page_size
+        """Tokens of pages that a new request cannot have: protected, reserved and quarantined."""
+        return (self.protected_pages + self.reserved_pages + self.quarantined_pages) * self.page_size
 
     @property
     def utilization(self) -> float:
@@ -275,3 +309,8 @@ class EngineStats:
     # smoothed rates; 0 until measured
     prefill_tokens_per_s: float
     decode_step_s: float
+    # hand-offs; None where the engine takes part in none
+    num_preallocating: int = 0  # decode legs that wait for row and pages
+    num_receiving: int = 0  # decode legs whose K/V is on its way
+    num_handing_off: int = 0  # prefill legs that wait for their receiver, are sending, or drain
+    transfer: TransferStats | None = None

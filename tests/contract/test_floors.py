@@ -19,7 +19,7 @@ FLOORS: dict[str, set[str]] = {
     "routing": {"kvtransfer.pages"},
     "replicas": set(),  # a module that lands here has no floor yet: give it one
     "replicas.errors": set(),
-    "replicas.types": {"replicas.errors"},
+    "replicas.types": {"replicas.errors", "kvtransfer.types"},
     "replicas.config": {"replicas.errors", "kvtransfer.layout"},
     "replicas.request": {"replicas.types", "replicas.errors"},
     "replicas.parallel": {"replicas.errors"},

@@ -1,0 +1,147 @@
+"""What the desk and the ranks of one engine say to each other: each rank has a pool, an agent and a port.
+
+Owns:      nothing; frozen values, the protocol of a port, and the merging of pages into runs.
+Invariant: page ids are the same on every rank; a rank writes only the heads that it has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.types import PageIds
+
+Digests = npt.NDArray[np.uint64]  # [n] one per page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """What the other side must know of one rank to write into its pool, or to be written from."""
+
+    rank: int
+    agent: str  # name, new with every incarnation
+    metadata: bytes  # of the agent; trusted input, only ever taken from an authenticated peer
+    base_address: int  # of page 0
+    num_pages: int  # page 0, the sink, included
+    device: int  # 0 for host memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRanks:
+    """A peer engine as its hello told it."""
+
+    incarnation: str
+    fingerprint: str
+    tp: int
+    ranks: tuple[RankInfo, ...]  # [tp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOrder:
+    """Copy pages of this rank to all ranks of the peer that hold any of its heads."""
+
+    order_id: int
+    incarnation: str  # of the peer
+    room: int
+    generation: int
+    page_offset: int  # of the first page, counted from the room's first
+    src_pages: PageIds  # [n]
+    dst_pages: PageIds  # [n]
+    last: bool  # no more after this; n may be 0 then
+    meta: bytes = b""  # with ``last``, from rank 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectOrder:
+    """This rank's pool will be written to: where the room's pages lie, to verify them as they come."""
+
+    room: int
+    generation: int
+    incarnation: str  # of the peer
+    pages: PageIds  # [n]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The order has ended well on all its destinations: its source is not read any more."""
+
+    order_id: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFailed:
+    """The order has ended badly; ``drained`` says that its source is not read any more."""
+
+    order_id: int
+    reason: str
+    drained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """Pages of a room have been written by one rank of the peer, and were verified."""
+
+    room: int
+    generation: int
+    incarnation: str
+    src_rank: int
+    page_offset: int
+    num_pages: int
+    num_bytes: int
+    last: bool
+    bad_pages: tuple[int, ...]  # of this pool, whose digest was wrong
+    meta: bytes = b""
+
+
+PortEvent = Written | WriteFailed | Arrived
+
+
+class RankPort(Protocol):
+    """The transfer side of one rank: its pool, its agent, its digests. Used from the transfer thread only."""
+
+    info: RankInfo
+
+    def connect(self, peer: PeerRanks) -> None:
+        """Idempotent per incarnation. Raises: PeerLost."""
+        ...
+
+    def disconnect(self, incarnation: str) -> None:
+        """Forget a peer that is dead or said goodbye; its orders in flight end as failed. Idempotent."""
+        ...
+
+    def write(self, order: WriteOrder) -> None:
+        """-> Written or WriteFailed, at a later `poll`."""
+        ...
+
+    def expect(self, order: ExpectOrder) -> None: ...
+
+    def forget(self, room: int, generation: int) -> None:
+        """Drop the expectation; what arrives later is not reported."""
+        ...
+
+    def poll(self) -> Sequence[PortEvent]:
+        """What happened; also moves what is in flight. Microseconds when idle."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+def group_runs(src: PageIds, dst: PageIds) -> list[tuple[int, int, int]]:
+    """(source page, destination page, length) of maximal runs in which both sides go up by one (SPEC H09).
+
+    ``src``, ``dst``: [n]. Order is kept; the runs cover every pair once.
+    """
+    if len(src) != len(dst):
+        raise ValueError(f"{len(src)} source pages and {len(dst)} destination pages: one for each is wanted")
+    if not len(src):
+        return []
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(src)]))
+    return [(int(src[s]), int(dst[s]), int(e - s)) for s, e in zip(starts, ends, strict=True)]
