@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from kvtransfer.layout import KvLayout
 from replicas.errors import InvalidConfig
 
 Device = Literal["cpu", "cuda"]
@@ -132,6 +133,26 @@ class EngineConfig:
     def chunked_prefill_size(self) -> int:
         assert self.scheduler.chunked_prefill_size is not None
         return self.scheduler.chunked_prefill_size
+
+
+def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvLayout:
+    """What the pages of this engine's pool mean.
+
+    Args:   model: identity of config and weights (runner/identity.py).
+            tp: another than the engine's: 1 for bytes that hold all heads.
+    Raises: ValueError when the ranks share KV heads (more ranks than heads): such pages cannot be cut by heads.
+    """
+    return KvLayout(
+        model=model,
+        architecture="MHA",
+        num_layers=config.model.num_layers,
+        num_kv_heads=config.model.num_kv_heads,
+        head_dim=config.model.head_dim,
+        dtype=config.kv_dtype,
+        item_bytes=DTYPE_BYTES[config.kv_dtype],
+        page_size=config.cache.page_size,
+        tp=config.parallel.tp if tp is None else tp,
+    )
 
 
 CPU_MEMORY_SHARE = 0.15  # of available RAM, for weights + KV of one replica, when nothing is said

@@ -19,6 +19,7 @@ from replicas.cache.kv import KvCache
 from replicas.config import EngineConfig
 from replicas.detokenizer import Detokenizer
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
+from replicas.memory.payload import KvBytes
 from replicas.request import Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.scheduler import NewToken, Scheduler, stop_reason, uncached_tokens
@@ -53,6 +54,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         dead_rank: Callable[[], str | None] = lambda: None,
         close: Callable[[], None] = lambda: None,
+        kv_bytes: KvBytes | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -62,6 +64,7 @@ class Engine:
         self._clock = clock
         self._close = close
         self.dead_rank = dead_rank  # a sentence when another rank is gone; any thread may ask
+        self.kv_bytes = kv_bytes  # of all ranks; for replay.py
         self._steps = StepClock()
         self._open: dict[str, list[Choice]] = {}
         self._eos_ids = frozenset(config.model.eos_ids)
@@ -91,9 +94,15 @@ class Engine:
                 param="prompt",
             )
 
-    def submit(self, request: GenerateRequest) -> list[TokenDelta]:
+    def find(self, rid: str, index: int = 0) -> Req | None:
+        """Choice ``index`` of an open request."""
+        return next((choice.req for choice in self._open.get(rid, ()) if choice.req.index == index), None)
+
+    def submit(self, request: GenerateRequest, place: Callable[[Req], None] | None = None) -> list[TokenDelta]:
         """Accept a request. Returns: deltas of choices that are already complete (a resumed request may be).
 
+        Args:   place: brings each choice into the scheduler; None lets it wait for its turn. If it raises, nothing was
+                accepted (one choice only).
         Raises: as `check`; Overloaded when the waiting queue is full; InvalidRequest for a rid that is open.
         """
         self.check(request)
@@ -103,10 +112,11 @@ class Engine:
         if len(self.scheduler.waiting) + request.sampling.n > limit:
             raise Overloaded(f"{len(self.scheduler.waiting)} requests wait, at most {limit} may: try again later")
         choices = [self._choice(request, index) for index in range(request.sampling.n)]
+        for choice in choices:
+            (place or self.scheduler.submit)(choice.req)
         self._open[request.rid] = choices
         done = []
         for choice in choices:
-            self.scheduler.submit(choice.req)
             finish = self._resumed_finish(choice)
             if finish is not None:
                 self.scheduler.finish(choice.req, finish)

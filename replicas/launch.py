@@ -20,6 +20,7 @@ from replicas.engine import Engine
 from replicas.errors import EngineDead
 from replicas.parallel import TpGroup
 from replicas.runner.device import measure_hardware
+from replicas.runner.kv_access import KvOrder, RankedKvBytes
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.weights import load_model_config
 from replicas.runner.worker import PlanChannel, WorkerSpec, die_with_parent, run_worker, worker_specs
@@ -131,6 +132,7 @@ def load_engine(
         tokenizer=tokenizer,
         dead_rank=ranks.dead,
         close=ranks.close,
+        kv_bytes=ranks.kv_bytes(config),
     )
     log.info("KV pool: %s", engine.describe())
     return engine
@@ -175,6 +177,11 @@ class Ranks:
             self._channel.send(plan)
         return self.runner.run(plan)
 
+    def kv_bytes(self, config: EngineConfig) -> RankedKvBytes:
+        """The pools of all ranks as bytes."""
+        send = self._channel.send if self._channel is not None else _to_nobody
+        return RankedKvBytes(config, self.runner.pool, self.runner.tp, send)
+
     def dead(self) -> str | None:
         return self._handles.dead() if self._handles is not None else None
 
@@ -183,6 +190,10 @@ class Ranks:
             self._channel.close()
         if self._handles is not None:
             self._handles.stop()
+
+
+def _to_nobody(order: KvOrder) -> None:
+    """There is one rank."""
 
 
 def _settle(future: Future[TpGroup], work: Callable[[], TpGroup]) -> None:

@@ -77,8 +77,8 @@ class KvCache:
         """Tokens of that prefix; changes nothing, so that ordering the queue does not keep pages alive."""
         return self._cache.peek_len(token_ids, salt)
 
-    def admit(self, req: Req) -> int:
-        """Take a row for ``req`` and lock its longest cached prefix.
+    def admit(self, req: Req, *, reuse: bool = True) -> int:
+        """Take a row for ``req`` and lock its longest cached prefix; none without ``reuse``.
 
         At least one token is left to run, and every token whose successor's logprob is wanted.
 
@@ -87,7 +87,7 @@ class KvCache:
         """
         assert req.holding is None, f"request {req.rid} holds row {req.holding.row} already"
         row = self._table.alloc()
-        longest = req.num_tokens - 1
+        longest = req.num_tokens - 1 if reuse else 0
         if req.prompt_logprobs_from is not None:
             longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
         match = self._cache.match_prefix(req.ids[:longest], req.salt)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,6 +79,25 @@ class MHATokenToKVPool:
     def read_pages(self, pages: Sequence[int]) -> Tensor:
         """[n, L, 2, K, page_size, D] a copy of ``pages``."""
         return self.buffer[torch.as_tensor(pages, dtype=torch.int64, device=self.device)]
+
+    def read_slots(self, slots: npt.NDArray[np.int32]) -> Tensor:
+        """[L, 2, n, K, D] a copy of ``slots`` [n], token by token (SPEC H10, H17)."""
+        page, offset = self._places(slots)
+        return self.buffer[page, :, :, :, offset].permute(1, 2, 0, 3, 4)
+
+    def write_slots(self, slots: npt.NDArray[np.int32], data: Tensor) -> None:
+        """Inverse of `read_slots`, bit for bit, whatever the page size of the pool that was read."""
+        shape = (self.num_layers, 2, len(slots), self.num_kv_heads, self.head_dim)
+        if data.shape != shape or data.dtype != self.dtype:
+            raise ValueError(
+                f"{shape} {self.dtype} is wanted for {len(slots)} slots, got {tuple(data.shape)} {data.dtype}"
+            )
+        page, offset = self._places(slots)
+        self.buffer[page, :, :, :, offset] = data.to(self.device).permute(2, 0, 1, 3, 4)
+
+    def _places(self, slots: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+        at = torch.from_numpy(slots.astype(np.int64)).to(self.device)
+        return at // self.page_size, at % self.page_size
 
     def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
         """Inverse of `read_pages`, bit for bit."""

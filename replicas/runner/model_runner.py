@@ -38,7 +38,7 @@ class ModelRunner:
         torch.set_num_threads(config.num_threads)
         torch.set_grad_enabled(False)
         self._config = config
-        self._tp = tp
+        self.tp = tp
         self.device = torch.device(config.device)
         free_before = self._free_bytes(0)
         self._attention: AttentionBackend | None = None
@@ -90,14 +90,14 @@ class ModelRunner:
             return free_device_bytes(self.device)
         budget = self._config.cache.device_memory_bytes
         assert budget is not None
-        return budget // self._tp.size - weights
+        return budget // self.tp.size - weights
 
     def _size_pool(self, free_before: int) -> sizing.PoolSize:
         config, cache = self._config, self._config.cache
-        kv_bytes = self._tp.min_int(
+        kv_bytes = self.tp.min_int(
             sizing.kv_bytes(free_before, self._free_bytes(self.weight_bytes), cache.mem_fraction_static)
         )
-        cell_bytes = config.model.kv_cell_bytes(tp=self._tp.size, kv_dtype=config.kv_dtype)
+        cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
         return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
 
     def _make_pool(self) -> MHATokenToKVPool:
@@ -106,7 +106,7 @@ class ModelRunner:
             num_pages=self.pool_size.num_pages,
             page_size=self.pool_size.page_size,
             num_layers=model.num_layers,
-            num_kv_heads=max(1, model.num_kv_heads // self._tp.size),
+            num_kv_heads=max(1, model.num_kv_heads // self.tp.size),
             head_dim=model.head_dim,
             dtype=getattr(torch, self._config.kv_dtype),
             device=self.device,

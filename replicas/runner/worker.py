@@ -1,4 +1,5 @@
-"""A follower rank (> 0) of a tensor-parallel replica: receives plans, runs them, says nothing back.
+"""A follower rank (> 0) of a tensor-parallel replica: receives plans (and orders for K/V bytes), runs
+them, says nothing back.
 
 Life cycle: connect to rank 0's plan channel -> join the process group -> load its slice -> run plans until rank 0
 hangs up. Rank 0 notices a dead follower by its failing collective, or by `WorkerHandles.dead` when idle.
@@ -19,8 +20,9 @@ from multiprocessing.connection import Client, Connection, Listener, answer_chal
 from replicas.config import EngineConfig
 from replicas.errors import EngineDead
 from replicas.parallel import TpGroup
+from replicas.runner.kv_access import KvOrder, ReadKv, WriteKv, run_order
 from replicas.runner.model_runner import ModelRunner
-from replicas.scheduler.plan import StepPlan
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +87,12 @@ class PlanChannel:
         else:
             self._followers.append(connection)
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, message: StepPlan | KvOrder) -> None:
         """Raises: EngineDead when a follower has gone."""
         try:
-            data = pickle.dumps(replace(plan, sampling=()), protocol=pickle.HIGHEST_PROTOCOL)
+            if isinstance(message, ExtendPlan | DecodePlan):
+                message = replace(message, sampling=())  # rank 0 samples
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
             for follower in self._followers:
                 follower.send_bytes(data)
         except OSError as error:
@@ -111,10 +115,13 @@ def run_worker(spec: WorkerSpec) -> None:
     log.info("rank %d of %d is ready", spec.rank, tp.size)
     while True:
         try:
-            plan: StepPlan = plans.recv()
+            message: StepPlan | KvOrder = plans.recv()
         except (EOFError, ConnectionResetError):
             return
-        runner.forward(plan)
+        if isinstance(message, ReadKv | WriteKv):
+            run_order(message, runner.pool, tp, spec.config.model.num_kv_heads)
+        else:
+            runner.forward(message)
 
 
 def die_with_parent() -> None:

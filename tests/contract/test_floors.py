@@ -46,7 +46,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.memory", "replicas.parallel",
-        "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types",
+        "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types", "kvtransfer.layout",
     },
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",

@@ -1,0 +1,87 @@
+"""Reads and writes the K/V of chosen slots on all ranks of an engine at once.
+
+Owns:      the two orders that rank 0 gives the others for it, beside the plans of steps.
+Never:     chooses slots, or runs within a step.
+Invariant: every rank runs the same order; `ReadKv` is a collective.
+Thread:    the runner's: engine thread on rank 0, the worker's main thread on the others.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvtransfer.layout import KvLayout
+from replicas.config import EngineConfig, kv_layout
+from replicas.memory.allocator import Slots
+from replicas.memory.payload import Payload, payload_shape
+from replicas.memory.pool import MHATokenToKVPool
+from replicas.parallel import TpGroup
+from replicas.runner.identity import model_identity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadKv:
+    """Every rank gives its heads of ``slots`` to all."""
+
+    slots: Slots  # [n]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteKv:
+    """Every rank takes its heads of ``payload`` into ``slots``."""
+
+    slots: Slots  # [n]
+    payload: Payload  # [L, 2, n, K, D * item_bytes]
+
+
+KvOrder = ReadKv | WriteKv
+
+
+def run_order(order: KvOrder, pool: MHATokenToKVPool, tp: TpGroup, num_kv_heads: int) -> Payload | None:
+    """This rank's part. Returns: what was read, complete on every rank. ``num_kv_heads`` counts those of all ranks.
+
+    With more ranks than KV heads, each head lies on tp / num_kv_heads ranks in a row (layers/linear.py).
+    """
+    if isinstance(order, ReadKv):
+        heads = tp.all_gather(pool.read_slots(order.slots).contiguous().view(torch.uint8), dim=3)
+        whole: Payload = heads[:, :, :, :: heads.shape[3] // num_kv_heads].cpu().numpy()
+        return np.ascontiguousarray(whole)
+    first = tp.rank * num_kv_heads // tp.size
+    own = np.ascontiguousarray(order.payload[:, :, :, first : first + pool.num_kv_heads])
+    pool.write_slots(order.slots, torch.from_numpy(own).view(pool.dtype))
+    return None
+
+
+class RankedKvBytes:
+    """Implements replicas.memory.payload.KvBytes on rank 0; ``send`` gives an order to the other ranks."""
+
+    def __init__(
+        self, config: EngineConfig, pool: MHATokenToKVPool, tp: TpGroup, send: Callable[[KvOrder], None]
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._tp = tp
+        self._send = send
+
+    @functools.cached_property
+    def layout(self) -> KvLayout:
+        """Reads samples of the model's files, once."""
+        return kv_layout(self._config, model_identity(self._config.model.path), tp=1)
+
+    def read(self, slots: Slots) -> Payload:
+        payload = self._run(ReadKv(slots))
+        assert payload is not None
+        return payload
+
+    def write(self, slots: Slots, payload: Payload) -> None:
+        wanted = payload_shape(self.layout, len(slots))
+        if payload.shape != wanted or payload.dtype != np.uint8:
+            raise ValueError(f"K/V bytes of shape {wanted} uint8 are wanted, got {payload.shape} {payload.dtype}")
+        self._run(WriteKv(slots, payload))
+
+    def _run(self, order: KvOrder) -> Payload | None:
+        self._send(order)
+        return run_order(order, self._pool, self._tp, self._config.model.num_kv_heads)
