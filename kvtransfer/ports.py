@@ -73,7 +73,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFailed:
-    """The order has ended badly; ``drained`` says that its source is not read any more."""
+    """The order has ended badly; ``drained`` says that its source is not read any more.
+
+    An order that fails while a post of it is in flight is reported twice: at once with ``drained=False``, and when the
+    last such post has ended, or its peer was disconnected, with ``drained=True``. Of every order exactly one `Written`
+    or one ``WriteFailed(drained=True)`` is the last word.
+    """
 
     order_id: int
     reason: str
@@ -105,7 +110,8 @@ class RankPort(Protocol):
     info: RankInfo
 
     def connect(self, peer: PeerRanks) -> None:
-        """Idempotent per incarnation. Raises: PeerLost."""
+        """Idempotent per incarnation. Raises: PeerLost, IncompatibleLayout. After a `WriteFailed` that says that the
+        peer's endpoint is broken nothing reaches that incarnation until it was disconnected and connected again."""
         ...
 
     def disconnect(self, incarnation: str) -> None:
@@ -114,6 +120,11 @@ class RankPort(Protocol):
 
     def write(self, order: WriteOrder) -> None:
         """-> Written or WriteFailed, at a later `poll`."""
+        ...
+
+    def cancel(self, room: int, generation: int) -> None:
+        """Post no more of a room. -> WriteFailed for each order of it that has not ended; what is in flight still
+        lands, so ``drained`` may come later."""
         ...
 
     def expect(self, order: ExpectOrder) -> None: ...
