@@ -4,7 +4,8 @@ TransferError
 ├── IncompatibleLayout   the peer's pages mean something else; names the fields that differ. Trying again will not help
 ├── PeerLost             the peer is gone or cannot be reached; a hello may bring it back
 ├── NotAuthenticated     the peer does not know the cluster token
-└── BadMessage           bytes that are no message of this version
+├── BadMessage           bytes that are no message of this version
+└── BadSnapshot          a file that is no snapshot of this version, or not as it was written
 """
 
 
@@ -26,3 +27,7 @@ class NotAuthenticated(TransferError):
 
 class BadMessage(TransferError):
     """Not a message, or of another version."""
+
+
+class BadSnapshot(TransferError):
+    """A file from which no request can be continued."""

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvtransfer.payload import KvBytes
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.config import EngineConfig
 from replicas.detokenizer import Detokenizer
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
-from replicas.memory.payload import KvBytes
 from replicas.request import Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.scheduler import NewToken, Scheduler, stop_reason, uncached_tokens

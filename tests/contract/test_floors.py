@@ -47,11 +47,12 @@ FLOORS: dict[str, set[str]] = {
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.memory", "replicas.parallel",
         "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types", "kvtransfer.layout",
+        "kvtransfer.payload",
     },
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",
         "replicas.request", "replicas.tokenizer", "replicas.detokenizer", "replicas.stats", "replicas.config",
-        "replicas.types", "replicas.errors",
+        "replicas.types", "replicas.errors", "kvtransfer.payload",
     },
     "replicas.loop": {"replicas.engine", "replicas.types", "replicas.errors", "replicas.config"},
     "replicas.launch": {
