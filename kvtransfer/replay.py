@@ -169,8 +169,10 @@ def _read_body(file: BinaryIO, header: dict[str, Any], path: str) -> npt.NDArray
 
 def _parse(header: dict[str, Any], body: npt.NDArray[np.uint8]) -> ReplaySnapshot:
     """Raises: KeyError, TypeError or ValueError for a header that does not describe ``body``."""
-    named = {f.name: str if f.name in _TEXTS else int for f in fields(KvLayout)}
-    layout = KvLayout(**{name: _typed(header["layout"], name, wanted) for name, wanted in named.items()})
+    named: dict[str, Any] = {
+        f.name: _typed(header["layout"], f.name, str if f.name in _TEXTS else int) for f in fields(KvLayout)
+    }
+    layout = KvLayout(**named)
     counts = [_typed(header, name, int) for name in ("num_prompt", "num_output", "num_computed")]
     if min(counts) < 0 or 4 * sum(counts) > len(body):
         raise ValueError(f"{counts} ids and slots are not in a body of {len(body)} bytes")

@@ -112,6 +112,10 @@ class KvCache:
         holding.kv_len = new_len
         return slots
 
+    def slots_of(self, req: Req, start: int, end: int) -> Slots:
+        """[end - start] a copy of the slots of tokens [start, end) of ``req``."""
+        return self._table.view(_holding(req).row, start, end).copy()
+
     def pages_needed_decode(self, reqs: Sequence[Req]) -> int:
         """Pages that `extend_decode` would take."""
         return sum(_holding(req).kv_len % self.page_size == 0 for req in reqs)

@@ -55,6 +55,14 @@ FLOORS: dict[str, set[str]] = {
         "replicas.types", "replicas.errors", "kvtransfer.payload",
     },
     "replicas.loop": {"replicas.engine", "replicas.types", "replicas.errors", "replicas.config"},
+    "replicas.replay": {
+        "replicas.engine", "replicas.request", "replicas.types", "replicas.errors", "kvtransfer.payload",
+        "kvtransfer.replay", "kvtransfer.errors",
+    },
+    "replicas.replay_file": {
+        "replicas.replay", "replicas.launch", "replicas.engine", "replicas.config", "replicas.types",
+        "replicas.errors", "kvtransfer.replay", "kvtransfer.errors",
+    },
     "replicas.launch": {
         "replicas.loop", "replicas.engine", "replicas.runner", "replicas.models", "replicas.scheduler",
         "replicas.cache", "replicas.memory", "replicas.parallel", "replicas.tokenizer", "replicas.detokenizer",
