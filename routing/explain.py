@@ -1,5 +1,6 @@
 """A decision in words and numbers: why the winner won, what was given up, every candidate's terms. Pure."""
 
+from routing.explain_pair import pair_clause, pair_rows
 from routing.types import Candidate, Decision, Outcome, Reason
 
 _BECAUSE = {
@@ -7,6 +8,7 @@ _BECAUSE = {
     Reason.TURN: "it was next in turn",
     Reason.RANDOM: "it was drawn at random",
     Reason.SOONEST: "its first token is expected soonest",
+    Reason.CHEAPEST: "the request costs least there",
     Reason.LONGEST_PREFIX: "it holds the longest part of the prompt",
     Reason.BALANCE: "the load was out of balance and it had the fewest requests",
     Reason.FEWER_REQUESTS: "it had the fewest requests of those compared",
@@ -24,6 +26,8 @@ def explain(decision: Decision, outcome: Outcome | None = None) -> str:
     """The sentence, a row a candidate (the winner marked ``>``), and a last sentence once the outcome is known."""
     lines = [sentence(decision), _HEADER]
     lines += [_row(candidate, decision) for candidate in decision.candidates]
+    if decision.pair is not None:
+        lines += pair_rows(decision, decision.pair)
     if outcome is not None:
         lines.append(_ending(decision, outcome))
     return "\n".join(lines)
@@ -38,6 +42,14 @@ def sentence(decision: Decision) -> str:
         f"{_BECAUSE[decision.reason]}. {decision.overlap_tokens} tokens are predicted to be cached there, "
         f"and the first token after {decision.predicted_ttft_s:.3f} s"
     )
+    if decision.pair is not None:
+        computes = "there" if decision.prefill_id is None else f"on {decision.prefill_id}"
+        return (
+            f"{decision.rid} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by "
+            f"{decision.policy}: {_BECAUSE[decision.reason]}. {pair_clause(decision, decision.pair)}. "
+            f"{decision.overlap_tokens} tokens are predicted to be cached {computes}, and the first token after "
+            f"{decision.predicted_ttft_s:.3f} s."
+        )
     if not decision.given_up:
         return f"{said}."
     other = next(candidate for candidate in decision.candidates if candidate.replica_id == best_id)
@@ -49,7 +61,7 @@ def sentence(decision: Decision) -> str:
 
 def _row(candidate: Candidate, decision: Decision) -> str:
     view, sent, terms = candidate.view, candidate.sent, candidate.terms
-    mark = ">" if candidate.replica_id == decision.replica_id else " "
+    mark = ">" if candidate.replica_id in (decision.replica_id, decision.prefill_id) else " "
     looked_at = "" if candidate.replica_id in decision.compared or not decision.compared else ", not compared"
     return (
         f"{mark} {candidate.replica_id:20} {terms.ttft_s:8.3f} = {terms.queue_s:8.3f} + {terms.own_s:8.3f}"

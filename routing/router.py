@@ -18,15 +18,28 @@ from random import Random
 
 import numpy as np
 
-from kvtransfer.pages import page_keys
+from kvtransfer.pages import PageKeys, page_keys
 from routing.errors import PredictionErrors
 from routing.feed import Feed
 from routing.index import Pages, PrefixIndex, pages_of
-from routing.load import Load
+from routing.link import Link
+from routing.load import Eligible, Load
+from routing.pair import choose_pair, costs_of, side
+from routing.pair_decision import Leg, legs, pair_decision
 from routing.policies import POLICIES, Turn
 from routing.standing import Candidates
 from routing.ttft import estimate
-from routing.types import CacheEvent, Decision, Ending, IndexSnapshot, NoReplica, Outcome, ReplicaView, RouteQuery
+from routing.types import (
+    CacheEvent,
+    Decision,
+    Ending,
+    IndexSnapshot,
+    NoReplica,
+    Outcome,
+    ReplicaView,
+    Role,
+    RouteQuery,
+)
 
 MAX_SESSIONS = 10_000  # a session is only a tie-break: the oldest are forgotten
 
@@ -34,16 +47,30 @@ MAX_SESSIONS = 10_000  # a session is only a tie-break: the oldest are forgotten
 class Router:
     """Chooses a replica for each request. The same seed, views, events and queries give the same decisions."""
 
-    def __init__(self, policy: str, rng: Random, clock: Callable[[], float], page_size: int = 16) -> None:
-        """``clock`` is the one that ``ReplicaView.time_s`` is measured on. Raises ValueError for an unknown policy."""
+    def __init__(
+        self,
+        policy: str,
+        rng: Random,
+        clock: Callable[[], float],
+        page_size: int = 16,
+        *,
+        always_hand_off: bool = False,
+    ) -> None:
+        """``clock`` is the one that ``ReplicaView.time_s`` is measured on. Raises ValueError for an unknown policy.
+
+        Where replicas are for prefill or decode, pairs are chosen (pair.py), whatever ``policy`` says.
+        """
         if policy not in POLICIES:
             raise ValueError(f"routing policy {policy!r} is unknown; there are: {', '.join(POLICIES)}")
         self.policy = policy
         self.page_size = page_size
         self.errors = PredictionErrors()
+        self.link = Link()  # told of every hand-off that went well
         self._policy = POLICIES[policy]
         self._rng = rng
         self._clock = clock
+        self._always_hand_off = always_hand_off
+        self._apart = False  # some replica is for prefill or decode alone
         self._load = Load()
         self._index = PrefixIndex()
         self._feeds: dict[str, Feed] = {}
@@ -68,6 +95,7 @@ class Router:
             self._load.join(new)
             for view in new:
                 self._index_anew(view)
+        self._apart = any(view.role is not Role.UNIFIED for view in now.values())
 
     def forget(self, replica_id: str) -> None:
         """The replica is gone (a call to it just failed); do not wait for the next ``update``."""
@@ -93,15 +121,13 @@ class Router:
         """Where ``query`` goes; it counts as open there until ``done``. Raises NoReplica if none may take it."""
         decision, pages = self._decide(query, dry_run=False)
         replica_id = decision.replica_id
-        self._load.send(
-            replica_id,
-            number=decision.number,
-            uncached_tokens=decision.num_tokens - decision.overlap_tokens,
-            now_s=decision.time_s,
-        )
-        overlap = decision.overlap_tokens // self.page_size
-        self._index.expect(self._load.column(replica_id), pages, number=decision.number, overlap=overlap)
-        self._num_decisions += 1
+        for leg in legs(decision):
+            self._load.send(
+                leg.replica_id, number=leg.number, uncached_tokens=leg.own_tokens, now_s=decision.time_s
+            )
+            overlap = leg.overlap_tokens // self.page_size
+            self._index.expect(self._load.column(leg.replica_id), pages, number=leg.number, overlap=overlap)
+            self._num_decisions = leg.number + 1
         self._last = replica_id
         if query.session_id:
             self._sessions[query.session_id] = replica_id
@@ -123,11 +149,20 @@ class Router:
 
         Safe to call twice (from an error path and a ``finally``), and after the replica has left.
         """
-        was_open = not decision.dry_run and self._load.end(decision.number)
-        if was_open:
+        ended = [self._end(leg, decision) for leg in legs(decision)]  # the prefill leg too, unless it has before
+        if any(ended):
             self._endings[outcome.ending] += 1
             self.errors.record(decision, outcome)
-            self._feeds[decision.replica_id].end(decision.number, decision.keys)
+        return any(ended)
+
+    def prefill_done(self, decision: Decision) -> bool:
+        """The prefill leg of a pair ended, well or not; the request goes on. False if it was not open any more."""
+        return any(self._end(leg, decision) for leg in legs(decision)[1:])
+
+    def _end(self, leg: Leg, decision: Decision) -> bool:
+        was_open = not decision.dry_run and self._load.end(leg.number)
+        if was_open:
+            self._feeds[leg.replica_id].end(leg.number, decision.keys)
         return was_open
 
     @property
@@ -175,10 +210,10 @@ class Router:
         keys = page_keys(np.asarray(query.token_ids, dtype=np.int32), self.page_size, query.salt)
         pages = pages_of(keys)
         usable = pages[: (num_tokens - 1) // self.page_size]  # the last token is always computed
-        overlap_tokens = self._index.overlap(usable, eligible.columns) * self.page_size
-        standing = self._load.standing(eligible, now_s)
-        estimates = estimate(standing, overlap_tokens, num_tokens=num_tokens, max_new_tokens=query.max_new_tokens)
-        candidates = Candidates(standing=standing, overlap_tokens=overlap_tokens, estimates=estimates)
+        if self._apart:
+            return self._decide_pair(query, eligible, keys, usable, now_s=now_s, dry_run=dry_run), pages
+        candidates = self._candidates(query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens)
+        overlap_tokens, estimates = candidates.overlap_tokens, candidates.estimates
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
         choice = self._policy(query, candidates, turn)
         compared = range(len(views)) if choice.compared is None else choice.compared
@@ -200,6 +235,35 @@ class Router:
             dry_run=dry_run,
         )
         return decision, pages
+
+    def _decide_pair(
+        self, query: RouteQuery, eligible: Eligible, keys: PageKeys, usable: Pages, *, now_s: float, dry_run: bool
+    ) -> Decision:
+        """As `_decide`, for a decode replica and maybe a prefill replica before it."""
+        prefills, decodes = side(eligible, prefill=True), side(eligible, prefill=False)
+        if not decodes.views:
+            raise NoReplica(f"{self._why_none(query)}. A decode replica is needed; a prefill replica only hands over")
+        before = self._candidates(query, prefills, usable, now_s, max_new_tokens=1) if prefills.views else None
+        after = self._candidates(query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens)
+        link = self.link
+        costs = costs_of(after, query, link_bytes_per_s=link.bytes_per_s, page_size=self.page_size)
+        turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
+        number = self._num_decisions
+        choice = choose_pair(
+            query, before, after, costs, turn,
+            link_measured=link.measured, always=self._always_hand_off, prefill_number=number + 1,
+        )  # fmt: skip
+        return pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
+
+    def _candidates(
+        self, query: RouteQuery, eligible: Eligible, usable: Pages, now_s: float, *, max_new_tokens: int
+    ) -> Candidates:
+        overlap_tokens = self._index.overlap(usable, eligible.columns) * self.page_size
+        standing = self._load.standing(eligible, now_s)
+        estimates = estimate(
+            standing, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens
+        )
+        return Candidates(standing=standing, overlap_tokens=overlap_tokens, estimates=estimates)
 
     def _why_none(self, query: RouteQuery) -> str:
         if not self._load.ids:

@@ -12,8 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.pages import PageKeys
+from routing.pair_types import Pair
 
 TokenIds = Sequence[int] | npt.NDArray[np.int32]  # [L] token ids
+
+
+class Role(enum.Enum):
+    """What a replica is for. Any of them could do all of a request; a prefill replica is only asked to hand over."""
+
+    UNIFIED = "unified"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class NoReplica(Exception):
@@ -35,6 +44,7 @@ class RouteQuery:
     session_id: str = ""  # of several equal replicas, the one that had this session last; "" for none
     allowed: frozenset[str] | None = None  # None: every replica
     excluded: frozenset[str] = frozenset()  # for example those that a retry has already tried
+    one_replica: str = ""  # why one replica must do all of it; "" where prefill and decode may be apart
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
@@ -61,6 +71,8 @@ class ReplicaView:
     max_running_requests: int = 0  # 0: no limit was told
     healthy: bool = True
     accepting: bool = True  # False while it drains
+    role: Role = Role.UNIFIED
+    page_bytes: int = 0  # of K and V, all ranks; 0: not told
 
     @property
     def may_take(self) -> bool:
@@ -161,6 +173,7 @@ class Reason(enum.Enum):
     TURN = "next_in_turn"
     RANDOM = "drawn_at_random"
     SOONEST = "soonest_first_token"
+    CHEAPEST = "lowest_cost"  # of a decode replica: pair.py
     LONGEST_PREFIX = "longest_prefix"
     BALANCE = "load_out_of_balance"
     FEWER_REQUESTS = "fewer_requests"
@@ -173,20 +186,26 @@ class Reason(enum.Enum):
 class Decision:
     """Where a request goes, and everything that decided it."""
 
-    number: int  # counts this router's decisions; a retry of a request is a decision of its own
+    number: int  # grows with this router's decisions; a retry of a request is a decision of its own
     rid: str
-    replica_id: str
+    replica_id: str  # that makes the tokens: of a pair, the decode replica
     policy: str
     reason: Reason
     compared: tuple[str, ...]
-    candidates: Sequence[Candidate]  # all that might have taken it, by id; each is made when asked for
+    candidates: Sequence[Candidate]  # all that might have taken it, by id (prefill replicas first); made when asked for
     num_tokens: int  # prompt length
-    overlap_tokens: int  # predicted to be cached at the winner
+    overlap_tokens: int  # predicted to be cached where the prompt is computed
     predicted_ttft_s: float
     best_overlap: tuple[str, int]  # the replica predicted to hold most of the prompt, and how many tokens
     keys: PageKeys  # [num_tokens // page_size] of the prompt's whole pages
     time_s: float  # on the router's clock
     dry_run: bool = False  # made by explain_only: nothing was sent
+    pair: Pair | None = None  # how, where prefill and decode are apart
+
+    @property
+    def prefill_id(self) -> str | None:
+        """The replica that computes the prompt and hands it over; None where one replica does all."""
+        return None if self.pair is None else self.pair.prefill_id
 
     @property
     def given_up(self) -> int:

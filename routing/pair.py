@@ -1,0 +1,156 @@
+"""pd_pair: which prefill replica computes a prompt, which decode replica goes on, or whether that one does it all.
+
+Pure. Both ways are costs in seconds: until the first token, and what the request takes from those that run.
+
+    handed over  the soonest prefill replica: queue + own tokens                    / its prefill rate
+                 transfer_s  pages that the decode replica has not                  / the link's rate (link.py)
+                 overhead_s  what a hand-off costs however small it is              (OVERHEAD_S)
+    computed by  queue + own tokens                                                 / its prefill rate
+    the decode   stall_s     own_s for every request there: extend steps go before decode steps, so that each of them
+    replica                  waits while ours is computed
+    either way   pressure_s  the wait for pages or for a place among the running    (ttft.py)
+                 load_s      slower steps beside those that run
+
+So no threshold says which prompts are handed over: with nobody to disturb, or little to compute, the decode replica
+computes it. Not counted, on either side: who arrives later and waits behind ours.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from routing.load import Eligible
+from routing.pair_types import Floats, Ints, Pair, PairCosts, PairReason
+from routing.policies import TIE_S, Turn
+from routing.standing import Candidates
+from routing.types import Reason, Role, RouteQuery
+
+# Two calls instead of one, the receiver's grant, its opening of the room and the sender's answer: some milliseconds on
+# one host, and the steps that both engines are in when the messages come.
+OVERHEAD_S = 0.02
+# How long an answer is taken to be where more is allowed: nobody knows before.
+OUTPUT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairChoice:
+    """What `choose_pair` answers: a position among the decode candidates, and the pair."""
+
+    decode: int
+    prefill: int | None  # position among the prefill candidates; None: the decode replica does all
+    reason: Reason  # why this decode replica
+    predicted_ttft_s: float
+    pair: Pair
+
+
+def choose_pair(
+    query: RouteQuery,
+    prefills: Candidates | None,
+    decodes: Candidates,
+    costs: PairCosts,
+    turn: Turn,
+    *,
+    link_measured: bool,
+    always: bool,
+    prefill_number: int,
+) -> PairChoice:
+    """The pair, or the decode replica alone, with the lowest cost.
+
+    Args: prefills: None where none may take the request. costs: `costs_of` ``decodes``. always: hand over whatever
+          may be.
+    """
+    best = None if prefills is None else _soonest(prefills, turn)
+    prefill_s = None if prefills is None or best is None else float(prefills.estimates.ttft_s[best])
+    may_hand_over = prefill_s is not None and not query.one_replica
+    hand_off_s = costs.receive_s + prefill_s if prefill_s is not None and may_hand_over else None
+    ways = [costs.local_s] if hand_off_s is None else [hand_off_s] if always else [costs.local_s, hand_off_s]
+    cost_s: Floats = np.minimum.reduce(ways)
+    index, reason = _cheapest(decodes, cost_s, turn)
+    handed_over = hand_off_s is not None and (always or bool(hand_off_s[index] < costs.local_s[index] - TIE_S))
+    chosen = costs.row(index)
+    ttft_s = chosen.ttft_s
+    if handed_over and prefill_s is not None:
+        ttft_s = prefill_s + chosen.transfer_s + chosen.overhead_s + chosen.pressure_s
+    best_id = None if prefills is None or best is None else prefills.replica_id(best)
+    pair = Pair(
+        prefill_id=best_id if handed_over else None,
+        prefill_number=prefill_number,
+        reason=_why(query, handed_over=handed_over, always=always, any_prefill=best is not None),
+        why=query.one_replica,
+        best_prefill_id=best_id,
+        prefill_s=prefill_s,
+        decode_cached_tokens=chosen.cached_tokens,
+        link_bytes_per_s=costs.link_bytes_per_s,
+        link_measured=link_measured,
+        costs=costs,
+        chosen=chosen,
+    )
+    return PairChoice(
+        decode=index, prefill=best if handed_over else None, reason=reason, predicted_ttft_s=ttft_s, pair=pair
+    )
+
+
+def costs_of(decodes: Candidates, query: RouteQuery, *, link_bytes_per_s: float, page_size: int) -> PairCosts:
+    """What the request costs at each decode replica, either way."""
+    standing, estimates = decodes.standing, decodes.estimates
+    page_bytes: Ints = np.array([view.page_bytes for view in standing.views], dtype=np.int64)
+    pages: Ints = -(-estimates.own_tokens // page_size)
+    output_tokens = min(query.max_new_tokens, OUTPUT_TOKENS)
+    busy_share: Floats = np.minimum(standing.num_requests / standing.max_requests, 1.0)  # max_requests may be infinite
+    return PairCosts(
+        replica_ids=[view.replica_id for view in standing.views],
+        cached_tokens=decodes.overlap_tokens,
+        own_tokens=estimates.own_tokens,
+        transfer_pages=pages,
+        page_bytes=page_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+        ttft_s=estimates.ttft_s,
+        stall_s=estimates.own_s * standing.num_requests,
+        transfer_s=pages * page_bytes / link_bytes_per_s,
+        overhead_s=OVERHEAD_S,
+        pressure_s=estimates.pressure_s,
+        load_s=output_tokens * standing.decode_step_s * busy_share,  # a full replica's steps take twice an idle one's
+    )
+
+
+def side(eligible: Eligible, *, prefill: bool) -> Eligible:
+    """Of those that may take a request, the prefill replicas or the others."""
+    at = [at for at, view in enumerate(eligible.views) if (view.role is Role.PREFILL) == prefill]
+    return replace(
+        eligible,
+        views=[eligible.views[i] for i in at],
+        columns=eligible.columns[at],
+        prefill_tokens_per_s=eligible.prefill_tokens_per_s[at],
+        # only decode replicas run decode steps; what stands for one that has not measured is the mean of those
+        decode_step_s=np.zeros(len(at)) if prefill else eligible.decode_step_s[at],
+    )
+
+
+def _soonest(prefills: Candidates, turn: Turn) -> int:
+    """Where the prompt would be computed first; of equals the one with fewer requests, then at random."""
+    return _cheapest(prefills, prefills.estimates.ttft_s, turn)[0]
+
+
+def _cheapest(candidates: Candidates, cost_s: Floats, turn: Turn) -> tuple[int, Reason]:
+    """The lowest cost; of equals the session's last replica, then fewer requests, then at random."""
+    if len(candidates) == 1:
+        return 0, Reason.ONLY
+    lowest = np.flatnonzero(cost_s <= cost_s.min() + TIE_S)
+    if len(lowest) == 1:
+        return int(lowest[0]), Reason.CHEAPEST
+    for index in lowest.tolist():
+        if turn.session is not None and candidates.replica_id(index) == turn.session:
+            return int(index), Reason.SESSION
+    requests = candidates.standing.num_requests[lowest]
+    fewest = lowest[requests == requests.min()]
+    if len(fewest) == 1:
+        return int(fewest[0]), Reason.FEWER_REQUESTS
+    return int(fewest[turn.rng.randrange(len(fewest))]), Reason.TIE
+
+
+def _why(query: RouteQuery, *, handed_over: bool, always: bool, any_prefill: bool) -> PairReason:
+    if handed_over:
+        return PairReason.ALWAYS if always else PairReason.HAND_OFF
+    if query.one_replica:
+        return PairReason.ONE_REPLICA
+    return PairReason.LOCAL if any_prefill else PairReason.NO_PREFILL

@@ -1,0 +1,205 @@
+"""Prefill and decode apart: who computes the prompt, who goes on, and why. SPEC H06, H08."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvtransfer.pages import page_keys
+from routing.explain import explain, sentence
+from routing.link import ASSUMED_BYTES_PER_S, Link
+from routing.pair import OVERHEAD_S
+from routing.pair_types import Pair, PairReason
+from routing.router import Router
+from routing.types import Decision, Ending, NoReplica, Outcome, PagesStored, Reason, ReplicaView, Role, RouteQuery
+
+PROMPT = list(range(1_000))  # 62 whole pages, 63 in all
+FINISHED = Outcome(ending=Ending.FINISHED, cached_tokens=0, ttft_s=1.0)
+PAGE_BYTES = 1_000_000
+
+
+def view(replica_id: str, *, time_s: float = 0.0, rate: float = 1_000.0, **more: float) -> ReplicaView:
+    """p0, p1 are for prefill; d0, d1 for decode. 1,000 prompt tokens a second, 20 ms a decode step, 100 slots."""
+    given = {"decode_step_s": 0.02, "max_running_requests": 100, **more}
+    return ReplicaView(
+        replica_id=replica_id, time_s=time_s, prefill_tokens_per_s=rate, pool_pages=10_000, page_bytes=PAGE_BYTES,
+        role=Role.PREFILL if replica_id.startswith("p") else Role.DECODE, **given,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def router(*views: ReplicaView, always: bool = False, seed: int = 0) -> Router:
+    made = Router("estimated_ttft", Random(seed), lambda: 0.0, always_hand_off=always)
+    made.update(views)
+    return made
+
+
+def query(tokens: list[int] = PROMPT, *, max_new_tokens: int = 100, **more: object) -> RouteQuery:
+    return RouteQuery(rid="r", token_ids=tokens, max_new_tokens=max_new_tokens, **more)  # type: ignore[arg-type]
+
+
+def pair_of(decision: Decision) -> Pair:
+    assert decision.pair is not None
+    return decision.pair
+
+
+def test_with_nobody_to_disturb_the_decode_replica_computes_the_prompt_itself() -> None:
+    """1.0 s there; 1.0 s on p0, and 63 MB and a message more."""
+    decision = router(view("p0"), view("d0")).choose(query())
+    pair = pair_of(decision)
+    assert (decision.replica_id, decision.prefill_id, pair.reason) == ("d0", None, PairReason.LOCAL)
+    assert decision.predicted_ttft_s == 1.0
+    assert pair.chosen.local_cost_s == 1.0
+    assert pair.hand_off_cost_s == pytest.approx(1.0 + 0.063 + OVERHEAD_S)
+
+
+def test_requests_that_would_wait_for_it_hand_the_prompt_over() -> None:
+    """Three run on d0: each would wait 1 s."""
+    decision = router(view("p0"), view("d0", num_running=3)).choose(query())
+    pair = pair_of(decision)
+    assert (decision.replica_id, decision.prefill_id, pair.reason) == ("d0", "p0", PairReason.HAND_OFF)
+    assert (pair.chosen.stall_s, pair.chosen.transfer_pages, pair.chosen.transfer_bytes) == (3.0, 63, 63_000_000)
+    assert decision.predicted_ttft_s == pytest.approx(1.0 + 0.063 + OVERHEAD_S)
+
+
+def test_a_prefix_on_the_decode_replica_keeps_it_there() -> None:
+    """992 of 1,000 tokens are cached: 8 tokens delay three requests by 24 ms, less than a hand-off costs."""
+    made = router(view("p0"), view("d0", num_running=3))
+    made.done(made.choose(query(one_replica="test")), FINISHED)
+    pair = pair_of(made.choose(query()))
+    assert (pair.prefill_id, pair.reason, pair.chosen.cached_tokens) == (None, PairReason.LOCAL, 992)
+    assert pair.chosen.stall_s == pytest.approx(0.024)
+
+
+def test_a_long_queue_at_prefill_brings_the_prompt_back() -> None:
+    idle, busy = view("p0"), view("p0", queued_uncached_tokens=10_000)
+    assert router(idle, view("d0", num_running=3)).choose(query()).prefill_id == "p0"
+    assert router(busy, view("d0", num_running=3)).choose(query()).prefill_id is None
+
+
+def test_the_prefill_replica_is_the_one_that_is_done_first() -> None:
+    """p0 holds the prefix and is busy for less than the prefix takes; then for more."""
+    for queued, winner in ((900, "p0"), (1_100, "p1")):
+        made = router(view("p0", queued_uncached_tokens=queued), view("p1"), view("d0", num_running=9))
+        made.apply("p0", [PagesStored(1, page_keys(np.array(PROMPT, dtype=np.int32), 16, ""))])
+        decision = made.choose(query())
+        assert decision.prefill_id == winner
+        assert decision.overlap_tokens == (992 if winner == "p0" else 0)
+        assert decision.best_overlap == ("p0", 992)
+
+
+def test_requests_are_spread_over_the_decode_replicas() -> None:
+    made = router(view("p0"), view("d0", num_running=10), view("d1", num_running=10), always=True)
+    decisions = [made.choose(query([number] * 100)) for number in range(8)]
+    assert [sum(each.replica_id == name for each in decisions) for name in ("d0", "d1")] == [4, 4]
+
+
+def test_a_decode_replica_without_room_is_passed_over() -> None:
+    """d0 is full: for 1,100 of the 160,000 tokens held there it waits that share of 100 steps of 20 ms."""
+    full = view("d0", num_running=10, pool_utilization=1.0)
+    decision = router(view("p0"), full, view("d1", num_running=10)).choose(query())
+    assert (decision.replica_id, decision.reason) == ("d1", Reason.CHEAPEST)
+    assert pair_of(decision).costs.row(0).pressure_s == pytest.approx(2.0 * 1_100 / 160_000)
+
+
+def test_without_a_prefill_replica_the_decode_replica_does_all() -> None:
+    made = router(view("d0", num_running=3))
+    pair = pair_of(made.choose(query()))
+    assert (pair.prefill_id, pair.reason, pair.hand_off_cost_s) == (None, PairReason.NO_PREFILL, None)
+
+
+def test_without_a_decode_replica_there_is_none() -> None:
+    with pytest.raises(NoReplica, match="A decode replica is needed"):
+        router(view("p0")).choose(query())
+
+
+def test_a_request_that_needs_one_replica_gets_one_and_the_reason_is_told() -> None:
+    made = router(view("p0"), view("d0", num_running=3), always=True)
+    decision = made.choose(query(one_replica="n is 2"))
+    pair = pair_of(decision)
+    assert (pair.prefill_id, pair.reason, pair.why) == (None, PairReason.ONE_REPLICA, "n is 2")
+    assert sentence(decision).startswith(
+        "r (1000 prompt tokens) went to d0 by pd_pair: it was the only replica that may take the request. "
+        "d0 computes the prompt itself: n is 2. 0 tokens"
+    )
+
+
+def test_always_hands_over_what_costs_more() -> None:
+    pair = pair_of(router(view("p0"), view("d0"), always=True).choose(query()))
+    assert (pair.prefill_id, pair.reason) == ("p0", PairReason.ALWAYS)
+
+
+def test_a_retry_leaves_out_the_prefill_replica_that_failed() -> None:
+    made = router(view("p0"), view("p1"), view("d0", num_running=3))
+    assert made.choose(query(excluded=frozenset({"p0"}))).prefill_id == "p1"
+    assert made.choose(query(excluded=frozenset({"p0", "p1"}))).prefill_id is None
+
+
+def test_both_legs_are_open_until_each_is_done() -> None:
+    made = router(view("p0"), view("d0", num_running=3))
+    decision = made.choose(query())
+    seen = made.explain_only(query()).candidates
+    assert [(each.replica_id, each.sent.in_flight, each.queued_tokens) for each in seen] == [
+        ("p0", 1, 1_000), ("d0", 1, 0),
+    ]  # fmt: skip
+    assert made.num_open == 2
+    assert made.prefill_done(decision)
+    assert not made.prefill_done(decision)
+    assert made.num_open == 1
+    assert made.done(decision, FINISHED)
+    assert not made.done(decision, FINISHED)
+    assert (made.num_open, made.endings[Ending.FINISHED]) == (0, 1)
+    made.check()
+
+
+def test_both_sides_are_expected_to_hold_the_prompt_afterwards() -> None:
+    made = router(view("p0"), view("d0", num_running=3))
+    made.choose(query())
+    assert (made.num_pages("p0"), made.num_pages("d0")) == ((0, 62), (0, 62))
+
+
+def test_a_prefill_replica_that_leaves_takes_its_leg_along() -> None:
+    made = router(view("p0"), view("d0", num_running=3))
+    decision = made.choose(query())
+    made.forget("p0")
+    assert made.num_open == 1
+    assert made.done(decision, FINISHED)
+    assert made.num_open == 0
+    made.check()
+
+
+def test_the_decision_in_words_has_every_term() -> None:
+    decision = router(view("p0"), view("d0", num_running=3)).choose(query())
+    assert sentence(decision) == (
+        "r (1000 prompt tokens) went to d0 by pd_pair: it was the only replica that may take the request. "
+        "p0 computes the prompt and hands it over: through p0 it costs 1.143 s (1.000 s there, 0.063 s for 63 pages, "
+        "0.020 s fixed), computing it on d0 costs 4.070 s (first token after 1.010 s, its other requests together wait "
+        "3.000 s meanwhile). 0 tokens are predicted to be cached on p0, and the first token after 1.083 s."
+    )
+    lines = explain(decision).splitlines()
+    assert [line[:5] for line in lines[2:4]] == ["> p0 ", "> d0 "]
+    assert lines[-2].endswith("at 1.00 GB/s (assumed)")
+    assert lines[-1].split("|")[0].split() == [
+        ">", "d0", "4.070", "=", "1.010", "+", "3.000", "+", "0.060", "s",
+    ]  # fmt: skip
+
+
+def test_the_link_is_as_fast_as_its_fastest_telling_hand_off() -> None:
+    link = Link()
+    assert (link.measured, link.bytes_per_s) == (False, ASSUMED_BYTES_PER_S)
+    link.record(1000, 0.001)  # too small to tell
+    link.record(4 << 20, 0.0)
+    assert not link.measured
+    link.record(4 << 20, 1.0)
+    link.record(4 << 20, 0.5)
+    assert (link.measured, link.bytes_per_s) == (True, 8 << 20)
+    for _ in range(32):
+        link.record(4 << 20, 1.0)
+    assert link.bytes_per_s == 4 << 20
+
+
+def test_a_dry_run_opens_nothing() -> None:
+    made = router(view("p0"), view("d0", num_running=3))
+    decision = made.explain_only(query())
+    assert decision.prefill_id == "p0"
+    assert not made.done(decision, FINISHED)
+    assert made.num_open == 0
