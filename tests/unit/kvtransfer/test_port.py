@@ -1,29 +1,42 @@
-"""A rank's port over memcpy: what arrives, what is reported, and what happens when a peer fails."""
+"""A rank's port over memcpy: what arrives, what is reported, what happens when a peer fails (SPEC H09, H13, H19)."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvtransfer.errors import IncompatibleLayout
 from kvtransfer.local import LocalFabric
-from kvtransfer.ports import Arrived, ExpectOrder, PeerRanks, WriteFailed, WriteOrder, Written
+from kvtransfer.outbox import MAX_IN_FLIGHT
+from kvtransfer.ports import Arrived, ExpectOrder, WriteFailed, WriteOrder, Written
 from kvtransfer.types import PageIds, Verify
 from tests.kv_pools import LocalEngine, connect, join_heads, local_engine, page_ids, peer_of, poll_all
 
 ROOM = 2**63 - 1
 
 
-def order(to: LocalEngine, src: PageIds, dst: PageIds, *, order_id: int = 1, room: int = ROOM, **changed: object) -> WriteOrder:
-    fields: dict[str, object] = {
-        "order_id": order_id,
-        "incarnation": to.incarnation,
-        "room": room,
-        "generation": 0,
-        "page_offset": 0,
-        "src_pages": src,
-        "dst_pages": dst,
-        "last": True,
-    }
-    return WriteOrder(**(fields | changed))  # type: ignore[arg-type]
+def order(
+    to: LocalEngine,
+    src: PageIds,
+    dst: PageIds,
+    *,
+    order_id: int = 1,
+    room: int = ROOM,
+    page_offset: int = 0,
+    last: bool = True,
+    meta: bytes = b"",
+) -> WriteOrder:
+    return WriteOrder(
+        order_id=order_id,
+        incarnation=to.incarnation,
+        room=room,
+        generation=0,
+        page_offset=page_offset,
+        src_pages=src,
+        dst_pages=dst,
+        last=last,
+        meta=meta,
+    )
 
 
 def expect(receiver: LocalEngine, sender: LocalEngine, pages: PageIds, *, room: int = ROOM) -> None:
@@ -31,7 +44,9 @@ def expect(receiver: LocalEngine, sender: LocalEngine, pages: PageIds, *, room: 
         port.expect(ExpectOrder(room=room, generation=0, incarnation=sender.incarnation, pages=pages))
 
 
-def pair(*, p_tp: int = 1, d_tp: int = 1, verify: Verify = Verify.ALL, pages_per_write: int = 16) -> tuple[LocalFabric, LocalEngine, LocalEngine]:
+def pair(
+    *, p_tp: int = 1, d_tp: int = 1, verify: Verify = Verify.ALL, pages_per_write: int = 16
+) -> tuple[LocalFabric, LocalEngine, LocalEngine]:
     fabric = LocalFabric()
     p = local_engine(fabric, tp=p_tp, seed=1, verify=verify, pages_per_write=pages_per_write)
     d = local_engine(fabric, tp=d_tp, seed=2, verify=verify, pages_per_write=pages_per_write)
@@ -41,6 +56,7 @@ def pair(*, p_tp: int = 1, d_tp: int = 1, verify: Verify = Verify.ALL, pages_per
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3), (6, 2)])
 def test_pages_arrive_bit_for_bit_whatever_the_ranks_and_no_other_page_changes(p_tp: int, d_tp: int) -> None:
+    """SPEC H11, H12."""
     _, p, d = pair(p_tp=p_tp, d_tp=d_tp)
     before = join_heads(d.pools)
     src, dst = page_ids(5, 6, 2), page_ids(3, 8, 1)
@@ -57,3 +73,259 @@ def test_pages_arrive_bit_for_bit_whatever_the_ranks_and_no_other_page_changes(p
     assert sum(event.num_bytes for event in arrived) == 3 * 3072
     assert all(event.bad_pages == () for event in arrived)
     assert {event.meta for event in arrived if event.src_rank == 0} == {b"m"}
+
+
+def test_an_order_is_cut_into_posts_and_only_the_last_of_them_says_last() -> None:
+    _, p, d = pair(pages_per_write=2)
+    expect(d, p, page_ids(1, 2, 3, 4, 5))
+    p.ports[0].write(order(d, page_ids(8, 7, 6, 5, 4), page_ids(1, 2, 3, 4, 5), meta=b"m"))
+    arrived = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert [(event.page_offset, event.num_pages, event.last, event.meta) for event in arrived] == [
+        (0, 2, False, b""),
+        (2, 2, False, b""),
+        (4, 1, True, b"m"),
+    ]
+
+
+def test_an_order_that_begins_inside_the_room_lands_behind_what_came_before() -> None:
+    _, p, d = pair()
+    expect(d, p, page_ids(1, 2, 3))
+    p.ports[0].write(order(d, page_ids(4), page_ids(3), page_offset=2))
+    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert (arrived.page_offset, arrived.num_pages, arrived.bad_pages) == (2, 1, ())
+
+
+def test_no_page_at_all_is_a_note_alone() -> None:
+    _, p, d = pair()
+    expect(d, p, page_ids())
+    p.ports[0].write(order(d, page_ids(), page_ids(), meta=b"all was cached"))
+    events = poll_all([*p.ports, *d.ports])
+    assert Written(order_id=1, num_bytes=0) in events
+    (arrived,) = [event for event in events if isinstance(event, Arrived)]
+    assert (arrived.num_pages, arrived.last, arrived.meta) == (0, True, b"all was cached")
+
+
+def test_no_page_and_not_the_last_is_written_without_a_word_to_the_peer() -> None:
+    _, p, d = pair()
+    expect(d, p, page_ids(1))
+    p.ports[0].write(order(d, page_ids(), page_ids(), last=False))
+    assert poll_all([*p.ports, *d.ports]) == [Written(order_id=1, num_bytes=0)]
+
+
+def test_a_flipped_byte_is_reported_with_the_receivers_page() -> None:
+    fabric, p, d = pair()
+    fabric.faults.flip_bytes = 1
+    expect(d, p, page_ids(3, 8))
+    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
+    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert arrived.bad_pages == (3,)
+
+
+def test_pages_that_changed_places_are_both_wrong() -> None:
+    _, p, d = pair()
+    expect(d, p, page_ids(8, 3))  # the peer was told (3, 8)
+    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
+    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert arrived.bad_pages == (8, 3)
+
+
+@pytest.mark.parametrize(("verify", "seen"), [(Verify.OFF, ()), (Verify.LAST, ()), (Verify.ALL, (3,))])
+def test_verification_looks_at_no_more_than_it_was_told(verify: Verify, seen: tuple[int, ...]) -> None:
+    fabric, p, d = pair(verify=verify)
+    fabric.faults.flip_bytes = 1  # in the first page of the write
+    expect(d, p, page_ids(3, 8))
+    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
+    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert arrived.bad_pages == seen
+
+
+def test_verify_last_finds_a_flipped_byte_in_the_last_page() -> None:
+    fabric, p, d = pair(verify=Verify.LAST, pages_per_write=1)
+    expect(d, p, page_ids(3, 8))
+    p.ports[0].write(order(d, page_ids(5), page_ids(3), last=False))
+    poll_all(p.ports)
+    fabric.faults.flip_bytes = 1
+    p.ports[0].write(order(d, page_ids(6), page_ids(8), order_id=2, page_offset=1))
+    arrived = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert [event.bad_pages for event in arrived] == [(), (8,)]
+
+
+def test_a_sender_without_digests_does_not_pass_a_receiver_that_wants_them() -> None:
+    fabric = LocalFabric()
+    p, d = local_engine(fabric, seed=1, verify=Verify.OFF), local_engine(fabric, seed=2, verify=Verify.ALL)
+    connect(p, d)
+    expect(d, p, page_ids(3, 8))
+    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
+    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert arrived.bad_pages == (3, 8)
+
+
+def test_notes_of_a_forgotten_room_another_generation_or_another_sender_are_counted_and_dropped() -> None:
+    fabric, p, d = pair()
+    other = local_engine(fabric, seed=3)
+    connect(other, d)
+    expect(d, p, page_ids(1), room=1)
+    d.ports[0].forget(1, 0)
+    expect(d, p, page_ids(2), room=2)
+    d.ports[0].expect(ExpectOrder(room=3, generation=7, incarnation=p.incarnation, pages=page_ids(3)))
+    p.ports[0].write(order(d, page_ids(5), page_ids(1), order_id=1, room=1))
+    other.ports[0].write(order(d, page_ids(5), page_ids(2), order_id=2, room=2))
+    p.ports[0].write(order(d, page_ids(5), page_ids(3), order_id=3, room=3))
+    events = poll_all([*p.ports, *other.ports, *d.ports])
+    assert not [event for event in events if isinstance(event, Arrived)]
+    assert d.ports[0].num_late_notes == 3
+
+
+def test_a_note_that_comes_twice_counts_once() -> None:
+    _, p, d = pair()
+    expect(d, p, page_ids(1))
+    for order_id in (1, 2):
+        p.ports[0].write(order(d, page_ids(5), page_ids(1), order_id=order_id))
+    arrived = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert len(arrived) == 1
+    assert d.ports[0].num_late_notes == 1
+
+
+def test_a_note_that_speaks_of_more_pages_than_the_room_has_is_dropped() -> None:
+    _, p, d = pair()
+    expect(d, p, page_ids(1))
+    p.ports[0].write(order(d, page_ids(5, 6), page_ids(1, 2)))
+    assert not [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert d.ports[0].num_malformed_notes == 1
+
+
+def test_a_lost_note_leaves_the_sender_content_and_the_receiver_waiting() -> None:
+    fabric, p, d = pair()
+    fabric.faults.lose_notes = 1
+    expect(d, p, page_ids(1))
+    p.ports[0].write(order(d, page_ids(5), page_ids(1)))
+    assert poll_all([*p.ports, *d.ports]) == [Written(order_id=1, num_bytes=3072)]
+
+
+def test_rooms_take_turns() -> None:
+    _, p, d = pair(pages_per_write=1)
+    for room in (1, 2, 3):
+        expect(d, p, page_ids(2 * room, 2 * room + 1), room=room)
+        p.ports[0].write(order(d, page_ids(1, 2), page_ids(2 * room, 2 * room + 1), order_id=room, room=room))
+    arrived = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert [event.room for event in arrived] == [1, 2, 3, 1, 2, 3]
+
+
+def test_a_peer_that_hangs_holds_few_posts_and_does_not_hold_up_others() -> None:
+    fabric, p, hung = pair(pages_per_write=1)
+    other = local_engine(fabric, seed=3)
+    connect(p, other)
+    fabric.hang(hung.agents[0])
+    p.ports[0].write(order(hung, page_ids(1, 2, 3, 4), page_ids(1, 2, 3, 4), order_id=1, room=1))
+    p.ports[0].write(order(other, page_ids(5, 6, 7), page_ids(1, 2, 3), order_id=2, room=2))
+    assert poll_all(p.ports) == [Written(order_id=2, num_bytes=3 * 3072)]
+    assert p.ports[0].num_in_flight == 1
+    fabric.resume(hung.agents[0])
+    expect(hung, p, page_ids(1, 2, 3, 4), room=1)
+    poll_all([*p.ports, *hung.ports])
+    np.testing.assert_array_equal(hung.pools[0][1:5], p.pools[0][1:5])
+
+
+def test_a_cancelled_order_is_drained_only_when_what_was_posted_has_ended() -> None:
+    """SPEC H19."""
+    fabric, p, d = pair(pages_per_write=1)
+    fabric.hang(d.agents[0])
+    before = d.pools[0].copy()
+    p.ports[0].write(order(d, page_ids(1, 2, 3, 4), page_ids(1, 2, 3, 4)))
+    poll_all(p.ports)
+    p.ports[0].cancel(ROOM, 0)
+    assert poll_all(p.ports) == [WriteFailed(order_id=1, reason="cancelled", drained=False)]
+    fabric.resume(d.agents[0])
+    assert poll_all(p.ports) == [WriteFailed(order_id=1, reason="cancelled", drained=True)]
+    assert p.ports[0].num_in_flight == 0
+    changed = [page for page in range(9) if not np.array_equal(d.pools[0][page], before[page])]
+    assert changed == [1, 2]  # the posts that were in flight landed; no other was posted
+    assert len(changed) == MAX_IN_FLIGHT
+
+
+def test_an_order_that_was_never_posted_is_drained_at_once() -> None:
+    _, p, d = pair()
+    p.ports[0].write(order(d, page_ids(1), page_ids(1)))
+    p.ports[0].cancel(ROOM, 0)
+    assert poll_all(p.ports) == [WriteFailed(order_id=1, reason="cancelled", drained=True)]
+
+
+def test_a_dead_peer_fails_all_its_orders_and_no_other() -> None:
+    fabric, p, d = pair()
+    other = local_engine(fabric, seed=3)
+    connect(p, other)
+    fabric.hang(d.agents[0])
+    p.ports[0].write(order(d, page_ids(1), page_ids(1), order_id=1, room=1))
+    poll_all(p.ports)
+    fabric.kill(d.agents[0])
+    p.ports[0].write(order(d, page_ids(2), page_ids(2), order_id=2, room=2))
+    p.ports[0].write(order(other, page_ids(3), page_ids(3), order_id=3, room=3))
+    events = poll_all(p.ports)
+    assert Written(order_id=3, num_bytes=3072) in events
+    failed = [event for event in events if isinstance(event, WriteFailed)]
+    assert {event.order_id for event in failed if event.drained} == {1, 2}
+    p.ports[0].write(order(d, page_ids(2), page_ids(2), order_id=4, room=4))  # not before a disconnect
+    (refused,) = poll_all(p.ports)
+    assert isinstance(refused, WriteFailed)
+    assert refused.drained
+
+
+def test_disconnecting_ends_every_order_of_the_peer_as_drained() -> None:
+    fabric, p, d = pair(pages_per_write=1)
+    fabric.hang(d.agents[0])
+    p.ports[0].write(order(d, page_ids(1, 2, 3), page_ids(1, 2, 3)))
+    poll_all(p.ports)
+    p.ports[0].disconnect(d.incarnation)
+    p.ports[0].disconnect(d.incarnation)
+    last = poll_all(p.ports)[-1]
+    assert isinstance(last, WriteFailed)
+    assert last.drained
+    assert p.ports[0].num_in_flight == 0
+
+
+def test_a_write_to_a_hung_peer_lands_when_it_wakes_although_the_sender_gave_up() -> None:
+    """Why the receiver quarantines its pages."""
+    fabric, p, d = pair()
+    fabric.hang(d.agents[0])
+    p.ports[0].write(order(d, page_ids(5), page_ids(1)))
+    poll_all(p.ports)
+    p.ports[0].disconnect(d.incarnation)
+    fabric.resume(d.agents[0])
+    np.testing.assert_array_equal(d.pools[0][1], p.pools[0][5])
+
+
+def test_a_restarted_peer_is_another_peer() -> None:
+    fabric, p, d = pair()
+    fabric.kill(d.agents[0])
+    p.ports[0].write(order(d, page_ids(1), page_ids(1)))
+    poll_all(p.ports)
+    p.ports[0].disconnect(d.incarnation)
+    again = local_engine(fabric, seed=4)
+    connect(p, again)
+    expect(again, p, page_ids(1))
+    p.ports[0].write(order(again, page_ids(5), page_ids(1), order_id=2))
+    events = poll_all([*p.ports, *again.ports])
+    assert Written(order_id=2, num_bytes=3072) in events
+    np.testing.assert_array_equal(again.pools[0][1], p.pools[0][5])
+
+
+def test_a_write_to_a_stranger_or_beyond_the_peers_pool_is_refused() -> None:
+    _, p, d = pair()
+    stranger = local_engine(LocalFabric(), seed=3)
+    p.ports[0].write(order(stranger, page_ids(1), page_ids(1), order_id=1))
+    p.ports[0].write(order(d, page_ids(1), page_ids(9), order_id=2))
+    first, second = poll_all(p.ports)
+    assert isinstance(first, WriteFailed)
+    assert "is not connected" in first.reason
+    assert isinstance(second, WriteFailed)
+    assert "pool of 9 does not have" in second.reason
+    with pytest.raises(ValueError, match="pages 9 to 9 are wanted of a pool of 9"):
+        p.ports[0].write(order(d, page_ids(9), page_ids(1), order_id=3))
+
+
+def test_a_peer_of_another_layout_or_of_ranks_that_do_not_map_is_refused() -> None:
+    _, p, d = pair(p_tp=2)
+    with pytest.raises(IncompatibleLayout, match="fingerprint"):
+        p.ports[0].connect(replace(peer_of(d), incarnation="x", fingerprint="0" * 16))
+    with pytest.raises(IncompatibleLayout, match="tp = 2 here and 3 there"):
+        p.ports[0].connect(replace(peer_of(d), incarnation="y", tp=3))

@@ -1,0 +1,89 @@
+"""Digests of pages, and the hashes of K and V that show a hand-off changed nothing (SPEC J01, J03)."""
+
+import numpy as np
+import pytest
+
+from kvtransfer.checksum import destination_spans, kv_hashes, page_digests, source_spans
+from kvtransfer.layout import head_slices
+from kvtransfer.memory import KvMemory
+from tests.kv_pools import layout, page_ids, random_pools
+
+WHOLE = ((0, 3072),)
+
+
+def memory_of(tp: int = 1, seed: int = 0) -> tuple[KvMemory, np.ndarray]:
+    pool = random_pools(layout(tp), 5, seed)[0]
+    return KvMemory.of_array(layout(tp), pool), pool
+
+
+def test_every_byte_of_a_page_counts() -> None:
+    memory, _ = memory_of()
+    assert memory.view is not None
+    (before,) = page_digests(memory, page_ids(2), WHOLE)
+    for position in range(0, 3072, 61):
+        memory.view[2, position] ^= 1
+        assert page_digests(memory, page_ids(2), WHOLE)[0] != before, position
+        memory.view[2, position] ^= 1
+    assert page_digests(memory, page_ids(2), WHOLE)[0] == before
+
+
+def test_exchanged_pages_have_exchanged_digests() -> None:
+    memory, _ = memory_of()
+    one, other = page_digests(memory, page_ids(1, 2), WHOLE)
+    np.testing.assert_array_equal(page_digests(memory, page_ids(2, 1), WHOLE), [other, one])
+    assert one != other
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_third_of_the_heads_has_one_digest_on_both_sides_of_unequal_ranks(rank: int) -> None:
+    whole, third = layout(1), layout(3)
+    pools = random_pools(third, 5, seed=7)
+    joined = np.concatenate(pools, axis=3)
+    there, here = KvMemory.of_array(third, pools[rank]), KvMemory.of_array(whole, joined)
+    slices = head_slices(third, rank, whole, 0)
+    sent = page_digests(there, page_ids(4, 1), source_spans(slices))
+    got = page_digests(here, page_ids(4, 1), destination_spans(slices))
+    np.testing.assert_array_equal(sent, got)
+
+
+def test_pages_of_a_device_are_read_through_the_reader() -> None:
+    memory, pool = memory_of()
+    device = KvMemory.of_device(
+        layout(), base_address=1 << 40, num_pages=5, device=0, owner=pool, reader=lambda pages: memory.view[pages]
+    )
+    np.testing.assert_array_equal(
+        page_digests(device, page_ids(3, 1), WHOLE), page_digests(memory, page_ids(3, 1), WHOLE)
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 4, 7])
+def test_hashes_of_tokens_are_equal_in_other_pages_and_ignore_what_lies_behind(num_tokens: int) -> None:
+    one, pool = memory_of()
+    other, moved = memory_of(seed=1)
+    moved[[4, 2]] = pool[[1, 3]]
+    used = num_tokens % 4
+    if used:
+        moved[[4, 2][num_tokens // 4], :, :, :, used:] = 0.5  # tokens that are not part of it
+    assert kv_hashes(one, page_ids(1, 3), num_tokens) == kv_hashes(other, page_ids(4, 2), num_tokens)
+
+
+def test_k_and_v_are_told_apart() -> None:
+    memory, pool = memory_of()
+    before = kv_hashes(memory, page_ids(1, 2), 7)
+    pool[2, 1, 0, 5, 2, 7] += 1  # K of token 6, the last layer's last head
+    after = kv_hashes(memory, page_ids(1, 2), 7)
+    assert after.k_hash != before.k_hash
+    assert after.v_hash == before.v_hash
+
+
+def test_more_tokens_than_the_pages_hold_are_refused() -> None:
+    memory, _ = memory_of()
+    with pytest.raises(ValueError, match="9 tokens are wanted of 2 pages of 4"):
+        kv_hashes(memory, page_ids(1, 2), 9)
+
+
+def test_a_pool_of_another_shape_is_refused_as_the_memory_of_a_layout() -> None:
+    with pytest.raises(ValueError, match="a page of this array has 1536 bytes, of the layout 3072"):
+        KvMemory.of_array(layout(1), random_pools(layout(2), 5, 0)[0])
+    with pytest.raises(ValueError, match="contiguous"):
+        KvMemory.of_array(layout(1), random_pools(layout(1), 5, 0)[0][:, :, ::-1])

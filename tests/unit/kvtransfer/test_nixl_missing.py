@@ -1,0 +1,49 @@
+"""What `NixlAgent` says before NIXL itself is reached; the agent at work is in tests/contract/test_transfer_agents.py."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from kvtransfer.agent import NixlAgent, descriptors
+from kvtransfer.errors import TransferError
+from kvtransfer.layout import head_slices
+from kvtransfer.memory import KvMemory
+from tests.kv_pools import layout, random_pools
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the agent sets is gone after the test."""
+    for name, value in {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma", "UCX_LOG_LEVEL": "error"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NIXL_LOG_LEVEL", "WARN")
+
+
+def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    memory = KvMemory.of_array(layout(), random_pools(layout(), 3, 0)[0])
+    with pytest.raises(TransferError, match="pip install 'nixl==1.5.1'"):
+        NixlAgent(memory)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    memory = KvMemory.of_array(layout(), random_pools(layout(), 3, 0)[0])
+    with pytest.raises(TransferError, match="no interface of this machine has the address 192.0.2.1; there are: .*lo"):
+        NixlAgent(memory, host="192.0.2.1")
+
+
+def test_a_slice_of_every_page_is_one_strided_row() -> None:
+    slices = head_slices(layout(2), 1, layout(1), 0)  # 3 of 6 heads, 128 bytes each, in 2 layers' K and V
+    rows = descriptors(
+        [part.dst_offset for part in slices], slices, base_address=1000, page_bytes=3072, num_pages=9, device=0
+    )
+    np.testing.assert_array_equal(
+        rows,
+        [
+            [1000 + 384, 384, 0, 3072, 9],
+            [1000 + 1152, 384, 0, 3072, 9],
+            [2920, 384, 0, 3072, 9],
+            [3688, 384, 0, 3072, 9],
+        ],
+    )
