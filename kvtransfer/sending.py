@@ -1,0 +1,332 @@
+"""The prefill side of a desk: its rooms, the receivers it knows, and whose pages are written next.
+
+Owns:      the senders, and which write order belongs to which of them; what is remembered of rooms that are over.
+Never:     touches sockets or pages; ports do what the orders say.
+Invariant: a write order is in the books until the port has said how it ended, or its receiver is dead; Drained is told
+           of a room only when none of its orders is.
+Thread:    the transfer thread.
+
+Rooms of a receiver take turns, a write each; receivers do too. At most MAX_WRITES are on their way to a receiver, so
+that one that hangs holds up nobody else.
+"""
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from kvtransfer.layout import KvLayout
+from kvtransfer.ports import PeerRanks, RankPort, WriteFailed, WriteOrder, Written
+from kvtransfer.sender import KVSender
+from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, TransferEvent, TransferSettings
+from kvtransfer.wire import Abort, Drained, Fail, Open, ToReceiver, ToSender
+
+log = logging.getLogger(__name__)
+
+MAX_WRITES = 2  # on their way to one receiver: the next is posted while the last one ends
+MAX_ENDED = 10_000  # rooms that are remembered as over
+RoomKey = tuple[int, int]  # room, generation
+
+
+class _Receiver:
+    """A decode engine that said hello."""
+
+    def __init__(self, ranks: PeerRanks, refusal: str) -> None:
+        self.ranks = ranks
+        self.refusal = refusal  # why its rooms cannot be served
+        self.num_pages = min((rank.num_pages for rank in ranks.ranks), default=0)
+        self.turns: deque[KVSender] = deque()  # rooms with something to write
+        self.orders: set[int] = set()  # on their way
+        self.broken = False  # a write failed; to be connected anew when the last one has ended
+
+
+class SendingRooms:
+    def __init__(
+        self,
+        layout: KvLayout,
+        settings: TransferSettings,
+        ports: Sequence[RankPort],
+        *,
+        emit: Callable[[TransferEvent], None],
+        tell: Callable[[str, ToReceiver], None],
+        mend: Callable[[PeerRanks], None],
+    ) -> None:
+        """``mend``: the ports' endpoint to this receiver has failed, and nothing is on its way over it any more."""
+        self._layout = layout
+        self._settings = settings
+        self._ports = ports
+        self._emit = emit
+        self._tell = tell
+        self._mend = mend
+        self._rooms: dict[RoomKey, KVSender] = {}
+        self._by_room: dict[int, KVSender] = {}  # those with a leg
+        self._ended: OrderedDict[RoomKey, tuple[float, str]] = OrderedDict()  # -> when, and why
+        self._receivers: dict[str, _Receiver] = {}
+        self._orders: dict[int, tuple[KVSender, str, int]] = {}  # -> room, receiver, pages
+        self._next_order = 1
+        self.sent_bytes = 0
+        self.sent_pages = 0
+        self.num_done = 0
+        self.num_failed = 0
+        self.num_late = 0
+
+    # the engine's orders
+
+    def expect(self, order: SendOrder, now: float) -> None:
+        key = (order.room, order.generation)
+        if key in self._ended:
+            self._emit(SendFailed(room=order.room, reason=self._ended[key][1]))
+            self._emit(SendDrained(room=order.room))
+            self.num_failed += 1
+            return
+        room = self._rooms.get(key) or self._new(key)
+        self._by_room[order.room] = room
+        room.expect(order, now)
+        self._sweep(now)
+
+    def send(self, room: int, page_offset: int, pages: PageIds, meta: bytes | None, now: float) -> None:
+        """A room that is over ignores it."""
+        sender = self._by_room.get(room)
+        if sender is None:
+            return
+        sender.send(page_offset, pages, meta)
+        receiver = self._receivers.get(sender.incarnation)
+        if receiver is not None and sender.has_write and sender not in receiver.turns:
+            receiver.turns.append(sender)
+        self._sweep(now)
+
+    def abort(self, room: int, reason: str, now: float) -> None:
+        if (sender := self._by_room.get(room)) is not None:
+            sender.fail(reason)
+            self._sweep(now)
+
+    # what the receivers say
+
+    def heard(self, incarnation: str, message: ToSender, now: float) -> None:
+        key = (message.room, message.generation)
+        room = self._rooms.get(key)
+        if room is not None and room.incarnation not in ("", incarnation):
+            room = None
+        if isinstance(message, Open):
+            self._opened(incarnation, message, room, now)
+        elif room is None:
+            self.num_late += 1
+            if isinstance(message, Abort):
+                self._bury(key, "the receiver gave up", now)
+                self._tell(incarnation, Drained(room=message.room, generation=message.generation))
+        elif isinstance(message, Abort):
+            self._aborted(incarnation, room)
+        elif room.grant is not None:
+            room.acked()
+        self._sweep(now)
+
+    def _aborted(self, incarnation: str, room: KVSender) -> None:
+        if room.grant is None:  # the leg is here, the open is not and will not be
+            room.fail("the receiver gave up")
+            self._tell(incarnation, Drained(room=room.room, generation=room.generation))
+        else:
+            room.aborted()
+
+    def _opened(self, incarnation: str, message: Open, room: KVSender | None, now: float) -> None:
+        key = (message.room, message.generation)
+        receiver = self._receivers[incarnation]
+        if room is not None and room.grant is not None:
+            self.num_late += 1  # the same open again
+            return
+        refusal = receiver.refusal or self._refusal(message, receiver)
+        if key in self._ended:
+            self.num_late += 1
+            refusal = self._ended[key][1]
+        elif room is None and key in self._rooms:
+            refusal = "the room was opened by another receiver"
+        elif receiver.broken:
+            refusal = "a write to the receiver failed just now"
+        if refusal:
+            self._tell(
+                incarnation, Fail(room=message.room, generation=message.generation, reason=refusal, drained=True)
+            )
+            if key not in self._ended and key not in self._rooms:
+                self._bury(key, refusal, now)
+            elif room is not None:
+                room.fail(refusal)
+            return
+        room = room or self._new(key)
+        room.opened(
+            incarnation,
+            message,
+            now,
+            wait_s=self._settings.open_timeout_s,
+            slack_s=self._settings.call_timeout_s,
+        )
+
+    def _refusal(self, message: Open, receiver: _Receiver) -> str:
+        """Why an open cannot be right, or nothing. Page 0 is everybody's sink."""
+        pages = message.pages
+        whole = -(-message.num_tokens // self._layout.page_size)
+        if message.first_page < 0 or message.first_page + len(pages) > whole:
+            return f"pages [{message.first_page}, {message.first_page + len(pages)}) of a sequence of {whole} pages"
+        if pages and not (min(pages) > 0 and max(pages) < receiver.num_pages and len(set(pages)) == len(pages)):
+            return f"the pages are not distinct pages of a pool of {receiver.num_pages}"
+        return ""
+
+    # what happens to them
+
+    def receiver_up(self, ranks: PeerRanks, refusal: str) -> None:
+        """It said hello; again after a lost connection, when what is on its way is still in the books."""
+        if (receiver := self._receivers.get(ranks.incarnation)) is None:
+            self._receivers[ranks.incarnation] = _Receiver(ranks, refusal)
+        else:
+            receiver.ranks, receiver.refusal = ranks, refusal
+
+    def receiver_down(self, incarnation: str, reason: str, now: float) -> None:
+        for room in self._of(incarnation):
+            room.lost(reason)
+        self._sweep(now)
+
+    def receiver_dead(self, incarnation: str, reason: str, now: float) -> None:
+        for room in self._of(incarnation):
+            room.dead(reason)
+        if (receiver := self._receivers.pop(incarnation, None)) is not None:
+            for order_id in receiver.orders:
+                del self._orders[order_id]
+        self._sweep(now)
+
+    def has_business(self, incarnation: str) -> bool:
+        return incarnation in self._receivers and (
+            bool(self._receivers[incarnation].orders) or any(True for _ in self._of(incarnation))
+        )
+
+    # what the ports say
+
+    def port_event(self, event: Written | WriteFailed, now: float) -> None:
+        entry = self._orders.get(event.order_id)
+        if entry is None:
+            self.num_late += 1
+            return
+        room, incarnation, num_pages = entry
+        receiver = self._receivers[incarnation]
+        if isinstance(event, Written):
+            self._end_order(event.order_id)
+            self.sent_bytes += event.num_bytes
+            self.sent_pages += num_pages
+            room.written(event.order_id)
+        else:
+            if event.drained:
+                self._end_order(event.order_id)
+            if not receiver.broken:
+                log.warning("write to %s failed: %s", incarnation, event.reason)
+            receiver.broken = True
+            room.write_failed(event.order_id, event.reason, drained=event.drained)
+            for other in self._of(incarnation):  # the endpoint is gone: none of them can go on
+                other.fail(f"a write to the receiver failed: {event.reason}")
+        if receiver.broken and not receiver.orders:
+            receiver.broken = False
+            self._mend(receiver.ranks)
+        self._sweep(now)
+
+    def _end_order(self, order_id: int) -> None:
+        _, incarnation, _ = self._orders.pop(order_id)
+        self._receivers[incarnation].orders.discard(order_id)
+
+    # the loop
+
+    def post_writes(self) -> bool:
+        """One write for each receiver that may have one. Returns whether there was any."""
+        posted = False
+        limit = MAX_WRITES * len(self._ports)
+        for incarnation, receiver in self._receivers.items():
+            while receiver.turns and not receiver.turns[0].has_write:
+                receiver.turns.popleft()
+            if not receiver.turns or len(receiver.orders) >= limit or receiver.broken:
+                continue
+            room = receiver.turns.popleft()
+            self._post(room, incarnation, receiver)
+            posted = True
+            if room.has_write:
+                receiver.turns.append(room)
+        return posted
+
+    def _post(self, room: KVSender, incarnation: str, receiver: _Receiver) -> None:
+        write = room.take_write(self._settings.pages_per_write)
+        for rank, port in enumerate(self._ports):
+            order_id = self._next_order
+            self._next_order += 1
+            self._orders[order_id] = (room, incarnation, len(write.src) if rank == 0 else 0)
+            receiver.orders.add(order_id)
+            room.posted(order_id)
+            port.write(
+                WriteOrder(
+                    order_id=order_id,
+                    incarnation=incarnation,
+                    room=room.room,
+                    generation=room.generation,
+                    page_offset=write.page_offset,
+                    src_pages=write.src,
+                    dst_pages=write.dst,
+                    last=write.last,
+                    meta=write.meta if rank == 0 else b"",
+                )
+            )
+
+    def expire(self, now: float) -> None:
+        for room in list(self._rooms.values()):
+            room.expire(now)
+        keep_s = 2 * max(self._settings.open_timeout_s, self._settings.room_timeout_s)
+        while self._ended:
+            key, (ended_s, _) = next(iter(self._ended.items()))
+            if ended_s + keep_s > now and len(self._ended) <= MAX_ENDED:
+                break
+            del self._ended[key]
+        self._sweep(now)
+
+    @property
+    def next_s(self) -> float:
+        """The next deadline."""
+        return min((room.deadline_s for room in self._rooms.values()), default=float("inf"))
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._orders)
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def num_draining(self) -> int:
+        return sum(bool(room.reason) for room in self._rooms.values())
+
+    def fail_all(self, reason: str, now: float) -> None:
+        for room in list(self._rooms.values()):
+            room.fail(reason)
+        self._sweep(now)
+
+    def _new(self, key: RoomKey) -> KVSender:
+        room = self._rooms[key] = KVSender(*key, emit=self._emit, tell=self._tell)
+        return room
+
+    def _of(self, incarnation: str) -> list[KVSender]:
+        return [room for room in self._rooms.values() if room.incarnation == incarnation]
+
+    def _bury(self, key: RoomKey, reason: str, now: float) -> None:
+        self._ended[key] = (now, reason)
+
+    def _sweep(self, now: float) -> None:
+        """Forget rooms that are over, but for their names."""
+        for key in [key for key, room in self._rooms.items() if room.over]:
+            room = self._rooms.pop(key)
+            if room.order is not None:
+                del self._by_room[room.room]
+                self.num_done += not room.reason
+                self.num_failed += bool(room.reason)
+            self._bury(key, room.reason or "the room is done", now)
+
+    def check(self) -> None:
+        for room in self._rooms.values():
+            room.check()
+            assert not room.over, f"room {room.room} is over and still in the books"
+        assert set().union(*(receiver.orders for receiver in self._receivers.values())) == set(self._orders)
+        for order_id, (room, incarnation, _) in self._orders.items():
+            assert (room.room, room.generation) in self._rooms, f"order {order_id} of a room that is over"
+            assert room.incarnation == incarnation
+        assert all(room.order is not None for room in self._by_room.values())
+        assert all(room in self._rooms.values() for room in self._by_room.values())

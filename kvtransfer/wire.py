@@ -1,0 +1,260 @@
+"""What two desks say over their connection: length-prefixed, versioned JSON; never pickle.
+
+Owns:      the messages, and the only code that turns them into bytes and back.
+Never:     believes them: who sent one, and whether its room is known, is for others to check.
+Invariant: decode(encode(m)) == m; bytes that are no message of this version raise BadMessage and nothing else.
+
+    decode engine ── Open, Abort, Ack ──> prefill engine       both: Hello once, Ping, Bye
+                  <── Fail, Drained ────
+A frame is 4 bytes of length, big-endian, and that many of JSON: {"v": 1, "t": "open", ...}.
+"""
+
+import base64
+import functools
+import json
+import math
+import struct
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+from kvtransfer.errors import BadMessage
+from kvtransfer.layout import KvLayout
+from kvtransfer.ports import RankInfo
+from kvtransfer.types import KVTransferMeta, PeerAddress
+
+VERSION = 1
+META_VERSION = 1
+MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
+MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
+MAX_INT = 2**63 - 1
+_LENGTH = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """Who listens speaks first."""
+
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Who dials proves that it knows the token, and asks the same."""
+
+    nonce: str
+    mac: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Who listens has proven it too."""
+
+    mac: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Who speaks, and all that is needed to write into its pools. ``probe``: only asks who answers at this address."""
+
+    address: PeerAddress
+    purpose: Literal["rooms", "probe"]
+    layout: KvLayout
+    ranks: tuple[RankInfo, ...]  # [tp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """The receiver has granted its pages."""
+
+    room: int
+    generation: int
+    num_tokens: int
+    first_page: int
+    pages: tuple[int, ...]  # [n]
+    deadline_s: float  # what is left of the receiver's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """The receiver does not want the room any more; answered by Drained, also when the room is unknown."""
+
+    room: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """The receiver has verified everything."""
+
+    room: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The sender gives up; ``drained``: nothing of it is on its way any more."""
+
+    room: int
+    generation: int
+    reason: str
+    drained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """No write of this room is on its way, and none will be."""
+
+    room: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """I live."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bye:
+    """I close on purpose."""
+
+
+ToSender = Open | Abort | Ack
+ToReceiver = Fail | Drained
+Message = Challenge | Answer | Welcome | Hello | ToSender | ToReceiver | Ping | Bye
+_TYPES: dict[str, type[Message]] = {
+    cls.__name__.lower(): cls for cls in (Challenge, Answer, Welcome, Hello, Open, Abort, Ack, Fail, Drained, Ping, Bye)
+}
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    body = {"v": VERSION, "t": type(message).__name__.lower(), **_plain(message)}
+    data = json.dumps(body, separators=(",", ":")).encode()
+    if len(data) > MAX_FRAME_BYTES:
+        raise BadMessage(f"a {body['t']} of {len(data)} bytes, at most {MAX_FRAME_BYTES} may be sent")
+    return _LENGTH.pack(len(data)) + data
+
+
+def decode(data: bytes) -> Message:
+    """The message in a frame's body. Raises: BadMessage."""
+    body = _object(data)
+    if body.pop("v", None) != VERSION:
+        raise BadMessage(f"a message of version {VERSION} is wanted: run the same release on all replicas")
+    cls = _TYPES.get(str(body.pop("t", None)))
+    if cls is None:
+        raise BadMessage("a message of no known type")
+    message: Message = _read(cls, body, cls.__name__)
+    return message
+
+
+def encode_meta(meta: KVTransferMeta) -> bytes:
+    return json.dumps(_plain(meta), separators=(",", ":")).encode()
+
+
+def decode_meta(data: bytes) -> KVTransferMeta:
+    """Raises: BadMessage, also for another version."""
+    body = _object(data)
+    if body.get("version") != META_VERSION:
+        raise BadMessage(f"meta of version {body.get('version')!r}, {META_VERSION} is wanted: run the same release")
+    meta: KVTransferMeta = _read(KVTransferMeta, body, "meta")
+    return meta
+
+
+class Frames:
+    """Cuts a stream of bytes into frames' bodies."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Whole frames, once each. Raises: BadMessage for one longer than ``max_bytes``, before it has come."""
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > self.max_bytes:
+                raise BadMessage(f"a frame of {length} bytes, at most {self.max_bytes} are taken")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                return
+            body = bytes(self._data[_LENGTH.size : end])
+            del self._data[:end]
+            yield body
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise BadMessage(f"not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadMessage("a JSON object is wanted")
+    return body
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, tuple):
+        return list(value) if value and type(value[0]) is int else [_plain(item) for item in value]
+    return value
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as ``kind``, a type of the messages' fields. Raises: BadMessage that names the field."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        hints = _hints(typing.cast(type, kind))
+        if not isinstance(value, dict) or value.keys() != hints.keys():
+            raise BadMessage(f"{where}: an object of {sorted(hints)} is wanted")
+        try:
+            return typing.cast(Any, kind)(**{k: _read(hints[k], value[k], f"{where}.{k}") for k in hints})
+        except (ValueError, ZeroDivisionError) as error:  # from __post_init__
+            raise BadMessage(f"{where}: {error}") from None
+    if origin is types.UnionType:
+        if value is None and type(None) in args:
+            return None
+        return _read(next(arg for arg in args if arg is not type(None)), value, where)
+    if origin is Literal and value in args:
+        return value
+    if origin is tuple and isinstance(value, list):
+        return _read_tuple(args, value, where)
+    if origin is dict and isinstance(value, dict):
+        return {key: _read(args[1], item, where) for key, item in value.items()}
+    if kind is bytes and isinstance(value, str):
+        try:
+            return base64.b64decode(value, validate=True)
+        except ValueError:
+            raise BadMessage(f"{where}: base64 is wanted") from None
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if kind is int and type(value) is int and abs(value) <= MAX_INT:
+        return value
+    if kind in (str, bool) and type(value) is kind:
+        return value
+    raise BadMessage(f"{where}: {kind} is wanted, there is {type(value).__name__}")
+
+
+def _read_tuple(args: tuple[Any, ...], value: list[Any], where: str) -> tuple[Any, ...]:
+    if args == (int, ...) and all(type(item) is int and abs(item) <= MAX_INT for item in value):
+        return tuple(value)
+    kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+    if len(kinds) != len(value):
+        raise BadMessage(f"{where}: {len(kinds)} items are wanted, there are {len(value)}")
+    return tuple(_read(kind, item, where) for kind, item in zip(kinds, value, strict=True))
