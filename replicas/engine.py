@@ -1,43 +1,42 @@
-"""One engine: requests in, token deltas out, one step at a time. The only file where scheduler and runner meet.
+"""One engine: requests in, token deltas out, one step at a time. The only file where scheduler, runner and hand-off
+roles meet.
 
-Owns:      the open requests' choices (request + detokenizer) and the clock of the replica.
+Owns:      the open requests' choices (sequence + text) and the clock of the replica.
 Never:     waits, sleeps or talks to a network; `loop.py` gives it a thread.
 Invariant: every accepted request ends in exactly one delta with ``finish`` per choice.
 Thread:    whoever calls `step`; one thread only, except `check` (read-only).
 
     submit -> Scheduler.submit ┐
-    step:   schedule -> plan -> (broadcast) -> ModelRunner.run -> result -> apply -> tokens -> Detokenizer -> TokenDelta
+    step:   schedule -> plan -> (broadcast) -> ModelRunner.run -> result -> apply -> tokens -> Choice -> TokenDelta
     abort  -> Scheduler.finish ┘
+
+A leg of a hand-off goes to `HandOffs` (disagg/), which tells the scheduler; what happens at its desk is taken first in
+every step, and by `poll` while nothing runs.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvtransfer.payload import KvBytes
+from kvtransfer.types import KvTransferDesk
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
+from replicas.choice import Choice
 from replicas.config import EngineConfig
-from replicas.detokenizer import Detokenizer
+from replicas.disagg.hand_offs import HandOffs, require_possible
+from replicas.disagg.rooms import HandOffTerms
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
 from replicas.request import Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
-from replicas.scheduler.scheduler import NewToken, Scheduler, stop_reason, uncached_tokens
-from replicas.stats import StepClock
+from replicas.scheduler.scheduler import Scheduler
+from replicas.scheduler.tokens import NewToken
+from replicas.stats import StepClock, snapshot
 from replicas.tokenizer import Tokenizer
-from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta
 
 CacheEvents = tuple[CacheEvent, ...]  # in order
 Execute = Callable[[StepPlan], StepResult]  # runs a plan on all ranks
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One choice of an open request: its sequence and its text."""
-
-    req: Req
-    detokenizer: Detokenizer
-    prompt_logprobs_due: tuple[TokenLogprob, ...] | None  # what precedes req.prompt_logprobs; None: nothing to send
 
 
 class Engine:
@@ -55,7 +54,11 @@ class Engine:
         dead_rank: Callable[[], str | None] = lambda: None,
         close: Callable[[], None] = lambda: None,
         kv_bytes: KvBytes | None = None,
+        desk: KvTransferDesk | None = None,
+        terms: HandOffTerms | None = None,
     ) -> None:
+        """``desk`` and ``terms``: of a replica that takes part in hand-offs; `close` closes the desk."""
+        assert (desk is None) == (terms is None), "a desk comes with its terms"
         self.config = config
         self.tokenizer = tokenizer
         self.kv = kv
@@ -68,10 +71,24 @@ class Engine:
         self._steps = StepClock()
         self._open: dict[str, list[Choice]] = {}
         self._eos_ids = frozenset(config.model.eos_ids)
+        self._hand_offs: HandOffs | None = None
+        if desk is not None and terms is not None:
+            self._hand_offs = HandOffs(
+                desk, self.scheduler, kv, terms, vocab_size=config.model.vocab_size, clock=clock
+            )
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds in which nothing can happen here unless an event, a command or another thread brings it; None while
+        there is something to do."""
+        if self.scheduler.only_away:
+            next_s = self.scheduler.deadlines.next_s
+            return float("inf") if next_s is None else max(0.0, next_s - self._clock())
+        return None
 
     @property
     def open_rids(self) -> list[str]:
@@ -83,6 +100,7 @@ class Engine:
         Raises: InvalidRequest, or PromptTooLong with the lengths and what is allowed.
         """
         request.validate(vocab_size=self.config.model.vocab_size)
+        require_possible(request, has_desk=self._hand_offs is not None)
         if request.resumed_ids and request.sampling.n > 1:
             raise InvalidRequest("resumed_ids: a request with n > 1 is resumed by sending it anew", param="resumed_ids")
         length, most = len(request.token_ids), self._max_len()
@@ -108,34 +126,49 @@ class Engine:
         self.check(request)
         if request.rid in self._open:
             raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
-        limit = self.config.scheduler.max_queued_requests
-        if len(self.scheduler.waiting) + request.sampling.n > limit:
-            raise Overloaded(f"{len(self.scheduler.waiting)} requests wait, at most {limit} may: try again later")
-        choices = [self._choice(request, index) for index in range(request.sampling.n)]
-        for choice in choices:
-            (place or self.scheduler.submit)(choice.req)
+        limit, num_queued = self.config.scheduler.max_queued_requests, self.scheduler.num_queued
+        if num_queued + request.num_choices > limit:
+            raise Overloaded(f"{num_queued} requests wait, at most {limit} may: try again later")
+        if request.hand_off is not None and self._hand_offs is not None:
+            self._hand_offs.require_new_room(request)
+        choices = [self._choice(request, index) for index in range(request.num_choices)]
+        if request.hand_off is not None and self._hand_offs is not None:
+            self._hand_offs.submit(request, [choice.req for choice in choices])
+        else:
+            for choice in choices:
+                (place or self.scheduler.submit)(choice.req)
         self._open[request.rid] = choices
         done = []
-        for choice in choices:
-            finish = self._resumed_finish(choice)
+        for choice in list(choices):
+            finish = choice.replay()
             if finish is not None:
                 self.scheduler.finish(choice.req, finish)
-                done.append(self._end(choice))
+                done.append(self._tell(choice))
+        self._settle()
         return done
 
     def step(self) -> list[TokenDelta]:
         """Run one step: what it added to every choice, and the ends of those whose deadline passed."""
+        deltas = self.poll()
         plan = self.scheduler.schedule()
-        deltas = [self._end(self._find(req)) for req in self.scheduler.take_expired()]
+        deltas += [self._tell(self._find(req)) for req in self.scheduler.take_expired()]
+        if self._hand_offs is not None:
+            self._hand_offs.before_step()
         if plan is None:
             return deltas
         started_s = self._clock()
         result = self._execute(plan)
         tokens = self.scheduler.apply(plan, result)
+        if self._hand_offs is not None:
+            tokens = self._hand_offs.after_step(tokens)
         deltas += [self._push(token) for token in tokens]
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
         self._steps.record(self._clock() - started_s, num_new, is_extend=isinstance(plan, ExtendPlan))
         return deltas
+
+    def poll(self) -> list[TokenDelta]:
+        """Take what happened at the transfer desk since the last call; microseconds when nothing did."""
+        return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:
         """End every choice of ``rid``; idempotent. Returns: the final deltas."""
@@ -143,12 +176,13 @@ class Engine:
         deltas = []
         for choice in list(self._open.get(rid, ())):
             self.scheduler.finish(choice.req, finish)
-            deltas.append(self._end(choice))
+            deltas.append(self._tell(choice))
+        self._settle()
         return deltas
 
     def flush_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing done, while requests are open."""
-        if self._open:
+        """Forget every cached prefix. False, and nothing done, while requests are open or peers use pages."""
+        if self._open or self.kv.in_use:
             return False
         self.kv.flush()
         return True
@@ -170,38 +204,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; engine thread only."""
-        scheduler, counters = self.scheduler, self.scheduler.counters
-        chunked = [scheduler.prefill.chunked] if scheduler.prefill.chunked else []
-        return EngineStats(
-            time_s=self._clock(),
-            pool=self.kv.stats(),
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running) + len(chunked),
-            max_running_requests=scheduler.max_running,
-            waiting_uncached_tokens=uncached_tokens(scheduler.waiting, chunked),
-            cache_nodes=self.kv.num_nodes,
-            cache_event_seq=self.kv.event_seq,
-            num_finished=counters.finished,
-            num_aborted=counters.aborted,
-            num_errors=counters.errors,
-            num_retractions=counters.retractions,
-            retracted_tokens=counters.retracted_tokens,
-            prefill_tokens=counters.prefill_tokens,
-            cached_tokens=counters.cached_tokens,
-            lookup_tokens=counters.lookup_tokens,
-            decode_tokens=counters.decode_tokens,
-            evicted_tokens=self.kv.evicted_tokens,
-            num_extend_steps=self._steps.num_extend,
-            num_decode_steps=self._steps.num_decode,
-            extend_s=self._steps.extend_s,
-            decode_s=self._steps.decode_s,
-            alloc_failures=self.kv.alloc_failures,
-            prefill_tokens_per_s=self._steps.prefill_tokens_per_s,
-            decode_step_s=self._steps.decode_step_s,
-        )
+        stats = snapshot(self.scheduler, self.kv, self._steps, now_s=self._clock())
+        if self._hand_offs is None:
+            return stats
+        return replace(stats, num_handing_off=self._hand_offs.num_sending, transfer=self._hand_offs.stats())
 
     def close(self) -> None:
-        """Let go of the other ranks; the engine must not be used afterwards."""
+        """Let go of peers and of the other ranks; the engine must not be used afterwards."""
+        if self._hand_offs is not None:
+            self._hand_offs.close()
         self._close()
 
     def _pool_tokens(self) -> int:
@@ -218,74 +229,30 @@ class Engine:
                 request.sampling, max_new_tokens=room, min_new_tokens=min(request.sampling.min_new_tokens, room)
             )
             request = replace(request, sampling=sampling)
-        req = Req.make(request, index=index, now_s=self._clock(), eos_ids=self._eos_ids)
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            stop=req.sampling.stop,
-            include_stop=req.sampling.include_stop,
-            skip_special_tokens=req.sampling.skip_special_tokens,
+        return Choice.make(
+            request, index, tokenizer=self.tokenizer, now_s=self._clock(), eos_ids=self._eos_ids
         )
-        due: tuple[TokenLogprob, ...] | None = None
-        if request.prompt_logprobs_from is not None:
-            first = TokenLogprob(token_id=int(request.token_ids[0]), logprob=None)  # nothing precedes it
-            due = (first,) if request.prompt_logprobs_from == 0 else ()
-        return Choice(req=req, detokenizer=detokenizer, prompt_logprobs_due=due)
 
-    def _resumed_finish(self, choice: Choice) -> Finish | None:
-        """Replay what another replica delivered; says whether that was already everything."""
-        req = choice.req
-        if not req.num_resumed:
-            return None
-        finish = stop_reason(req)
-        shown = req.output_ids[: self._num_shown(req, finish)]
-        delivered = choice.detokenizer.push([int(token) for token in shown])
-        if delivered.matched_stop is not None:
-            return Finish(reason=FinishReason.STOP, matched=delivered.matched_stop)
-        return finish
-
-    @staticmethod
-    def _num_shown(req: Req, finish: Finish | None) -> int:
-        """Output tokens that become text: a stop token does not, unless asked for."""
-        by_id = finish is not None and isinstance(finish.matched, int)
-        return req.num_output - (1 if by_id and not req.sampling.include_stop else 0)
+    def _settle(self) -> None:
+        if self._hand_offs is not None:
+            self._hand_offs.settle()
 
     def _push(self, token: NewToken) -> TokenDelta:
         """Token -> delta; a stop string found here ends the request."""
         req, choice = token.req, self._find(token.req)
         if token.token_id is None:
-            return self._end(choice)
-        shows = self._num_shown(req, req.finish) == req.num_output
-        pushed = choice.detokenizer.push([token.token_id] if shows else [])
-        if pushed.matched_stop is not None:
-            finish = Finish(reason=FinishReason.STOP, matched=pushed.matched_stop)
+            return self._tell(choice)
+        text, finish = choice.push(token.token_id)
+        if finish is not None:
             self.scheduler.finish(req, finish)
             req.finish = finish  # a stop string wins over the length limit reached by the same token
-        return self._delta(choice, token, pushed.text)
+        return self._tell(choice, token, text)
 
-    def _end(self, choice: Choice) -> TokenDelta:
-        return self._delta(choice, None, "")
-
-    def _delta(self, choice: Choice, token: NewToken | None, text: str) -> TokenDelta:
-        req = choice.req
-        prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if choice.prompt_logprobs_due is not None and req.first_token_s is not None:
-            prompt_logprobs = (*choice.prompt_logprobs_due, *req.prompt_logprobs)
-            choice.prompt_logprobs_due = None
-        if req.finish is not None:
-            if not isinstance(req.finish.matched, str):
-                text += choice.detokenizer.flush()
+    def _tell(self, choice: Choice, token: NewToken | None = None, text: str = "") -> TokenDelta:
+        delta = choice.delta(token, text)
+        if delta.finish is not None:
             self._forget(choice)
-        has_token = token is not None and token.token_id is not None
-        return TokenDelta(
-            rid=req.rid,
-            index=req.index,
-            token_ids=(token.token_id,) if token is not None and token.token_id is not None else (),
-            text=text,
-            logprobs=(token.logprob,) if has_token and token is not None and token.logprob is not None else (),
-            prompt_logprobs=prompt_logprobs,
-            usage=req.usage(),
-            finish=req.finish,
-        )
+        return delta
 
     def _find(self, req: Req) -> Choice:
         return next(choice for choice in self._open[req.rid] if choice.req is req)

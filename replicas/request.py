@@ -7,6 +7,13 @@ Thread:    scheduler thread only.
     WAITING ──admit──> PREFILLING ──last chunk──> RUNNING ──stop, length──> FINISHED
        ^                    │                        │
        └────── retract ─────┴──────── retract ───────┘          (abort, error, deadline: from any state to FINISHED)
+
+    decode leg:   WAITING ──grant──> RECEIVING ──its K/V is here──> RUNNING
+                     ^──── it will not come ┘
+    prefill leg:  PREFILLING ──last chunk──> HANDING_OFF ──the receiver has it all──> FINISHED
+
+A decode leg waits for its grant as WAITING, in the PreallocQueue; if its K/V does not come, it is computed like any
+other request. A prefill leg that has begun is never retracted: its pages may be on their way.
 """
 
 import enum
@@ -14,19 +21,33 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from replicas.types import Finish, GenerateRequest, SamplingParams, TokenIds, TokenLogprob, Usage
+from kvtransfer.types import PdTicket
+from replicas.types import (
+    Finish,
+    GenerateRequest,
+    HandOffReport,
+    PdLeg,
+    SamplingParams,
+    TokenIds,
+    TokenLogprob,
+    Usage,
+)
 
 
 class ReqState(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
+    RECEIVING = "receiving"  # holds row and pages, its K/V is on its way from another replica
+    HANDING_OFF = "handing_off"  # its prompt is computed, another replica has yet to confirm that it has it
     RUNNING = "running"
     FINISHED = "finished"
 
 
 MOVES: dict[ReqState, frozenset[ReqState]] = {
-    ReqState.WAITING: frozenset({ReqState.PREFILLING, ReqState.FINISHED}),
-    ReqState.PREFILLING: frozenset({ReqState.RUNNING, ReqState.WAITING, ReqState.FINISHED}),
+    ReqState.WAITING: frozenset({ReqState.PREFILLING, ReqState.RECEIVING, ReqState.FINISHED}),
+    ReqState.PREFILLING: frozenset({ReqState.RUNNING, ReqState.HANDING_OFF, ReqState.WAITING, ReqState.FINISHED}),
+    ReqState.RECEIVING: frozenset({ReqState.RUNNING, ReqState.WAITING, ReqState.FINISHED}),
+    ReqState.HANDING_OFF: frozenset({ReqState.FINISHED}),
     ReqState.RUNNING: frozenset({ReqState.WAITING, ReqState.FINISHED}),
     ReqState.FINISHED: frozenset(),
 }
@@ -40,6 +61,21 @@ class Holding:
     lock: object  # receipt of the prefix cache for the locked path
     prefix_len: int  # leading tokens whose pages belong to the tree (whole pages, locked by ``lock``)
     kv_len: int  # tokens that have a slot: [0, prefix_len) the tree's, [prefix_len, kv_len) its own
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """The part of a hand-off that a request is; driven by replicas/disagg."""
+
+    role: PdLeg
+    ticket: PdTicket
+    exposed: bool = False  # a peer may read or write what it holds: it can only leave through quarantine
+    detained: object | None = None  # receipt of cache/kv.py, when it left so
+    closing: bool = False  # its room has failed or was aborted: only the room's last event is still to come
+    first_page: int = 0  # pages of the sequence before this one are the receiver's own
+    next_page: int = 0  # prefill leg: pages before this one are sent, or need not be
+    granted_s: float | None = None  # decode leg: when it got row and pages
+    report: HandOffReport | None = None  # decode leg: how it went; until the caller has been told
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +102,7 @@ class Req:
     prompt_logprobs_from: int | None = None
     state: ReqState = ReqState.WAITING
     holding: Holding | None = None
+    leg: Leg | None = None  # None: all of it is made here
     computed_len: int = 0  # tokens whose K/V is computed, reused ones included
     cached_tokens: int = 0  # prompt tokens reused at first admission
     num_retractions: int = 0
@@ -100,6 +137,11 @@ class Req:
             top_logprobs=request.top_logprobs,
             prompt_logprobs_from=request.prompt_logprobs_from,
         )
+
+    @property
+    def is_prefill_leg(self) -> bool:
+        """Its first token is sampled here, and no more."""
+        return self.leg is not None and self.leg.role is PdLeg.PREFILL
 
     @property
     def stop_ids(self) -> frozenset[int]:

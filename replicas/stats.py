@@ -1,4 +1,9 @@
-"""How long steps take: sums for counters, and smoothed rates for whoever estimates waits."""
+"""How long steps take: sums for counters, and smoothed rates for whoever estimates waits; and the engine's snapshot."""
+
+from replicas.cache.kv import KvCache
+from replicas.request import ReqState
+from replicas.scheduler.scheduler import Scheduler
+from replicas.types import EngineStats
 
 SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count
 FULL_STEP_TOKENS = 64  # smaller extend steps say little about the prefill rate
@@ -30,3 +35,39 @@ class StepClock:
 
 def _smooth(old: float, new: float) -> float:
     return new if old == 0.0 else old + SMOOTHING * (new - old)
+
+
+def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: float) -> EngineStats:
+    """All that scheduler, pools and clock know; hand-offs under way are the caller's to add."""
+    counters = scheduler.counters
+    chunked = scheduler.prefill.chunked
+    parked = scheduler.away.in_state(ReqState.WAITING)
+    return EngineStats(
+        time_s=now_s,
+        pool=kv.stats(),
+        num_waiting=len(scheduler.waiting) + sum(not req.is_prefill_leg for req in parked),
+        num_running=len(scheduler.running) + (chunked is not None),
+        max_running_requests=scheduler.max_running,
+        waiting_uncached_tokens=scheduler.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0),
+        cache_nodes=kv.num_nodes,
+        cache_event_seq=kv.event_seq,
+        num_finished=counters.finished,
+        num_aborted=counters.aborted,
+        num_errors=counters.errors,
+        num_retractions=counters.retractions,
+        retracted_tokens=counters.retracted_tokens,
+        prefill_tokens=counters.prefill_tokens,
+        cached_tokens=counters.cached_tokens,
+        lookup_tokens=counters.lookup_tokens,
+        decode_tokens=counters.decode_tokens,
+        evicted_tokens=kv.evicted_tokens,
+        num_extend_steps=steps.num_extend,
+        num_decode_steps=steps.num_decode,
+        extend_s=steps.extend_s,
+        decode_s=steps.decode_s,
+        alloc_failures=kv.alloc_failures,
+        prefill_tokens_per_s=steps.prefill_tokens_per_s,
+        decode_step_s=steps.decode_step_s,
+        num_preallocating=len(scheduler.prealloc),
+        num_receiving=len(scheduler.away.in_state(ReqState.RECEIVING)),
+    )

@@ -166,6 +166,11 @@ class GenerateRequest:
     resumed_ids: tuple[int, ...] = ()  # output already delivered by a replica that died; continue after it
     hand_off: HandOff | None = None  # None: this replica does all of it
 
+    @property
+    def num_choices(self) -> int:
+        """Sequences that end here, each with a finish: all of the request, but one for the prefill leg."""
+        return 1 if self.hand_off is not None and self.hand_off.leg is PdLeg.PREFILL else self.sampling.n
+
     def validate(self, *, vocab_size: int) -> None:
         """Raises InvalidRequest. Lengths are the engine's to judge, which knows the context and the pool."""
         _check("prompt", len(self.token_ids) > 0, "is empty; give at least one token")
@@ -309,7 +314,7 @@ class EngineStats:
     # smoothed rates; 0 until measured
     prefill_tokens_per_s: float
     decode_step_s: float
-    # hand-offs; None where the engine takes part in none
+    # hand-offs; ``transfer`` is None where the engine takes part in none
     num_preallocating: int = 0  # decode legs that wait for row and pages
     num_receiving: int = 0  # decode legs whose K/V is on its way
     num_handing_off: int = 0  # prefill legs that wait for their receiver, are sending, or drain

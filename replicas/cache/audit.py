@@ -10,13 +10,18 @@ import numpy as np
 
 from replicas.cache.base import Lock, PrefixCache
 from replicas.cache.node import TreeNode, first_page, walk
+from replicas.cache.quarantine import Quarantine
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 from replicas.memory.table import ReqToTokenPool
 from replicas.request import Req
 
 
 def audit(
-    allocator: PagedTokenToKVPoolAllocator, table: ReqToTokenPool, cache: PrefixCache, reqs: Sequence[Req]
+    allocator: PagedTokenToKVPoolAllocator,
+    table: ReqToTokenPool,
+    cache: PrefixCache,
+    quarantine: Quarantine,
+    reqs: Sequence[Req],
 ) -> None:
     """Raises AssertionError. ``reqs``: all requests that hold something."""
     allocator.check()
@@ -49,14 +54,22 @@ def audit(
         locks.update(id(node) for node in path)
         nodes.update((id(node), node) for node in path)
         private.append(pages[holding.prefix_len // ps :])
+    for detained in quarantine:
+        if detained.lock is not None:
+            assert detained.lock.held, f"{detained.rid}: the lock of its pages in quarantine was given back"
+            path = _path(detained.lock.node)
+            locks.update(id(node) for node in path)
+            nodes.update((id(node), node) for node in path)
+    apart = [detained.pages for detained in quarantine]
+    assert sum(map(len, apart)) == quarantine.num_pages, "the books of the quarantine do not add up"
     for key_, node in nodes.items():
         assert node.lock_ref == locks[key_], f"a node has {node.lock_ref} locks, {locks[key_]} requests pin it"
     protected = sum(len(node.pages) for node in nodes.values())
     assert protected == cache.protected_pages, f"{cache.protected_pages} pages are protected, {protected} are pinned"
-    everything = np.concatenate([allocator.free_pages(), cache.all_pages(), *private])
+    everything = np.concatenate([allocator.free_pages(), cache.all_pages(), *private, *apart])
     assert np.array_equal(np.sort(everything), np.arange(1, allocator.num_pages + 1)), (
         f"of {allocator.num_pages} pages {allocator.num_free} are free, {len(cache.all_pages())} in the tree and "
-        f"{sum(map(len, private))} private: a page is lost or in two places"
+        f"{sum(map(len, private))} private and {quarantine.num_pages} in quarantine: a page is lost or in two places"
     )
 
 

@@ -1,15 +1,16 @@
 """KvCache: the one door to KV memory. Match, admit, extend, commit, release: in requests and tokens, not pages.
 
-Owns:      allocator, request table and prefix cache together, and what each request holds of them (``Req.holding``).
+Owns:      the request table, and what each request holds of the pages (``Req.holding``).
 Never:     decides who runs or who gives way (scheduler/); touches K/V bytes.
-Invariant: free + evictable + protected + reserved == capacity, and each page is in exactly one of these
+Invariant: free + evictable + protected + reserved + quarantined == capacity, and each page is in exactly one of these
            (cache/audit.py). A call that raises has taken nothing.
 Thread:    scheduler thread only.
 
     admit ──> extend ──> commit ──> extend ... extend_decode ... ──> release
     locks the   takes      gives whole  (next chunk)  one slot          keep: commit, then all that is private goes back
     prefix      slots      pages to     a request     each              else: all that is private goes back
-                           the tree
+                           the tree                                 ──> quarantine ──> release_quarantined
+                                                                        where a peer may still read or write them
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from replicas.cache.audit import audit
-from replicas.cache.base import Lock, MatchResult, PrefixCache
-from replicas.cache.chunk import ChunkCache
-from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
-from replicas.cache.radix import RadixCache
-from replicas.errors import InvalidRequest, PagesExhausted
-from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages, Slots
+from replicas.cache.base import Lock, MatchResult
+from replicas.cache.events import CacheEvent, CacheSnapshot
+from replicas.cache.pages import PageStore
+from replicas.cache.quarantine import Detained
+from replicas.errors import InvalidRequest
+from replicas.memory.allocator import Pages, Slots
 from replicas.memory.table import ReqToTokenPool, Write
 from replicas.request import Holding, Req
 from replicas.types import PoolStats, TokenIds
@@ -42,18 +43,24 @@ class KvCache:
         eviction: str = "lru",
         record_events: bool = False,
     ) -> None:
-        if prefix_cache not in ("radix", "chunk"):
-            raise ValueError(f"unknown prefix cache {prefix_cache!r}; allowed: radix, chunk")
-        self.page_size = page_size
-        self.reuses_prefixes = prefix_cache == "radix"
-        self._events = EventLog() if record_events and self.reuses_prefixes else None
-        self._radix = RadixCache(page_size, policy=eviction, events=self._events) if self.reuses_prefixes else None
-        self._cache: PrefixCache = self._radix or ChunkCache()
-        self._allocator = PagedTokenToKVPoolAllocator(num_pages, page_size)
+        self._store = PageStore(
+            num_pages=num_pages,
+            page_size=page_size,
+            prefix_cache=prefix_cache,
+            eviction=eviction,
+            record_events=record_events,
+        )
+        self._allocator, self._cache = self._store.allocator, self._store.cache
         self._table = ReqToTokenPool(max_requests, context_len)
         self._holders: dict[int, Req] = {}  # by row
-        self.evicted_tokens = 0
-        self.alloc_failures = 0
+
+    @property
+    def page_size(self) -> int:
+        return self._store.page_size
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        return self._store.reuses_prefixes
 
     @property
     def capacity_tokens(self) -> int:
@@ -67,7 +74,15 @@ class KvCache:
     @property
     def event_seq(self) -> int:
         """Number of the last cache event; 0 while none are recorded."""
-        return self._events.seq if self._events is not None else 0
+        return self._store.event_seq
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self._store.evicted_tokens
+
+    @property
+    def alloc_failures(self) -> int:
+        return self._store.alloc_failures
 
     def match(self, token_ids: TokenIds, salt: str) -> MatchResult:
         """Longest cached prefix; refreshes access times and may split a node, but holds nothing."""
@@ -77,17 +92,18 @@ class KvCache:
         """Tokens of that prefix; changes nothing, so that ordering the queue does not keep pages alive."""
         return self._cache.peek_len(token_ids, salt)
 
-    def admit(self, req: Req, *, reuse: bool = True) -> int:
+    def admit(self, req: Req, *, reuse: bool = True, whole: bool = False) -> int:
         """Take a row for ``req`` and lock its longest cached prefix; none without ``reuse``.
 
-        At least one token is left to run, and every token whose successor's logprob is wanted.
+        At least one token is left to run, and every token whose successor's logprob is wanted; with ``whole`` none need
+        be left, since another replica makes the next token.
 
         Returns: reused tokens; ``req.holding`` and ``req.computed_len`` say the same.
         Raises:  RowsExhausted.
         """
         assert req.holding is None, f"request {req.rid} holds row {req.holding.row} already"
         row = self._table.alloc()
-        longest = req.num_tokens - 1 if reuse else 0
+        longest = req.num_tokens - (0 if whole else 1) if reuse else 0
         if req.prompt_logprobs_from is not None:
             longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
         match = self._cache.match_prefix(req.ids[:longest], req.salt)
@@ -105,7 +121,7 @@ class KvCache:
         """
         holding = _holding(req)
         kv_len = holding.kv_len
-        self._make_room(self._num_pages(new_len) - self._num_pages(kv_len), f"request {req.rid}")
+        self._store.make_room(self._num_pages(new_len) - self._num_pages(kv_len), f"request {req.rid}")
         last_slot = int(self._table.view(holding.row, kv_len - 1, kv_len)[0]) if kv_len else -1
         slots = self._allocator.alloc_extend(kv_len, new_len, last_slot, rid=req.rid)
         self._table.write(holding.row, kv_len, slots)
@@ -128,7 +144,7 @@ class KvCache:
         holdings = [_holding(req) for req in reqs]
         rows = np.array([holding.row for holding in holdings], dtype=np.int32)
         kv_lens = np.array([holding.kv_len for holding in holdings], dtype=np.int32)
-        self._make_room(self.pages_needed_decode(reqs), f"a decode batch of {len(reqs)}")
+        self._store.make_room(self.pages_needed_decode(reqs), f"a decode batch of {len(reqs)}")
         last_slots = self._table.gather(rows, kv_lens - 1)
         slots = self._allocator.alloc_decode(kv_lens + 1, last_slots)
         self._table.append_each(rows, kv_lens, slots)
@@ -171,33 +187,52 @@ class KvCache:
             self.commit(req)
         holding = _holding(req)
         private = self._row_pages(holding.row, holding.prefix_len, holding.kv_len)
-        del self._holders[holding.row]
-        self._table.free(holding.row)
+        self._forget(req)
         self._cache.dec_lock_ref(_lock(holding))
         self._allocator.free(private)
-        req.holding = None
-        req.computed_len = 0
+
+    def quarantine(self, req: Req, *, locked: bool) -> Detained:
+        """Take all that ``req`` holds while a peer may still read or write it; its row goes back at once.
+
+        Args: locked: the peer may read the pages that ``req`` shares with the tree too: they stay locked.
+        """
+        holding = _holding(req)
+        lock = _lock(holding)
+        receipt = Detained(
+            req.rid, self._row_pages(holding.row, holding.prefix_len, holding.kv_len), lock if locked else None
+        )
+        self._store.quarantine.add(receipt)
+        self._forget(req)
+        if not locked:
+            self._cache.dec_lock_ref(lock)
+        return receipt
+
+    def release_quarantined(self, receipt: Detained) -> None:
+        """Nobody reads or writes the pages of ``receipt`` any more: free them."""
+        self._store.release_quarantined(receipt)
+
+    def pages(self, req: Req, first: int, end: int) -> Pages:
+        """[end - first] ids of pages [first, end) of the sequence of ``req``; the last may be partial."""
+        holding = _holding(req)
+        return self._row_pages(holding.row, first * self.page_size, min(end * self.page_size, holding.kv_len))
 
     def available_tokens(self) -> int:
         """Tokens in pages that are free or can be evicted."""
-        return (self._allocator.num_free + self._cache.evictable_pages) * self.page_size
+        return self._store.available_tokens()
 
     def stats(self) -> PoolStats:
         """The pool by state (SPEC D14)."""
-        free, evictable, protected = self._allocator.num_free, self._cache.evictable_pages, self._cache.protected_pages
-        return PoolStats(
-            page_size=self.page_size,
-            num_pages=self._allocator.num_pages,
-            free_pages=free,
-            evictable_pages=evictable,
-            protected_pages=protected,
-            reserved_pages=self._allocator.num_pages - free - evictable - protected,
-        )
+        return self._store.stats()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody, or a peer, uses pages: `flush` would raise."""
+        return bool(self._holders or len(self._store.quarantine))
 
     def flush(self) -> None:
-        """Empty the prefix cache. Raises: InvalidRequest, saying who, while a request holds pages."""
-        if self._holders:
-            rids = sorted({req.rid for req in self._holders.values()})
+        """Empty the prefix cache. Raises: InvalidRequest, saying who, while pages are in use."""
+        if self.in_use:
+            rids = sorted({holder.rid for holder in (*self._holders.values(), *self._store.quarantine)})
             named = ", ".join(rids[:8]) + (f" and {len(rids) - 8} more" if len(rids) > 8 else "")
             raise InvalidRequest(f"the cache is in use by {named}: flush it when they have finished, or abort them")
         self._allocator.free(self._cache.reset())
@@ -208,37 +243,25 @@ class KvCache:
 
     def drain_events(self) -> tuple[CacheEvent, ...]:
         """Cache events since the last call; none unless they are recorded."""
-        return self._events.drain() if self._events is not None else ()
+        return self._store.drain_events()
 
     def snapshot(self) -> CacheSnapshot:
         """What is cached now, for a reader that lost events."""
-        if self._radix is None or self._events is None:
-            return CacheSnapshot(seq=0, stored=())
-        return self._radix.snapshot()
+        return self._store.snapshot()
 
     def check(self, reqs: Sequence[Req]) -> None:
         """Assert every invariant of the pools, given all requests that hold something. O(pool)."""
         held = {id(req) for req in self._holders.values()}
         assert held == {id(req) for req in reqs}, f"rows are held by {[req.rid for req in self._holders.values()]}"
-        audit(self._allocator, self._table, self._cache, reqs)
+        audit(self._allocator, self._table, self._cache, self._store.quarantine, reqs)
 
-    def _make_room(self, num_pages: int, who: str) -> None:
-        """Evict until ``num_pages`` are free; raises PagesExhausted, with nothing evicted, if that cannot be."""
-        short = num_pages - self._allocator.num_free
-        if short <= 0:
-            return
-        if short > self._cache.evictable_pages:
-            self.alloc_failures += 1
-            pool = self.stats()
-            raise PagesExhausted(
-                f"{who} needs {num_pages} pages of {self.page_size} tokens; of {pool.num_pages} pages "
-                f"{pool.free_pages} are free, {pool.evictable_pages} evictable, {pool.protected_pages} protected and "
-                f"{pool.reserved_pages} reserved: retract {short - pool.evictable_pages} pages' worth of requests"
-            )
-        freed = self._cache.evict(short)
-        assert len(freed) >= short, f"{short} pages were evictable, {len(freed)} came"
-        self._allocator.free(freed)
-        self.evicted_tokens += len(freed) * self.page_size
+    def _forget(self, req: Req) -> None:
+        """``req`` holds nothing any more; its pages and lock are the caller's."""
+        row = _holding(req).row
+        del self._holders[row]
+        self._table.free(row)
+        req.holding = None
+        req.computed_len = 0
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

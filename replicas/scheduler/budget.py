@@ -40,8 +40,8 @@ class NewTokenRatio:
         self.value = self._initial
 
     def reserve(self, req: Req) -> int:
-        """Tokens to set aside for the output that ``req`` may still make."""
-        return int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
+        """Tokens to set aside for the output that ``req`` may still make; a prefill leg makes none here."""
+        return 0 if req.is_prefill_leg else int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
 
 
 class StepBudget:

@@ -16,6 +16,7 @@ from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio, StepBudget
 from replicas.scheduler.plan import ExtendRow, Slots
+from replicas.scheduler.prealloc import Rank, rank
 from replicas.scheduler.waiting import WaitingQueue
 
 LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
@@ -28,6 +29,11 @@ class Refusal(enum.Enum):
     STEP_BUDGET = "the step's token budget is used up"
     MEMORY = "its prompt and reserved output do not fit the pool beside what runs"
     SHARED_PREFIX = "another request is computing its prefix right now"
+    OLDER_GRANT = "an older decode leg waits for memory"
+
+
+PASSING = frozenset({Refusal.SHARED_PREFIX, Refusal.OLDER_GRANT})  # others behind it may still start
+NO_ROOM = frozenset({Refusal.RUNNING_LIMIT, Refusal.MEMORY})
 
 
 @dataclass(slots=True)
@@ -37,6 +43,8 @@ class ExtendBatch:
     reqs: list[Req] = field(default_factory=list)
     rows: list[ExtendRow] = field(default_factory=list)
     refusals: dict[tuple[str, int], Refusal] = field(default_factory=dict)
+    reserved: int = 0  # tokens that those in flight may still need, this batch included
+    barrier: Rank | None = None  # of the request that found no room
 
 
 class PrefillScheduler:
@@ -52,23 +60,33 @@ class PrefillScheduler:
         self._share_len = share_len
         self.chunked: Req | None = None  # in the middle of its prompt; runs first in the next step
 
-    def next_batch(self, running: list[Req], *, max_running: int, now_s: float) -> ExtendBatch:
-        """The next extend batch; without rows when nothing can start."""
+    def next_batch(
+        self, in_flight: list[Req], *, max_running: int, now_s: float, barrier: Rank | None = None
+    ) -> ExtendBatch:
+        """The next extend batch; without rows when nothing can start.
+
+        Args: in_flight: those that have their pages and may need more: running, and whose K/V is on its way.
+              barrier: waiting requests that rank after it may not start.
+        """
         batch = ExtendBatch()
         budget = StepBudget(self._chunk_size, page_size=self._kv.page_size)
         if self.chunked is not None and not self._extend(batch, self.chunked, budget):
             return batch  # its next chunk finds no room: nobody may overtake it into the pool
-        reserved = sum(self._ratio.reserve(req) for req in running)
-        if self.chunked is not None:
-            reserved += self.chunked.num_tokens - self._kv_len(self.chunked) + self._ratio.reserve(self.chunked)
+        batch.reserved = sum(self._ratio.reserve(req) for req in in_flight)
+        batch.reserved += sum(self._still_needs(req) for req in batch.reqs)
         for req in self._waiting.ordered(now_s) if len(self._waiting) else ():
-            refusal = self._try(batch, req, budget, reserved, len(running), max_running)
-            if refusal is not None:
-                batch.refusals[(req.rid, req.index)] = refusal
-                if refusal is not Refusal.SHARED_PREFIX:
-                    break
+            if barrier is not None and rank(req) > barrier:
+                refusal: Refusal | None = Refusal.OLDER_GRANT
+            else:
+                refusal = self._try(batch, req, budget, len(in_flight), max_running)
+            if refusal is None:
+                batch.reserved += self._still_needs(req)
                 continue
-            reserved += req.num_tokens - self._kv_len(req) + self._ratio.reserve(req)
+            batch.refusals[(req.rid, req.index)] = refusal
+            if refusal in NO_ROOM:
+                batch.barrier = rank(req)
+            if refusal not in PASSING:
+                break
         return batch
 
     def forget(self, req: Req) -> None:
@@ -77,7 +95,7 @@ class PrefillScheduler:
             self.chunked = None
 
     def _try(
-        self, batch: ExtendBatch, req: Req, budget: StepBudget, reserved: int, num_running: int, max_running: int
+        self, batch: ExtendBatch, req: Req, budget: StepBudget, num_running: int, max_running: int
     ) -> Refusal | None:
         if num_running + len(batch.reqs) >= max_running:
             return Refusal.RUNNING_LIMIT
@@ -88,7 +106,7 @@ class PrefillScheduler:
         reused = self._kv.admit(req)  # locks the prefix: what it holds no longer counts as evictable
         alone = num_running + len(batch.reqs) == 0
         need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else self._ratio.reserve(req))
-        if need + (0 if alone else reserved) > self._kv.available_tokens():
+        if need + (0 if alone else batch.reserved) > self._kv.available_tokens():
             self._kv.release(req, keep=True)
             return Refusal.MEMORY
         if not self._extend(batch, req, budget):
@@ -135,10 +153,10 @@ class PrefillScheduler:
                 return True
         return False
 
-    @staticmethod
-    def _kv_len(req: Req) -> int:
+    def _still_needs(self, req: Req) -> int:
+        """Tokens that a request of the batch will or may need beyond those that it has."""
         assert req.holding is not None
-        return req.holding.kv_len
+        return req.num_tokens - req.holding.kv_len + self._ratio.reserve(req)
 
 
 def _row(req: Req, start: int, length: int, slots: Slots, *, sample: bool) -> ExtendRow:

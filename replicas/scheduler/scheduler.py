@@ -2,57 +2,37 @@
 
 Owns:      every request between submit and finish, and the order of all that happens to them.
 Never:     sees a tensor, a model or text.
-Invariant: a request is in exactly one of: waiting queue, being prefilled, running batch, finished; see `check`.
+Invariant: a request is in exactly one of: waiting queue, being prefilled, running batch, prealloc queue, away,
+           finished; see `check`.
 Thread:    engine thread only.
 
     submit ─> WaitingQueue ──next_batch──> ExtendPlan ─ step ─> apply ─┬─ mid-prompt: commit, next chunk goes first
                   ^                                                    ├─ prompt done: commit, RunningBatch
                   └────── retract (pool full) ── RunningBatch          └─ finished: release, pages stay in the tree
                                                      └─> DecodePlan ─ step ─> apply
+
+Two replicas to a request (replicas/disagg drives these):
+
+    ask_grant ─> PreallocQueue ──schedule──> Away, RECEIVING ─┬─ received ─> RunningBatch
+                                                              └─ compute_here ─> WaitingQueue
+    park ─> Away, WAITING ──unpark──> WaitingQueue ... last chunk ─> Away, HANDING_OFF ─ finish
 """
 
-import heapq
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import Req, ReqState
+from replicas.scheduler.away import Away
 from replicas.scheduler.budget import NewTokenRatio
+from replicas.scheduler.deadlines import Deadlines
 from replicas.scheduler.decode import RunningBatch, sample_row
 from replicas.scheduler.plan import BROKEN, ExtendPlan, StepPlan, StepResult, TableWrite
+from replicas.scheduler.prealloc import PreallocQueue, Room
 from replicas.scheduler.prefill import ExtendBatch, PrefillScheduler, Refusal
+from replicas.scheduler.tokens import BROKEN_LOGITS, Counters, NewToken, stop_reason
 from replicas.scheduler.waiting import WaitingQueue
 from replicas.types import Finish, FinishReason, TokenLogprob
-
-BROKEN_LOGITS = (
-    "no token can be chosen: the logits hold NaN or inf, or all are masked out. The weights are broken, activations "
-    "overflow their dtype (try float32 or bfloat16), or the penalties are extreme"
-)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NewToken:
-    """One sampled token of one request; ``req.finish`` is set when it was its last."""
-
-    req: Req
-    token_id: int | None  # None: the request wanted no output (max_new_tokens = 0), or its logits are broken
-    logprob: TokenLogprob | None
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the scheduler counted since it started; only grows."""
-
-    finished: int = 0
-    aborted: int = 0
-    errors: int = 0
-    retractions: int = 0
-    retracted_tokens: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    lookup_tokens: int = 0
-    decode_tokens: int = 0
 
 
 class Scheduler:
@@ -75,6 +55,8 @@ class Scheduler:
             peek_len=kv.peek_len,
         )
         self.running = RunningBatch(kv)
+        self.prealloc = PreallocQueue(kv, self._ratio)
+        self.away = Away()
         self.prefill = PrefillScheduler(
             kv,
             self.waiting,
@@ -85,48 +67,98 @@ class Scheduler:
         self.counters = Counters()
         self.refusals: dict[tuple[str, int], Refusal] = {}  # of the last scheduling round, for explanation
         self._step_reqs: list[Req] = []  # requests of the plan that is running now, in row order
-        self._deadlines: list[tuple[float, int, Req]] = []  # heap
+        self.deadlines = Deadlines()
         self._expired: list[Req] = []
+        self._granted: list[Req] = []
+        self._left: list[Req] = []
         self.made_progress = False  # whether the last `schedule` found something to run
 
     @property
     def has_work(self) -> bool:
-        return bool(len(self.waiting) or len(self.running) or self.prefill.chunked)
+        return bool(
+            len(self.waiting) or len(self.running) or self.prefill.chunked or len(self.prealloc) or len(self.away)
+        )
+
+    @property
+    def only_away(self) -> bool:
+        """Nothing is left to do here until another replica has done its part."""
+        return not (len(self.waiting) or len(self.running) or self.prefill.chunked or len(self.prealloc))
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that hold nothing yet."""
+        return len(self.waiting) + len(self.prealloc) + len(self.away.in_state(ReqState.WAITING))
 
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
         self.waiting.add(req)
-        if req.deadline_s is not None:
-            heapq.heappush(self._deadlines, (req.deadline_s, id(req), req))
+        self.deadlines.add(req)
+
+    def ask_grant(self, req: Req) -> None:
+        """Accept a decode leg: it gets row and pages when they fit, and is then among `take_granted`."""
+        self.prealloc.add(req)
+        self.deadlines.add(req)
+
+    def park(self, req: Req) -> None:
+        """Accept a request that may not start before `unpark`."""
+        self.away.add(req)
+        self.deadlines.add(req)
+
+    def unpark(self, req: Req) -> None:
+        self.away.remove(req)
+        self.waiting.add(req)
+
+    def received(self, req: Req, token_id: int, logprob: TokenLogprob | None, *, cached_tokens: int) -> NewToken:
+        """The K/V of a RECEIVING request is all here, and its next token; it runs on from there, without a forward."""
+        self.away.remove(req)
+        req.computed_len = req.num_tokens
+        if req.admitted_s is None:
+            req.admitted_s, req.cached_tokens = self._clock(), cached_tokens
+        self.kv.commit(req)
+        req.move(ReqState.RUNNING)
+        self.running.add(req)
+        return self._take_token(req, token_id, logprob)
+
+    def compute_here(self, req: Req) -> None:
+        """The K/V of a RECEIVING request will not come, or is not what it should be: it waits to be computed."""
+        self.away.remove(req)
+        self._let_go(req, keep=False)
+        req.move(ReqState.WAITING)
+        self.waiting.add(req)
 
     def finish(self, req: Req, finish: Finish) -> None:
         """End ``req`` wherever it is, between two steps; its computed prefix stays reusable (SPEC F17). Idempotent."""
         if req.state is ReqState.FINISHED:
             return
-        if req.state is ReqState.WAITING:
+        if req in self.away:
+            self.away.remove(req)
+        elif req in self.prealloc:
+            self.prealloc.remove(req)
+        elif req.state is ReqState.WAITING:
             self.waiting.remove(req)
         elif req.state is ReqState.RUNNING:
             self.running.remove(req)
         self.prefill.forget(req)
         if req.holding is not None:
-            self.kv.release(req, keep=finish.reason is not FinishReason.ERROR)
+            self._let_go(req, keep=finish.reason is not FinishReason.ERROR)
         req.move(ReqState.FINISHED)
         req.finish = finish
-        match finish.reason:
-            case FinishReason.ABORT:
-                self.counters.aborted += 1
-            case FinishReason.ERROR:
-                self.counters.errors += 1
-            case _:
-                self.counters.finished += 1
+        self.counters.count_end(finish.reason)
+        if req.leg is not None:
+            self._left.append(req)
 
     def schedule(self) -> StepPlan | None:
         """What to run next, or None when nothing can run. Slots are taken here; `apply` must follow."""
         now_s = self._clock()
         self.made_progress = False
         self._expire(now_s)
-        batch = self.prefill.next_batch(self.running.reqs, max_running=self.max_running, now_s=now_s)
+        in_flight = [*self.running, *self.away.in_state(ReqState.RECEIVING)]
+        max_running = self.max_running - len(self.away.in_state(ReqState.HANDING_OFF))  # those have a row, and no more
+        batch = self.prefill.next_batch(
+            in_flight, max_running=max_running, now_s=now_s, barrier=self.prealloc.barrier
+        )
         self.refusals = batch.refusals
+        self._grant(batch, num_rows=max_running - len(in_flight) - len(batch.reqs), alone=not in_flight, now_s=now_s)
         if batch.rows:
             self.made_progress = True
             return self._extend_plan(batch, now_s)
@@ -161,14 +193,44 @@ class Scheduler:
         expired, self._expired = self._expired, []
         return expired
 
+    def take_granted(self) -> list[Req]:
+        """Decode legs that got row and pages since the last call: their K/V may be asked for."""
+        granted, self._granted = self._granted, []
+        return granted
+
+    def take_left(self) -> list[Req]:
+        """Legs of hand-offs that ended since the last call, for whatever reason: their peers must be told."""
+        left, self._left = self._left, []
+        return left
+
     def check(self) -> None:
         """All invariants of DESIGN.md section 3 that hold between two steps."""
         self.waiting.check()
         self.running.check()
-        held = [*self.running, *([self.prefill.chunked] if self.prefill.chunked else [])]
+        self.prealloc.check()
+        self.away.check()
+        away = [req for req in self.away if req.state is not ReqState.WAITING]
+        held = [*self.running, *away, *([self.prefill.chunked] if self.prefill.chunked else [])]
         for req in held:
             assert req.holding is not None, f"{req.rid} is {req.state} and holds nothing"
         self.kv.check(held)
+
+    def _grant(self, batch: ExtendBatch, *, num_rows: int, alone: bool, now_s: float) -> None:
+        if self.prefill.chunked is not None and not batch.rows:
+            return  # the next chunk found no room: nobody may overtake it into the pool
+        room = Room(num_rows=num_rows, reserved=batch.reserved, alone=alone and not batch.reqs)
+        for req in self.prealloc.grant(room, barrier=batch.barrier, now_s=now_s):
+            self.away.add(req)
+            self._granted.append(req)
+            self.made_progress = True
+
+    def _let_go(self, req: Req, *, keep: bool) -> None:
+        """``req`` leaves the pools; what a peer may still read (of a prefill leg) or write goes to quarantine."""
+        if req.leg is not None and req.leg.exposed:
+            req.leg.detained = self.kv.quarantine(req, locked=req.is_prefill_leg)
+            req.leg.exposed = False
+        else:
+            self.kv.release(req, keep=keep)
 
     def _extend_plan(self, batch: ExtendBatch, now_s: float) -> ExtendPlan:
         for req in batch.reqs:
@@ -193,11 +255,16 @@ class Scheduler:
             req.prompt_logprobs += result.prompt_logprobs.get(index, ())
             self.kv.commit(req)
             self.counters.prefill_tokens += len(row.token_ids)
-            if row.sample:
+            if not row.sample:
+                continue
+            req.prompt_logprobs_from = None  # all made; a retracted request need not make them again
+            if req.is_prefill_leg:
+                req.move(ReqState.HANDING_OFF)
+                self.away.add(req)
+            else:
                 req.move(ReqState.RUNNING)
-                req.prompt_logprobs_from = None  # all made; a retracted request need not make them again
                 self.running.add(req)
-                sampled.append(req)
+            sampled.append(req)
         return sampled
 
     def _take_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> NewToken:
@@ -209,6 +276,8 @@ class Scheduler:
         if token_id == BROKEN:
             self.finish(req, Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500))
             return NewToken(req, None, None)
+        if req.state is ReqState.HANDING_OFF:
+            return NewToken(req, token_id, logprob)  # the receiver's to take
         req.append(token_id)
         finish = stop_reason(req)
         if finish is not None:
@@ -216,11 +285,13 @@ class Scheduler:
         return NewToken(req, token_id, logprob)
 
     def _retract_until_it_fits(self) -> None:
-        """Make room for one decode step (SPEC F11): the running give way first, but one keeps going."""
+        """Make room for one decode step (SPEC F11): the running give way first, but one keeps going; that may be a
+        prefill leg in the middle of its prompt, whose pages are on their way."""
         retracted = False
         while len(self.running) and self.running.short_of_pages():
-            if len(self.running) == 1 and self.prefill.chunked is not None:
-                victim = self.prefill.chunked
+            chunked = self.prefill.chunked
+            if len(self.running) == 1 and chunked is not None and not chunked.is_prefill_leg:
+                victim = chunked
             else:
                 victim = self.running.victim()
             self.retract(victim)
@@ -230,6 +301,7 @@ class Scheduler:
 
     def retract(self, req: Req) -> None:
         """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens (SPEC F11)."""
+        assert not req.is_prefill_leg, f"prefill leg {req.rid}: its pages may be on their way"
         if req.state is ReqState.RUNNING:
             self.running.remove(req)
         self.prefill.forget(req)
@@ -242,31 +314,6 @@ class Scheduler:
         self.waiting.add(req)
 
     def _expire(self, now_s: float) -> None:
-        while self._deadlines and (self._deadlines[0][0] <= now_s or self._deadlines[0][2].finish is not None):
-            _, _, req = heapq.heappop(self._deadlines)
-            if req.finish is None:
-                self.finish(
-                    req,
-                    Finish(
-                        reason=FinishReason.ABORT,
-                        message=f"deadline passed after {now_s - req.arrival_s:.1f} s, {req.num_output} tokens made",
-                        http_status=504,
-                    ),
-                )
-                self._expired.append(req)
-
-
-def stop_reason(req: Req) -> Finish | None:
-    """Whether the last token of ``req`` ends it by id or by length; stop strings are the detokenizer's."""
-    if req.num_output > 0:
-        last = int(req.ids[req.num_tokens - 1])
-        if req.num_output >= req.sampling.min_new_tokens and last in req.stop_ids:
-            return Finish(reason=FinishReason.STOP, matched=last)
-    if req.max_remaining <= 0:
-        return Finish(reason=FinishReason.LENGTH)
-    return None
-
-
-def uncached_tokens(waiting: WaitingQueue, chunked: Iterable[Req]) -> int:
-    """Prompt tokens still to be computed by what is queued or in the middle of its prompt."""
-    return waiting.uncached_tokens() + sum(req.extend_len for req in chunked)
+        for req, finish in self.deadlines.take_due(now_s):
+            self.finish(req, finish)
+            self._expired.append(req)

@@ -21,9 +21,9 @@ FLOORS: dict[str, set[str]] = {
     "replicas.errors": set(),
     "replicas.types": {"replicas.errors", "kvtransfer.types"},
     "replicas.config": {"replicas.errors", "kvtransfer.layout"},
-    "replicas.request": {"replicas.types", "replicas.errors"},
+    "replicas.request": {"replicas.types", "replicas.errors", "kvtransfer.types"},
     "replicas.parallel": {"replicas.errors"},
-    "replicas.stats": {"replicas.types"},
+    "replicas.stats": {"replicas.scheduler", "replicas.cache", "replicas.request", "replicas.types"},
     "replicas.token_bytes": {"replicas.types", "replicas.errors"},
     "replicas.tokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors", "replicas.config"},
     "replicas.detokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors"},
@@ -49,10 +49,17 @@ FLOORS: dict[str, set[str]] = {
         "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types", "kvtransfer.layout",
         "kvtransfer.payload",
     },
+    "replicas.disagg": {
+        "replicas.scheduler", "replicas.cache", "replicas.request", "replicas.types", "replicas.errors",
+        "kvtransfer.types",
+    },
+    "replicas.choice": {
+        "replicas.scheduler", "replicas.request", "replicas.tokenizer", "replicas.detokenizer", "replicas.types",
+    },
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",
-        "replicas.request", "replicas.tokenizer", "replicas.detokenizer", "replicas.stats", "replicas.config",
-        "replicas.types", "replicas.errors", "kvtransfer.payload",
+        "replicas.request", "replicas.tokenizer", "replicas.choice", "replicas.disagg", "replicas.stats",
+        "replicas.config", "replicas.types", "replicas.errors", "kvtransfer.payload", "kvtransfer.types",
     },
     "replicas.loop": {"replicas.engine", "replicas.types", "replicas.errors", "replicas.config"},
     "replicas.replay": {
@@ -100,7 +107,7 @@ ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours
 HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.request", "replicas.stats",
     "replicas.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator", "replicas.memory.table",
-    "replicas.cache", "replicas.scheduler", "routing", "dashboards",
+    "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
 )  # fmt: skip
 
 

@@ -76,9 +76,10 @@ async def test_a_crash_in_a_step_answers_every_open_request_and_refuses_new_ones
 
 
 async def test_a_step_that_never_ends_is_noticed_and_everyone_is_told() -> None:
-    stuck = threading.Event()
+    stuck, began = threading.Event(), threading.Event()
 
     def hang(plan: StepPlan) -> StepResult:
+        began.set()
         stuck.wait(20)
         raise RuntimeError("woken")
 
@@ -87,6 +88,7 @@ async def test_a_step_that_never_ends_is_noticed_and_everyone_is_told() -> None:
     got: list[TokenDelta] = []
     loop.start()
     loop.submit(ask("a", PROMPT), got.extend)
+    await asyncio.to_thread(began.wait, 5)
     waiting = asyncio.ensure_future(loop.run_on_engine(lambda engine: engine.stats()))
     await asyncio.to_thread(until, lambda: len(got) == 1)
     assert got[0].finish is not None

@@ -1,0 +1,99 @@
+"""The pages of one pool as a whole: which are free, which the prefix cache keeps, which are in quarantine.
+
+Owns:      allocator, prefix cache and quarantine; making room.
+Never:     knows requests or rows: cache/kv.py does.
+Invariant: free + evictable + protected + reserved + quarantined == capacity; reserved ones are requests' own.
+Thread:    scheduler thread only.
+"""
+
+from replicas.cache.base import PrefixCache
+from replicas.cache.chunk import ChunkCache
+from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
+from replicas.cache.quarantine import Detained, Quarantine
+from replicas.cache.radix import RadixCache
+from replicas.errors import PagesExhausted
+from replicas.memory.allocator import PagedTokenToKVPoolAllocator
+from replicas.types import PoolStats
+
+
+class PageStore:
+    """Allocator, prefix cache and quarantine of one engine."""
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, prefix_cache: str, eviction: str, record_events: bool
+    ) -> None:
+        if prefix_cache not in ("radix", "chunk"):
+            raise ValueError(f"unknown prefix cache {prefix_cache!r}; allowed: radix, chunk")
+        self.page_size = page_size
+        self.reuses_prefixes = prefix_cache == "radix"
+        self._events = EventLog() if record_events and self.reuses_prefixes else None
+        self._radix = RadixCache(page_size, policy=eviction, events=self._events) if self.reuses_prefixes else None
+        self.cache: PrefixCache = self._radix or ChunkCache()
+        self.allocator = PagedTokenToKVPoolAllocator(num_pages, page_size)
+        self.quarantine = Quarantine()
+        self.evicted_tokens = 0
+        self.alloc_failures = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.allocator.num_pages
+
+    @property
+    def event_seq(self) -> int:
+        """Number of the last cache event; 0 while none are recorded."""
+        return self._events.seq if self._events is not None else 0
+
+    def available_tokens(self) -> int:
+        """Tokens in pages that are free or can be evicted."""
+        return (self.allocator.num_free + self.cache.evictable_pages) * self.page_size
+
+    def make_room(self, num_pages: int, who: str) -> None:
+        """Evict until ``num_pages`` are free; raises PagesExhausted, with nothing evicted, if that cannot be."""
+        short = num_pages - self.allocator.num_free
+        if short <= 0:
+            return
+        if short > self.cache.evictable_pages:
+            self.alloc_failures += 1
+            pool = self.stats()
+            quarantined = f", {pool.quarantined_pages} in quarantine" if pool.quarantined_pages else ""
+            raise PagesExhausted(
+                f"{who} needs {num_pages} pages of {self.page_size} tokens; of {pool.num_pages} pages "
+                f"{pool.free_pages} are free, {pool.evictable_pages} evictable, {pool.protected_pages} protected and "
+                f"{pool.reserved_pages} reserved{quarantined}: retract {short - pool.evictable_pages} pages' worth of "
+                "requests"
+            )
+        freed = self.cache.evict(short)
+        assert len(freed) >= short, f"{short} pages were evictable, {len(freed)} came"
+        self.allocator.free(freed)
+        self.evicted_tokens += len(freed) * self.page_size
+
+    def release_quarantined(self, receipt: Detained) -> None:
+        """Nobody reads or writes the pages of ``receipt`` any more."""
+        self.quarantine.remove(receipt)
+        if receipt.lock is not None:
+            self.cache.dec_lock_ref(receipt.lock)
+        self.allocator.free(receipt.pages)
+
+    def stats(self) -> PoolStats:
+        """The pool by state (SPEC D14)."""
+        free, evictable, protected = self.allocator.num_free, self.cache.evictable_pages, self.cache.protected_pages
+        quarantined = self.quarantine.num_pages
+        return PoolStats(
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            free_pages=free,
+            evictable_pages=evictable,
+            protected_pages=protected,
+            reserved_pages=self.num_pages - free - evictable - protected - quarantined,
+            quarantined_pages=quarantined,
+        )
+
+    def drain_events(self) -> tuple[CacheEvent, ...]:
+        """Cache events since the last call; none unless they are recorded."""
+        return self._events.drain() if self._events is not None else ()
+
+    def snapshot(self) -> CacheSnapshot:
+        """What is cached now, for a reader that lost events."""
+        if self._radix is None or self._events is None:
+            return CacheSnapshot(seq=0, stored=())
+        return self._radix.snapshot()

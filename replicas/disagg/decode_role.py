@@ -1,0 +1,176 @@
+"""The decode side of hand-offs: takes over a prompt that another replica computes, or computes it after all.
+
+Owns:      the rooms in which this engine receives, from arrival to the room's last event; siblings that wait.
+Never:     moves bytes (kvtransfer/) or decides who gets memory (scheduler/prealloc.py).
+Invariant: pages of a room are read by nobody before `Received`, and freed only after the room's last event.
+Thread:    engine thread only.
+
+    submit         WAITING in the PreallocQueue
+    granted        RECEIVING: row, locked prefix and pages of the whole sequence; desk.receive(pages that are missing)
+    Received       prefix to the radix cache; first token as if sampled here; RUNNING, without a forward
+
+    ReceiveFailed  its own pages to quarantine ── ReceiveDrained ──> free; WAITING like any other: computed here
+    abort, deadline: ends at once; desk.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
+
+The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come); they find it
+in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here: no hand-off then.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvtransfer.types import KvTransferDesk, KVTransferMeta, Received, ReceiveFailed, ReceiveOrder
+from replicas.cache.kv import KvCache
+from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
+from replicas.request import Leg, Req, ReqState
+from replicas.scheduler.scheduler import Scheduler
+from replicas.scheduler.tokens import NewToken
+from replicas.types import HandOff, HandOffReport, PdLeg, TokenLogprob
+
+NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is computed where the answer is made"
+META_VERSION = 1  # of KVTransferMeta, as understood here
+
+
+class DecodeRole:
+    """Called by `HandOffs`."""
+
+    def __init__(
+        self,
+        desk: KvTransferDesk,
+        scheduler: Scheduler,
+        kv: KvCache,
+        terms: HandOffTerms,
+        *,
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._desk = desk
+        self._scheduler = scheduler
+        self._kv = kv
+        self._terms = terms
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self.rooms = Rooms(kv)
+        self._siblings: dict[str, list[Req]] = {}  # parked, by rid
+
+    def submit(self, reqs: Sequence[Req], hand_off: HandOff) -> None:
+        """``reqs``: all choices of one request."""
+        first, *siblings = reqs
+        first.leg = Leg(role=PdLeg.DECODE, ticket=hand_off.ticket)
+        if first.prompt_logprobs_from is not None or first.max_remaining <= 0:
+            first.leg.report = HandOffReport(transferred=False, reason=NEEDS_FORWARD)
+            for req in reqs:
+                self._scheduler.submit(req)
+            return
+        self.rooms.open(first)
+        self._scheduler.ask_grant(first)
+        for req in siblings:
+            self._scheduler.park(req)
+        if siblings:
+            self._siblings[first.rid] = siblings
+
+    def ask(self) -> None:
+        """Have the K/V of those sent that got their pages."""
+        for req in self._scheduler.take_granted():
+            leg, holding = leg_of(req), req.holding
+            assert holding is not None
+            leg.first_page = holding.prefix_len // self._kv.page_size
+            self._desk.receive(
+                ReceiveOrder(
+                    room=leg.ticket.room,
+                    generation=leg.ticket.generation,
+                    rid=req.rid,
+                    peer=leg.ticket.prefill,
+                    num_tokens=req.num_tokens,
+                    first_page=leg.first_page,
+                    pages=self._kv.pages(req, leg.first_page, -(-req.num_tokens // self._kv.page_size)),
+                    deadline_s=self._terms.room_timeout_s,
+                )
+            )
+
+    def leave(self, req: Req) -> None:
+        """``req`` has ended; its peer need not go on."""
+        leg = leg_of(req)
+        self._release_siblings(req)
+        if self.rooms.find(leg.ticket.room) is not req or leg.closing:
+            return
+        if leg.granted_s is None:
+            self.rooms.end(leg.ticket.room)  # its peer was never asked
+        else:
+            leg.closing = True
+            self._desk.abort_receive(leg.ticket.room)
+
+    def on_received(self, event: Received) -> NewToken | None:
+        """Returns: its first token, unless the request ended before or has to be computed here."""
+        req = self.rooms.end(event.room)
+        if req is None or req.state is not ReqState.RECEIVING:
+            return None
+        fault = self._fault(event.meta, req)
+        if fault is not None:
+            self._fall_back(req, fault)
+            return None
+        leg, meta = leg_of(req), event.meta
+        num_pages = -(-req.num_tokens // self._kv.page_size) - leg.first_page
+        leg.report = self._report(req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s)
+        logprob = None
+        if req.return_logprobs and meta.first_logprob is not None:
+            value, top = meta.first_logprob
+            logprob = TokenLogprob(token_id=meta.first_token, logprob=value, top=top)
+        cached = min(sum(meta.cached_tokens.values()), req.prompt_len)
+        token = self._scheduler.received(req, meta.first_token, logprob, cached_tokens=cached)
+        self._release_siblings(req)
+        return token
+
+    def on_failed(self, event: ReceiveFailed) -> None:
+        req = self.rooms.find(event.room)
+        if req is None:
+            return
+        leg_of(req).closing = True
+        if req.state is ReqState.RECEIVING:
+            self._fall_back(req, event.reason)
+
+    def on_drained(self, room: int) -> None:
+        self.rooms.end(room)
+
+    def _fall_back(self, req: Req, reason: str) -> None:
+        leg_of(req).report = self._report(req, reason=reason)
+        self._scheduler.compute_here(req)
+        self._release_siblings(req)
+
+    def _release_siblings(self, req: Req) -> None:
+        for sibling in self._siblings.pop(req.rid, ()):
+            if sibling.state is not ReqState.FINISHED:
+                self._scheduler.unpark(sibling)
+
+    def _fault(self, meta: KVTransferMeta, req: Req) -> str | None:
+        """Why ``meta`` is not that of ``req``; the desk has checked fingerprint and digests."""
+        first = leg_of(req).first_page * self._kv.page_size
+        if meta.version != META_VERSION:
+            return f"the sender speaks version {meta.version} of the meta, {META_VERSION} is understood"
+        if (meta.rid, meta.prompt_len, meta.token_range) != (req.rid, req.num_tokens, (first, req.num_tokens)):
+            return f"K/V of {meta.rid} {meta.token_range} of {meta.prompt_len} came, not {(first, req.num_tokens)}"
+        if not 0 <= meta.first_token < self._vocab_size:
+            return f"token {meta.first_token} is not in the vocabulary of {self._vocab_size}"
+        if req.return_logprobs and meta.first_logprob is None:
+            return "the first token came without its logprob"
+        return None
+
+    def _report(
+        self,
+        req: Req,
+        *,
+        reason: str | None = None,
+        num_pages: int = 0,
+        num_bytes: int = 0,
+        transfer_s: float = 0.0,
+    ) -> HandOffReport:
+        granted_s = leg_of(req).granted_s
+        assert granted_s is not None
+        return HandOffReport(
+            transferred=reason is None,
+            reason=reason,
+            num_pages=num_pages,
+            num_bytes=num_bytes,
+            grant_s=granted_s - req.arrival_s,
+            wait_s=self._clock() - granted_s,
+            transfer_s=transfer_s,
+        )

@@ -1,0 +1,153 @@
+"""An engine's part in hand-offs: routes requests and the desk's events to the two roles.
+
+Owns:      the desk, and both roles over it.
+Never:     waits: events are taken when the engine calls.
+Invariant: without a desk there is no leg, and nothing here does anything.
+Thread:    engine thread only, except `check` (read-only).
+
+    engine.submit ─> submit        engine.step: poll ─> schedule ─> before_step ─> run ─> apply ─> after_step
+    engine.abort  ─> settle
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvtransfer.types import (
+    KvTransferDesk,
+    Received,
+    ReceiveDrained,
+    ReceiveFailed,
+    SendDone,
+    SendDrained,
+    SendFailed,
+    SendReady,
+    TransferEvent,
+    TransferStats,
+)
+from replicas.cache.kv import KvCache
+from replicas.disagg.decode_role import DecodeRole
+from replicas.disagg.prefill_role import PrefillRole
+from replicas.disagg.rooms import HandOffTerms
+from replicas.errors import InvalidRequest
+from replicas.request import Req, ReqState
+from replicas.scheduler.scheduler import Scheduler
+from replicas.scheduler.tokens import NewToken
+from replicas.types import GenerateRequest, PdLeg
+
+
+class HandOffs:
+    """Both sides of all hand-offs of one engine."""
+
+    def __init__(
+        self,
+        desk: KvTransferDesk,
+        scheduler: Scheduler,
+        kv: KvCache,
+        terms: HandOffTerms,
+        *,
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._desk = desk
+        self._scheduler = scheduler
+        self._prefill = PrefillRole(desk, scheduler, kv, terms)
+        self._decode = DecodeRole(desk, scheduler, kv, terms, vocab_size=vocab_size, clock=clock)
+
+    @property
+    def num_sending(self) -> int:
+        """Prefill legs that wait for their receiver, are sending, or drain."""
+        return len(self._prefill.rooms)
+
+    @property
+    def num_open(self) -> int:
+        """Rooms whose last event is still to come."""
+        return len(self._prefill.rooms) + len(self._decode.rooms)
+
+    def submit(self, request: GenerateRequest, reqs: Sequence[Req]) -> None:
+        """Start the leg of ``request``; ``reqs`` are its choices. Raises: InvalidRequest for a room that is in use."""
+        hand_off = request.hand_off
+        assert hand_off is not None
+        if hand_off.leg is PdLeg.PREFILL:
+            (req,) = reqs
+            self._prefill.submit(req, hand_off)
+        else:
+            self._decode.submit(reqs, hand_off)
+
+    def require_new_room(self, request: GenerateRequest) -> None:
+        """Raises: InvalidRequest where an earlier try of the room has not ended here."""
+        hand_off = request.hand_off
+        assert hand_off is not None
+        role = self._prefill if hand_off.leg is PdLeg.PREFILL else self._decode
+        role.rooms.require_new(hand_off.ticket.room)
+
+    def poll(self) -> list[NewToken]:
+        """Take what happened at the desk. Returns: first tokens that came, and (without a token) ends of legs."""
+        made = [self._take(event) for event in self._desk.drain_events()]
+        self.settle()
+        return [token for token in made if token is not None]
+
+    def before_step(self) -> None:
+        """After `Scheduler.schedule`: what was granted is asked for, what the cache had is sent."""
+        self._decode.ask()
+        self._prefill.send_pages()
+        self.settle()
+
+    def after_step(self, tokens: list[NewToken]) -> list[NewToken]:
+        """After `Scheduler.apply`: send what the step made. Returns: ``tokens`` less those that go elsewhere."""
+        self._prefill.send_pages()
+        own = []
+        for token in tokens:
+            if token.req.state is ReqState.HANDING_OFF:
+                self._prefill.send_last(token)
+            else:
+                own.append(token)
+        self.settle()
+        return own
+
+    def settle(self) -> None:
+        """Tell the desk of legs that have ended; after every call that may end a request."""
+        for req in self._scheduler.take_left():
+            (self._prefill if req.is_prefill_leg else self._decode).leave(req)
+
+    def stats(self) -> TransferStats:
+        return self._desk.stats()
+
+    def close(self) -> None:
+        self._desk.close()
+
+    def _take(self, event: TransferEvent) -> NewToken | None:
+        match event:
+            case SendReady():
+                return self._prefill.on_ready(event)
+            case SendDone():
+                return self._prefill.on_done(event.room)
+            case SendFailed():
+                return self._prefill.on_failed(event)
+            case SendDrained():
+                self._prefill.on_drained(event.room)
+            case Received():
+                return self._decode.on_received(event)
+            case ReceiveFailed():
+                self._decode.on_failed(event)
+            case ReceiveDrained():
+                self._decode.on_drained(event.room)
+        return None
+
+
+def require_possible(request: GenerateRequest, *, has_desk: bool) -> None:
+    """Raises: InvalidRequest when ``request`` is a leg that this engine cannot take."""
+    if request.hand_off is None:
+        return
+    if not has_desk:
+        raise InvalidRequest(
+            "hand_off: this replica takes part in no hand-offs: start it with transfer settings, or send the whole "
+            "request",
+            param="hand_off",
+        )
+    if request.hand_off.leg is PdLeg.DECODE:
+        return
+    if request.prompt_logprobs_from is not None or request.sampling.max_new_tokens == 0:
+        raise InvalidRequest(
+            "hand_off: a request that wants logprobs of its prompt, or no output, cannot be handed off after its "
+            "prompt: send the whole request to one replica",
+            param="hand_off",
+        )

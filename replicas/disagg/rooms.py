@@ -1,0 +1,75 @@
+"""What both roles are told once, and the rooms that they keep.
+
+Owns:      the books of one role: which rooms are open, and which request each belongs to.
+Invariant: a room stays until its last event, which frees what its request left in quarantine.
+Thread:    engine thread only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from replicas.cache.kv import KvCache
+from replicas.cache.quarantine import Detained
+from replicas.errors import InvalidRequest
+from replicas.request import Leg, Req
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOffTerms:
+    """How this engine takes part in hand-offs."""
+
+    fingerprint: str  # of its KV layout; goes with what it sends
+    open_timeout_s: float = 30.0  # as a sender: for the receiver to open the room
+    room_timeout_s: float = 30.0  # as a receiver: from opening the room to the last page
+
+
+class Rooms:
+    """Open rooms of one role, by number."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+        self._reqs: dict[int, Req] = {}
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __iter__(self) -> Iterator[Req]:
+        return iter(self._reqs.values())
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._reqs
+
+    def require_new(self, room: int) -> None:
+        """Raises: InvalidRequest; an earlier try of the room may still have writes under way."""
+        if room in self._reqs:
+            raise InvalidRequest(
+                f"room {room} belongs to request {self._reqs[room].rid} here: take a new room for every try",
+                param="hand_off",
+            )
+
+    def open(self, req: Req) -> None:
+        room = leg_of(req).ticket.room
+        assert room not in self._reqs, f"room {room} is open"
+        self._reqs[room] = req
+
+    def find(self, room: int) -> Req | None:
+        """Its request, ended or not; None for a room that is not, or no longer, open here."""
+        return self._reqs.get(room)
+
+    def end(self, room: int) -> Req | None:
+        """The room's last event came: no peer touches its pages any more. Returns: its request."""
+        req = self._reqs.pop(room, None)
+        if req is None:
+            return None
+        leg = leg_of(req)
+        leg.exposed = False
+        if leg.detained is not None:
+            assert isinstance(leg.detained, Detained)
+            self._kv.release_quarantined(leg.detained)
+            leg.detained = None
+        return req
+
+
+def leg_of(req: Req) -> Leg:
+    assert req.leg is not None, f"request {req.rid} takes part in no hand-off"
+    return req.leg
