@@ -152,8 +152,7 @@ def _read_header(file: BinaryIO, path: str) -> dict[str, Any]:
         raise BadSnapshot(
             f"{path}: it is of version {version}, and version {VERSION} is understood: use the release that made it"
         )
-    found: dict[str, Any] = json.loads(header)
-    return found
+    return _typed({"the header": json.loads(header)}, "the header", dict)
 
 
 def _read_body(file: BinaryIO, header: dict[str, Any], path: str) -> npt.NDArray[np.uint8]:

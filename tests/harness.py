@@ -1,5 +1,6 @@
 """A scheduler, or a whole engine, over a fake device: what unit and property tests drive."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -99,10 +100,15 @@ class Bench:
 
 
 def fake_engine(
-    *, execute: Execute | None = None, num_pages: int = 64, record_events: bool = False, **scheduler: object
+    *,
+    execute: Execute | None = None,
+    num_pages: int = 64,
+    page_size: int = 4,
+    record_events: bool = False,
+    **scheduler: object,
 ) -> tuple[Engine, FakeDevice]:
-    """A real engine (tokenizer, scheduler, pools) over a fake device. Page size 4, context 128, no end-of-text id."""
-    device = FakeDevice(num_slots=(num_pages + 1) * 4, num_rows=9, row_len=132)
+    """A real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id."""
+    device = FakeDevice(num_slots=(num_pages + 1) * page_size, num_rows=9, row_len=132)
     model = ModelConfig(
         path=MODEL,
         architecture="LlamaForCausalLM",
@@ -127,20 +133,26 @@ def fake_engine(
     config = resolve(
         model,
         Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30),
-        cache=CacheConfig(page_size=4),
+        cache=CacheConfig(page_size=page_size),
         scheduler=replace(SchedulerConfig(chunked_prefill_size=16), **scheduler),  # type: ignore[arg-type]
     )
     kv = KvCache(
         num_pages=num_pages,
-        page_size=4,
+        page_size=page_size,
         max_requests=8,
         context_len=128,
         prefix_cache="radix",
         eviction="lru",
         record_events=record_events,
     )
-    engine = Engine(config, kv=kv, max_running=8, execute=execute or device.execute, tokenizer=Tokenizer(MODEL))
+    engine = Engine(config, kv=kv, max_running=8, execute=execute or device.execute, tokenizer=_tokenizer())
     return engine, device
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    """Half a second to load; it never changes."""
+    return Tokenizer(MODEL)
 
 
 def ask(rid: str, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
