@@ -1,13 +1,15 @@
 """A scheduler, or a whole engine, over a fake device: what unit and property tests drive."""
 
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
+from replicas.disagg.rooms import HandOffTerms
 from replicas.engine import Engine, Execute
 from replicas.request import Req
 from replicas.scheduler.plan import StepPlan
@@ -15,6 +17,7 @@ from replicas.scheduler.scheduler import Scheduler
 from replicas.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
+from tests.fake_desk import FakeWire
 from tests.fakes import FakeDevice
 
 
@@ -104,11 +107,18 @@ def fake_engine(
     execute: Execute | None = None,
     num_pages: int = 64,
     page_size: int = 4,
+    max_running: int = 8,
     record_events: bool = False,
+    prefix_cache: str = "radix",
+    clock: Callable[[], float] = time.monotonic,
+    wire: FakeWire | None = None,
     **scheduler: object,
 ) -> tuple[Engine, FakeDevice]:
-    """A real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id."""
-    device = FakeDevice(num_slots=(num_pages + 1) * page_size, num_rows=9, row_len=132)
+    """A real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id.
+
+    Args: wire: what its hand-offs go over; None: it takes part in none.
+    """
+    device = FakeDevice(num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=132)
     model = ModelConfig(
         path=MODEL,
         architecture="LlamaForCausalLM",
@@ -139,13 +149,22 @@ def fake_engine(
     kv = KvCache(
         num_pages=num_pages,
         page_size=page_size,
-        max_requests=8,
+        max_requests=max_running,
         context_len=128,
-        prefix_cache="radix",
+        prefix_cache=prefix_cache,
         eviction="lru",
         record_events=record_events,
     )
-    engine = Engine(config, kv=kv, max_running=8, execute=execute or device.execute, tokenizer=_tokenizer())
+    engine = Engine(
+        config,
+        kv=kv,
+        max_running=max_running,
+        execute=execute or device.execute,
+        tokenizer=_tokenizer(),
+        clock=clock,
+        desk=wire.join(device, page_size=page_size) if wire is not None else None,
+        terms=HandOffTerms(fingerprint="fake") if wire is not None else None,
+    )
     return engine, device
 
 
