@@ -11,9 +11,11 @@ that one that hangs holds up nobody else.
 """
 
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+from kvtransfer import observe
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports import PeerRanks, RankPort, WriteFailed, WriteOrder, Written
 from kvtransfer.sender import KVSender
@@ -63,6 +65,7 @@ class SendingRooms:
         self._receivers: dict[str, _Receiver] = {}
         self._orders: dict[int, tuple[KVSender, str, int]] = {}  # -> room, receiver, pages
         self._next_order = 1
+        self._observed: dict[int, tuple[int, int, float]] = {}  # -> rank, pages, when; while writes are observed
         self.sent_bytes = 0
         self.sent_pages = 0
         self.num_done = 0
@@ -188,6 +191,7 @@ class SendingRooms:
         if (receiver := self._receivers.pop(incarnation, None)) is not None:
             for order_id in receiver.orders:
                 del self._orders[order_id]
+                self._observed.pop(order_id, None)
         self._sweep(now)
 
     def has_business(self, incarnation: str) -> bool:
@@ -208,8 +212,10 @@ class SendingRooms:
             self._end_order(event.order_id)
             self.sent_bytes += event.num_bytes
             self.sent_pages += num_pages
+            self._observe(event, room)
             room.written(event.order_id)
         else:
+            self._observed.pop(event.order_id, None)
             if event.drained:
                 self._end_order(event.order_id)
             if not receiver.broken:
@@ -222,6 +228,21 @@ class SendingRooms:
             receiver.broken = False
             self._mend(receiver.ranks)
         self._sweep(now)
+
+    def _observe(self, event: Written, room: KVSender) -> None:
+        """The record of a write that was posted while somebody looked (SPEC J02)."""
+        if event.order_id not in self._observed or room.order is None:
+            return
+        rank, num_pages, posted_s = self._observed.pop(event.order_id)
+        observe.transfer_submit(
+            rid=room.order.rid,
+            room=room.room,
+            rank=rank,
+            device=self._ports[rank].info.device,
+            dtype=self._layout.dtype,
+            buffers_bytes=[event.num_bytes // num_pages] * num_pages if num_pages else [],
+            latency_s=time.monotonic() - posted_s,
+        )
 
     def _end_order(self, order_id: int) -> None:
         _, incarnation, _ = self._orders.pop(order_id)
@@ -251,6 +272,8 @@ class SendingRooms:
             order_id = self._next_order
             self._next_order += 1
             self._orders[order_id] = (room, incarnation, len(write.src) if rank == 0 else 0)
+            if observe.enabled():
+                self._observed[order_id] = (rank, len(write.src), time.monotonic())
             receiver.orders.add(order_id)
             room.posted(order_id)
             port.write(

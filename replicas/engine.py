@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvtransfer import observe
 from kvtransfer.payload import KvBytes
 from kvtransfer.types import KvTransferDesk
 from replicas.cache.events import CacheEvent, CacheSnapshot
@@ -27,6 +28,7 @@ from replicas.config import EngineConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
 from replicas.disagg.rooms import HandOffTerms
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
+from replicas.observer import Observer
 from replicas.request import Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
@@ -71,10 +73,17 @@ class Engine:
         self._steps = StepClock()
         self._open: dict[str, list[Choice]] = {}
         self._eos_ids = frozenset(config.model.eos_ids)
+        self._observer = Observer(kv, kv_bytes)
         self._hand_offs: HandOffs | None = None
         if desk is not None and terms is not None:
             self._hand_offs = HandOffs(
-                desk, self.scheduler, kv, terms, vocab_size=config.model.vocab_size, clock=clock
+                desk,
+                self.scheduler,
+                kv,
+                terms,
+                vocab_size=config.model.vocab_size,
+                clock=clock,
+                observer=self._observer,
             )
 
     @property
@@ -162,6 +171,8 @@ class Engine:
         if self._hand_offs is not None:
             tokens = self._hand_offs.after_step(tokens)
         deltas += [self._push(token) for token in tokens]
+        if observe.enabled():
+            self._observer.after_step(plan, tokens)
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
         self._steps.record(self._clock() - started_s, num_new, is_extend=isinstance(plan, ExtendPlan))
         return deltas

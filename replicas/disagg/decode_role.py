@@ -18,9 +18,11 @@ in the radix cache. Prompt logprobs and requests without output need a forward o
 
 from collections.abc import Callable, Sequence
 
+from kvtransfer import observe
 from kvtransfer.types import KvTransferDesk, KVTransferMeta, Received, ReceiveFailed, ReceiveOrder
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
+from replicas.observer import Observer
 from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
@@ -42,8 +44,10 @@ class DecodeRole:
         *,
         vocab_size: int,
         clock: Callable[[], float],
+        observer: Observer,
     ) -> None:
         self._desk = desk
+        self._observer = observer
         self._scheduler = scheduler
         self._kv = kv
         self._terms = terms
@@ -109,6 +113,8 @@ class DecodeRole:
             self._fall_back(req, fault)
             return None
         leg, meta = leg_of(req), event.meta
+        if observe.enabled():
+            self._observer.after_restore(req, leg.first_page * self._kv.page_size)
         num_pages = -(-req.num_tokens // self._kv.page_size) - leg.first_page
         leg.report = self._report(req, num_pages=num_pages, num_bytes=event.num_bytes, transfer_s=event.transfer_s)
         logprob = None

@@ -28,6 +28,7 @@ from replicas.disagg.decode_role import DecodeRole
 from replicas.disagg.prefill_role import PrefillRole
 from replicas.disagg.rooms import HandOffTerms
 from replicas.errors import InvalidRequest
+from replicas.observer import Observer
 from replicas.request import Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
@@ -46,11 +47,14 @@ class HandOffs:
         *,
         vocab_size: int,
         clock: Callable[[], float],
+        observer: Observer,
     ) -> None:
         self._desk = desk
         self._scheduler = scheduler
-        self._prefill = PrefillRole(desk, scheduler, kv, terms)
-        self._decode = DecodeRole(desk, scheduler, kv, terms, vocab_size=vocab_size, clock=clock)
+        self._prefill = PrefillRole(desk, scheduler, kv, terms, observer=observer)
+        self._decode = DecodeRole(
+            desk, scheduler, kv, terms, vocab_size=vocab_size, clock=clock, observer=observer
+        )
 
     @property
     def num_sending(self) -> int:

@@ -17,9 +17,11 @@ Thread:    engine thread only.
     abort, deadline, broken logits: ends at once; desk.abort_send, quarantine ── SendDrained, or SendDone ──> free
 """
 
+from kvtransfer import observe
 from kvtransfer.types import KvTransferDesk, KVTransferMeta, SendFailed, SendOrder, SendReady
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
+from replicas.observer import Observer
 from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
@@ -29,8 +31,11 @@ from replicas.types import Finish, FinishReason, HandOff, PdLeg
 class PrefillRole:
     """Called by `HandOffs`."""
 
-    def __init__(self, desk: KvTransferDesk, scheduler: Scheduler, kv: KvCache, terms: HandOffTerms) -> None:
+    def __init__(
+        self, desk: KvTransferDesk, scheduler: Scheduler, kv: KvCache, terms: HandOffTerms, *, observer: Observer
+    ) -> None:
         self._desk = desk
+        self._observer = observer
         self._scheduler = scheduler
         self._kv = kv
         self._terms = terms
@@ -77,6 +82,8 @@ class PrefillRole:
             first_logprob=None if logprob is None or logprob.logprob is None else (logprob.logprob, logprob.top),
             cached_tokens={"device": req.cached_tokens},
         )
+        if observe.enabled():
+            self._observer.before_send(req, skipped)
         self._desk.send_last(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end), meta)
         leg.next_page = end
 

@@ -49,9 +49,12 @@ FLOORS: dict[str, set[str]] = {
         "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types", "kvtransfer.layout",
         "kvtransfer.payload",
     },
+    "replicas.observer": {
+        "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.observe", "kvtransfer.payload",
+    },
     "replicas.disagg": {
-        "replicas.scheduler", "replicas.cache", "replicas.request", "replicas.types", "replicas.errors",
-        "kvtransfer.types",
+        "replicas.observer", "replicas.scheduler", "replicas.cache", "replicas.request", "replicas.types",
+        "replicas.errors", "kvtransfer.observe", "kvtransfer.types",
     },
     "replicas.choice": {
         "replicas.scheduler", "replicas.request", "replicas.tokenizer", "replicas.detokenizer", "replicas.types",
@@ -59,7 +62,8 @@ FLOORS: dict[str, set[str]] = {
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",
         "replicas.request", "replicas.tokenizer", "replicas.choice", "replicas.disagg", "replicas.stats",
-        "replicas.config", "replicas.types", "replicas.errors", "kvtransfer.payload", "kvtransfer.types",
+        "replicas.config", "replicas.observer", "replicas.types", "replicas.errors", "kvtransfer.observe",
+        "kvtransfer.payload", "kvtransfer.types",
     },
     "replicas.loop": {"replicas.engine", "replicas.types", "replicas.errors", "replicas.config"},
     "replicas.replay": {

@@ -140,7 +140,7 @@ def test_an_engine_without_pages_takes_nothing() -> None:
     other.submit(ask("b", [1, 2, 3]))
     other.step()
     before = other.stats().pool
-    with pytest.raises(Overloaded, match="no room for a snapshot of 24 tokens: .* needs 6 pages"):
+    with pytest.raises(Overloaded, match=r"no room for a snapshot of 24 tokens: .* needs 6 pages"):
         restore(other, snapshot)
     assert other.open_rids == ["b"]
     assert other.stats().pool == before
