@@ -27,6 +27,7 @@ from replicas.choice import Choice
 from replicas.config import EngineConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
 from replicas.disagg.rooms import HandOffTerms
+from replicas.disagg.wake import Wake
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
 from replicas.observer import Observer
 from replicas.request import Req
@@ -58,8 +59,11 @@ class Engine:
         kv_bytes: KvBytes | None = None,
         desk: KvTransferDesk | None = None,
         terms: HandOffTerms | None = None,
+        wake: Wake | None = None,
     ) -> None:
-        """``desk`` and ``terms``: of a replica that takes part in hand-offs; `close` closes the desk."""
+        """``desk``, ``terms``: of a replica that takes part in hand-offs; `close` closes the desk. ``wake``: what the
+        desk calls when it has news.
+        """
         assert (desk is None) == (terms is None), "a desk comes with its terms"
         self.config = config
         self.tokenizer = tokenizer
@@ -74,6 +78,8 @@ class Engine:
         self._open: dict[str, list[Choice]] = {}
         self._eos_ids = frozenset(config.model.eos_ids)
         self._observer = Observer(kv, kv_bytes)
+        self.wake = wake or Wake()
+        self.transfer_address = desk.address if desk is not None else None  # where peers reach its desk
         self._hand_offs: HandOffs | None = None
         if desk is not None and terms is not None:
             self._hand_offs = HandOffs(

@@ -5,6 +5,7 @@ Never:     runs a step on any other thread.
 Invariant: after `submit` returns, the sink gets exactly one delta with ``finish`` per choice, crash or not.
 
     any thread ── submit, abort, run ──> commands ──> engine thread: take commands, step, deliver ──> sinks
+    transfer desk ── wake ──────────────────────────>
     watchdog: a step that takes too long, or a dead rank ──> every open request is answered, `error` is set
 """
 
@@ -18,6 +19,7 @@ from typing import Literal, TypeVar
 
 from replicas.engine import CacheEvents, Engine
 from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
+from replicas.inbox import Inbox
 from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta, Usage
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class EngineLoop:
         self._step_started_s: float | None = None
         self._stats = engine.stats()
         self._cache_events: collections.deque[CacheEvents] = collections.deque(maxlen=MAX_EVENT_STEPS)
+        engine.wake.target = self._wake.set
         self._thread = threading.Thread(target=self._main, name="manta-engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="manta-watchdog", daemon=True)
 
@@ -73,10 +76,10 @@ class EngineLoop:
             if request.rid in self._sinks:
                 raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
             num_open = sum(len(choices) for choices in self._remaining.values())
-            if num_open + request.sampling.n > limit + self._stats.max_running_requests:
+            if num_open + request.num_choices > limit + self._stats.max_running_requests:
                 raise Overloaded(f"{num_open} requests are open, at most {limit} may wait: try again later")
             self._sinks[request.rid] = sink
-            self._remaining[request.rid] = set(range(request.sampling.n))
+            self._remaining[request.rid] = set(range(request.num_choices))
         self._command(lambda engine: self._submit(engine, request))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
@@ -87,7 +90,7 @@ class EngineLoop:
         loop = asyncio.get_running_loop()
         inbox = Inbox(loop)
         self.submit(request, inbox.put)
-        remaining = request.sampling.n
+        remaining = request.num_choices
         try:
             while remaining:
                 for delta in await inbox.take():
@@ -147,6 +150,7 @@ class EngineLoop:
                 if self.engine.has_work:
                     self._step()
                 else:
+                    self._deliver(self.engine.poll())
                     self._stats = self.engine.stats()
                     self._wait(IDLE_WAIT_S)
         except Exception as error:
@@ -160,7 +164,8 @@ class EngineLoop:
         self._refresh_stats()
         self._deliver(deltas)
         if not deltas and not self.engine.scheduler.made_progress:
-            self._wait(STALL_WAIT_S)
+            idle_s = self.engine.idle_s
+            self._wait(STALL_WAIT_S if idle_s is None else min(idle_s, IDLE_WAIT_S))
 
     def _wait(self, timeout_s: float) -> None:
         if not self._commands:
@@ -264,37 +269,6 @@ class EngineLoop:
             if dead is not None:
                 self._die(dead)
             time.sleep(min(1.0, limit_s / 4))
-
-
-class Inbox:
-    """Deltas on their way from the engine thread to one asyncio consumer; merged per choice while they wait."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._waiting: dict[int, TokenDelta] = {}
-        self._ready = asyncio.Event()
-
-    def put(self, deltas: list[TokenDelta]) -> None:
-        """Engine thread."""
-        with self._lock:
-            wake = not self._waiting
-            for delta in deltas:
-                before = self._waiting.get(delta.index)
-                self._waiting[delta.index] = delta if before is None else before.merge(delta)
-        if wake:
-            try:
-                self._loop.call_soon_threadsafe(self._ready.set)
-            except RuntimeError:
-                log.debug("the consumer's event loop is closed")
-
-    async def take(self) -> list[TokenDelta]:
-        """What has arrived since the last call; waits for the first."""
-        await self._ready.wait()
-        self._ready.clear()
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        return list(waiting.values())
 
 
 def _retry_as(error: MantaError) -> Literal["overloaded", "engine_dead"] | None:

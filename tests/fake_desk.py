@@ -1,7 +1,7 @@
 """Transfer desks without threads, sockets or bytes: they copy slots between FakeDevices, when they are told to.
 
-What is due waits, room by room, until `FakeWire.pump`; a test decides what happens next, and what fails. A failed room's
-writes that were posted before still happen, with garbage at the receiver: pages that were reused too early show at once.
+What is due waits, room by room, until `FakeWire.pump`; a test decides what happens next, and what fails. Writes that
+were posted before their room failed still happen, with garbage: pages that were reused too early show at once.
 """
 
 import collections
@@ -58,8 +58,8 @@ class FakeWire:
         self.muted: set[int] = set()
         self.draining = True  # False: nobody says that a failed room's writes are over
 
-    def join(self, device: FakeDevice, *, page_size: int) -> "FakeDesk":
-        desk = FakeDesk(self, device, page_size, name=f"desk{len(self.desks)}")
+    def join(self, device: FakeDevice, *, page_size: int, on_event: Callable[[], None]) -> "FakeDesk":
+        desk = FakeDesk(self, device, page_size, name=f"desk{len(self.desks)}", on_event=on_event)
         self.desks.append(desk)
         return desk
 
@@ -113,11 +113,13 @@ class FakeWire:
 class FakeDesk:
     """Implements KvTransferDesk; one side's view of a FakeWire."""
 
-    def __init__(self, wire: FakeWire, device: FakeDevice, page_size: int, *, name: str) -> None:
+    def __init__(
+        self, wire: FakeWire, device: FakeDevice, page_size: int, *, name: str, on_event: Callable[[], None]
+    ) -> None:
         self.address = PeerAddress(host="fake", port=0, incarnation=name)
         self.device = device
         self.wire = wire
-        self.on_event: Callable[[], None] = lambda: None
+        self._on_event = on_event
         self.closed = False
         self._page_size = page_size
         self._events: list[TransferEvent] = []
@@ -163,7 +165,7 @@ class FakeDesk:
 
     def tell(self, event: TransferEvent) -> None:
         self._events.append(event)
-        self.on_event()
+        self._on_event()
 
     def _meet(self, room: FakeRoom) -> None:
         """Once both are here the sender hears it; whoever comes to a failed room hears that."""

@@ -10,6 +10,7 @@ import numpy as np
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
 from replicas.disagg.rooms import HandOffTerms
+from replicas.disagg.wake import Wake
 from replicas.engine import Engine, Execute
 from replicas.request import Req
 from replicas.scheduler.plan import StepPlan
@@ -155,6 +156,7 @@ def fake_engine(
         eviction="lru",
         record_events=record_events,
     )
+    wake = Wake()
     engine = Engine(
         config,
         kv=kv,
@@ -162,8 +164,9 @@ def fake_engine(
         execute=execute or device.execute,
         tokenizer=_tokenizer(),
         clock=clock,
-        desk=wire.join(device, page_size=page_size) if wire is not None else None,
+        desk=wire.join(device, page_size=page_size, on_event=wake) if wire is not None else None,
         terms=HandOffTerms(fingerprint="fake") if wire is not None else None,
+        wake=wake,
     )
     return engine, device
 

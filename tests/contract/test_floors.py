@@ -65,7 +65,10 @@ FLOORS: dict[str, set[str]] = {
         "replicas.config", "replicas.observer", "replicas.types", "replicas.errors", "kvtransfer.observe",
         "kvtransfer.payload", "kvtransfer.types",
     },
-    "replicas.loop": {"replicas.engine", "replicas.types", "replicas.errors", "replicas.config"},
+    "replicas.inbox": {"replicas.types"},
+    "replicas.loop": {
+        "replicas.engine", "replicas.inbox", "replicas.types", "replicas.errors", "replicas.config",
+    },
     "replicas.replay": {
         "replicas.engine", "replicas.request", "replicas.types", "replicas.errors", "kvtransfer.payload",
         "kvtransfer.replay", "kvtransfer.errors",
