@@ -1,6 +1,8 @@
 """``deployments.app:build``: the settings of serve_config.yaml -> a Ray Serve application.
 
     RouterIngress (HTTP) ──handle──> ModelReplica x count        (one placement group per replica when tp > 1)
+    mode: disaggregated  ──handle──> PrefillReplica x count ──K/V (kvtransfer)──> DecodeReplica x count
+                         ──handle──────────────────────────────────────────────────^
 
 Never: loads the model; but what is impossible is refused here, before a replica starts.
 """
@@ -19,8 +21,11 @@ from deployments.capacity import auto_count, replica_bytes
 from deployments.model_face import read_face
 from deployments.places import check_model_path, local_path, weights_bytes
 from deployments.replica import ModelReplica
+from deployments.replica_settings import AutoscalingSettings
+from deployments.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.router import RouterIngress
-from deployments.schema import AppConfig, AutoscalingSettings, parse
+from deployments.schema import AppConfig, parse
+from deployments.transfer_settings import with_token
 from replicas.config import resolve
 from replicas.runner.device import measure_hardware
 from replicas.runner.weights import load_model_config
@@ -35,7 +40,13 @@ def build(args: dict[str, Any]) -> Application:
     """The application. Raises: InvalidConfig, saying which setting, why, and what is allowed."""
     config = parse(args)
     check_config(config)
-    replicas = serve.deployment(ModelReplica).options(name="ModelReplica", **replica_options(config)).bind(args)
+    settings = args if config.mode == "unified" else with_token(args)
+    replicas = [
+        serve.deployment(ModelReplica)
+        .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))
+        .bind(settings, role.value)
+        for role in roles_of(config)
+    ]
     router = serve.deployment(RouterIngress).options(
         name="Router",
         num_replicas=config.router.count,
@@ -46,7 +57,7 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=config.replicas.health_period_s,
         health_check_timeout_s=config.replicas.health_timeout_s,
     )
-    application: Application = router.bind(args, replicas)
+    application: Application = router.bind(settings, *replicas)
     return application
 
 
@@ -55,14 +66,18 @@ def check_config(config: AppConfig) -> None:
     check_model_path(config.model.path)
     read_face(config.model)
     path = local_path(config.model.path)
-    if Path(path).is_dir():
+    if not Path(path).is_dir():
+        return
+    model = load_model_config(path, dtype=config.model.dtype, context_len=config.model.context_len)
+    for role in roles_of(config):
+        own = config_of(config, role)
         resolve(
-            load_model_config(path, dtype=config.model.dtype, context_len=config.model.context_len),
+            model,
             measure_hardware(),
-            cache=config.cache,
-            scheduler=config.scheduler,
-            parallel=config.parallel,
-            attention=config.attention,
+            cache=own.cache,
+            scheduler=own.scheduler,
+            parallel=own.parallel,
+            attention=own.attention,
         )
 
 

@@ -109,9 +109,9 @@ def replica_stats(stats: EngineStats) -> dict[str, float]:
     pool = stats.pool
     return {
         "queued_tokens": float(stats.waiting_uncached_tokens),
-        "num_waiting": float(stats.num_waiting),
+        "num_waiting": float(stats.num_waiting + stats.num_preallocating + stats.num_receiving),
         "num_running": float(stats.num_running),
-        "used_pages": float(pool.protected_pages + pool.reserved_pages),
+        "used_pages": float(pool.protected_pages + pool.reserved_pages + pool.quarantined_pages),
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
         "slots": float(stats.max_running_requests),
         "pool_pages": float(pool.num_pages),

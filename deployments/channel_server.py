@@ -59,6 +59,11 @@ class Stream:
         self._error: MantaError | None = None
         self._ready = asyncio.Event()
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing waits to be taken."""
+        return not self._waiting
+
     def put(self, delta: TokenDelta) -> None:
         key = (delta.rid, delta.index)
         before = self._waiting.get(key)
@@ -99,7 +104,7 @@ class ChannelServer:
     def __init__(self, listener: Listener, *, lost_error: Callable[[str], MantaError]) -> None:
         self._listener = listener
         self._lost_error = lost_error  # what streams of a lost replica end with
-        self._streams: dict[str, Stream] = {}  # by rid
+        self._streams: dict[tuple[str, str], Stream] = {}  # by replica and rid: a request may be open at two replicas
         self._connections: dict[str, _Connection] = {}  # by replica id
         self._servers: list[asyncio.Server] = []  # referenced: uvloop closes servers that nobody holds
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -123,13 +128,13 @@ class ChannelServer:
         """A stream of the deltas of ``rids``; open it before the replica is asked."""
         stream = Stream(tuple(rids), replica_id)
         for rid in stream.rids:
-            assert rid not in self._streams, f"rid {rid} is already open"
-            self._streams[rid] = stream
+            assert (replica_id, rid) not in self._streams, f"rid {rid} is already open at {replica_id}"
+            self._streams[replica_id, rid] = stream
         return stream
 
     def close(self, stream: Stream) -> None:
         for rid in stream.rids:
-            self._streams.pop(rid, None)
+            self._streams.pop((stream.replica_id, rid), None)
 
     def is_connected(self, replica_id: str) -> bool:
         return replica_id in self._connections
@@ -149,8 +154,9 @@ class ChannelServer:
 
     def check(self) -> None:
         """Raises AssertionError if a stream is listed under a request that is not its own."""
-        for rid, stream in self._streams.items():
+        for (replica_id, rid), stream in self._streams.items():
             assert rid in stream.rids, f"stream of {stream.rids} is listed under {rid}"
+            assert replica_id == stream.replica_id, f"stream of {stream.replica_id} is listed under {replica_id}"
 
     def _accept(self, connection: "_Connection", payload: bytes) -> str:
         """The replica's id. Raises: BadFrame when the token is wrong."""
@@ -167,8 +173,8 @@ class ChannelServer:
     def _receive(self, replica_id: str, kind: FrameKind, payload: bytes) -> None:
         if kind is FrameKind.DELTAS:
             for delta in decode_deltas(payload):
-                stream = self._streams.get(delta.rid)
-                if stream is not None and stream.replica_id == replica_id:
+                stream = self._streams.get((replica_id, delta.rid))
+                if stream is not None:
                     stream.put(delta)
         elif kind is FrameKind.REPORT:
             self._listener.on_report(replica_id, decode_report(payload))

@@ -9,6 +9,8 @@ Thread:    the router's event loop.
     parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done      queue too long: Saturated
             ^                              │ replica gone, engine dead, overloaded: excluded, reason kept
             └──────────────────────────────┘ at most ``max_tries`` times
+
+A pair's decode leg is the request; its prefill leg runs beside it (prefill_leg.py) and can only end the try.
 """
 
 import asyncio
@@ -22,9 +24,11 @@ from dataclasses import dataclass
 
 from deployments.channel_server import ChannelServer, Stream
 from deployments.leases import Leases, ReplicaGone
+from deployments.prefill_leg import PrefillLeg, PrefillLost, legs_of
 from deployments.progress import Part, Progress
 from deployments.route_log import RouteLog, Try
 from deployments.route_request import NO_HINTS, RouteHints, Saturated, query_of
+from kvtransfer.types import PeerAddress
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
 from routing.router import Router
@@ -33,6 +37,7 @@ from routing.types import Decision, Ending, NoReplica, Outcome, RouteQuery
 log = logging.getLogger(__name__)
 
 FRAMES_LATE_S = 5.0  # a lease has returned, its last deltas have not come: the channel is broken
+LAST_TRY = "the last try stays on one replica"
 LOOK_AGAIN_S = 0.1  # while no replica can take a request that another one left undone
 
 
@@ -61,6 +66,7 @@ class Dispatcher:
         retry_wait_s: float = 30.0,
         max_wait_s: float = math.inf,
         routes: RouteLog | None = None,
+        transfer_address: Callable[[str], PeerAddress | None] = lambda replica_id: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
@@ -70,6 +76,7 @@ class Dispatcher:
         self._max_tries = max_tries
         self._retry_wait_s = retry_wait_s  # how long a request waits for a replica to take over
         self._max_wait_s = max_wait_s  # of the queue before a new request, as estimated
+        self._transfer_address = transfer_address  # of the desk of a prefill replica
         self._clock = clock
         self.routes = routes if routes is not None else RouteLog()
         self._ending: set[asyncio.Task[None]] = set()  # leases whose request has ended, about to return
@@ -90,14 +97,16 @@ class Dispatcher:
         self.num_open += 1
         try:
             for number in range(self._max_tries):
-                decision = await self._choose(query_of(request, hints, frozenset(excluded)), failure)
+                last = LAST_TRY if 0 < number == self._max_tries - 1 else ""
+                query = query_of(request, hints, frozenset(excluded), one_replica=last)
+                decision = await self._choose(query, failure)
                 noted = self.routes.add(request.rid, decision)
                 if failure is None:
                     self._refuse_if_saturated(noted)
                 left_s = None
                 if request.deadline_s is not None:
                     left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
-                attempt = _Attempt(self, noted, progress.parts(number=number, deadline_s=left_s), progress)
+                attempt = _Attempt(self, noted, progress.parts(number=number, deadline_s=left_s), progress, number)
                 try:
                     async with contextlib.aclosing(attempt.run()) as deltas:
                         async for delta in deltas:
@@ -108,8 +117,10 @@ class Dispatcher:
                     if not error.retryable:
                         raise
                     failure = error
-                    excluded.add(decision.replica_id)
-                    self._record(request, number, decision, error, progress)
+                    lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
+                    assert lost is not None
+                    excluded.add(lost)
+                    self._record(request, number, lost, error, progress)
             assert failure is not None
             raise failure
         finally:
@@ -163,12 +174,12 @@ class Dispatcher:
         raise error
 
     def _record(
-        self, request: GenerateRequest, number: int, decision: Decision, error: MantaError, progress: Progress
+        self, request: GenerateRequest, number: int, replica_id: str, error: MantaError, progress: Progress
     ) -> None:
         retry = Retry(
             rid=request.rid,
             number=number,
-            replica_id=decision.replica_id,
+            replica_id=replica_id,
             reason=f"{type(error).__name__}: {error}",
             num_delivered=progress.num_delivered,
         )
@@ -178,6 +189,9 @@ class Dispatcher:
             "request %s, try %d on replica %s failed after %d tokens: %s",
             retry.rid, number, retry.replica_id, retry.num_delivered, retry.reason,
         )  # fmt: skip
+
+    def _hold(self, replica_id: str, part: Part, stream: Stream) -> "asyncio.Task[None]":
+        return asyncio.create_task(self._lease(replica_id, part, stream))
 
     async def _lease(self, replica_id: str, part: Part, stream: Stream) -> None:
         """Hold the lease of one part; whatever ends it early ends the stream."""
@@ -201,27 +215,37 @@ class Dispatcher:
 
 
 class _Attempt:
-    """One try: the parts of a request on one replica."""
+    """One try: the parts of a request on one replica, or its two legs on a pair."""
 
-    def __init__(self, dispatcher: Dispatcher, noted: Try, parts: list[Part], progress: Progress) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, noted: Try, parts: list[Part], progress: Progress, number: int
+    ) -> None:
         self._dispatcher = dispatcher
         self._noted = noted
         self._decision = noted.decision
+        self._before: Part | None = None  # the prefill leg
+        if noted.decision.prefill_id is not None:
+            address = dispatcher._transfer_address(noted.decision.prefill_id)
+            assert address is not None, f"prefill replica {noted.decision.prefill_id} told no transfer address"
+            [whole] = parts  # what has several parts is never handed over (route_request.py)
+            self._before, decode = legs_of(whole, generation=number, prefill=address)
+            parts = [decode]
         self._parts = {part.request.rid: part for part in parts}
         self._progress = progress
 
     async def run(self) -> AsyncGenerator[TokenDelta, None]:
         dispatcher, replica_id = self._dispatcher, self._decision.replica_id
         stream = dispatcher._channel.open(self._parts, replica_id=replica_id)
-        leases = [
-            asyncio.create_task(dispatcher._lease(replica_id, part, stream)) for part in self._parts.values()
-        ]
+        leases = [dispatcher._hold(replica_id, part, stream) for part in self._parts.values()]
+        prefill = self._start_prefill(stream)
         ending = Ending.ABORTED
         try:
             while not self._progress.done:
                 for delta in await stream.take():
                     self._raise_if_retryable(delta)
                     self._note(delta)
+                    if prefill is not None and self._noted.hand_off and not self._noted.hand_off.transferred:
+                        prefill.lease.cancel()  # the decode replica computes the prompt itself
                     yield self._progress.accept(delta, self._parts[delta.rid].choice)
             ending = Ending.FINISHED
         except MantaError:
@@ -233,12 +257,33 @@ class _Attempt:
                 if ending is not Ending.FINISHED:
                     lease.cancel()
                 dispatcher._let_end(lease)
+            if prefill is not None:
+                prefill.stop(cancel=ending is not Ending.FINISHED)
+                dispatcher._let_end(prefill.lease)
             self._noted.outcome = Outcome(
                 ending=ending, cached_tokens=self._noted.cached_tokens or 0, ttft_s=self._noted.ttft_s
             )
             dispatcher._router.done(self._decision, self._noted.outcome)
 
+    def _start_prefill(self, decode: Stream) -> PrefillLeg | None:
+        dispatcher, decision = self._dispatcher, self._decision
+        if self._before is None or decision.prefill_id is None:
+            return None
+        return PrefillLeg(
+            dispatcher._channel,
+            self._noted,
+            self._before,
+            replica_id=decision.prefill_id,
+            decode=decode,
+            lease=dispatcher._hold,
+            on_end=lambda: dispatcher._router.prefill_done(decision),
+        )
+
     def _note(self, delta: TokenDelta) -> None:
+        if delta.hand_off is not None:
+            self._noted.hand_off = delta.hand_off
+            if delta.hand_off.transferred:
+                self._dispatcher._router.link.record(delta.hand_off.num_bytes, delta.hand_off.transfer_s)
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._dispatcher._clock() - self._decision.time_s
             self._noted.cached_tokens = delta.usage.cached_tokens

@@ -21,9 +21,10 @@ from deployments.cache_sync import CacheSync
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import Leases, ReplicaInfo
+from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import CacheEvent, IndexSnapshot, ReplicaView
+from routing.types import CacheEvent, IndexSnapshot, ReplicaView, Role
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +123,14 @@ class Fleet:
 
     @property
     def num_ready(self) -> int:
+        """Replicas that can take a request; a prefill replica cannot take one to its end."""
         self._update()
-        return sum(view.may_take for view in self._router.views)
+        return sum(view.may_take and view.role is not Role.PREFILL for view in self._router.views)
+
+    def transfer_address(self, replica_id: str) -> PeerAddress | None:
+        """Where the desk of an attached replica listens."""
+        info = self._infos.get(replica_id)
+        return None if info is None else info.transfer
 
     def describe(self) -> str:
         """One clause on the state of all, for errors and /health."""
@@ -210,19 +217,19 @@ class Fleet:
         all_silent = all(now_s - heard_s >= self._silent_s for heard_s, _ in heard.values())
         limit_s = self._stale_s if all_silent else self._silent_s
         self._router.update(
-            _view(replica_id, report, heard_s=heard_s, silent=now_s - heard_s >= limit_s)
+            _view(self._infos[replica_id], report, heard_s=heard_s, silent=now_s - heard_s >= limit_s)
             for replica_id, (heard_s, report) in heard.items()
         )
         self._changed.set()
 
 
-def _view(replica_id: str, report: ReplicaReport, *, heard_s: float, silent: bool) -> ReplicaView:
+def _view(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, silent: bool) -> ReplicaView:
     stats = report.stats
     return ReplicaView(
-        replica_id=replica_id,
+        replica_id=info.replica_id,
         time_s=heard_s - report.age_s,  # requests sent while a long step ran are not in its statistics
         num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
+        num_waiting=stats.num_waiting + stats.num_preallocating + stats.num_receiving,
         queued_uncached_tokens=stats.waiting_uncached_tokens,
         pool_utilization=stats.pool.utilization,
         pool_pages=stats.pool.num_pages,
@@ -231,4 +238,6 @@ def _view(replica_id: str, report: ReplicaReport, *, heard_s: float, silent: boo
         decode_step_s=stats.decode_step_s,
         max_running_requests=stats.max_running_requests,
         healthy=report.error is None and not silent,
+        role=info.role,
+        page_bytes=info.page_bytes,
     )

@@ -20,7 +20,17 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from replicas.types import EngineStats, Finish, FinishReason, PoolStats, TokenDelta, TokenLogprob, Usage
+from kvtransfer.types import TransferStats
+from replicas.types import (
+    EngineStats,
+    Finish,
+    FinishReason,
+    HandOffReport,
+    PoolStats,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
 
 HEADER = struct.Struct("<IB")
 MAX_FRAME_BYTES = 64 << 20
@@ -35,6 +45,7 @@ class FrameKind(enum.IntEnum):
 
 
 _KINDS = frozenset(FrameKind)
+_HAND_OFF = [field.name for field in dataclasses.fields(HandOffReport)]
 
 
 class BadFrame(ValueError):
@@ -110,7 +121,10 @@ def decode_report(payload: bytes) -> ReplicaReport:
     try:
         stats = dict(raw["stats"])
         pool = PoolStats(**stats.pop("pool"))
-        engine = EngineStats(pool=pool, **stats)
+        transfer = stats.pop("transfer")
+        engine = EngineStats(
+            pool=pool, transfer=None if transfer is None else TransferStats(**transfer), **stats
+        )
         return ReplicaReport(stats=engine, error=raw["error"], num_open=raw["num_open"], age_s=float(raw["age_s"]))
     except (KeyError, TypeError, ValueError) as error:
         raise BadFrame(f"a REPORT frame of another version: {error}") from error
@@ -147,11 +161,12 @@ def _delta_to_row(delta: TokenDelta) -> list[Any]:
         None if finish is None else _finish_to_row(finish),
         [_logprob_to_row(logprob) for logprob in delta.logprobs],
         [_logprob_to_row(logprob) for logprob in delta.prompt_logprobs],
+        None if delta.hand_off is None else dataclasses.astuple(delta.hand_off),
     ]
 
 
 def _row_to_delta(row: list[Any]) -> TokenDelta:
-    rid, index, token_ids, text, usage, finish, logprobs, prompt_logprobs = row
+    rid, index, token_ids, text, usage, finish, logprobs, prompt_logprobs, hand_off = row
     prompt, completion, cached, retractions = usage
     return TokenDelta(
         rid=rid,
@@ -164,6 +179,7 @@ def _row_to_delta(row: list[Any]) -> TokenDelta:
         finish=None if finish is None else _row_to_finish(*finish),
         logprobs=tuple(_row_to_logprob(*logprob) for logprob in logprobs),
         prompt_logprobs=tuple(_row_to_logprob(*logprob) for logprob in prompt_logprobs),
+        hand_off=None if hand_off is None else HandOffReport(**dict(zip(_HAND_OFF, hand_off, strict=True))),
     )
 
 

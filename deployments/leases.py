@@ -8,8 +8,10 @@ from typing import Protocol
 
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
+from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from replicas.types import GenerateRequest
+from routing.types import Role
 
 
 class ReplicaGone(MantaError):
@@ -37,6 +39,9 @@ class ReplicaInfo:
     attention: str
     num_threads: int
     pool: str  # "N tokens, M pages, X MiB"
+    role: Role = Role.UNIFIED
+    page_bytes: int = 0  # of K and V, all ranks
+    transfer: PeerAddress | None = None  # where its desk listens; None where it takes part in no hand-off
 
 
 class Leases(Protocol):

@@ -1,5 +1,6 @@
 """`Leases` by Ray Serve: unary calls to exactly one replica, and Ray's failures in our words.
 
+Owns:   which deployment's handle reaches which replica, where there is more than one deployment.
 Never:  retries; dispatch.py does.
 Thread: the router's event loop.
 """
@@ -22,10 +23,17 @@ T = TypeVar("T")
 
 
 class RayLeases:
-    """Calls through one handle of the model replicas' deployment."""
+    """Calls through the handles of the model replicas' deployments."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+    def __init__(self) -> None:
+        self._handles: dict[str, DeploymentHandle] = {}  # by deployment
+        self._members: dict[str, frozenset[str]] = {}  # by deployment
+
+    def set_members(self, deployment: str, handle: DeploymentHandle, members: frozenset[str]) -> frozenset[str]:
+        """The running replicas of one deployment now; returns those of all."""
+        self._handles[deployment] = handle
+        self._members[deployment] = members
+        return frozenset().union(*self._members.values())
 
     async def attach(self, replica_id: str, address: ChannelAddress) -> ReplicaInfo:
         return cast(ReplicaInfo, await self._call(replica_id, "attach", address))
@@ -47,7 +55,10 @@ class RayLeases:
 
     async def _call(self, replica_id: str, method: str, *args: Any) -> Any:
         """Raises: ReplicaGone when the replica is not there, or dies meanwhile; our own errors as they are."""
-        handle = self._handle.options(method_name=method, session_id=f"{PIN}{replica_id}")
+        at = next((name for name, members in self._members.items() if replica_id in members), None)
+        if at is None:
+            raise ReplicaGone(f"replica {replica_id} is not running any more")
+        handle = self._handles[at].options(method_name=method, session_id=f"{PIN}{replica_id}")
         response = handle.remote(*args)
         try:
             return await response

@@ -19,23 +19,26 @@ from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaInfo
 from deployments.places import local_path
+from deployments.roles import config_of
 from deployments.schema import AppConfig, parse
 from deployments.served_engine import ServedEngine
 from deployments.tp import RayWorkers
+from kvtransfer.types import TransferSettings
 from replicas.errors import MantaError
 from replicas.launch import WorkerLauncher, load_engine
 from replicas.loop import EngineLoop
 from replicas.types import GenerateRequest
+from routing.types import Role
 
 log = logging.getLogger("ray.serve")
 
 
 class ModelReplica:
-    """Made by app.py; its methods are `Leases`, called by ray_leases.py."""
+    """Made by app.py, once for each role; its methods are `Leases`, called by ray_leases.py."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], role: str = Role.UNIFIED.value) -> None:
         logs.into_serve()
-        config = parse(settings)
+        config = config_of(parse(settings), Role(role))
         context = ray.get_runtime_context()
         engine = load_engine(
             local_path(config.model.path),
@@ -48,6 +51,7 @@ class ModelReplica:
             context_len=config.model.context_len,
             workers=_workers(config),
             record_events=True,
+            transfer=_transfer(config, Role(role)),
         )
         loop = EngineLoop(engine)
         loop.start()
@@ -57,8 +61,10 @@ class ModelReplica:
             replica_id=replica_id,
             node_id=context.get_node_id(),
             report_period_s=config.router.report_period_s,
+            role=Role(role),
+            transfer=engine.transfer_address,
         )
-        log.info("replica %s serves %s with a KV pool of %s", replica_id, config.model.path, engine.describe())
+        log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
         return await self._served.attach(address)
@@ -90,6 +96,10 @@ class ModelReplica:
         served = getattr(self, "_served", None)  # the constructor may have failed
         if served is not None:
             await served.stop()
+
+
+def _transfer(config: AppConfig, role: Role) -> TransferSettings | None:
+    return None if role is Role.UNIFIED else config.transfer.of_engine(ray.util.get_node_ip_address())
 
 
 def _workers(config: AppConfig) -> WorkerLauncher | None:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from deployments.rids import client_rid
+from replicas.types import HandOffReport
 from routing.types import Decision, Outcome
 
 
@@ -23,6 +24,8 @@ class Try:
     ttft_s: float | None = None
     outcome: Outcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
+    hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
+    prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one
 
 
 @dataclass(slots=True, kw_only=True)

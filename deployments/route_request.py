@@ -31,8 +31,14 @@ class RouteHints:
 NO_HINTS = RouteHints()
 
 
-def query_of(request: GenerateRequest, hints: RouteHints, excluded: frozenset[str] = frozenset()) -> RouteQuery:
-    """``request`` as the routing router sees it."""
+def query_of(
+    request: GenerateRequest,
+    hints: RouteHints,
+    excluded: frozenset[str] = frozenset(),
+    *,
+    one_replica: str = "",
+) -> RouteQuery:
+    """``request`` as the routing router sees it; ``one_replica``: why prefill and decode must not be apart."""
     return RouteQuery(
         rid=request.rid,
         token_ids=request.token_ids,
@@ -42,4 +48,17 @@ def query_of(request: GenerateRequest, hints: RouteHints, excluded: frozenset[st
         session_id=hints.session_id,
         allowed=hints.allowed,
         excluded=excluded,
+        one_replica=one_replica or why_one_replica(request),
     )
+
+
+def why_one_replica(request: GenerateRequest) -> str:
+    """What in ``request`` a hand-off cannot carry; "" if nothing."""
+    sampling = request.sampling
+    if sampling.n > 1:
+        return f"its {sampling.n} choices share one prompt"
+    if sampling.max_new_tokens == 0:
+        return "no token is to be made"
+    if request.prompt_logprobs_from is not None:
+        return "logprobs of the prompt come from where it is computed"
+    return ""

@@ -3,7 +3,8 @@
     in   x-manta-session: ID            among equally good replicas, the one that had this session last
          x-manta-replicas: ID, ID       only these replicas
     out  x-manta-route: replica=ID; overlap_predicted=96; overlap_actual=96; policy=...; reason=...; tries=1
-         one such part per prompt, joined by commas; overlap_actual once a token has come, tokens of the prompt both
+         one such part per prompt, joined by commas; overlap_actual once a token has come, tokens of the prompt both;
+         with mode: disaggregated also prefill=ID or local; pair=why; hand_off=transferred or failed
 
 Owns:      which generations belong to the HTTP request.
 Thread:    the router's event loop; pure ASGI, so that streams pass through untouched.
@@ -16,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.rids import check_name
-from deployments.route_log import RouteLog, RouteRecord
+from deployments.route_log import RouteLog, RouteRecord, Try
 from deployments.route_request import NO_HINTS, RouteHints
 from deployments.service import Service, service_of
 from replicas.errors import InvalidRequest
@@ -101,5 +102,15 @@ def header_part(record: RouteRecord) -> str:
         "policy": decision.policy,
         "reason": decision.reason.value,
         "tries": len(record.tries),
+        **_pair_fields(last),
     }
     return "; ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+
+
+def _pair_fields(last: Try) -> dict[str, str | None]:
+    """Where prefill and decode are apart: who computed the prompt, why, and what the hand-off came to."""
+    pair = last.decision.pair
+    if pair is None:
+        return {}
+    came = None if last.hand_off is None else "transferred" if last.hand_off.transferred else "failed"
+    return {"prefill": pair.prefill_id or "local", "pair": pair.reason.value, "hand_off": came}

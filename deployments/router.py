@@ -15,6 +15,7 @@ import importlib.metadata
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -32,9 +33,11 @@ from deployments.leases import ReplicaGone
 from deployments.model_face import read_face
 from deployments.places import local_path
 from deployments.ray_leases import RayLeases
+from deployments.roles import config_of, roles_of
 from deployments.route_log import RouteLog
 from deployments.schema import AppConfig, parse
 from deployments.service import Service
+from deployments.transfer_settings import without_token
 from replicas.tokenizer import Tokenizer
 from routing.router import Router
 
@@ -48,7 +51,7 @@ class RouterIngress:
     """Made by app.py."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: dict[str, Any], replicas: DeploymentHandle
+        self, settings: dict[str, Any], *replicas: DeploymentHandle
     ) -> None:
         logs.into_serve()
         config = parse(settings)
@@ -57,9 +60,10 @@ class RouterIngress:
             policy=config.router.policy,
             rng=Random(secrets.randbits(64)),
             clock=time.monotonic,
-            page_size=config.cache.page_size,
+            page_size=_page_size(config),
+            always_hand_off=config.transfer.hand_off == "always",
         )
-        leases = RayLeases(replicas)
+        leases = RayLeases()
         self._fleet = Fleet(router=router, leases=leases, report_period_s=config.router.report_period_s)
         self._channel = ChannelServer(self._fleet, lost_error=_lost_error)
         router_id = serve.get_replica_context().replica_id.unique_id
@@ -67,7 +71,8 @@ class RouterIngress:
             router_id=router_id, node_id=context.get_node_id(), host=ray.util.get_node_ip_address()
         )
         self._fleet.start(address)
-        self._listen(replicas)
+        for handle in replicas:
+            self._listen(handle, leases)
         dispatcher = Dispatcher(
             router=router,
             router_id=router_id,
@@ -77,6 +82,7 @@ class RouterIngress:
             retry_wait_s=config.router.retry_wait_s,
             max_wait_s=config.router.max_wait_s,
             routes=RouteLog(config.router.decisions_kept),
+            transfer_address=self._fleet.transfer_address,
         )
         self._service = _service(config, settings, dispatcher, self._fleet, leases)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
@@ -89,16 +95,26 @@ class RouterIngress:
         await self._fleet.stop()
         await self._channel.stop()
 
-    def _listen(self, replicas: DeploymentHandle) -> None:
+    def _listen(self, handle: DeploymentHandle, leases: RayLeases) -> None:
         """Hear of the running replicas. Serve's router of the handle is made here, before the first request."""
         loop = asyncio.get_running_loop()
-        deployment = membership.key(replicas.app_name, replicas.deployment_name)
-        membership.listen(deployment, functools.partial(_call_on, loop, self._fleet))
-        replicas.options(method_name="report")
+        deployment = membership.key(handle.app_name, handle.deployment_name)
+
+        def set_members(members: frozenset[str]) -> None:
+            self._fleet.set_members(leases.set_members(deployment, handle, members))
+
+        membership.listen(deployment, functools.partial(_call_on, loop, set_members))
+        handle.options(method_name="report")
 
 
-def _call_on(loop: asyncio.AbstractEventLoop, fleet: Fleet, members: frozenset[str]) -> None:
-    loop.call_soon_threadsafe(fleet.set_members, members)
+def _call_on(
+    loop: asyncio.AbstractEventLoop, set_members: Callable[[frozenset[str]], None], members: frozenset[str]
+) -> None:
+    loop.call_soon_threadsafe(set_members, members)
+
+
+def _page_size(config: AppConfig) -> int:
+    return config_of(config, roles_of(config)[0]).cache.page_size
 
 
 def _lost_error(replica_id: str) -> ReplicaGone:
@@ -115,13 +131,25 @@ def _service(
         fleet=fleet,
         leases=leases,
         settings={
-            **settings,
+            **without_token(settings),
             "cache": dataclasses.asdict(config.cache),
             "scheduler": dataclasses.asdict(config.scheduler),
             "parallel": dataclasses.asdict(config.parallel),
             "router": config.router.model_dump(),
             "replicas": config.replicas.model_dump(),
+            "mode": config.mode,
+            **_role_settings(config),
         },
         max_body_bytes=config.router.max_body_bytes,
         version=importlib.metadata.version("manta"),
     )
+
+
+def _role_settings(config: AppConfig) -> dict[str, Any]:
+    if config.mode == "unified":
+        return {}
+    return {
+        "prefill": config.prefill.model_dump(),
+        "decode": config.decode.model_dump(),
+        "transfer": config.transfer.shown(),
+    }

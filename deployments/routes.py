@@ -13,6 +13,7 @@ from deployments.body import WireType, read_body
 from deployments.convert import check_model, salt_of, to_ids
 from deployments.http_errors import error_body
 from deployments.openai_format import number
+from deployments.pair_body import hand_off_body, pair_body
 from deployments.rids import new_rid
 from deployments.route_log import RouteRecord, Try
 from deployments.route_request import query_of
@@ -110,6 +111,7 @@ def _try_body(each: Try) -> dict[str, Any]:
         "actual": {"cached_tokens": each.cached_tokens, "ttft_s": each.ttft_s},
         "outcome": "running" if each.outcome is None else each.outcome.ending.value,
         "failure": each.failure,
+        **hand_off_body(each),
     }
 
 
@@ -123,6 +125,7 @@ def decision_body(decision: Decision) -> dict[str, Any]:
         "predicted": {"cached_tokens": decision.overlap_tokens, "ttft_s": number(decision.predicted_ttft_s)},
         "best_overlap": {"replica": best, "cached_tokens": best_tokens, "given_up": decision.given_up},
         "candidates": [_candidate_body(each, decision) for each in decision.candidates],
+        **pair_body(decision),
     }
 
 
@@ -130,7 +133,8 @@ def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
     terms, view = candidate.terms, candidate.view
     return {
         "replica": candidate.replica_id,
-        "chosen": candidate.replica_id == decision.replica_id,
+        "role": view.role.value,
+        "chosen": candidate.replica_id in (decision.replica_id, decision.prefill_id),
         "cached_tokens": candidate.overlap_tokens,
         "num_requests": candidate.num_requests,
         "queued_tokens": candidate.queued_tokens,

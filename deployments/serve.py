@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from deployments.app import check_config
+from deployments.roles import DEPLOYMENTS, roles_of
 from deployments.schema import AppConfig, parse
 from replicas.errors import InvalidConfig
+from routing.types import Role
 
 OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
 LOOK_S = 0.5
@@ -186,13 +188,25 @@ def _announce(
         config = configs.get(application.name)
         if config is None:
             continue
-        running = applications[application.name].deployments["ModelReplica"].replica_states.get("RUNNING", 0)
+        counts = {
+            role: applications[application.name].deployments[DEPLOYMENTS[role]].replica_states.get("RUNNING", 0)
+            for role in roles_of(config)
+        }
         prefix = (application.route_prefix or "/").rstrip("/")
         url = f"http://{host}:{schema.http_options.port}{prefix}"
         for line in _pools(url):
             say(line)
-        say(f"ready: {config.model.name} on {running} replica{'s' if running != 1 else ''} at {url}/v1")
+        say(f"ready: {config.model.name} on {_replicas(counts)} at {url}/v1")
         print(f"\nTry it:\n\n{curl(url, config.model.name)}\n\nCtrl-C stops everything.\n", flush=True)
+
+
+def _replicas(counts: Mapping[Role, int]) -> str:
+    """How many of each role, in words."""
+    named = [
+        f"{count} {'' if role is Role.UNIFIED else f'{role.value} '}replica{'s' if count != 1 else ''}"
+        for role, count in counts.items()
+    ]
+    return " and ".join(named)
 
 
 def _pools(url: str) -> list[str]:

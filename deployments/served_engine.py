@@ -23,9 +23,11 @@ from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport, encode_report
 from deployments.leases import ReplicaGone, ReplicaInfo
 from deployments.rids import client_rid
+from kvtransfer.types import PeerAddress
 from replicas.errors import EngineDead, MantaError
 from replicas.loop import EngineLoop
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
+from routing.types import Role
 
 REPORT_PERIOD_S = 0.1
 FLUSH_POLL_S = 0.05
@@ -37,10 +39,19 @@ class ServedEngine:
     """Serves one started `EngineLoop` to any number of routers."""
 
     def __init__(
-        self, loop: EngineLoop, *, replica_id: str, node_id: str, report_period_s: float = REPORT_PERIOD_S
+        self,
+        loop: EngineLoop,
+        *,
+        replica_id: str,
+        node_id: str,
+        report_period_s: float = REPORT_PERIOD_S,
+        role: Role = Role.UNIFIED,
+        transfer: PeerAddress | None = None,
     ) -> None:
         self.loop = loop
         self.replica_id = replica_id
+        self._role = role
+        self._transfer = transfer  # where the engine's desk listens
         self._report_period_s = report_period_s
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
@@ -202,6 +213,7 @@ class ServedEngine:
     def _info(self) -> ReplicaInfo:
         engine, config = self.loop.engine, self.loop.engine.config
         capacity = self.loop.stats().pool.total_tokens
+        cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
         return ReplicaInfo(
             replica_id=self.replica_id,
             node_id=self._node_id,
@@ -217,6 +229,9 @@ class ServedEngine:
             attention=config.attention,
             num_threads=config.num_threads,
             pool=engine.describe(),
+            role=self._role,
+            page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
+            transfer=self._transfer,
         )
 
 

@@ -90,8 +90,11 @@ class House:
         max_wait_s: float = 60.0,
         router_id: str = "router",
         leases: LocalLeases | None = None,
+        always_hand_off: bool = False,
     ) -> None:
-        self.router = Router(policy, Random(0), time.monotonic, page_size=PAGE_SIZE)
+        self.router = Router(
+            policy, Random(0), time.monotonic, page_size=PAGE_SIZE, always_hand_off=always_hand_off
+        )
         self.router_id = router_id
         self.leases = leases if leases is not None else LocalLeases()
         self.fleet = Fleet(router=self.router, leases=self.leases)
@@ -106,6 +109,7 @@ class House:
             max_tries=max_tries,
             retry_wait_s=retry_wait_s,
             max_wait_s=max_wait_s,
+            transfer_address=self.fleet.transfer_address,
         )
         self.address: ChannelAddress | None = None
 

@@ -1,0 +1,62 @@
+"""The ``transfer`` group: how prefill replicas hand K/V to decode replicas, and the secret that they share.
+
+Owns:      names and checks of these settings; their defaults are those of kvtransfer/types.py.
+Never:     shows the token: it is a SecretStr here, and `shown` leaves it out.
+"""
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SecretStr
+
+from deployments.replica_settings import Settings
+from kvtransfer.types import TransferSettings, Verify
+
+TOKEN_VARIABLE = "MANTA_TRANSFER_TOKEN"
+_DEFAULT: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TransferSettings)}
+
+
+def _yaml_off(value: Any) -> Any:
+    return "off" if value is False else value  # in YAML a bare ``off`` is False
+
+
+class TransferGroup(Settings):
+    hand_off: Literal["conditional", "always"] = "conditional"  # always: whatever may be, even where that takes longer
+    verify: Annotated[Verify, BeforeValidator(_yaml_off)] = Verify.ALL
+    transport: Literal["auto", "tcp"] = "auto"
+    host: str = Field(default="auto", min_length=1)  # where desks listen; auto: the address of the replica's node
+    token: SecretStr | None = Field(default=None, min_length=16)  # None: from the environment, else made by build
+    open_timeout_s: float = Field(default=_DEFAULT["open_timeout_s"], gt=0)
+    room_timeout_s: float = Field(default=_DEFAULT["room_timeout_s"], gt=0)
+    call_timeout_s: float = Field(default=_DEFAULT["call_timeout_s"], gt=0)
+    heartbeat_s: float = Field(default=_DEFAULT["heartbeat_s"], gt=0)
+    heartbeat_misses: int = Field(default=_DEFAULT["heartbeat_misses"], ge=1)
+    pages_per_write: int = Field(default=_DEFAULT["pages_per_write"], ge=1)
+
+    def of_engine(self, node_address: str) -> TransferSettings:
+        """For an engine on the node with this address; `with_token` has been called."""
+        assert self.token is not None, "build gives the replicas a token"
+        given = {name: getattr(self, name) for name in _DEFAULT if name not in ("host", "token")}
+        host = node_address if self.host == "auto" else self.host
+        return TransferSettings(host=host, token=self.token.get_secret_value().encode(), **given)
+
+    def shown(self) -> dict[str, Any]:
+        """As anyone may see it."""
+        return self.model_dump(mode="json", exclude={"token"})
+
+
+def with_token(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """``args`` for the replicas: with the secret of this cluster, from the settings, the environment, or new."""
+    transfer = dict(args.get("transfer") or {})
+    if not transfer.get("token"):
+        transfer["token"] = environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+    return {**args, "transfer": transfer}
+
+
+def without_token(args: Mapping[str, Any]) -> dict[str, Any]:
+    """``args`` as anyone may see them."""
+    transfer = {name: value for name, value in (args.get("transfer") or {}).items() if name != "token"}
+    return {**args, "transfer": transfer} if "transfer" in args else dict(args)

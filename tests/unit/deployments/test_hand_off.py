@@ -1,0 +1,310 @@
+"""A request on two replicas: complete and equal answers whoever dies when, each failure with its reason, no leak.
+
+SPEC H06, H08, H19; DESIGN section 2, steps a to f.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from deployments.leases import ReplicaGone
+from deployments.pair_body import hand_off_body, pair_body
+from deployments.route_log import Try
+from deployments.route_request import NO_HINTS, query_of
+from deployments.routed import header_part
+from deployments.routes import record_body
+from replicas.errors import Overloaded
+from replicas.types import Finish, FinishReason, GenerateRequest, PdLeg, TokenDelta
+from routing.pair_types import PairReason
+from routing.types import NoReplica, Role
+from tests.unit.deployments.in_process import House, ScriptedReplica, ask
+from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
+
+WHOLE = list(range(1000, 1008))
+
+
+class Pairs:
+    """A house whose replicas hand over whatever may be handed over."""
+
+    def __init__(self) -> None:
+        self.house = House(always_hand_off=True)
+        self.desks = Desks()
+
+    def prefill(self, replica_id: str = "p0", **how: Any) -> HandOffReplica:
+        return HandOffReplica(replica_id, Role.PREFILL, self.desks, **how)
+
+    def decode(self, replica_id: str = "d0", **how: Any) -> HandOffReplica:
+        return HandOffReplica(replica_id, Role.DECODE, self.desks, **how)
+
+    async def add(self, *replicas: ScriptedReplica) -> None:
+        for replica in replicas:
+            self.house.add(replica)
+        await until(lambda: len(self.house.router.views) == len(self.house.leases.replicas))
+
+    async def collect(self, **options: Any) -> list[TokenDelta]:
+        async with asyncio.timeout(10):
+            return [delta async for delta in self.house.dispatcher.stream(ask(**options))]
+
+    @property
+    def tries(self) -> list[Try]:
+        [record] = self.house.dispatcher.routes.recent()
+        return record.tries
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def pairs() -> AsyncIterator[Pairs]:
+    pairs = Pairs()
+    await pairs.house.start()
+    yield pairs
+    await until(lambda: all(future.done() for future in pairs.desks.rooms.values()))
+    await pairs.house.stop()
+    pairs.desks.check()
+
+
+def ids(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def leg(request: GenerateRequest) -> PdLeg | None:
+    return None if request.hand_off is None else request.hand_off.leg
+
+
+def room(request: GenerateRequest) -> int:
+    assert request.hand_off is not None
+    return request.hand_off.ticket.room
+
+
+async def test_both_replicas_get_the_request_with_one_ticket_and_the_decode_leg_streams(pairs: Pairs) -> None:
+    p, d = pairs.prefill(), pairs.decode()
+    await pairs.add(p, d)
+    assert ids(await pairs.collect()) == WHOLE
+    [to_p], [to_d] = p.requests, d.requests
+    assert (leg(to_p), leg(to_d)) == (PdLeg.PREFILL, PdLeg.DECODE)
+    assert to_p.hand_off is not None
+    assert to_d.hand_off is not None
+    assert to_p.hand_off.ticket == to_d.hand_off.ticket
+    assert (to_p.rid, to_p.hand_off.ticket.generation, to_p.hand_off.ticket.prefill) == (to_d.rid, 0, p.address)
+
+
+async def test_the_record_tells_the_pair_the_report_and_how_the_prefill_leg_ended(pairs: Pairs) -> None:
+    await pairs.add(pairs.prefill(), pairs.decode())
+    await pairs.collect()
+    [record] = pairs.house.dispatcher.routes.recent()
+    [only] = record.tries
+    assert only.hand_off is not None
+    assert (only.hand_off.transferred, only.hand_off.num_pages, only.prefill_end) == (True, 2, "handed off")
+    assert header_part(record) == (
+        "replica=d0; overlap_predicted=0; overlap_actual=0; policy=pd_pair; reason=only_candidate; tries=1; "
+        "prefill=p0; pair=hand_off_always; hand_off=transferred"
+    )
+    body = record_body(record, router_id="r")["tries"][0]
+    assert body["hand_off"]["num_bytes"] == 2 << 20
+    assert (body["pair"]["prefill"], body["pair"]["decode"], body["pair"]["best_prefill"]) == ("p0", "d0", "p0")
+    assert [each["replica"] for each in body["candidates"] if each["chosen"]] == ["p0", "d0"]
+    assert pairs.house.router.link.bytes_per_s == pytest.approx((2 << 20) / 0.01)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_prefill_replica_that_dies_while_the_request_queues_there_costs_only_time(
+    pairs: Pairs, others: int
+) -> None:
+    """With another one the prompt goes there, else the decode replica computes it."""
+    p, d = pairs.prefill(), pairs.decode()
+    p.prefill_hold.clear()
+    await pairs.add(p, d)
+    pending = asyncio.create_task(pairs.collect())
+    await until(lambda: bool(p.requests and d.requests))
+    if others:
+        await pairs.add(pairs.prefill("p1"))
+    p.die()
+    assert ids(await pending) == WHOLE
+    first, second = pairs.tries
+    assert first.failure is not None
+    assert first.failure.startswith("PrefillLost: replica p0, which was to compute the prompt: ReplicaGone: ")
+    assert (first.decision.replica_id, second.decision.replica_id) == ("d0", "d0")
+    assert second.decision.prefill_id == ("p1" if others else None)
+    assert d.num_aborted == 1
+    [retry] = pairs.house.dispatcher.retries
+    assert (retry.replica_id, retry.num_delivered) == ("p0", 0)
+    if others:
+        assert room(d.requests[0]) != room(d.requests[1])
+    else:
+        assert leg(d.requests[1]) is None
+
+
+async def test_a_prefill_replica_that_refuses_is_passed_over(pairs: Pairs) -> None:
+    full = pairs.prefill("p0", refuse=Overloaded("full"))
+    await pairs.add(full, pairs.prefill("p1"), pairs.decode())
+    for _ in range(4):  # the draw between the two falls on each
+        pairs.house.dispatcher.routes._records.clear()
+        assert ids(await pairs.collect()) == WHOLE
+        assert pairs.tries[-1].decision.prefill_id == "p1"
+    assert full.requests
+    assert all("Overloaded: full" in retry.reason for retry in pairs.house.dispatcher.retries)
+
+
+async def test_a_prefill_engine_that_crashes_ends_the_try_and_one_that_gives_up_does_not(pairs: Pairs) -> None:
+    """What the engines tell each other needs no router: the decode side has fallen back by itself."""
+    p, d = pairs.prefill(leg_ends=Finish(reason=FinishReason.ERROR, message="not opened")), pairs.decode()
+    await pairs.add(p, d)
+    assert ids(await pairs.collect()) == WHOLE
+    [only] = pairs.tries
+    assert only.hand_off is not None
+    assert (only.hand_off.transferred, only.hand_off.reason, only.prefill_end) == (
+        False, "the peer failed", "error: not opened",
+    )  # fmt: skip
+    p.leg_ends = Finish(reason=FinishReason.ERROR, message="a step crashed", retry_as="engine_dead")
+    d.hold.clear()
+    pending = asyncio.create_task(pairs.collect(rid="b1.0-me"))
+    await until(lambda: pairs.house.dispatcher.num_retries == 1)
+    d.hold.set()
+    assert ids(await pending) == WHOLE
+    assert "EngineDead: a step crashed" in pairs.house.dispatcher.retries[0].reason
+    assert leg(d.requests[-1]) is None
+
+
+async def test_a_decode_replica_that_computes_the_prompt_after_all_makes_the_prefill_leg_useless(
+    pairs: Pairs,
+) -> None:
+    p, d = pairs.prefill(), pairs.decode()
+    p.prefill_hold.clear()
+    await pairs.add(p, d)
+    pending = asyncio.create_task(pairs.collect())
+    await until(lambda: bool(p.requests and d.requests))
+    pairs.desks.settle(room(d.requests[0]), came=False)  # its room timed out
+    assert ids(await pending) == WHOLE
+    await until(lambda: p.num_aborted == 1)
+    assert pairs.house.dispatcher.num_retries == 0
+
+
+async def test_the_death_of_prefill_after_the_first_token_changes_nothing(pairs: Pairs) -> None:
+    p, d = pairs.prefill(), pairs.decode()
+    await pairs.add(p, d)
+    seen: list[int] = []
+    async with contextlib.aclosing(pairs.house.dispatcher.stream(ask(max_new_tokens=8))) as deltas:
+        async for delta in deltas:
+            if not seen:
+                p.die()
+            seen += delta.token_ids
+    assert (seen, pairs.house.dispatcher.num_retries) == (WHOLE, 0)
+
+
+@pytest.mark.parametrize("die_at", [0, 3])
+async def test_a_decode_replica_that_dies_is_replaced_in_a_new_room(pairs: Pairs, die_at: int) -> None:
+    p, d = pairs.prefill(), pairs.decode("d0", die_at=die_at)
+    await pairs.add(p, d)
+    pending = asyncio.create_task(pairs.collect())
+    await until(lambda: pairs.house.dispatcher.num_retries == 1)
+    pairs.house.remove("d0")
+    again = pairs.decode("d1")
+    pairs.house.add(again)
+    assert ids(await pending) == WHOLE
+    assert [leg(request) for request in again.requests] == [PdLeg.DECODE]
+    delivered = pairs.house.dispatcher.retries[0].num_delivered  # what had arrived when the death was noticed
+    assert min(die_at, 1) <= delivered <= die_at
+    assert again.requests[0].resumed_ids == p.requests[1].resumed_ids == tuple(WHOLE[:delivered])
+    assert room(p.requests[0]) != room(p.requests[1]) == room(again.requests[0])
+    assert [each.decision.replica_id for each in pairs.tries] == ["d0", "d1"]
+
+
+async def test_a_decode_replica_that_dies_during_the_transfer_ends_the_prefill_leg(pairs: Pairs) -> None:
+    p, d, other = pairs.prefill(), pairs.decode("d0"), pairs.decode("d1")
+    p.prefill_hold.clear()
+    await pairs.add(p, d)
+    pending = asyncio.create_task(pairs.collect())
+    await until(lambda: bool(p.requests and d.requests))
+    await pairs.add(other)
+    d.die()
+    await until(lambda: p.num_aborted == 1)
+    p.prefill_hold.set()
+    assert ids(await pending) == WHOLE
+    assert len(p.requests) == 2
+
+
+@pytest.mark.parametrize("stage", ["queued", "streaming"])
+async def test_a_client_that_leaves_ends_both_legs(pairs: Pairs, stage: str) -> None:
+    p, d = pairs.prefill(), pairs.decode()
+    if stage == "queued":
+        p.prefill_hold.clear()
+    d.pause_at = 1
+    await pairs.add(p, d)
+    stream = pairs.house.dispatcher.stream(ask(max_new_tokens=100))
+    first = asyncio.create_task(anext(stream))
+    await until(lambda: bool(p.requests and d.requests))
+    if stage == "streaming":
+        await first
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
+    await stream.aclose()
+    await until(lambda: d.num_aborted == 1)
+    assert p.num_aborted == (1 if stage == "queued" else 0)
+    assert (pairs.house.router.num_open, pairs.house.channel.num_streams) == (0, 0)
+    assert pairs.tries[0].outcome is not None
+    assert pairs.tries[0].outcome.ending.value == "aborted"
+
+
+async def test_the_tries_are_bounded_and_the_last_one_needs_no_prefill_replica(pairs: Pairs) -> None:
+    d = pairs.decode()
+    await pairs.add(*(pairs.prefill(f"p{i}", refuse=ReplicaGone("gone")) for i in range(4)), d)
+    assert ids(await pairs.collect()) == WHOLE
+    assert [leg(request) for request in d.requests] == [PdLeg.DECODE, PdLeg.DECODE, None]
+    pair = pairs.tries[-1].decision.pair
+    assert pair is not None
+    assert (pair.reason, pair.why) == (PairReason.ONE_REPLICA, "the last try stays on one replica")
+
+
+async def test_what_a_hand_off_cannot_carry_stays_on_the_decode_replica(pairs: Pairs) -> None:
+    p, d = pairs.prefill(), pairs.decode()
+    await pairs.add(p, d)
+    deltas = await pairs.collect(n=2)
+    assert [ids([delta for delta in deltas if delta.index == index]) for index in (0, 1)] == [WHOLE, WHOLE]
+    assert (p.requests, leg(d.requests[0])) == ([], None)
+    pair = pairs.tries[0].decision.pair
+    assert pair is not None
+    assert (pair.reason, pair.why) == (PairReason.ONE_REPLICA, "its 2 choices share one prompt")
+
+
+async def test_without_prefill_all_is_local_and_without_decode_there_is_no_replica(pairs: Pairs) -> None:
+    p = pairs.prefill()
+    await pairs.add(p)
+    assert pairs.house.fleet.num_ready == 0
+    with pytest.raises(NoReplica, match="A decode replica is needed"):
+        await pairs.collect()
+    pairs.house.remove("p0")
+    await pairs.add(pairs.decode())
+    assert pairs.house.fleet.num_ready == 1
+    assert ids(await pairs.collect()) == WHOLE
+    pair = pairs.tries[-1].decision.pair
+    assert pair is not None
+    assert pair.reason is PairReason.NO_PREFILL
+    assert hand_off_body(pairs.tries[-1]) == {"hand_off": None, "prefill_end": None}
+
+
+async def test_a_dry_run_tells_the_pair(pairs: Pairs) -> None:
+    await pairs.add(pairs.prefill(), pairs.decode())
+    body = pair_body(pairs.house.dispatcher.explain_only(query_of(ask(), NO_HINTS)))
+    assert (body["pair"]["prefill"], body["pair"]["decode"]) == ("p0", "d0")
+    assert [each["replica_id"] for each in body["pair"]["decode_replicas"]] == ["d0"]
+
+
+async def test_a_death_on_either_side_loses_none_of_many_requests(pairs: Pairs) -> None:
+    """Twelve requests, two of each role; one of each dies while all are under way."""
+    p0, p1, d0, d1 = pairs.prefill("p0"), pairs.prefill("p1"), pairs.decode("d0"), pairs.decode("d1")
+    p0.prefill_hold.clear()
+    await pairs.add(p0, p1, d0, d1)
+    pending = [asyncio.create_task(pairs.collect(rid=f"c{i}.0-me{i}")) for i in range(12)]
+    await until(lambda: len(p0.requests) + len(p1.requests) == 12)
+    d0.die()
+    p0.die()
+    answers = await asyncio.gather(*pending)
+    assert [ids(answer) for answer in answers] == [WHOLE] * 12
