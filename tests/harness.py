@@ -19,6 +19,7 @@ from replicas.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.fake_desk import FakeWire
+from tests.fake_kv_bytes import FakeKvBytes
 from tests.fakes import FakeDevice
 
 
@@ -164,6 +165,7 @@ def fake_engine(
         execute=execute or device.execute,
         tokenizer=_tokenizer(),
         clock=clock,
+        kv_bytes=FakeKvBytes(device, page_size=page_size),
         desk=wire.join(device, page_size=page_size, on_event=wake) if wire is not None else None,
         terms=HandOffTerms(fingerprint="fake") if wire is not None else None,
         wake=wake,

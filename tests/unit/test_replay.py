@@ -22,7 +22,7 @@ PROMPT = list(range(10, 33))  # 23 tokens: two chunks of at most 16
 
 
 def make(page_size: int = 4, *, num_pages: int = 64, model: str = "fake", **scheduler: object) -> Engine:
-    engine, device = fake_engine(page_size=page_size, num_pages=num_pages, **scheduler)
+    engine, device = fake_engine(page_size=page_size, num_pages=num_pages, **scheduler)  # type: ignore[arg-type]
     engine.kv_bytes = FakeKvBytes(device, page_size=page_size, model=model)
     return engine
 
@@ -181,8 +181,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
     fewer = {name: value for name, value in snapshot.sampling.items() if name != "top_p"}
     with pytest.raises(BadSnapshot, match=r"\['luck'\] are not known here, and \['top_p'\] are missing"):
         restore(make(), replace(snapshot, sampling={**fewer, "luck": 1}))
+    blind = make()
+    blind.kv_bytes = None
     with pytest.raises(InvalidRequest, match="without access to its K/V bytes"):
-        restore(fake_engine()[0], snapshot)
+        restore(blind, snapshot)
 
 
 def test_a_request_that_is_not_open_has_no_snapshot() -> None:

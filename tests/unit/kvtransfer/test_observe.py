@@ -1,0 +1,116 @@
+"""The events of a hand-off: their fields, and that nobody pays for them unasked."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvtransfer import observe
+from kvtransfer.layout import KvLayout
+from kvtransfer.payload import PayloadMeta
+from tests.transfer_net import Net
+
+LAYOUT = KvLayout(
+    model="m", architecture="MHA", num_layers=2, num_kv_heads=3, head_dim=4, dtype="float16", item_bytes=2,
+    page_size=4, tp=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    observe.enable()
+    yield caplog
+    observe.enable(False)
+
+
+def lines(caplog: pytest.LogCaptureFixture, event: str = "") -> list[dict[str, object]]:
+    told = [json.loads(record.getMessage()) for record in caplog.records if record.name == "manta.observe"]
+    return [fields for fields in told if event in ("", fields["event"])]
+
+
+def some() -> tuple[PayloadMeta, np.ndarray]:
+    meta = PayloadMeta(
+        rid="r1",
+        layout=LAYOUT,
+        prompt_len=25,
+        cached_prefix_len=8,
+        token_range=(4, 25),
+        row=3,
+        slots=np.arange(40, 61, dtype=np.int32),
+    )
+    return meta, np.random.default_rng(1).integers(0, 256, meta.shape, dtype=np.uint8)
+
+
+def test_what_is_about_to_be_sent(events: pytest.LogCaptureFixture) -> None:
+    """SPEC J01: 21 tokens of 2 layers x K, V x 3 heads x 4 x 2 bytes."""
+    meta, payload = some()
+    observe.prefill_before_send(meta, payload)
+    (told,) = lines(events)
+    k_hash, v_hash = told.pop("k_hash"), told.pop("v_hash")
+    assert k_hash != v_hash
+    assert told == {
+        "event": "prefill_before_send",
+        "rid": "r1",
+        "prompt_len": 25,
+        "cached_prefix_len": 8,
+        "token_range": [4, 25],
+        "req_pool_idx": 3,
+        "kv_indices": {"shape": [21], "dtype": "int32", "first": list(range(40, 56)), "min": 40, "max": 60},
+        "layout": {
+            "model": "m", "architecture": "MHA", "num_layers": 2, "num_kv_heads": 3, "head_dim": 4,
+            "dtype": "float16", "item_bytes": 2, "page_size": 4, "tp": 1,
+        },
+        "payload_total_bytes": 21 * 96,
+    }  # fmt: skip
+
+
+def test_what_was_restored_has_its_row_too_and_the_same_hashes(events: pytest.LogCaptureFixture) -> None:
+    """SPEC J03."""
+    meta, payload = some()
+    observe.prefill_before_send(meta, payload)
+    observe.decode_after_restore(meta, payload.copy(), table_row=np.arange(36, 61, dtype=np.int32))
+    sent, restored = lines(events)
+    row = restored.pop("req_to_token")
+    assert row == {"shape": [25], "dtype": "int32", "first": list(range(36, 52)), "min": 36, "max": 60}
+    assert {**sent, "event": "decode_after_restore"} == restored
+
+
+@pytest.mark.parametrize(("part", "name"), [(0, "k"), (1, "v")])
+def test_a_changed_byte_changes_the_hash_of_its_side(part: int, name: str) -> None:
+    _, payload = some()
+    before = dict(zip("kv", observe.kv_digests(payload), strict=True))
+    payload[1, part, 20, 2, 7] ^= 1
+    after = dict(zip("kv", observe.kv_digests(payload), strict=True))
+    assert [side for side in "kv" if before[side] != after[side]] == [name]
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_every_write_of_every_rank_is_told(events: pytest.LogCaptureFixture, tp: int) -> None:
+    """SPEC J02: 5 pages, 2 a write, are 3 writes of each rank; a page of all heads has 3,072 bytes."""
+    net = Net()
+    prefill, decode = net.add(tp=tp), net.add()
+    room = net.hand_off(prefill, decode, num_pages=5)
+    assert room is not None
+    while room.given < 0:
+        net.run(0.1)
+    prefill.send(room, 5, last=True)
+    net.run(1.0)
+    assert room.receives == ["Received"]
+    told = lines(events, "transfer_submit")
+    assert sorted((fields["rank"], fields["num_bufs"]) for fields in told) == [
+        (rank, pages) for rank in range(tp) for pages in (1, 2, 2)
+    ]
+    assert {(fields["rid"], fields["room"]) for fields in told} == {("r", 1)}
+    assert sum(fields["total_bytes"] for fields in told) == 5 * 3072  # type: ignore[misc]
+    assert told[0]["buffers"] == [{"device": 0, "nbytes": 3072 // tp, "dtype": "float32"}] * 2
+    assert all(0 <= fields["latency_s"] < 10 for fields in told)  # type: ignore[operator]
+
+
+def test_verbose_logging_does_not_turn_it_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Copying all K/V of a prompt is nothing to do by the way."""
+    with caplog.at_level(logging.DEBUG):
+        assert not observe.enabled()
+        observe.prefill_before_send(*some())
+    assert lines(caplog) == []

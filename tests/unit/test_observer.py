@@ -1,0 +1,90 @@
+"""Two engines hand a request over, and what both saw of it fits together."""
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvtransfer import observe
+from tests.fakes import continuation
+from tests.harness import ask, fake_engine, finish_all
+from tests.pair import Pair
+
+pytestmark = pytest.mark.model
+PROMPT = list(range(100, 145))  # 45 tokens: 12 pages of 4
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    observe.enable()
+    yield caplog
+    observe.enable(False)
+
+
+def lines(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
+    told = [json.loads(record.getMessage()) for record in caplog.records if record.name == "manta.observe"]
+    return [fields for fields in told if fields["event"] == event]
+
+
+@pytest.mark.parametrize("known", [0, 20, 44])
+def test_what_the_prefill_side_sent_is_what_the_decode_side_got(events: pytest.LogCaptureFixture, known: int) -> None:
+    """SPEC J01 and J03: hashes, range and size are equal, slots are each side's own; what D holds is left out."""
+    pair = Pair()
+    pair.decode.engine.submit(ask("other", [7] * 9))  # so that the two pools differ
+    if known:
+        pair.decode.engine.submit(ask("prime", [*PROMPT[:known], 3], max_new_tokens=1))
+    for _ in range(20):
+        pair.decode.engine.step()
+    pair.ask("a", PROMPT)
+    pair.run()
+    (sent,), (got,) = lines(events, "prefill_before_send"), lines(events, "decode_after_restore")
+    for name in ("rid", "prompt_len", "token_range", "layout", "payload_total_bytes", "k_hash", "v_hash"):
+        assert sent[name] == got[name], name
+    assert (sent["rid"], sent["prompt_len"], sent["token_range"]) == ("a", 45, [known, 45])
+    assert sent["kv_indices"] != got["kv_indices"]
+    assert sent["kv_indices"]["shape"] == [45 - known]  # type: ignore[index]
+    assert got["req_to_token"]["shape"] == [45]  # type: ignore[index]
+    both = got["req_to_token"]["first"][known:]  # type: ignore[index]
+    assert got["kv_indices"]["first"][: len(both)] == both  # type: ignore[index]
+
+
+def test_an_answer_of_one_token_is_seen_before_its_pages_go(events: pytest.LogCaptureFixture) -> None:
+    pair = Pair()
+    pair.ask("a", PROMPT, max_new_tokens=1)
+    pair.run()
+    (sent,), (got,) = lines(events, "prefill_before_send"), lines(events, "decode_after_restore")
+    assert (sent["k_hash"], sent["v_hash"]) == (got["k_hash"], got["v_hash"])
+
+
+def test_each_decode_step_says_what_it_read_and_made(events: pytest.LogCaptureFixture) -> None:
+    """SPEC J04: token 0 comes from the prompt's step; each later one from the token before it, whose slot is told."""
+    engine, device = fake_engine()
+    engine.submit(ask("a", PROMPT))
+    finish_all(engine)
+    made = continuation(PROMPT, 8)
+    told = lines(events, "decode_step")
+    assert [(step["i"], step["last_token"], step["next_token"]) for step in told] == [
+        (i, made[i - 1], made[i]) for i in range(1, 8)
+    ]
+    assert [step["finish_reason"] for step in told] == [None] * 6 + ["length"]
+    slots = np.array([step["kv_indices_new"] for step in told]).reshape(-1)
+    assert device.tokens[slots].tolist() == made[:7]
+    assert device.positions[slots].tolist() == list(range(45, 52))
+
+
+def test_a_stop_string_is_the_reason_of_the_step_that_completed_it(events: pytest.LogCaptureFixture) -> None:
+    engine, _ = fake_engine()
+    whole = engine.tokenizer.decode(continuation(PROMPT, 8), True)
+    engine.submit(ask("a", PROMPT, stop=(whole[8:12],)))
+    finish_all(engine)
+    assert [step["finish_reason"] for step in lines(events, "decode_step")][-1] == "stop"
+
+
+def test_nothing_is_read_while_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair()
+    for side in (pair.prefill, pair.decode):
+        side.engine.kv_bytes.read = None  # type: ignore[method-assign, union-attr, assignment]
+    pair.ask("a", PROMPT)
+    pair.run()
+    assert lines(caplog, "decode_step") == []
