@@ -22,6 +22,8 @@ from replicas.errors import EngineDead
 from replicas.parallel import TpGroup
 from replicas.runner.kv_access import KvOrder, ReadKv, WriteKv, run_order
 from replicas.runner.model_runner import ModelRunner
+from replicas.runner.port import PortSpec
+from replicas.runner.remote_port import serve_port
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,9 @@ class WorkerSpec:
     rank: int
     init_method: str  # torch.distributed rendezvous, e.g. tcp://127.0.0.1:29500
     plan_address: tuple[str, int]
-    authkey: bytes  # shared secret of the plan channel
+    authkey: bytes  # shared secret of the plan channel, and of that of the ports
+    port_address: tuple[str, int] | None = None  # where rank 0 waits for the transfer port of this rank
+    port: PortSpec | None = None
 
 
 class PlanChannel:
@@ -45,6 +49,11 @@ class PlanChannel:
         self._listener = Listener((host, 0))  # who connects must prove in `_admit` that it knows the key
         self._authkey = authkey
         self._followers: list[Connection] = []
+
+    @property
+    def connections(self) -> Sequence[Connection]:
+        """In the order in which they came."""
+        return self._followers
 
     @property
     def address(self) -> tuple[str, int]:
@@ -112,6 +121,9 @@ def run_worker(spec: WorkerSpec) -> None:
         spec.rank, spec.config.parallel.tp, init_method=spec.init_method, device=spec.config.device
     )
     runner = ModelRunner(spec.config, tp)
+    if spec.port is not None:
+        arguments = (runner.pool, spec.rank, spec.port, spec.port_address, spec.authkey)
+        threading.Thread(target=serve_port, args=arguments, name="manta-transfer", daemon=True).start()
     log.info("rank %d of %d is ready", spec.rank, tp.size)
     while True:
         try:
@@ -140,10 +152,24 @@ def die_with_parent() -> None:
 
 
 def worker_specs(
-    config: EngineConfig, init_method: str, plan_address: tuple[str, int], authkey: bytes
+    config: EngineConfig,
+    init_method: str,
+    plan_address: tuple[str, int],
+    authkey: bytes,
+    *,
+    port_address: tuple[str, int] | None = None,
+    port: PortSpec | None = None,
 ) -> Sequence[WorkerSpec]:
     """One spec for each rank above 0."""
     return [
-        WorkerSpec(config=config, rank=rank, init_method=init_method, plan_address=plan_address, authkey=authkey)
+        WorkerSpec(
+            config=config,
+            rank=rank,
+            init_method=init_method,
+            plan_address=plan_address,
+            authkey=authkey,
+            port_address=port_address,
+            port=port,
+        )
         for rank in range(1, config.parallel.tp)
     ]

@@ -47,7 +47,8 @@ FLOORS: dict[str, set[str]] = {
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.memory", "replicas.parallel",
         "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types", "kvtransfer.layout",
-        "kvtransfer.payload",
+        "kvtransfer.payload", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.port",
+        "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent",
     },
     "replicas.observer": {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.observe", "kvtransfer.payload",
@@ -77,10 +78,16 @@ FLOORS: dict[str, set[str]] = {
         "replicas.replay", "replicas.launch", "replicas.engine", "replicas.config", "replicas.types",
         "replicas.errors", "kvtransfer.replay", "kvtransfer.errors",
     },
+    "replicas.ranks": {
+        "replicas.runner", "replicas.scheduler.plan", "replicas.parallel", "replicas.config", "replicas.errors",
+        "kvtransfer.ports",
+    },
+    "replicas.desk": {
+        "replicas.disagg", "replicas.runner", "replicas.config", "replicas.errors", "kvtransfer",
+    },
     "replicas.launch": {
-        "replicas.loop", "replicas.engine", "replicas.runner", "replicas.models", "replicas.scheduler",
-        "replicas.cache", "replicas.memory", "replicas.parallel", "replicas.tokenizer", "replicas.detokenizer",
-        "replicas.config", "replicas.types", "replicas.errors",
+        "replicas.engine", "replicas.ranks", "replicas.desk", "replicas.disagg", "replicas.runner", "replicas.cache",
+        "replicas.tokenizer", "replicas.config", "replicas.types", "replicas.errors", "kvtransfer.types",
     },
     "deployments": {"dashboards", "kvtransfer", "routing", "replicas"},
 }

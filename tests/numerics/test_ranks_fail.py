@@ -14,8 +14,9 @@ import pytest
 
 from replicas.config import CacheConfig, ParallelConfig
 from replicas.errors import EngineDead
-from replicas.launch import LocalWorkers, load_engine
+from replicas.launch import load_engine
 from replicas.loop import EngineLoop
+from replicas.ranks import LocalWorkers
 from replicas.runner.worker import PlanChannel, WorkerSpec
 from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL

@@ -1,0 +1,183 @@
+"""The ranks of one replica as one device: rank 0 here, the others behind channels.
+
+Owns:      the followers' life, the channel of their plans and that of their transfer ports.
+Never:     decides settings, or chooses what runs.
+Invariant: every rank gets every plan, in the same order.
+Thread:    the engine's, once started; the transfer ports are the desk's.
+"""
+
+import functools
+import logging
+import multiprocessing
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Protocol
+
+from kvtransfer.ports import RankPort
+from replicas.config import EngineConfig
+from replicas.errors import EngineDead
+from replicas.parallel import TpGroup
+from replicas.runner.kv_access import KvOrder, RankedKvBytes
+from replicas.runner.model_runner import ModelRunner
+from replicas.runner.port import MakeAgent, PortSpec, make_port
+from replicas.runner.remote_port import RemotePort
+from replicas.runner.worker import PlanChannel, WorkerSpec, die_with_parent, run_worker, worker_specs
+from replicas.scheduler.plan import StepPlan, StepResult
+
+START_TIMEOUT_S = 300.0  # a follower that has not connected by then is not coming
+MEET_S = 300.0  # for the ranks' meeting, and for every collective after it
+
+
+class WorkerHandles(Protocol):
+    """The followers of one replica, running."""
+
+    def dead(self) -> str | None:
+        """A sentence when a rank is gone, else None."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class WorkerLauncher(Protocol):
+    """Starts followers somewhere; each calls `replicas.runner.worker.run_worker(spec)`."""
+
+    host: str  # address of rank 0 that the followers can reach
+
+    def start(self, specs: Sequence[WorkerSpec]) -> WorkerHandles: ...
+
+
+class LocalWorkers:
+    """Followers as processes of this machine."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+
+    def start(self, specs: Sequence[WorkerSpec]) -> "LocalWorkers":
+        context = multiprocessing.get_context("spawn")
+        for spec in specs:
+            process = context.Process(target=_local_worker, args=(spec,), name=f"manta-rank{spec.rank}", daemon=True)
+            process.start()
+            self._processes.append(process)
+        return self
+
+    def dead(self) -> str | None:
+        for process in self._processes:
+            if process.exitcode is not None:
+                return f"{process.name} exited with code {process.exitcode}"
+        return None
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+
+
+class Ranks:
+    """All ranks of one replica as one device: rank 0 here, the others behind the plan channel."""
+
+    def __init__(self, config: EngineConfig, launcher: WorkerLauncher, port: PortSpec | None = None) -> None:
+        """``port``: the ranks take part in hand-offs."""
+        self._port = port
+        self._channel: PlanChannel | None = None
+        self._port_channel: PlanChannel | None = None
+        self._handles: WorkerHandles | None = None
+        if config.parallel.tp == 1:
+            self.runner = ModelRunner(config, TpGroup(rank=0, size=1))
+            return
+        try:
+            self.runner = ModelRunner(config, self._gather(config, launcher))
+        except BaseException:
+            self.close()  # followers must not outlive a start that failed
+            raise
+
+    def _gather(self, config: EngineConfig, launcher: WorkerLauncher) -> TpGroup:
+        """Start the followers and meet them. Raises: EngineDead as soon as one of them has died."""
+        authkey = secrets.token_bytes(32)
+        self._channel = channel = PlanChannel(launcher.host, authkey)
+        if self._port is not None:
+            self._port_channel = PlanChannel(launcher.host, authkey)
+        init_method = f"tcp://{launcher.host}:{_free_port(launcher.host)}"
+        specs = worker_specs(
+            config,
+            init_method,
+            channel.address,
+            authkey,
+            port_address=self._port_channel.address if self._port_channel is not None else None,
+            port=self._port,
+        )
+        self._handles = handles = launcher.start(specs)
+        channel.accept(config.parallel.tp - 1, timeout_s=START_TIMEOUT_S, dead=handles.dead)
+        meeting: Future[TpGroup] = Future()
+        meet = functools.partial(
+            TpGroup.create, 0, config.parallel.tp, init_method=init_method, device=config.device, timeout_s=MEET_S
+        )
+        threading.Thread(target=_settle, args=(meeting, meet), name="manta-meeting", daemon=True).start()
+        while not wait([meeting], timeout=0.1).done:
+            gone = handles.dead()
+            if gone is not None:
+                raise EngineDead(f"{gone} before all ranks had met; its log says why")
+        return meeting.result()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan on every rank; sampling happens here, once."""
+        if self._channel is not None:
+            self._channel.send(plan)
+        return self.runner.run(plan)
+
+    def kv_bytes(self, config: EngineConfig) -> RankedKvBytes:
+        """The pools of all ranks as bytes."""
+        send = self._channel.send if self._channel is not None else _to_nobody
+        return RankedKvBytes(config, self.runner.pool, self.runner.tp, send)
+
+    def ports(self, make_agent: MakeAgent | None = None) -> Sequence[RankPort]:
+        """One for each rank, in order; to be called, and used, on the desk's thread.
+
+        Raises: TransferError when the transfer library cannot start; EngineDead when a rank's port does not come.
+        """
+        assert self._port is not None, "these ranks take part in no hand-offs"
+        host = self._port.settings.host
+        own = make_port(self.runner.pool, 0, self._port, host=host, make_agent=make_agent)
+        if self._port_channel is None:
+            return [own]
+        self._port_channel.accept(self.runner.tp.size - 1, timeout_s=START_TIMEOUT_S, dead=self.dead)
+        others = [RemotePort(connection) for connection in self._port_channel.connections]
+        return [own, *sorted(others, key=lambda port: port.info.rank)]
+
+    def dead(self) -> str | None:
+        return self._handles.dead() if self._handles is not None else None
+
+    def close(self) -> None:
+        for channel in (self._channel, self._port_channel):
+            if channel is not None:
+                channel.close()
+        if self._handles is not None:
+            self._handles.stop()
+
+
+def _to_nobody(order: KvOrder) -> None:
+    """There is one rank."""
+
+
+def _settle(future: Future[TpGroup], work: Callable[[], TpGroup]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the future
+        future.set_exception(error)
+
+
+def _local_worker(spec: WorkerSpec) -> None:
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO)
+    run_worker(spec)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
