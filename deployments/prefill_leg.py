@@ -52,25 +52,23 @@ class PrefillLeg:
         *,
         replica_id: str,
         decode: Stream,
-        lease: Callable[[str, Part, Stream], "asyncio.Task[None]"],
+        hold: Callable[[str, Part, Stream], "asyncio.Task[None]"],
         on_end: Callable[[], object],
     ) -> None:
-        """``lease`` holds a request on a replica; ``decode`` is the other leg's stream; ``on_end`` tells the router."""
+        """``decode``: the other leg's stream. ``hold``: `LeaseHolder.hold`. ``on_end`` tells the routing router."""
         self._channel = channel
         self._noted = noted
         self._replica_id = replica_id
         self._decode = decode
         self._on_end = on_end
         self._stream = channel.open([part.request.rid], replica_id=replica_id)
-        self.lease = lease(replica_id, part, self._stream)
+        self.lease = hold(replica_id, part, self._stream)
         self._watch = asyncio.create_task(self._wait())
 
-    def stop(self, *, cancel: bool) -> None:
-        """The request has ended, or is tried again. ``cancel``: the leg is of no use any more."""
+    def stop(self) -> None:
+        """The request has ended, or is tried again. The lease is the caller's to cancel, or to let end."""
         self._watch.cancel()
         self._channel.close(self._stream)
-        if cancel:
-            self.lease.cancel()
 
     async def _wait(self) -> None:
         try:

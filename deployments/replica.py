@@ -25,8 +25,9 @@ from deployments.served_engine import ServedEngine
 from deployments.tp import RayWorkers
 from kvtransfer.types import TransferSettings
 from replicas.errors import MantaError
-from replicas.launch import WorkerLauncher, load_engine
+from replicas.launch import load_engine
 from replicas.loop import EngineLoop
+from replicas.ranks import WorkerLauncher
 from replicas.types import GenerateRequest
 from routing.types import Role
 

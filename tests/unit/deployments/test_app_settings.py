@@ -21,6 +21,7 @@ from replicas.errors import InvalidConfig
 from tests.embedded import MODEL
 
 MODEL_ARGS = {"path": MODEL}
+APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,17 @@ MODEL_ARGS = {"path": MODEL}
             "look_back_period_s (1.0) must exceed metrics_interval_s (1.0)",
         ),
         ({"model": MODEL_ARGS, "router": {"max_wait_s": 0}}, "router.max_wait_s: Input should be greater than 0"),
+        ({"model": MODEL_ARGS, "mode": "apart"}, "mode: Input should be 'unified' or 'disaggregated'"),
+        ({"model": MODEL_ARGS, "decode": {"count": 2}}, "decode: given, but mode is unified; set mode: disaggregated"),
+        ({**APART, "router": {"policy": "random"}}, "where pairs of replicas are chosen by pd_pair"),
+        ({**APART, "prefill": {"count": 0}}, "prefill.count: Input should be greater than or equal to 1"),
+        ({**APART, "prefill": {"counts": 1}}, "(did you mean 'count'?); allowed: count, autoscaling, cpus,"),
+        ({**APART, "decode": {"count": 1, "autoscaling": {}}}, "count and autoscaling are both given"),
+        ({**APART, "decode": {"cache": {"pagesize": 8}}}, "'pagesize' is unknown (did you mean 'page_size'?)"),
+        ({**APART, "decode": {"cache": {"page_size": "x"}}}, "decode.cache: page_size: Input should be a valid int"),
+        ({**APART, "decode": {"cache": {"page_size": 8}}}, "prefill.cache.page_size = 16 and decode.cache.page_size"),
+        ({**APART, "transfer": {"verify": "some"}}, "transfer.verify: Input should be 'off', 'last' or 'all'"),
+        ({**APART, "transfer": {"room_timeout_s": 0}}, "transfer.room_timeout_s: Input should be greater than 0"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:

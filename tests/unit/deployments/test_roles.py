@@ -1,0 +1,115 @@
+"""mode: disaggregated as data: what each role runs with, and a secret that is never shown."""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.app import replica_options
+from deployments.places import ROOT
+from deployments.replica_settings import AutoscalingSettings
+from deployments.roles import DEPLOYMENTS, config_of, roles_of
+from deployments.schema import parse
+from deployments.serve import read
+from deployments.transfer_settings import TOKEN_VARIABLE, with_token, without_token
+from kvtransfer.types import TransferSettings, Verify
+from replicas.config import CacheConfig
+from replicas.errors import InvalidConfig
+from routing.types import Role
+from tests.embedded import MODEL
+
+APART: dict[str, Any] = {"model": {"path": MODEL}, "mode": "disaggregated"}
+SECRET = "a secret of the cluster"
+
+
+def test_unified_is_one_role_with_the_settings_as_they_are() -> None:
+    config = parse({"model": {"path": MODEL}})
+    assert roles_of(config) == (Role.UNIFIED,)
+    assert config_of(config, Role.UNIFIED) is config
+
+
+def test_a_role_replaces_parts_of_the_settings_that_it_names() -> None:
+    config = parse(
+        {
+            **APART,
+            "replicas": {"cpus": 2, "drain_timeout_s": 5},
+            "cache": {"page_size": 32, "max_total_tokens": 1000},
+            "prefill": {"count": 3, "tp": 3, "cache": {"max_total_tokens": 500}},
+            "decode": {"cpus": 4, "autoscaling": {"max_replicas": 5}},
+        }
+    )
+    prefill, decode = config_of(config, Role.PREFILL), config_of(config, Role.DECODE)
+    assert (prefill.replicas.count, prefill.replicas.cpus, prefill.parallel.tp) == (3, 2, 3)
+    assert (decode.replicas.cpus, decode.parallel.tp, decode.replicas.drain_timeout_s) == (4, 1, 5)
+    assert prefill.cache == CacheConfig(page_size=32, max_total_tokens=500)
+    assert decode.cache == CacheConfig(page_size=32, max_total_tokens=1000)
+    assert decode.replicas.autoscaling == AutoscalingSettings(max_replicas=5)
+    assert replica_options(prefill)["num_replicas"] == 3
+    assert len(replica_options(prefill)["placement_group_bundles"]) == 3
+    assert replica_options(decode)["autoscaling_config"].max_replicas == 5
+
+
+def test_a_count_of_a_role_is_instead_of_autoscaling_and_auto_is_one_of_each() -> None:
+    both = parse({**APART, "replicas": {"autoscaling": {}}, "decode": {"count": 2}})
+    assert config_of(both, Role.DECODE).replicas.autoscaling is None
+    assert config_of(both, Role.PREFILL).replicas.autoscaling == AutoscalingSettings()
+    assert [config_of(parse(APART), role).replicas.count for role in roles_of(parse(APART))] == [1, 1]
+
+
+def test_the_example_is_in_order_and_what_its_comments_mention_exists() -> None:
+    path = ROOT / "docs/examples/disaggregated.yaml"
+    _, configs = read(str(path))
+    assert [DEPLOYMENTS[role] for role in roles_of(configs["manta"])] == ["PrefillReplica", "DecodeReplica"]
+    setting = re.compile(r"( +)# (\w+: .*)")
+    whole = "\n".join(setting.sub(r"\1\2", line) for line in path.read_text().splitlines()[3:])
+    args = yaml.safe_load(whole)["applications"][0]["args"]
+    assert parse(args).prefill.tp == 3
+
+
+@pytest.mark.parametrize("given", [{}, {"transfer": None}, {"transfer": {"verify": "last"}}])
+def test_a_token_is_made_where_none_is_given(given: dict[str, Any]) -> None:
+    first, second = (with_token({**APART, **given}, {})["transfer"]["token"] for _ in range(2))
+    assert len(first) == 64
+    assert first != second
+    assert with_token({**APART, **given}, {TOKEN_VARIABLE: SECRET})["transfer"]["token"] == SECRET
+
+
+def test_the_settings_come_before_the_environment() -> None:
+    args = {**APART, "transfer": {"token": SECRET}}
+    assert with_token(args, {TOKEN_VARIABLE: "of the environment"})["transfer"]["token"] == SECRET
+
+
+def test_engines_get_the_token_and_the_address_of_their_node() -> None:
+    group = parse({**APART, "transfer": {"token": SECRET, "verify": False, "heartbeat_misses": 5}}).transfer
+    assert group.of_engine("10.0.0.7") == TransferSettings(
+        host="10.0.0.7", token=SECRET.encode(), verify=Verify.OFF, heartbeat_misses=5
+    )
+    fixed = parse({**APART, "transfer": {"token": SECRET, "host": "127.0.0.1"}}).transfer
+    assert fixed.of_engine("10.0.0.7").host == "127.0.0.1"
+
+
+def test_the_token_is_never_shown() -> None:
+    args = {**APART, "transfer": {"token": SECRET, "verify": "last"}}
+    config = parse(args)
+    assert SECRET not in str(config) + repr(config) + str(config.transfer.shown()) + str(without_token(args))
+    assert without_token(args)["transfer"] == {"verify": "last"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"transfer": {"token": SECRET, "verify": "some"}},
+        {"transfer": {"token": "too short"}},
+        {"transfer": {"tokn": SECRET}},
+        {"transfer": {"token": SECRET}, "mode": "unified"},
+        {"transfer": {"token": SECRET}, "router": {"policy": "random"}},
+        {"transfer": [SECRET]},
+    ],
+)
+def test_an_error_about_the_settings_does_not_repeat_the_token(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        parse({**APART, **wrong})
+    said = f"{error.value} {error.value!r} {error.value.__cause__}"
+    assert SECRET not in said
+    assert "too short" not in said
