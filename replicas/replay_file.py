@@ -18,7 +18,6 @@ from kvtransfer.replay import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig
 from replicas.engine import Engine
 from replicas.errors import MantaError
-from replicas.launch import load_engine
 from replicas.replay import extract, restore
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 
@@ -83,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _engine(args: argparse.Namespace) -> Engine:
+    from replicas.launch import load_engine  # seconds of imports, which `show` does without
+
     return load_engine(
         args.model,
         cache=CacheConfig(page_size=args.page_size),
