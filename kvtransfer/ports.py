@@ -87,7 +87,10 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """Pages of a room have been written by one rank of the peer, and were verified."""
+    """Pages of a room have been written by one rank of the peer, and were verified.
+
+    Writes of one rank may pass each other: ``last`` can come before pages that lie in front of it.
+    """
 
     room: int
     generation: int
