@@ -1,0 +1,297 @@
+"""Every state of both legs x {abort, deadline, failure, an answer after the end}: who is told what, where pages are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvtransfer.types import Received, SendReady
+from replicas.request import ReqState
+from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
+from replicas.types import FinishReason
+from tests.fakes import continuation
+from tests.harness import ask
+from tests.pair import Pair, Side
+
+pytestmark = pytest.mark.model
+PROMPT = list(range(100, 145))  # 45 tokens: 12 pages of 4, three chunks
+ENDS = ["abort", "deadline", "failure"]
+
+
+def bring(pair: Pair, side: Side, state: str) -> None:
+    """Request "a" of ``side`` into ``state``, writes that it has posted being still under way."""
+    match state:
+        case "parked":
+            pair.wire.muted.add(1)
+            pair.turn()
+        case "queued":  # the receiver has opened, the step budget is another's
+            pair.prefill.submit(ask("other", range(60), max_new_tokens=1))
+            pair.turn()
+            pair.wire.pump()
+            pair.turn(pump=0)
+            assert pair.prefill.state("a") is ReqState.WAITING
+        case "prealloc":
+            pass
+        case _:
+            pair.until(side, "a", ReqState(state), pump=1)
+
+
+def end(pair: Pair, side: Side, how: str) -> None:
+    if how == "abort":
+        side.take(side.engine.abort("a"))
+    elif how == "deadline":
+        pair.clock.now_s += 100
+    else:
+        pair.wire.fail(1)
+
+
+def started(how: str) -> Pair:
+    pair = Pair()
+    prefill, decode = pair.legs(ask("a", PROMPT))
+    if how == "deadline":  # on one side only, so that the other has to be told
+        prefill, decode = replace(prefill, deadline_s=50.0), replace(decode, deadline_s=50.0)
+    pair.prefill.submit(prefill)
+    pair.decode.submit(decode)
+    return pair
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("state", ["parked", "queued", "prefilling", "handing_off"])
+def test_a_prefill_leg_that_ends_early_is_answered_at_once_and_its_pages_stay_until_all_is_quiet(
+    state: str, how: str
+) -> None:
+    """SPEC H19: no page is freed while a transfer references it."""
+    pair = started(how)
+    bring(pair, pair.prefill, state)
+    pair.wire.draining = False
+    held = sum(pair.prefill.pages()[2:]) if state != "queued" else 0
+    end(pair, pair.prefill, how)
+    pair.turn(pump=0)
+    expected = FinishReason.ERROR if how == "failure" else FinishReason.ABORT
+    assert pair.prefill.end("a") is expected
+    assert pair.prefill.engine.stats().num_handing_off == 1
+    if state != "queued":  # another runs there, whose pages change
+        assert sum(pair.prefill.pages()[2:]) == held
+    for _ in range(20):
+        pair.turn()
+    if state != "queued":
+        assert sum(pair.prefill.pages()[2:]) == held
+    pair.wire.resume_draining()
+    pair.run()
+    assert pair.prefill.engine.stats().num_handing_off == 0
+    assert pair.prefill.at_rest
+    assert pair.decode.at_rest
+    if how != "deadline":
+        assert pair.decode.ids("a") == continuation(PROMPT, 8)  # computed there, or received before
+        assert pair.decode.end("a") is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_decode_leg_whose_hand_off_fails_is_computed_here_and_one_that_is_gone_leaves_quarantine(how: str) -> None:
+    """SPEC H19: the pages of a failed room are in quarantine while the peer may write to them."""
+    pair = started(how)
+    bring(pair, pair.decode, "receiving")
+    pair.wire.draining = False
+    end(pair, pair.decode, how)
+    pair.turn(pump=0)
+    assert pair.decode.pages()[4] == 12
+    for _ in range(30):
+        pair.turn()
+    assert pair.decode.pages()[4] == 12  # never by time alone
+    if how == "failure":
+        assert pair.decode.ids("a") == continuation(PROMPT, 8)
+        report = pair.decode.deltas[("a", 0)][0].hand_off
+        assert report is not None
+        assert (report.transferred, report.reason) == (False, "the wire broke")
+    else:
+        assert pair.decode.end("a") is FinishReason.ABORT
+    pair.wire.resume_draining()
+    pair.run()
+    assert pair.prefill.at_rest
+    assert pair.decode.at_rest
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_a_decode_leg_that_waits_for_its_grant_just_ends(how: str) -> None:
+    pair = started(how)
+    assert pair.decode.engine.scheduler.prealloc
+    if how == "deadline":
+        pair.clock.now_s += 100
+    else:
+        pair.decode.take(pair.decode.engine.abort("a"))
+    pair.decode.take(pair.decode.engine.step())
+    assert pair.decode.end("a") is FinishReason.ABORT
+    assert not pair.decode.engine.has_work
+    assert pair.wire.room(1).receiver is None
+    assert pair.decode.pages() == (64, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_a_decode_leg_that_runs_ends_like_any_other(how: str) -> None:
+    pair = started(how)
+    pair.until(pair.decode, "a", ReqState.RUNNING)
+    end(pair, pair.decode, how)
+    pair.turn()
+    assert pair.decode.end("a") is FinishReason.ABORT
+    pair.run()
+    assert pair.decode.at_rest
+    assert pair.prefill.end("a") is FinishReason.HANDED_OFF or how == "deadline"
+
+
+def test_k_v_that_comes_when_its_request_has_just_gone_frees_its_pages() -> None:
+    """The room's last event may be out already when it is aborted: `Received` then ends the quarantine."""
+    pair = Pair()
+    pair.ask("a", PROMPT)
+    pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
+    assert any(isinstance(event, Received) for event in pair.decode.desk._events)
+    pair.decode.take(pair.decode.engine.abort("a"))
+    assert pair.decode.pages()[4] == 12
+    pair.turn()
+    assert pair.decode.at_rest
+    assert pair.decode.ids("a") == []
+    pair.run()
+    assert pair.prefill.end("a") is FinishReason.HANDED_OFF
+
+
+def test_a_confirmation_that_comes_when_the_sender_has_just_gone_frees_its_pages() -> None:
+    pair = Pair()
+    pair.ask("a", PROMPT)
+    pair.until(pair.decode, "a", ReqState.RUNNING)
+    if pair.prefill.state("a") is ReqState.HANDING_OFF:  # SendDone lies there
+        pair.prefill.take(pair.prefill.engine.abort("a"))
+        assert pair.prefill.end("a") is FinishReason.ABORT
+    pair.run()
+    assert pair.prefill.at_rest
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+
+
+def test_a_first_token_that_cannot_be_chosen_fails_the_room_and_the_other_side_computes() -> None:
+    pair = Pair()
+    device = pair.prefill.engine._execute
+
+    def broken(plan: StepPlan) -> StepResult:
+        result = device(plan)
+        return StepResult(token_ids=np.full_like(result.token_ids, BROKEN))
+
+    pair.prefill.engine._execute = broken
+    pair.ask("a", PROMPT)
+    pair.run()
+    assert pair.prefill.end("a") is FinishReason.ERROR
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+    report = pair.decode.deltas[("a", 0)][0].hand_off
+    assert report is not None
+    assert "NaN" in (report.reason or "")
+    assert pair.prefill.at_rest
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 2}, "version 2 of the meta"),
+        ({"rid": "b"}, "K/V of b"),
+        ({"prompt_len": 44}, "of 44 came"),
+        ({"token_range": (4, 45)}, r"\(4, 45\)"),
+        ({"first_token": 1000}, "token 1000 is not in the vocabulary of 1000"),
+        ({"first_token": -1}, "token -1"),
+    ],
+    ids=str,
+)
+def test_a_meta_that_is_not_of_this_request_is_not_believed(changes: dict[str, object], reason: str) -> None:
+    """SPEC H12: mismatch is refused, not reinterpreted."""
+    pair = Pair()
+    pair.ask("a", PROMPT)
+    pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
+    (event,) = pair.decode.desk._events
+    assert isinstance(event, Received)
+    pair.decode.desk._events = [replace(event, meta=replace(event.meta, **changes))]
+    pair.run()
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+    report = pair.decode.deltas[("a", 0)][0].hand_off
+    assert report is not None
+    assert report.transferred is False
+    assert reason.replace("\\", "") in (report.reason or "")
+    assert pair.decode.engine.stats().prefill_tokens == 45
+    assert pair.decode.at_rest
+
+
+def test_a_first_token_without_the_logprob_that_is_wanted_is_made_again() -> None:
+    pair = Pair()
+    request = replace(ask("a", PROMPT), return_logprobs=True)
+    prefill, decode = pair.legs(request)
+    pair.prefill.submit(replace(prefill, return_logprobs=False))
+    pair.decode.submit(decode)
+    pair.run()
+    report = pair.decode.deltas[("a", 0)][0].hand_off
+    assert report is not None
+    assert "without its logprob" in (report.reason or "")
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+
+
+@pytest.mark.parametrize("first_page", [-1, 12])
+def test_a_receiver_that_asks_for_pages_that_are_not_there_is_refused(first_page: int) -> None:
+    pair = Pair()
+    pair.ask("a", PROMPT)
+    pair.turn()
+    (event,) = pair.prefill.desk._events
+    assert isinstance(event, SendReady)
+    pair.prefill.desk._events = [replace(event, first_page=first_page)]
+    pair.run()
+    assert pair.prefill.end("a") is FinishReason.ERROR
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+
+
+def test_the_other_choices_go_on_when_the_hand_off_fails_or_choice_0_ends() -> None:
+    pair = Pair()
+    pair.ask("a", PROMPT, n=3, max_new_tokens=2)
+    pair.until(pair.decode, "a", ReqState.RECEIVING)
+    pair.wire.fail(1)
+    pair.run()
+    assert [pair.decode.ids("a", i) for i in range(3)] == [continuation(PROMPT, 2)] * 3
+    assert pair.decode.engine.stats().prefill_tokens == 47  # the prompt once, two tails
+    pair.ask("b", PROMPT[::-1], n=2)
+    pair.until(pair.decode, "b", ReqState.RECEIVING)
+    pair.decode.take(pair.decode.engine.abort("b"))
+    assert [pair.decode.end("b", i) for i in range(2)] == [FinishReason.ABORT] * 2
+    pair.run()
+    assert pair.decode.at_rest
+
+
+def test_a_prefill_leg_in_the_middle_of_its_prompt_does_not_give_way_the_running_do() -> None:
+    """SPEC F11: its pages may be on their way, so that it is never retracted."""
+    pair = Pair(prefill={"num_pages": 14, "new_token_ratio": 0.0, "min_new_token_ratio": 0.0})
+    pair.prefill.submit(ask("own", [1, 2, 3], max_new_tokens=30))
+    pair.prefill.take(pair.prefill.engine.step())
+    pair.ask("a", PROMPT)
+    pair.run()
+    assert pair.prefill.ids("own") == continuation([1, 2, 3], 30)
+    assert pair.prefill.end("a") is FinishReason.HANDED_OFF
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+
+
+def test_a_request_waits_for_quarantined_pages_and_not_for_ever() -> None:
+    """A pool that quarantine has taken refuses, and recovers."""
+    pair = Pair(decode={"num_pages": 14})
+    pair.wire.draining = False
+    pair.ask("a", PROMPT)
+    pair.until(pair.decode, "a", ReqState.RECEIVING, pump=1)
+    pair.wire.fail(1)
+    for _ in range(20):
+        pair.turn()
+    assert pair.decode.state("a") is ReqState.WAITING
+    assert pair.decode.pages() == (2, 0, 0, 0, 12)
+    pair.wire.resume_draining()
+    pair.run()
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+
+
+def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
+    pair = Pair(max_running=4)
+    for i in range(30):
+        pair.ask(f"r{i}", PROMPT[i % 7 :])
+        pair.turn(pump=i % 3)
+        side = (pair.prefill, pair.decode)[i % 2]
+        side.take(side.engine.abort(f"r{i // 2}"))
+    pair.run()
+    assert pair.prefill.at_rest
+    assert pair.decode.at_rest
+    assert all(pair.decode.end(f"r{i}") is not None and pair.prefill.end(f"r{i}") is not None for i in range(30))
