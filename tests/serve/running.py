@@ -32,12 +32,13 @@ def free_port() -> int:
 
 
 class Running:
-    """The application of serve_config.yaml with some settings changed."""
+    """The application of a file of the project with some settings changed."""
 
-    def __init__(self, folder: Path, **changes: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, *, base: str = "serve_config.yaml", **changes: dict[str, Any]) -> None:
+        """``base``: the file to start from, of the project; ``changes``: settings by group."""
         self.port = free_port()
         self.mark = secrets.token_hex(8)
-        config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+        config = yaml.safe_load((ROOT / base).read_text())
         config["http_options"]["port"] = self.port
         args = config["applications"][0]["args"]
         for group, settings in changes.items():

@@ -1,0 +1,253 @@
+"""Two real engines with real desks behind one router, over shared memory in this process: the answers are those of one.
+
+SPEC H06, H08, H19; DESIGN section 3, same answer. Only Ray and NIXL are absent (tests/serve/test_disaggregated.py).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from deployments.served_engine import ServedEngine
+from kvtransfer.local import LocalAgent, LocalFabric
+from kvtransfer.types import TransferSettings
+from replicas.config import CacheConfig, SchedulerConfig
+from replicas.launch import load_engine
+from replicas.loop import EngineLoop
+from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+from routing.types import Role
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
+SETTINGS = TransferSettings(host="127.0.0.1", token=b"a token of this test", heartbeat_s=0.5, call_timeout_s=2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """One engine for each role, and what their desks copy through."""
+
+    fabric: LocalFabric
+    prefill: EngineLoop
+    decode: EngineLoop
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    fabric = LocalFabric()
+
+    def started(name: str) -> EngineLoop:
+        engine = load_engine(
+            MODEL,
+            cache=CacheConfig(max_total_tokens=4_000),
+            scheduler=SchedulerConfig(chunked_prefill_size=64),
+            num_threads=1,
+            record_events=True,
+            transfer=SETTINGS,
+            make_agent=lambda memory: LocalAgent(memory, fabric, name),
+        )
+        loop = EngineLoop(engine)
+        loop.start()
+        return loop
+
+    both = Engines(fabric=fabric, prefill=started("prefill"), decode=started("decode"))
+    yield both
+    both.decode.stop()
+    both.prefill.stop()
+
+
+class Apart:
+    """A house with one prefill and one decode replica, in front of `Engines`."""
+
+    def __init__(self, engines: Engines) -> None:
+        self.engines = engines
+        self.house = House(always_hand_off=True)
+        self.num_asked = 0
+
+    async def add(self, loop: EngineLoop, replica_id: str, role: Role) -> None:
+        served = ServedEngine(
+            loop, replica_id=replica_id, node_id="here", role=role, transfer=loop.engine.transfer_address
+        )
+        self.house.add(served)
+        async with asyncio.timeout(5):
+            while replica_id not in {view.replica_id for view in self.house.router.views}:
+                await asyncio.sleep(0.01)
+
+    def lose(self, replica_id: str) -> None:
+        """As the router sees a death: Ray knows, and the connection ends."""
+        served = self.house.leases.replicas[replica_id]
+        assert isinstance(served, ServedEngine)
+        self.house.remove(replica_id)
+        for connection in list(served._clients.values()):
+            connection.close()
+
+    def request(self, num_tokens: int, *, start: int = 0, **sampling: object) -> GenerateRequest:
+        """Prompts that share their first tokens up to the shorter's length; ``start`` makes another family."""
+        self.num_asked += 1
+        params = replace(SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True), **sampling)  # type: ignore[arg-type]
+        ids = (np.arange(start, start + num_tokens) * 7919) % 40_000 + 100
+        return GenerateRequest(rid=f"{self.num_asked}.0-me", token_ids=ids.astype(np.int32), sampling=params)
+
+    async def answer(self, request: GenerateRequest) -> list[TokenDelta]:
+        async with asyncio.timeout(60):
+            return [delta async for delta in self.house.dispatcher.stream(request)]
+
+    async def alone(self, request: GenerateRequest) -> list[TokenDelta]:
+        """What the decode engine says without any cache or hand-off."""
+        await self.flush()
+        whole = replace(request, rid=f"alone-{request.rid}")
+        deltas = [delta async for delta in self.engines.decode.generate(whole)]
+        await self.flush()
+        return deltas
+
+    async def flush(self) -> None:
+        await self.settle()
+        for loop in (self.engines.prefill, self.engines.decode):
+            assert await loop.run_on_engine(lambda engine: engine.flush_cache())
+
+    async def settle(self) -> None:
+        """Nothing runs, no room is open, and every page is free or evictable."""
+        async with asyncio.timeout(20):
+            for loop in (self.engines.prefill, self.engines.decode):
+                while True:
+                    stats = await loop.run_on_engine(lambda engine: engine.stats())
+                    pool = stats.pool
+                    desk = stats.transfer
+                    assert desk is not None
+                    rooms = desk.rooms_receiving + desk.rooms_sending + desk.rooms_draining
+                    if not loop.num_open and not rooms and pool.free_pages + pool.evictable_pages == pool.num_pages:
+                        break
+                    await asyncio.sleep(0.02)
+                await loop.run_on_engine(lambda engine: engine.scheduler.check())
+
+
+@pytest.fixture
+async def apart(engines: Engines) -> AsyncIterator[Apart]:
+    apart = Apart(engines)
+    await apart.house.start()
+    await apart.flush()
+    await apart.add(engines.prefill, "p0", Role.PREFILL)
+    await apart.add(engines.decode, "d0", Role.DECODE)
+    yield apart
+    engines.fabric.resume("decode")
+    await apart.house.stop()
+    await apart.settle()
+
+
+def ids(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def logprobs(deltas: list[TokenDelta]) -> list[float | None]:
+    return [each.logprob for delta in deltas for each in delta.logprobs]
+
+
+def transferred(apart: Apart, number: int = -1) -> bool:
+    report = apart.house.dispatcher.routes.recent()[-1].tries[number].hand_off
+    assert report is not None, apart.house.dispatcher.routes.recent()[-1]
+    return report.transferred
+
+
+@pytest.mark.parametrize("num_tokens", [5, 16, 200])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}])
+async def test_the_answer_is_that_of_one_replica(apart: Apart, num_tokens: int, how: dict[str, object]) -> None:
+    request = replace(apart.request(num_tokens, **how), return_logprobs=True, top_logprobs=2)
+    expected = await apart.alone(request)
+    deltas = await apart.answer(request)
+    assert transferred(apart)
+    assert ids(deltas) == ids(expected)
+    assert logprobs(deltas) == pytest.approx(logprobs(expected), abs=1e-4)
+    assert "".join(delta.text for delta in deltas) == "".join(delta.text for delta in expected)
+    assert deltas[-1].usage == expected[-1].usage
+
+
+async def test_the_second_time_both_sides_hold_the_prefix_and_usage_tells_of_it(apart: Apart) -> None:
+    longer = apart.request(240)
+    expected = await apart.alone(longer)
+    await apart.answer(apart.request(200))
+    deltas = await apart.answer(longer)
+    assert ids(deltas) == ids(expected)
+    assert deltas[-1].usage.cached_tokens == 192  # 12 pages, of prefill
+    report = apart.house.dispatcher.routes.recent()[-1].tries[-1].hand_off
+    assert report is not None
+    assert report.num_pages == 3  # of 15, 12 were here
+
+
+async def test_prefill_lost_while_it_computes_costs_only_time(apart: Apart) -> None:
+    request = apart.request(700, start=5_000)
+    expected = await apart.alone(request)
+    pending = asyncio.create_task(apart.answer(request))
+    async with asyncio.timeout(20):
+        while not apart.engines.prefill.num_open:
+            await asyncio.sleep(0.005)
+    apart.lose("p0")
+    assert ids(await pending) == ids(expected)
+    [retry] = apart.house.dispatcher.retries
+    assert retry.replica_id == "p0"
+    assert retry.reason.startswith("PrefillLost")
+
+
+async def test_prefill_lost_during_the_transfer_costs_only_time(apart: Apart) -> None:
+    """Its writes are posted and do not land; they do later, into pages that nobody else has."""
+    request = apart.request(120, start=9_000)
+    expected = await apart.alone(request)
+    apart.engines.fabric.hang("decode")
+    pending = asyncio.create_task(apart.answer(request))
+    async with asyncio.timeout(20):
+        while not (apart.engines.decode.stats().num_receiving and apart.engines.prefill.stats().prefill_tokens):
+            await asyncio.sleep(0.01)
+    apart.lose("p0")
+    assert ids(await pending) == ids(expected)
+    assert apart.house.dispatcher.num_retries == 1
+    apart.engines.fabric.resume("decode")
+
+
+async def test_decode_lost_while_streaming_goes_on_elsewhere_in_a_new_room(apart: Apart) -> None:
+    """The second decode replica is the same engine by another name."""
+    request = apart.request(100, start=13_000, max_new_tokens=40)
+    expected = await apart.alone(request)
+    seen: list[int] = []
+    async with asyncio.timeout(60), contextlib.aclosing(apart.house.dispatcher.stream(request)) as deltas:
+        async for delta in deltas:
+            if not seen:
+                await apart.add(apart.engines.decode, "d1", Role.DECODE)
+                apart.lose("d0")
+            seen += delta.token_ids
+    assert seen == ids(expected)
+    assert [each.decision.replica_id for each in apart.house.dispatcher.routes.recent()[-1].tries] == ["d0", "d1"]
+    assert transferred(apart)
+
+
+@pytest.mark.parametrize("stage", ["queued", "transferring", "streaming"])
+async def test_a_client_that_leaves_leaves_nothing_behind(apart: Apart, stage: str) -> None:
+    long = stage == "queued"
+    request = apart.request(700 if long else 100, start=17_000, max_new_tokens=400)
+    if stage == "transferring":
+        apart.engines.fabric.hang("decode")
+    stream = apart.house.dispatcher.stream(request)
+    first = asyncio.create_task(anext(stream))
+    async with asyncio.timeout(20):
+        if stage == "queued":
+            while not apart.engines.prefill.num_open:
+                await asyncio.sleep(0.005)
+        elif stage == "transferring":
+            while not apart.engines.decode.stats().num_receiving:
+                await asyncio.sleep(0.005)
+        else:
+            await first
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
+    await stream.aclose()
+    apart.engines.fabric.resume("decode")
+    await apart.settle()
+
+
+async def test_many_at_once_are_all_equal(apart: Apart) -> None:
+    requests = [apart.request(40 + 13 * number, start=20_000 + 400 * (number % 3)) for number in range(6)]
+    expected = [ids(await apart.alone(request)) for request in requests]
+    answers = await asyncio.gather(*(apart.answer(request) for request in requests))
+    assert [ids(answer) for answer in answers] == expected
