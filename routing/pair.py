@@ -79,7 +79,6 @@ def choose_pair(
         why=query.one_replica,
         best_prefill_id=best_id,
         prefill_s=prefill_s,
-        decode_cached_tokens=chosen.cached_tokens,
         link_bytes_per_s=costs.link_bytes_per_s,
         link_measured=link_measured,
         costs=costs,

@@ -33,7 +33,7 @@ def legs(decision: Decision) -> tuple[Leg, ...]:
                     overlap_tokens=decision.overlap_tokens),)  # fmt: skip
     return (
         Leg(replica_id=decision.replica_id, number=decision.number, own_tokens=0,
-            overlap_tokens=pair.decode_cached_tokens),
+            overlap_tokens=pair.chosen.cached_tokens),
         Leg(replica_id=pair.prefill_id, number=pair.prefill_number, own_tokens=own_tokens,
             overlap_tokens=decision.overlap_tokens),
     )  # fmt: skip

@@ -105,7 +105,6 @@ class Pair:
     why: str = ""  # with ONE_REPLICA: what in the request
     best_prefill_id: str | None = None  # where the prompt would be computed soonest, taken or not
     prefill_s: float | None = None  # and how long until that is done
-    decode_cached_tokens: int  # of the prompt, predicted to be at the decode replica
     link_bytes_per_s: float  # believed
     link_measured: bool  # else assumed
     costs: PairCosts  # of every decode replica

@@ -24,7 +24,8 @@ from deployments.frames import (
     encode_hello,
     encode_report,
 )
-from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
+from kvtransfer.types import TransferStats
+from replicas.types import Finish, FinishReason, HandOffReport, TokenDelta, TokenLogprob, Usage
 from tests.unit.deployments.in_process import stats
 
 DELTA = TokenDelta(
@@ -47,6 +48,26 @@ def test_deltas_come_back_as_they_were() -> None:
     [(kind, payload)] = frames(encode_deltas([DELTA, DELTA]))
     assert kind is FrameKind.DELTAS
     assert decode_deltas(payload) == [DELTA, DELTA]
+
+
+def test_what_became_of_a_hand_off_travels_with_the_first_token() -> None:
+    report = HandOffReport(
+        transferred=False, reason="digest of page 3 is wrong", num_pages=7, num_bytes=1 << 33, grant_s=0.1, wait_s=0.25,
+        transfer_s=0.125,
+    )  # fmt: skip
+    ended = dataclasses.replace(DELTA, hand_off=report, finish=Finish(reason=FinishReason.HANDED_OFF))
+    [(_, payload)] = frames(encode_deltas([ended, DELTA]))
+    assert decode_deltas(payload) == [ended, DELTA]
+
+
+def test_a_report_tells_of_the_desk_where_there_is_one() -> None:
+    desk = TransferStats(rooms_receiving=2, sent_bytes=1 << 40, oldest_drain_s=1.5)
+    for transfer in (None, desk):
+        report = ReplicaReport(
+            stats=dataclasses.replace(stats(), num_receiving=2, transfer=transfer), error=None, num_open=3, age_s=0.5
+        )
+        [(_, payload)] = frames(encode_report(report))
+        assert decode_report(payload) == report
 
 
 @pytest.mark.parametrize("retry_as", ["overloaded", "engine_dead", None])
