@@ -1,32 +1,37 @@
 """Two desks in one process over real sockets; pages by memcpy (SPEC H02, H08, H13, H19)."""
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvtransfer.desk import KvTransfer
+from kvtransfer.layout import KvLayout
 from kvtransfer.local import LocalFabric
+from kvtransfer.port import AgentPort
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
     PdTicket,
+    PeerAddress,
     Received,
     ReceiveDrained,
     ReceiveFailed,
     ReceiveOrder,
     SendDone,
     SendDrained,
-    SendFailed,
     SendOrder,
     SendReady,
     TransferEvent,
     TransferSettings,
 )
-from tests.kv_pools import LocalEngine, join_heads, local_engine, page_ids
+from tests.kv_pools import LocalEngine, join_heads, layout, local_engine, page_ids
 
 TOKENS = 14  # 4 pages of 4, the last one half full
 WAIT_S = 20.0
@@ -67,12 +72,14 @@ def make() -> Iterator[Make]:
     fabric = LocalFabric()
     engines: list[Engine] = []
 
-    def build(*, tp: int = 1, seed: int = 0, token: bytes = b"secret", **settings: float) -> Engine:
+    def build(
+        *, tp: int = 1, seed: int = 0, token: bytes = b"secret", of: KvLayout | None = None, **settings: Any
+    ) -> Engine:
         pools = local_engine(fabric, tp=tp, seed=seed)
         woken = threading.Event()
         desk = KvTransfer(
             TransferSettings(host="127.0.0.1", token=token, **settings),
-            pools.layout,
+            of or pools.layout,
             lambda: pools.ports,
             on_event=woken.set,
         )
@@ -81,7 +88,7 @@ def make() -> Iterator[Make]:
         return engines[-1]
 
     yield build
-    for engine in engines:
+    for engine in engines:  # idempotent
         engine.desk.close()
 
 
@@ -138,3 +145,173 @@ def test_pages_and_meta_arrive_in_two_chunks_and_both_sides_end_well(make: Make,
     assert p.of(1) == ["SendReady", "SendDone"]
     assert d.of(1) == ["Received"]
     assert (p.desk.stats().sends_done, d.desk.stats().receives_done) == (1, 1)
+
+
+def hand_off(p: Engine, d: Engine, *, room: int) -> None:
+    """One that goes well."""
+    expect(p, room=room)
+    receive(d, p, page_ids(5, 6, 2, 8), room=room)
+    p.wait(SendReady, room)
+    p.desk.send_last(room, 0, page_ids(3, 4, 1, 7), meta(p))
+    d.wait(Received, room)
+    p.wait(SendDone, room)
+
+
+def test_the_last_word_alone_is_enough_when_the_receiver_has_all_pages(make: Make) -> None:
+    """SPEC H09: zero pages included."""
+    p, d = make(seed=1), make(seed=2)
+    expect(p)
+    receive(d, p, page_ids(), first_page=4)
+    assert p.wait(SendReady, 1) == SendReady(room=1, first_page=4)
+    p.desk.send_last(1, 4, page_ids(), meta(p, first_page=4))
+    assert isinstance(d.wait(Received, 1), Received)
+    p.wait(SendDone, 1)
+
+
+def test_a_flipped_byte_is_found_counted_named_and_never_received(make: Make) -> None:
+    p, d = make(seed=1), make(seed=2)
+    p.pools.ports[0]._agent._fabric.faults.flip_bytes = 1  # type: ignore[attr-defined]
+    expect(p)
+    receive(d, p, page_ids(5, 6, 2, 8))
+    p.wait(SendReady, 1)
+    p.desk.send_last(1, 0, page_ids(3, 4, 1, 7), meta(p))
+    failed = d.wait(ReceiveFailed, 1)
+    assert isinstance(failed, ReceiveFailed)
+    assert failed.bad_pages == (5,)
+    d.wait(ReceiveDrained, 1)
+    p.wait(SendDrained, 1)
+    assert d.desk.stats().digest_mismatches == 1
+    assert d.of(1) == ["ReceiveFailed", "ReceiveDrained"]
+
+
+def test_another_layout_is_refused_at_once_with_the_field_that_differs_and_nothing_is_written(make: Make) -> None:
+    """SPEC H12: mismatch is rejected, not reinterpreted."""
+    p, d = make(seed=1, of=replace(layout(), dtype="bfloat16", item_bytes=2)), make(seed=2)
+    before = join_heads(d.pools.pools).copy()
+    for room in (1, 2):  # while the connection is made, and after
+        expect(p, room=room)
+        receive(d, p, page_ids(5, 6, 2, 8), room=room)
+        failed = d.wait(ReceiveFailed, room)
+        d.wait(ReceiveDrained, room)
+        assert isinstance(failed, ReceiveFailed)
+        assert "dtype: 'float32' here, 'bfloat16' there" in failed.reason
+    assert np.array_equal(join_heads(d.pools.pools), before)
+
+
+def test_another_token_fails_the_room_and_gets_no_page(make: Make) -> None:
+    p, d = make(seed=1), make(seed=2, token=b"guess")
+    receive(d, p, page_ids(5, 6, 2, 8))
+    d.wait(ReceiveFailed, 1)
+    d.wait(ReceiveDrained, 1)
+    assert p.desk.stats().peers == 0
+
+
+def test_a_peer_that_is_gone_fails_the_room_in_milliseconds(make: Make) -> None:
+    p, d = make(seed=1), make(seed=2)
+    p.desk.close()
+    start_s = time.monotonic()
+    receive(d, p, page_ids(5, 6, 2, 8))
+    d.wait(ReceiveDrained, 1)
+    assert time.monotonic() - start_s < 1.0  # call_timeout_s is 5
+    assert d.of(1) == ["ReceiveFailed", "ReceiveDrained"]
+
+
+def test_a_peer_that_never_answers_fails_the_room_after_the_call_timeout_and_stalls_no_other(make: Make) -> None:
+    p, d = make(seed=1), make(seed=2, call_timeout_s=1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = replace(p.desk.address, port=silent.getsockname()[1], incarnation="silent")
+        start_s = time.monotonic()
+        receive(d, Engine(p.pools, _Addressed(address), threading.Event()), page_ids(1), room=9)  # type: ignore[arg-type]
+        hand_off(p, d, room=1)
+        assert d.of(9) == [] or time.monotonic() - start_s >= 1.0
+        d.wait(ReceiveDrained, 9)
+        assert time.monotonic() - start_s >= 1.0
+
+
+@dataclass
+class _Addressed:
+    address: PeerAddress
+
+
+def test_aborts_of_either_side_end_both_and_a_second_one_changes_nothing(make: Make) -> None:
+    p, d = make(seed=1), make(seed=2)
+    for room, abort in ((1, "receive"), (2, "send")):
+        expect(p, room=room)
+        receive(d, p, page_ids(5, 6, 2, 8), room=room)
+        p.wait(SendReady, room)
+        for _ in range(2):
+            if abort == "receive":
+                d.desk.abort_receive(room)
+            else:
+                p.desk.abort_send(room, "the client is gone")
+        p.wait(SendDrained, room)
+        d.wait(ReceiveDrained, room)
+        assert p.of(room) == ["SendReady", "SendFailed", "SendDrained"]
+        assert d.of(room) == ["ReceiveFailed", "ReceiveDrained"]
+
+
+def test_a_room_that_is_open_here_is_not_opened_again(make: Make) -> None:
+    p, d = make(seed=1), make(seed=2)
+    receive(d, p, page_ids(5, 6, 2, 8))
+    with pytest.raises(ValueError, match="room 1 is open here"):
+        receive(d, p, page_ids(1))
+    d.desk.abort_receive(1)
+    d.wait(ReceiveDrained, 1)
+    hand_off(p, d, room=2)
+
+
+def test_a_desk_that_closes_waits_until_nobody_writes_into_its_pages(make: Make) -> None:
+    p, d = make(seed=1), make(seed=2)
+    hand_off(p, d, room=1)
+    expect(p, room=2)
+    receive(d, p, page_ids(5, 6, 2, 8), room=2)
+    p.wait(SendReady, 2)
+    d.desk.close()
+    p.wait(SendDrained, 2)
+    assert d.of(2) == []  # rooms that are open end without events
+    assert p.desk.stats().peers == 0
+
+
+def test_ports_that_cannot_be_made_fail_the_start_with_their_own_error() -> None:
+    def broken() -> list[AgentPort]:
+        raise RuntimeError("no such device")
+
+    desk = KvTransfer(TransferSettings(host="127.0.0.1", token=b"t"), layout(), broken, on_event=lambda: None)
+    with pytest.raises(RuntimeError, match="no such device"):
+        desk.start()
+    desk.close()
+
+
+def test_no_token_is_no_desk() -> None:
+    with pytest.raises(ValueError, match="a cluster token is wanted"):
+        KvTransfer(TransferSettings(host="127.0.0.1", token=b""), layout(), list, on_event=lambda: None)
+
+
+def test_a_transfer_thread_that_dies_ends_its_rooms_and_frees_no_page_that_is_written_to(make: Make) -> None:
+    p, d = make(seed=1), make(seed=2)
+    expect(p)
+    receive(d, p, page_ids(5, 6, 2, 8))
+    p.wait(SendReady, 1)
+    d.desk._order(lambda core: 1 / 0)  # type: ignore[arg-type, return-value]
+    p.desk._order(lambda core: 1 / 0)  # type: ignore[arg-type, return-value]
+    failed = d.wait(ReceiveFailed, 1)
+    assert "the transfer thread has failed: ZeroDivisionError" in getattr(failed, "reason", "")
+    p.wait(SendDrained, 1)
+    receive(d, p, page_ids(1), room=2)
+    d.wait(ReceiveFailed, 2)
+    assert d.of(1) == ["ReceiveFailed"]
+    assert isinstance(d.desk.error, ZeroDivisionError)
+
+
+def test_descriptors_are_flat_while_peers_come_and_go_and_all_are_given_back(make: Make) -> None:
+    d = make(seed=2)
+    for room in range(8):
+        p = make(seed=1)
+        hand_off(p, d, room=room)
+        p.desk.close()
+        if room == 0:
+            first = len(os.listdir("/proc/self/fd"))
+    deadline_s = time.monotonic() + WAIT_S
+    while len(os.listdir("/proc/self/fd")) > first and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= first

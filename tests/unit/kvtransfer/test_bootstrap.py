@@ -1,0 +1,220 @@
+"""Who may speak to a desk: the challenge both ways, on sockets of this machine (SPEC H03)."""
+
+import socket
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvtransfer.bootstrap import Handshake
+from kvtransfer.errors import BadMessage, NotAuthenticated
+from kvtransfer.link import MAX_STRANGERS, SocketLinks
+from kvtransfer.types import PeerAddress
+from kvtransfer.wire import Answer, Challenge, Frames, Hello, Message, Ping, Welcome, decode, encode
+from tests.kv_pools import layout
+
+
+def hello(name: str, port: int = 1) -> Hello:
+    address = PeerAddress(host="127.0.0.1", port=port, incarnation=name)
+    return Hello(address=address, purpose="rooms", layout=layout(), ranks=())
+
+
+def pair(*, dial: bytes = b"secret", listen: bytes = b"secret") -> tuple[Handshake, Handshake]:
+    return (
+        Handshake(dialling=True, token=dial, hello=hello("d")),
+        Handshake(dialling=False, token=listen, hello=hello("p")),
+    )
+
+
+def test_both_sides_learn_each_other_after_both_have_proven_themselves() -> None:
+    d, p = pair()
+    [challenge] = p.start()
+    assert d.start() == []
+    [answer] = d.heard(challenge)
+    welcome, hello_p = p.heard(answer)
+    [hello_d] = d.heard(welcome)
+    assert p.peer is None
+    p.heard(hello_d)
+    d.heard(hello_p)
+    assert (d.peer, p.peer) == (hello("p"), hello("d"))
+
+
+def test_a_dialler_without_the_token_gets_no_metadata() -> None:
+    d, p = pair(dial=b"guess")
+    [answer] = d.heard(p.start()[0])
+    with pytest.raises(NotAuthenticated, match="give all replicas the same one"):
+        p.heard(answer)
+    assert p.peer is None
+
+
+def test_a_listener_without_the_token_gets_no_metadata() -> None:
+    d, p = pair(listen=b"guess")
+    d.heard(p.start()[0])
+    with pytest.raises(NotAuthenticated):
+        d.heard(Welcome(mac="0" * 64))
+    assert d.peer is None
+
+
+def test_a_mac_cannot_be_sent_back_to_who_made_it() -> None:
+    """The sides sign different words: a listener cannot answer with the dialler's own proof."""
+    d, _ = pair()
+    [answer] = d.heard(Challenge(nonce="n"))
+    assert isinstance(answer, Answer)
+    with pytest.raises(NotAuthenticated):
+        d.heard(Welcome(mac=answer.mac))
+
+
+@pytest.mark.parametrize("early", [hello("x"), Ping(), Welcome(mac="m"), Challenge(nonce="n")])
+def test_nothing_is_believed_before_the_proof(early: Message) -> None:
+    _, p = pair()
+    p.start()
+    with pytest.raises(BadMessage):
+        p.heard(early)
+    assert p.peer is None
+
+
+@dataclass
+class Heard:
+    """A handler that writes down what it is told."""
+
+    up: list[tuple[int, str]] = field(default_factory=list)
+    down: list[tuple[int, str, bool]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+    def link_up(self, link: int, hello: Hello) -> None:
+        self.up.append((link, hello.address.incarnation))
+
+    def link_down(self, link: int, reason: str, *, refused: bool = False) -> None:
+        self.down.append((link, reason, refused))
+
+    def heard(self, link: int, message: Message) -> None:
+        self.messages.append(message)
+
+
+class Side:
+    """Sockets with an injected clock."""
+
+    def __init__(self, name: str, token: bytes = b"secret") -> None:
+        self.links = SocketLinks("127.0.0.1", token=token, call_timeout_s=5.0, now=0.0)
+        self.hello = hello(name, self.links.port)
+        self.links.introduce(self.hello)
+        self.heard = Heard()
+
+    def step(self, now: float = 0.0) -> None:
+        self.links.serve(self.links.wait(0.01), self.heard, now)
+        self.links.expire(now)
+
+    def close(self) -> None:
+        self.links.close_connections()
+        self.links.close_listener()
+
+
+def run(*sides: Side, now: float = 0.0) -> None:
+    for _ in range(20):
+        for side in sides:
+            side.step(now)
+
+
+def test_two_sides_connect_and_messages_flow_both_ways() -> None:
+    d, p = Side("d"), Side("p")
+    link = d.links.dial(p.hello.address, "rooms")
+    run(d, p)
+    assert d.heard.up == [(link, "p")]
+    [(back, name)] = p.heard.up
+    assert name == "d"
+    d.links.send(link, Ping())
+    p.links.send(back, Ping())
+    run(d, p)
+    assert d.heard.messages == p.heard.messages == [Ping()]
+    p.links.close(back)
+    run(d, p)
+    assert d.heard.down == [(link, "the peer closed the connection", False)]
+    d.close()
+    p.close()
+
+
+def test_a_probe_learns_who_listens_and_is_no_link_over_there() -> None:
+    d, p = Side("d"), Side("p")
+    link = p.links.dial(d.hello.address, "probe")
+    run(d, p)
+    assert p.heard.up == [(link, "d")]
+    assert d.heard.up == []
+    p.links.close(link)
+    run(d, p)
+    assert d.links.num_connections == 0
+    d.close()
+    p.close()
+
+
+def test_a_dead_address_refuses_and_that_is_told() -> None:
+    d, p = Side("d"), Side("p")
+    p.close()
+    link = d.links.dial(p.hello.address, "rooms")
+    run(d)
+    [(down, _, refused)] = d.heard.down
+    assert (down, refused) == (link, True)
+    d.close()
+
+
+def test_a_process_that_does_not_answer_is_no_proof_of_death() -> None:
+    d, p = Side("d"), Side("p")  # p has its turn never: it hangs
+    link = d.links.dial(p.hello.address, "rooms")
+    run(d, now=4.9)
+    assert d.heard.down == []
+    run(d, now=5.0)
+    assert d.heard.down == [(link, "no hello within 5 s", False)]
+    d.close()
+    p.close()
+
+
+def test_a_silent_stranger_is_dropped_in_time_and_gets_nothing_but_a_nonce() -> None:
+    p = Side("p")
+    with socket.create_connection(("127.0.0.1", p.links.port)) as stranger:
+        run(p, now=4.0)
+        frames = Frames(10_000)
+        frames.feed(stranger.recv(10_000))
+        assert [type(decode(body)) for body in frames] == [Challenge]
+        assert p.links.num_connections == 1
+        run(p, now=9.0)
+        assert p.links.num_connections == 0
+        assert stranger.recv(1) == b""
+    p.close()
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", encode(hello("x")), encode(Ping()), b"\xff" * 2000])
+def test_a_stranger_that_says_anything_else_is_dropped_at_once(data: bytes) -> None:
+    p = Side("p")
+    with socket.create_connection(("127.0.0.1", p.links.port)) as stranger:
+        stranger.sendall(data)
+        run(p)
+        assert p.links.num_connections == 0
+    assert p.heard.up == []
+    p.close()
+
+
+def test_another_token_connects_to_nothing() -> None:
+    d, p = Side("d", token=b"guess"), Side("p")
+    link = d.links.dial(p.hello.address, "rooms")
+    run(d, p)
+    assert d.heard.up == p.heard.up == []
+    assert d.heard.down == [(link, "the peer closed the connection", False)]
+    d.close()
+    p.close()
+
+
+def test_many_strangers_do_not_use_up_the_descriptors() -> None:
+    p = Side("p")
+    strangers = [socket.create_connection(("127.0.0.1", p.links.port)) for _ in range(MAX_STRANGERS + 20)]
+    for _ in range(MAX_STRANGERS + 20):
+        p.step()
+    assert p.links.num_connections == MAX_STRANGERS
+    for stranger in strangers:
+        stranger.close()
+    p.close()
+
+
+def test_it_listens_on_the_given_address_only() -> None:
+    p = Side("p")
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        assert probe.connect_ex(("127.0.0.2", p.links.port)) != 0  # another loopback address of this machine
+    p.close()

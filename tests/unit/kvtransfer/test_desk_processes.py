@@ -1,0 +1,204 @@
+"""Two processes with a desk each, pages over NIXL: what happens when one of them dies or hangs (SPEC H08, H13, H19)."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtransfer.types import (
+    KVTransferMeta,
+    PageIds,
+    Received,
+    ReceiveDrained,
+    ReceiveFailed,
+    ReceiveOrder,
+    SendDone,
+    SendDrained,
+    SendFailed,
+    SendOrder,
+    SendReady,
+)
+from tests.kv_pools import layout
+from tests.transfer_process import EngineProcess
+
+pytestmark = pytest.mark.slow
+
+N = 8  # pages of a room, two writes of 4
+TOKENS = N * 4
+ROOM = 1
+
+Make = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    processes: list[EngineProcess] = []
+
+    def build(**changes: Any) -> EngineProcess:
+        processes.append(EngineProcess(seed=len(processes), **changes))
+        return processes[-1]
+
+    yield build
+    for process in processes:
+        process.close()
+
+
+def src(room: int) -> PageIds:
+    return np.arange(1 + N * (room % 8), 1 + N * (room % 8) + N, dtype=np.int32)
+
+
+def dst(room: int) -> PageIds:
+    return src(room)[::-1].copy()
+
+
+def open_room(d: EngineProcess, p: EngineProcess, *, room: int = ROOM) -> None:
+    d.call(
+        "receive",
+        ReceiveOrder(
+            room=room,
+            generation=0,
+            rid="r",
+            peer=p.address,
+            num_tokens=TOKENS,
+            first_page=0,
+            pages=dst(room),
+            deadline_s=15.0,
+        ),
+    )
+
+
+def bring_leg(p: EngineProcess, *, room: int = ROOM) -> None:
+    p.call("expect_send", SendOrder(room=room, generation=0, rid="r", num_tokens=TOKENS, deadline_s=15.0))
+
+
+def send_half(p: EngineProcess, *, room: int = ROOM) -> None:
+    p.wait(SendReady, room)
+    p.call("send_pages", room, 0, src(room)[:4])
+
+
+def send_rest(p: EngineProcess, *, room: int = ROOM) -> None:
+    meta = KVTransferMeta(
+        rid="r",
+        fingerprint=layout().fingerprint,
+        prompt_len=TOKENS,
+        token_range=(0, TOKENS),
+        cached_prefix_len=0,
+        first_token=5,
+    )
+    p.call("send_last", room, 4, src(room)[4:], meta)
+
+
+def whole(p: EngineProcess, d: EngineProcess, *, room: int) -> None:
+    """A room that goes well."""
+    bring_leg(p, room=room)
+    open_room(d, p, room=room)
+    send_half(p, room=room)
+    send_rest(p, room=room)
+    assert d.wait(Received, room).meta.first_token == 5
+    p.wait(SendDone, room)
+    assert np.array_equal(d.pages(dst(room)), p.pages(src(room)))
+
+
+STATES = ["open, no leg", "ready", "half sent"]
+
+
+def advance(p: EngineProcess, d: EngineProcess, state: str, *, room: int) -> None:
+    """Bring ``room`` to ``state``, over a connection that has carried another one before."""
+    whole(p, d, room=room + 100)
+    open_room(d, p, room=room)
+    if state == "open, no leg":
+        until(lambda: p.stats().rooms_sending == 1)  # the open is parked
+        return
+    bring_leg(p, room=room)
+    p.wait(SendReady, room)
+    if state == "half sent":
+        sent = p.stats().sent_pages
+        send_half(p, room=room)
+        until(lambda: p.stats().sent_pages == sent + 4)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("transport", "p_tp", "d_tp"), [("auto", 1, 1), ("tcp", 2, 1), ("auto", 1, 2)])
+def test_pages_arrive_bit_for_bit(make: Make, transport: str, p_tp: int, d_tp: int) -> None:
+    p, d = make(transport=transport, tp=p_tp), make(transport=transport, tp=d_tp)
+    for room in (1, 2):
+        whole(p, d, room=room)
+
+
+def test_a_killed_prefill_process_fails_its_rooms_and_their_pages_are_free_after_the_grace(make: Make) -> None:
+    d = make()
+    for room, state in enumerate(STATES):
+        p = make()
+        advance(p, d, state, room=room)
+        p.kill()
+        d.wait(ReceiveFailed, room, within_s=10.0)
+        d.wait(ReceiveDrained, room, within_s=10.0)  # refused, and 1 s of grace
+    assert d.stats().rooms_draining == 0
+    whole(make(), d, room=4)
+
+
+def test_a_killed_decode_process_drains_its_senders_and_another_one_is_served(make: Make) -> None:
+    p = make()
+    for room, state in enumerate(STATES):
+        d = make()
+        advance(p, d, state, room=room)
+        d.kill()
+        if state == "open, no leg":
+            bring_leg(p, room=room)
+        p.wait(SendFailed, room, within_s=10.0)
+        p.wait(SendDrained, room, within_s=10.0)
+    whole(p, make(), room=4)
+
+
+def test_a_stopped_prefill_process_keeps_pages_in_quarantine_until_it_goes_on_or_is_killed(make: Make) -> None:
+    p, d = make(), make()
+    for room, state in enumerate(STATES):
+        advance(p, d, state, room=room)
+        p.stop()
+        assert "silent for 0.9 s" in d.wait(ReceiveFailed, room, within_s=10.0).reason
+        open_room(d, p, room=room + 50)
+        d.wait(ReceiveDrained, room + 50, within_s=2.0)  # a suspect is not tried: the prompt is computed here at once
+        time.sleep(1.5)
+        assert not d.has(ReceiveDrained, room)  # never by time alone
+        assert d.stats().rooms_draining == 1
+        p.go_on()
+        d.wait(ReceiveDrained, room, within_s=20.0)
+        if state == "open, no leg":
+            bring_leg(p, room=room)
+        p.wait(SendDrained, room)
+    advance(p, d, "half sent", room=5)
+    p.stop()
+    d.wait(ReceiveFailed, 5, within_s=10.0)
+    p.kill()
+    d.wait(ReceiveDrained, 5, within_s=20.0)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_stopped_decode_process_holds_up_only_its_own_rooms_and_goes_on(make: Make, transport: str) -> None:
+    p, d, other = make(transport=transport), make(transport=transport), make(transport=transport)
+    for room, state in enumerate(STATES):
+        advance(p, d, state, room=room)
+        d.stop()
+        if state == "half sent":
+            send_rest(p, room=room)  # over tcp this write cannot end
+        whole(p, other, room=room + 10)  # while it is not yet known that the first one hangs
+        if state == "open, no leg":
+            bring_leg(p, room=room)
+        p.wait(SendFailed, room, within_s=10.0)
+        whole(p, other, room=room + 20)
+        d.go_on()
+        p.wait(SendDrained, room, within_s=20.0)
+        until(lambda: d.stats().rooms_receiving + d.stats().rooms_draining == 0)
+        if d.has(Received, room):  # all had come before it heard that the other side gave up
+            assert np.array_equal(d.pages(dst(room)), p.pages(src(room)))
+        else:
+            d.wait(ReceiveDrained, room)
+        whole(p, d, room=room + 30)

@@ -1,0 +1,233 @@
+"""Which peers live, and what follows for the rooms: silence, death, another life, redialling (SPEC H19).
+
+Desks over a simulated network; see tests/transfer_net.py.
+"""
+
+import pytest
+
+from kvtransfer.heartbeat import Heartbeat
+from kvtransfer.wire import Abort, Open
+from tests.transfer_net import SETTINGS, Net, Room, SimEngine
+
+SILENT_S = SETTINGS.heartbeat_s * SETTINGS.heartbeat_misses
+
+
+def pair() -> tuple[Net, SimEngine, SimEngine]:
+    net = Net()
+    return net, net.add(), net.add()
+
+
+def begun(net: Net, p: SimEngine, d: SimEngine) -> Room:
+    """A room of 3 pages that is ready, over a link that is up."""
+    room = net.hand_off(p, d, num_pages=3)
+    assert room is not None
+    net.run(0.2)
+    assert room.sends == ["SendReady"]
+    return room
+
+
+def test_a_heartbeat_is_due_every_period_and_silence_is_three_of_them() -> None:
+    beat = Heartbeat(period_s=1.0, misses=3, now=10.0)
+    assert [beat.take_due(10.9), beat.take_due(11.0), beat.take_due(11.0)] == [False, True, False]
+    assert not beat.silent(12.9)
+    assert beat.silent(13.0)
+    beat.heard(12.5)
+    assert not beat.silent(13.0)
+    assert beat.next_s == 12.0
+
+
+def test_idle_peers_stay_connected_by_their_heartbeats() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    p.send(room, 3, last=True)
+    net.run(10 * SILENT_S)
+    assert room.receives == ["Received"]
+    assert (p.core.stats().peers, d.core.stats().peers) == (1, 1)
+    assert d.core.stats().late_messages == 0
+
+
+def test_a_silent_peer_fails_its_rooms_after_three_heartbeats_long_before_their_deadline() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.hang(p)
+    net.run(SILENT_S - 0.3)
+    assert room.receives == []
+    net.run(0.6)
+    assert room.receives == ["ReceiveFailed"]
+    assert room.reasons == ["the peer has been silent for 3 s"]
+
+
+def test_a_suspect_gets_no_new_room_until_it_has_said_hello() -> None:
+    net, p, d = pair()
+    begun(net, p, d)
+    net.hang(p)
+    net.run(SILENT_S + 0.5)
+    refused = net.hand_off(p, d, num_pages=2, leg=False)
+    assert refused is not None
+    net.turn()
+    assert refused.receives == ["ReceiveFailed", "ReceiveDrained"]  # at once, nothing was sent
+    net.resume(p)
+    net.run(7.0)  # the backoff is at most 5 s
+    begun(net, p, d)
+
+
+def test_pages_of_a_hung_peer_stay_in_quarantine_for_ever_and_go_back_when_it_says_drained() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.hang(p)
+    net.run(100.0, step_s=0.2)
+    assert room.receives == ["ReceiveFailed"]
+    assert d.core.stats().rooms_draining == 1
+    assert d.core.stats().oldest_drain_s == pytest.approx(97.0, abs=1.0)
+    net.resume(p)
+    net.run(7.0)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+
+
+def test_a_process_that_refuses_is_dead_and_its_pages_come_back_after_the_grace() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.kill(p)
+    net.run(0.2)
+    assert room.receives == ["ReceiveFailed"]
+    net.run(0.7)
+    assert room.receives == ["ReceiveFailed"]
+    net.run(0.4)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+    assert all(not port._peers for port in d.pools.ports)  # the ports have forgotten it
+
+
+def test_another_life_on_the_old_address_is_the_death_of_the_first() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.kill(p)
+    net.add(port=p.address.port)
+    net.run(2.0)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+    assert "another process listens" in room.reasons[0] or "closed the connection" in room.reasons[0]
+
+
+def test_an_address_that_cannot_be_reached_proves_nothing() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.unreachable.add(p.address.port)
+    net.cut()
+    net.run(60.0, step_s=0.2)
+    assert room.receives == ["ReceiveFailed"]
+    net.unreachable.clear()
+    net.run(7.0)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+
+
+def test_a_lost_connection_fails_the_rooms_and_is_made_again_at_once() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.cut()
+    net.run(0.3)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]  # asked and answered over the new connection
+    assert room.sends == ["SendReady", "SendFailed", "SendDrained"]
+    begun(net, p, d)
+
+
+def test_a_prefill_engine_finds_out_that_its_receiver_is_dead() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.fabric.faults.hold_checks = 1_000_000  # a write that does not end
+    p.send(room, 3, last=True)
+    net.run(0.1)
+    net.hang(d)
+    net.run(SILENT_S + 0.5)
+    assert room.sends == ["SendReady", "SendFailed"]  # its source may still be read
+    net.kill(d)
+    net.run(8.0)
+    assert room.sends == ["SendReady", "SendFailed", "SendDrained"]
+    assert not p.core.sending.has_business(d.address.incarnation)
+
+
+def test_one_peer_that_hangs_holds_up_no_room_of_another() -> None:
+    net, p, d = pair()
+    other = net.add()
+    stuck, fine = begun(net, p, d), begun(net, p, other)
+    net.hang(d)
+    p.send(stuck, 3, last=True)
+    p.send(fine, 3, last=True)
+    net.run(0.3)
+    assert fine.receives == ["Received"]
+    assert stuck.sends == ["SendReady"]
+
+
+def test_many_rooms_of_one_peer_take_turns() -> None:
+    net, p, d = pair()
+    long = net.hand_off(p, d, num_pages=8)
+    short = net.hand_off(p, d, num_pages=2)
+    assert long is not None
+    assert short is not None
+    net.run(0.2)
+    p.send(long, 8, last=True)
+    p.send(short, 2, last=True)
+    for _ in range(12):
+        net.turn()
+        if short.receives:
+            break
+    assert short.receives == ["Received"]
+    assert long.receives == []  # 4 writes of 2 pages; the short one did not wait for them
+
+
+def test_an_open_that_comes_twice_or_late_changes_nothing() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    opened = Open(
+        room=room.number,
+        generation=1,
+        num_tokens=room.num_tokens,
+        first_page=0,
+        pages=tuple(room.dst.tolist()),
+        deadline_s=4.0,
+    )
+    p.core.sending.heard(d.address.incarnation, opened, net.now)
+    p.send(room, 3, last=True)
+    net.run(0.3)
+    assert room.sends == ["SendReady", "SendDone"]
+    p.core.sending.heard(d.address.incarnation, opened, net.now)
+    net.run(0.3)
+    assert p.core.stats().late_messages == 2
+    assert p.core.stats().rooms_sending == 0
+
+
+def test_a_word_of_another_generation_or_receiver_is_dropped_and_counted() -> None:
+    net, p, d = pair()
+    other = net.add()
+    room, fine = begun(net, p, d), begun(net, p, other)
+    p.core.sending.heard(d.address.incarnation, Abort(room=room.number, generation=0), net.now)
+    p.core.sending.heard(other.address.incarnation, Abort(room=room.number, generation=1), net.now)
+    assert p.core.stats().late_messages == 2
+    for each in (room, fine):
+        p.send(each, 3, last=True)
+    net.run(0.3)
+    assert room.receives == fine.receives == ["Received"]
+
+
+def test_a_leg_that_comes_after_its_receiver_gave_up_fails_at_once() -> None:
+    net, p, d = pair()
+    room = net.hand_off(p, d, num_pages=3, leg=False)
+    assert room is not None
+    net.run(0.2)
+    d.core.abort_receive(room.number)
+    net.run(0.2)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+    p.expect(room)
+    net.turn()
+    assert room.sends == ["SendFailed", "SendDrained"]
+
+
+@pytest.mark.parametrize("pages", [(0,), (13,), (3, 3), (1, 2, 3, 4)])
+def test_an_open_with_pages_that_cannot_be_is_refused(pages: tuple[int, ...]) -> None:
+    """Page 0 is the sink; the pool has 13; a page is granted once; 12 tokens are 3 pages."""
+    net, p, d = pair()
+    begun(net, p, d)
+    p.core.sending.heard(
+        d.address.incarnation,
+        Open(room=99, generation=1, num_tokens=12, first_page=0, pages=pages, deadline_s=4.0),
+        net.now,
+    )
+    assert p.core.stats().rooms_sending == 1  # the first one alone

@@ -1,0 +1,242 @@
+"""One room on the prefill side, in every order of things (SPEC H02, H08, H15, H19)."""
+
+import numpy as np
+import pytest
+
+from kvtransfer.sender import KVSender
+from kvtransfer.states import KVPoll
+from kvtransfer.types import SendDone, SendDrained, SendFailed, SendOrder, SendReady, TransferEvent
+from kvtransfer.wire import Drained, Fail, Open, ToReceiver
+from tests.kv_pools import page_ids
+
+ORDER = SendOrder(room=1, generation=2, rid="r", num_tokens=20, deadline_s=10.0)
+OPEN = Open(room=1, generation=2, num_tokens=20, first_page=1, pages=(8, 9, 6, 7), deadline_s=30.0)
+DRAINED = Drained(room=1, generation=2)
+
+
+class Case:
+    """A room and all that it says; order ids are 1, 2, ..."""
+
+    def __init__(self) -> None:
+        self.events: list[TransferEvent] = []
+        self.told: list[ToReceiver] = []
+        self.room = KVSender(1, 2, emit=self.events.append, tell=lambda _, message: self.told.append(message))
+        self.last_order = 0
+
+    def ready(self) -> "Case":
+        self.room.expect(ORDER, 0.0)
+        self.open()
+        return self
+
+    def open(self, now: float = 0.0) -> None:
+        self.room.opened("d", OPEN, now, wait_s=5.0, slack_s=1.0)
+
+    def post(self, limit: int = 2) -> int:
+        self.room.take_write(limit)
+        self.last_order += 1
+        self.room.posted(self.last_order)
+        self.room.check()
+        return self.last_order
+
+    def all_posted(self) -> "Case":
+        """Both writes of two pages are on their way."""
+        self.ready()
+        self.room.send(1, page_ids(1, 2, 3, 4), b"meta")
+        self.post()
+        self.post()
+        return self
+
+
+FAILED = SendFailed(room=1, reason="x")
+
+
+@pytest.mark.parametrize("leg_first", [True, False])
+def test_it_is_ready_when_both_legs_are_there_in_any_order(leg_first: bool) -> None:
+    case = Case()
+    if leg_first:
+        case.room.expect(ORDER, 0.0)
+        assert case.events == []
+        case.open()
+    else:
+        case.open()
+        assert case.events == []
+        case.room.expect(ORDER, 0.0)
+    assert case.events == [SendReady(room=1, first_page=1)]
+    assert case.room.state == KVPoll.WAITING_FOR_INPUT
+
+
+def test_pages_go_in_writes_of_the_limit_and_the_meta_goes_with_the_last() -> None:
+    case = Case().ready()
+    case.room.send(1, page_ids(1, 2, 3))
+    first = case.room.take_write(2)
+    second = case.room.take_write(2)
+    assert not case.room.has_write  # what is last is not known yet
+    case.room.send(4, page_ids(4), b"meta")
+    third = case.room.take_write(2)
+    writes = [(w.page_offset, w.src.tolist(), w.dst.tolist(), w.last, w.meta) for w in (first, second, third)]
+    assert writes == [
+        (0, [1, 2], [8, 9], False, b""),
+        (2, [3], [6], False, b""),
+        (3, [4], [7], True, b"meta"),
+    ]
+    assert not case.room.has_write
+
+
+def test_a_last_word_without_pages_is_a_write_of_its_own() -> None:
+    """SPEC H09: zero pages included."""
+    case = Case().ready()
+    case.room.send(1, page_ids(1, 2, 3, 4))
+    case.room.take_write(9)
+    case.room.send(5, page_ids(), b"meta")
+    last = case.room.take_write(9)
+    assert (len(last.src), last.page_offset, last.last, last.meta) == (0, 4, True, b"meta")
+
+
+@pytest.mark.parametrize("ack_first", [True, False])
+def test_it_is_done_when_the_receiver_has_verified_and_all_writes_have_ended(ack_first: bool) -> None:
+    """SPEC H15. The acknowledgement may overtake the end of the last write."""
+    case = Case().all_posted()
+    case.room.written(1)
+    if ack_first:
+        case.room.acked()
+        assert SendDone(room=1) not in case.events
+        case.room.written(2)
+    else:
+        case.room.written(2)
+        assert SendDone(room=1) not in case.events
+        case.room.acked()
+    assert case.events[-1] == SendDone(room=1)
+    assert case.room.over
+    case.room.check()
+
+
+def test_after_an_abort_the_source_stays_pinned_until_the_last_write_has_ended() -> None:
+    """SPEC H19: no page is freed while a transfer reads it."""
+    case = Case().all_posted()
+    case.room.aborted()
+    assert case.events[-1] == SendFailed(room=1, reason="the receiver gave up")
+    case.room.written(1)
+    assert case.told == []
+    case.room.written(2)
+    assert case.told == [DRAINED]
+    assert case.events[-1] == SendDrained(room=1)
+
+
+def test_an_abort_that_comes_twice_is_answered_once_and_fails_once() -> None:
+    case = Case().all_posted()
+    case.room.aborted()
+    case.room.aborted()
+    case.room.written(1)
+    case.room.written(2)
+    assert case.told == [DRAINED]
+    assert [type(event) for event in case.events] == [SendReady, SendFailed, SendDrained]
+
+
+def test_what_was_given_but_not_posted_is_never_written_after_a_failure() -> None:
+    case = Case().ready()
+    case.room.send(1, page_ids(1, 2, 3, 4), b"meta")
+    case.post()
+    case.room.fail("x")
+    assert not case.room.has_write
+    assert case.told == [Fail(room=1, generation=2, reason="x", drained=False)]
+    case.room.send(5, page_ids(5))  # the engine does not know yet
+    case.room.written(1)
+    assert case.told[1:] == [DRAINED]
+    assert case.events[1:] == [FAILED, SendDrained(room=1)]
+
+
+def test_a_failure_with_nothing_on_its_way_is_drained_in_the_same_word() -> None:
+    case = Case().ready()
+    case.room.fail("x")
+    assert case.told == [Fail(room=1, generation=2, reason="x", drained=True)]
+    assert case.events[1:] == [FAILED, SendDrained(room=1)]
+
+
+def test_a_write_that_failed_and_may_still_be_read_keeps_the_room_draining() -> None:
+    case = Case().all_posted()
+    case.room.write_failed(1, "no route", drained=False)
+    case.room.written(2)
+    assert not case.room.over
+    case.room.write_failed(1, "no route", drained=True)
+    assert case.room.over
+    assert case.told[-1] == DRAINED
+
+
+def test_a_lost_receiver_asks_again_when_it_is_back() -> None:
+    case = Case().all_posted()
+    case.room.lost("connection reset")
+    assert case.told == []
+    case.room.aborted()  # on the new connection
+    case.room.written(1)
+    case.room.written(2)
+    assert case.told == [DRAINED]
+
+
+def test_a_dead_receiver_reads_nothing_any_more() -> None:
+    case = Case().all_posted()
+    case.room.lost("silent")
+    assert not case.room.over
+    case.room.dead("refused")
+    assert [type(event) for event in case.events] == [SendReady, SendFailed, SendDrained]
+
+
+@pytest.mark.parametrize(
+    ("leg", "opened", "at_s", "says"),
+    [
+        (True, False, 10.0, "the receiver did not open the room in time"),
+        (False, True, 5.0, "the request did not reach the prefill replica in time"),
+        (True, True, 31.0, "neither acknowledged nor aborted by its deadline"),
+    ],
+)
+def test_every_wait_ends_at_its_deadline_and_not_before(leg: bool, opened: bool, at_s: float, says: str) -> None:
+    case = Case()
+    if leg:
+        case.room.expect(ORDER, 0.0)
+    if opened:
+        case.open()
+    case.room.expire(at_s - 0.01)
+    assert not case.room.reason
+    case.room.expire(at_s)
+    assert says in case.room.reason
+    assert case.room.over
+
+
+def test_a_parked_open_that_expires_is_no_event_for_an_engine_that_never_heard_of_it() -> None:
+    case = Case()
+    case.open()
+    case.room.expire(5.0)
+    assert case.events == []
+    assert case.told == [
+        Fail(room=1, generation=2, reason="the request did not reach the prefill replica in time", drained=True)
+    ]
+
+
+def test_legs_that_disagree_about_the_prompt_fail_at_once() -> None:
+    case = Case()
+    case.room.expect(SendOrder(room=1, generation=2, rid="r", num_tokens=21, deadline_s=10.0), 0.0)
+    case.open()
+    assert "21 tokens and the decode leg 20" in case.room.reason
+    assert [type(event) for event in case.events] == [SendFailed, SendDrained]
+
+
+@pytest.mark.parametrize(
+    ("offset", "num", "last", "says"),
+    [
+        (0, 1, False, "pages from 0 on, 1 comes next"),
+        (2, 1, False, "pages from 2 on, 1 comes next"),
+        (1, 5, False, "5 pages, the receiver granted 4"),
+        (1, 3, True, "3 pages, the receiver granted 4"),
+    ],
+)
+def test_pages_with_holes_or_beyond_the_grant_fail_the_room(offset: int, num: int, last: bool, says: str) -> None:
+    case = Case().ready()
+    case.room.send(offset, np.arange(1, num + 1, dtype=np.int32), b"meta" if last else None)
+    assert case.room.reason == f"the prefill engine gave {says}"
+
+
+def test_an_acknowledgement_before_the_end_is_not_believed() -> None:
+    case = Case().ready()
+    case.room.send(1, page_ids(1))
+    case.post()
+    case.room.acked()
+    assert "pages that were not sent" in case.room.reason
