@@ -12,10 +12,11 @@ A peer that hangs holds MAX_IN_FLIGHT posts until it is dropped; other peers go 
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvtransfer.errors import PeerLost
-from kvtransfer.ports import PortEvent, WriteFailed, WriteOrder, Written
+from kvtransfer.ports import Digests, PortEvent, WriteFailed, WriteOrder, Written
 from kvtransfer.transfer_agent import TERMINAL, Transfer, TransferAgent, TransferState
 from kvtransfer.types import PageIds
 
@@ -45,6 +46,7 @@ class Post:
     dst_pages: PageIds  # [n]
     last: bool
     num_bytes: int
+    digests: Future[Digests] | None = None  # where they are made ahead
     transfer: Transfer | None = None
 
 

@@ -4,13 +4,15 @@ Owns:      which peers are connected, and which part of a page goes to or comes 
 Never:     decides about rooms (the desk), or when a wait is over.
 Invariant: a rank writes only the heads that it has, and only into pools of its own fingerprint; what it reports has
            been verified as `Verify` says.
-Thread:    the transfer thread; may be made in another.
+Thread:    the transfer thread; may be made in another. Digests of larger posts are made in a thread of its own
+           ("manta-digest"), one post ahead of the writes: both leave the interpreter free while they work.
 
 A peer's agent is told to the transfer library at the first write to it: a rank that is only written to needs no
 endpoint of its own, and none is left behind when the writer restarts.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from kvtransfer.checksum import Spans, destination_spans, page_digests, source_spans
@@ -20,9 +22,11 @@ from kvtransfer.layout import PageSlice, head_slices
 from kvtransfer.memory import KvMemory
 from kvtransfer.notes import Note, pack
 from kvtransfer.outbox import OpenOrder, Outbox, Post
-from kvtransfer.ports import Arrived, ExpectOrder, PeerRanks, PortEvent, RankInfo, WriteOrder
+from kvtransfer.ports import Arrived, Digests, ExpectOrder, PeerRanks, PortEvent, RankInfo, WriteOrder
 from kvtransfer.transfer_agent import RemotePool, TransferAgent
-from kvtransfer.types import Verify
+from kvtransfer.types import PageIds, Verify
+
+DIGEST_AHEAD_BYTES = 1 << 21  # smaller posts are digested when they are made: a thread's turn costs more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class AgentPort:
         self._spans: dict[str, Spans] = {}  # by agent of a destination
         self._outbox = Outbox(agent, self._make_note)
         self._inbox = Inbox(memory, verify)
+        self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-digest")
 
     @property
     def num_in_flight(self) -> int:
@@ -158,6 +163,7 @@ class AgentPort:
         return events + self._outbox.poll()
 
     def close(self) -> None:
+        self._digester.shutdown(wait=True, cancel_futures=True)
         self._agent.close()
 
     def check(self) -> None:
@@ -188,7 +194,7 @@ class AgentPort:
         num_pages, step = len(order.src_pages), self._pages_per_write
         starts = range(0, num_pages, step) if num_pages else range(1 if order.last else 0)
         opened = OpenOrder(order=order)
-        return [
+        posts = [
             Post(
                 open_order=opened,
                 agent=to.info.agent,
@@ -200,20 +206,27 @@ class AgentPort:
             )
             for start in starts
         ]
+        for post in posts:
+            if post.num_bytes >= DIGEST_AHEAD_BYTES and self._verify is Verify.ALL:
+                post.digests = self._digester.submit(self._digests, post.src_pages, post.agent)
+        return posts
+
+    def _digests(self, src_pages: PageIds, agent: str) -> Digests:
+        """Of the last pages of a post, as many as `Verify` wants."""
+        num_skipped = len(src_pages) - num_digests(self._verify, len(src_pages))
+        return page_digests(self._memory, src_pages[num_skipped:], self._spans[agent])
 
     def _make_note(self, post: Post) -> bytes:
         order = post.open_order.order
-        num_pages = len(post.src_pages)
-        num_skipped = num_pages - num_digests(self._verify, num_pages)
         return pack(
             Note(
                 room=order.room,
                 generation=order.generation,
                 src_rank=self.info.rank,
                 page_offset=post.page_offset,
-                num_pages=num_pages,
+                num_pages=len(post.src_pages),
                 last=post.last,
-                digests=page_digests(self._memory, post.src_pages[num_skipped:], self._spans[post.agent]),
+                digests=post.digests.result() if post.digests else self._digests(post.src_pages, post.agent),
                 meta=order.meta if post.last else b"",
             )
         )
