@@ -107,6 +107,9 @@ class KvTransfer:
     def receive(self, order: ReceiveOrder) -> None:
         """Raises: ValueError for a room that is open here; its number is free after its last event."""
         self._take_room(self._receiving, order.room)
+        if self._crashed.is_set():  # nobody will ever hear of this room
+            reason = f"the transfer thread has failed: {self._error!r}"
+            self._events += (ReceiveFailed(room=order.room, reason=reason), ReceiveDrained(room=order.room))
         self._order(lambda core: core.receive(order))
 
     def abort_receive(self, room: int) -> None:

@@ -83,7 +83,7 @@ class SocketLinks:
 
     def wake(self) -> None:
         """Make `wait` return."""
-        with contextlib.suppress(BlockingIOError):  # full: it will wake
+        with contextlib.suppress(OSError):  # full: it will wake; closed: nobody sleeps any more
             self._wake_out.send(b"w")
 
     # Links
