@@ -1,6 +1,6 @@
 """What a hand-off and the steps after it looked like, as one JSON line each, to be joined by rid (SPEC J01-J04).
 
-Owns:      the fields of these events, and the logger "manta.observe" that gets them.
+Owns:      the fields of these events, and the logger "kvtransfer.observe" that gets them.
 Never:     reads a pool: the caller does, and only where `enabled` says so.
 Invariant: off unless `enable` was called, whatever the level of the root logger; then nothing is computed for it. The
            hashes of one token range are equal on both sides exactly when its K and V are, whatever page size and tp.
@@ -23,7 +23,7 @@ import xxhash
 
 from kvtransfer.payload import Payload, PayloadMeta, Slots
 
-log = logging.getLogger("manta.observe")
+log = logging.getLogger(__name__)
 log.setLevel(logging.WARNING)  # its own, so that verbose logging elsewhere does not copy every KV page
 HEAD = 16  # slots that are listed
 

@@ -104,7 +104,7 @@ def test_hashes_on_both_sides_are_equal_and_a_snapshot_goes_on(
     assert made[0].hand_off is not None
     assert made[0].hand_off.transferred, made[0].hand_off.reason
 
-    told = [json.loads(record.getMessage()) for record in caplog.records if record.name == "manta.observe"]
+    told = [json.loads(record.getMessage()) for record in caplog.records if record.name == observe.log.name]
     events = {name: [line for line in told if line["event"] == name] for name in {line["event"] for line in told}}
     (sent,), (got,) = events["prefill_before_send"], events["decode_after_restore"]
     assert sent["token_range"] == got["token_range"] == [8, 50]

@@ -26,7 +26,7 @@ def events(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 
 def lines(caplog: pytest.LogCaptureFixture, event: str = "") -> list[dict[str, object]]:
-    told = [json.loads(record.getMessage()) for record in caplog.records if record.name == "manta.observe"]
+    told = [json.loads(record.getMessage()) for record in caplog.records if record.name == observe.log.name]
     return [fields for fields in told if event in ("", fields["event"])]
 
 
