@@ -181,7 +181,7 @@ class Dispatcher:
         decision = noted.decision
         if decision.predicted_ttft_s <= self._max_wait_s:
             return
-        wait_s = min(each.terms.ttft_s - each.terms.own_s for each in decision.candidates)
+        wait_s = decision.shortest_wait_s
         if wait_s <= self._max_wait_s:
             return
         noted.outcome = Outcome(ending=Ending.ABORTED)

@@ -196,11 +196,11 @@ def _announce(
         url = f"http://{host}:{schema.http_options.port}{prefix}"
         for line in _pools(url):
             say(line)
-        say(f"ready: {config.model.name} on {_replicas(counts)} at {url}/v1")
+        say(f"ready: {config.model.name} on {counted(counts)} at {url}/v1")
         print(f"\nTry it:\n\n{curl(url, config.model.name)}\n\nCtrl-C stops everything.\n", flush=True)
 
 
-def _replicas(counts: Mapping[Role, int]) -> str:
+def counted(counts: Mapping[Role, int]) -> str:
     """How many of each role, in words."""
     named = [
         f"{count} {'' if role is Role.UNIFIED else f'{role.value} '}replica{'s' if count != 1 else ''}"

@@ -72,6 +72,9 @@ def choose_pair(
     if handed_over and prefill_s is not None:
         ttft_s = prefill_s + chosen.transfer_s + chosen.overhead_s + chosen.pressure_s
     best_id = None if prefills is None or best is None else prefills.replica_id(best)
+    waits = [decodes.estimates.ttft_s - decodes.estimates.own_s]
+    if prefills is not None and best is not None and hand_off_s is not None:
+        waits.append(costs.pressure_s + float(prefills.estimates.ttft_s[best] - prefills.estimates.own_s[best]))
     pair = Pair(
         prefill_id=best_id if handed_over else None,
         prefill_number=prefill_number,
@@ -79,6 +82,7 @@ def choose_pair(
         why=query.one_replica,
         best_prefill_id=best_id,
         prefill_s=prefill_s,
+        shortest_wait_s=float(np.minimum.reduce(waits).min()),
         link_bytes_per_s=costs.link_bytes_per_s,
         link_measured=link_measured,
         costs=costs,

@@ -208,6 +208,13 @@ class Decision:
         return None if self.pair is None else self.pair.prefill_id
 
     @property
+    def shortest_wait_s(self) -> float:
+        """Until the prompt could be begun, at the best candidate for that, whatever the prompt itself takes."""
+        if self.pair is not None:
+            return self.pair.shortest_wait_s
+        return min(each.terms.ttft_s - each.terms.own_s for each in self.candidates)
+
+    @property
     def given_up(self) -> int:
         """Cached tokens that the best overlap had more than the winner."""
         return self.best_overlap[1] - self.overlap_tokens

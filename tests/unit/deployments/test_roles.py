@@ -11,7 +11,7 @@ from deployments.places import ROOT
 from deployments.replica_settings import AutoscalingSettings
 from deployments.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.schema import parse
-from deployments.serve import read
+from deployments.serve import counted, read
 from deployments.transfer_settings import TOKEN_VARIABLE, with_token, without_token
 from kvtransfer.types import TransferSettings, Verify
 from replicas.config import CacheConfig
@@ -113,3 +113,8 @@ def test_an_error_about_the_settings_does_not_repeat_the_token(wrong: dict[str, 
     said = f"{error.value} {error.value!r} {error.value.__cause__}"
     assert SECRET not in said
     assert "too short" not in said
+
+
+def test_replicas_are_counted_by_role() -> None:
+    assert [counted({Role.UNIFIED: count}) for count in (1, 2)] == ["1 replica", "2 replicas"]
+    assert counted({Role.PREFILL: 1, Role.DECODE: 3}) == "1 prefill replica and 3 decode replicas"

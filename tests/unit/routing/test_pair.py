@@ -203,3 +203,11 @@ def test_a_dry_run_opens_nothing() -> None:
     assert decision.prefill_id == "p0"
     assert not made.done(decision, FINISHED)
     assert made.num_open == 0
+
+
+def test_the_shortest_wait_is_over_both_ways_and_needs_room_where_it_decodes() -> None:
+    """9 s of prompts wait at p0, 4 s at d0; and a d0 that is full makes everyone wait, however idle p0 is."""
+    queues = router(view("p0", queued_uncached_tokens=9_000), view("d0", queued_uncached_tokens=4_000))
+    assert queues.choose(query()).shortest_wait_s == 4.0
+    full = view("d0", num_running=100, max_running_requests=50)
+    assert router(view("p0"), full).choose(query()).shortest_wait_s == pytest.approx(100 * 0.02 * 51 / 50)
