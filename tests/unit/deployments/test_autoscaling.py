@@ -128,3 +128,10 @@ def test_without_word_from_a_replica_nothing_changes() -> None:
 
 def test_what_replicas_tell_are_numbers() -> None:
     assert all(math.isfinite(value) for value in replica_stats(stats()).values())
+
+
+def test_requests_whose_pages_are_on_their_way_are_load_and_quarantined_pages_are_taken() -> None:
+    """Of a decode replica: nothing of these is in its queue."""
+    pool = dataclasses.replace(stats().pool, free_pages=4, quarantined_pages=5, reserved_pages=1)
+    said = replica_stats(dataclasses.replace(stats(num_running=2, num_preallocating=3, num_receiving=4), pool=pool))
+    assert (said["num_running"], said["num_waiting"], said["used_pages"]) == (2, 7, 6)
