@@ -10,11 +10,11 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from benchmarks import kernels, micro, offline, serving
+from benchmarks import kernels, micro, offline, serving, transfer
 from benchmarks.report import Row, publish
 from benchmarks.scale import FULL, QUICK
 
-PARTS = ("kernels", "offline", "micro", "serving")
+PARTS = ("kernels", "offline", "micro", "transfer", "serving")
 
 
 def run(part: str, options: argparse.Namespace) -> list[Row]:
@@ -25,6 +25,8 @@ def run(part: str, options: argparse.Namespace) -> list[Row]:
             return offline.measure(options.model, num_threads=options.threads, scale=scale)
         case "kernels":
             return kernels.measure(options.threads)
+        case "transfer":
+            return transfer.measure(quick=options.quick)
         case "micro":
             return micro_rows((10_000,) if options.quick else (10_000, 100_000, 1_000_000))
         case _:

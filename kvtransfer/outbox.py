@@ -20,7 +20,7 @@ from kvtransfer.ports import Digests, PortEvent, WriteFailed, WriteOrder, Writte
 from kvtransfer.transfer_agent import TERMINAL, Transfer, TransferAgent, TransferState
 from kvtransfer.types import PageIds
 
-MAX_IN_FLIGHT = 2  # posts for each agent of a peer
+MAX_IN_FLIGHT = 4  # posts for each agent of a peer; a post ends with the peer's next turn, which may be late
 POSTS_PER_POLL = 2
 
 
