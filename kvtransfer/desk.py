@@ -44,11 +44,11 @@ from kvtransfer.wire import Hello
 
 log = logging.getLogger(__name__)
 
-BUSY_WAIT_S = 0.0003  # writes or pages are on their way: look again soon
-WAITING_S = 0.002  # rooms are open, and nothing moves just now
-GROWTH = 1.2
+BUSY_WAIT_S = 0.00005  # after something happened; then longer and longer, 4 ms after some 20 ms
+GROWTH = 1.3
+WAITING_S = 0.004  # rooms are open and nothing moves; a peer that posts a write says so, which wakes us
+IDLE_WAIT_S = 0.02  # no room is open; what the agents' own connections want can wait so long
 MIN_SELECT_S = 0.001
-IDLE_WAIT_S = 0.005  # no room is open; a peer's connection to our agent still wants to be served
 DEADLINE_STEP_S = 0.002  # how exactly deadlines are kept
 START_TIMEOUT_S = 60.0
 

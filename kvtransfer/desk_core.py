@@ -25,7 +25,7 @@ from kvtransfer.types import (
     TransferSettings,
     TransferStats,
 )
-from kvtransfer.wire import Abort, Ack, Bye, Drained, Fail, Hello, Message, Open, Ping, encode_meta
+from kvtransfer.wire import Abort, Ack, Bye, Drained, Fail, Hello, Message, Open, Ping, Posted, encode_meta
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class DeskCore:
             return  # closed meanwhile
         incarnation, outgoing = who
         self.peers.heard(link, self.now)
-        if isinstance(message, Ping):
+        if isinstance(message, Ping) or (isinstance(message, Posted) and outgoing):
             return
         if isinstance(message, Bye):
             self.link_down(link, "the peer has shut down")

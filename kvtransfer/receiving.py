@@ -15,7 +15,7 @@ from kvtransfer.quarantine import Held, Quarantine, RoomKey
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.states import KVPoll
 from kvtransfer.types import ReceiveOrder, TransferEvent
-from kvtransfer.wire import Fail, ToReceiver, ToSender
+from kvtransfer.wire import Drained, Fail, ToSender
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class ReceivingRooms:
 
     # what the peers and the ports say
 
-    def heard(self, incarnation: str, message: ToReceiver, now: float) -> None:
+    def heard(self, incarnation: str, message: Fail | Drained, now: float) -> None:
         room = self._rooms.get((message.room, message.generation))
         if room is None or room.incarnation != incarnation or room.state == KVPoll.BOOTSTRAPPING:
             self.num_late += 1

@@ -20,7 +20,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.ports import PeerRanks, RankPort, WriteFailed, WriteOrder, Written
 from kvtransfer.sender import KVSender
 from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, TransferEvent, TransferSettings
-from kvtransfer.wire import Abort, Drained, Fail, Open, ToReceiver, ToSender
+from kvtransfer.wire import Abort, Drained, Fail, Open, Posted, ToReceiver, ToSender
 
 log = logging.getLogger(__name__)
 
@@ -261,6 +261,7 @@ class SendingRooms:
                 continue
             room = receiver.turns.popleft()
             self._post(room, incarnation, receiver)
+            self._tell(incarnation, Posted())
             posted = True
             if room.has_write:
                 receiver.turns.append(room)

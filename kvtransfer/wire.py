@@ -5,7 +5,7 @@ Never:     believes them: who sent one, and whether its room is known, is for ot
 Invariant: decode(encode(m)) == m; bytes that are no message of this version raise BadMessage and nothing else.
 
     decode engine ── Open, Abort, Ack ──> prefill engine       both: Hello once, Ping, Bye
-                  <── Fail, Drained ────
+                  <── Posted, Fail, Drained ──
 A frame is 4 bytes of length, big-endian, and that many of JSON: {"v": 1, "t": "open", ...}.
 """
 
@@ -112,6 +112,11 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Posted:
+    """A write is on its way: a receiver that looks now and then should look now. Nothing depends on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
     """I live."""
 
@@ -122,10 +127,11 @@ class Bye:
 
 
 ToSender = Open | Abort | Ack
-ToReceiver = Fail | Drained
+ToReceiver = Posted | Fail | Drained
 Message = Challenge | Answer | Welcome | Hello | ToSender | ToReceiver | Ping | Bye
 _TYPES: dict[str, type[Message]] = {
-    cls.__name__.lower(): cls for cls in (Challenge, Answer, Welcome, Hello, Open, Abort, Ack, Fail, Drained, Ping, Bye)
+    cls.__name__.lower(): cls
+    for cls in (Challenge, Answer, Welcome, Hello, Open, Abort, Ack, Posted, Fail, Drained, Ping, Bye)
 }
 
 

@@ -23,6 +23,7 @@ from kvtransfer.wire import (
     Message,
     Open,
     Ping,
+    Posted,
     Welcome,
     decode,
     decode_meta,
@@ -49,6 +50,7 @@ MESSAGES: list[Message] = [
     Ack(room=1, generation=0),
     Fail(room=1, generation=0, reason="é", drained=True),
     Drained(room=1, generation=0),
+    Posted(),
     Ping(),
     Bye(),
 ]
