@@ -119,6 +119,8 @@ class FakeDesk:
         self.address = PeerAddress(host="fake", port=0, incarnation=name)
         self.device = device
         self.wire = wire
+        self.free_pages: Callable[[], set[int]] = set  # of its pool: nothing may be read from or written to these
+        self.shared_pages: Callable[[], set[int]] = set  # of its prefix cache: nothing may be written to these
         self._on_event = on_event
         self.closed = False
         self._page_size = page_size
@@ -207,8 +209,12 @@ class FakeDesk:
         assert np.array_equal(self.device.tokens[source], content[0]), "a page changed while it was being sent"
         assert np.array_equal(positions, content[1]), "a page changed while it was being sent"
         first = page_offset - room.order.first_page
-        target = self._slots(room.order.pages[first : first + len(source) // self._page_size])
-        device = room.receiver.device
+        pages = room.order.pages[first : first + len(source) // self._page_size]
+        target, receiver = self._slots(pages), room.receiver
+        assert not self.free_pages() & set((source // self._page_size).tolist()), "a page that is sent is free"
+        assert not receiver.free_pages() & set(pages.tolist()), "a page that is written to is free"
+        assert not receiver.shared_pages() & set(pages.tolist()), "a page that is written to is in the prefix cache"
+        device = receiver.device
         device.tokens[target] = content[0] if room.failed is None else GARBAGE
         device.positions[target] = content[1] if room.failed is None else GARBAGE
         room.arrived += len(source) // self._page_size

@@ -18,6 +18,9 @@ class Side:
         self.engine = engine
         self.desk = desk
         self.deltas: dict[tuple[str, int], list[TokenDelta]] = {}
+        store = engine.kv._store
+        desk.free_pages = lambda: set(store.allocator.free_pages().tolist())
+        desk.shared_pages = lambda: set(store.cache.all_pages().tolist())
 
     def submit(self, request: GenerateRequest) -> None:
         self.take(self.engine.submit(request))

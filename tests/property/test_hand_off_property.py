@@ -1,8 +1,12 @@
-"""Two engines joined by a wire, random requests, chunks, pools, aborts and faults in any order: every request ends once,
-with the answer of one engine, and no page is lost, shared or reused too early on either side.
+"""Two engines joined by a wire, random requests, chunks, pools, aborts and faults in any order: every request ends
+once, with the answer of one engine, and no page is lost, shared or reused too early on either side.
 
-The wire checks that a page that was sent does not change before it was read; late writes of failed rooms leave garbage.
+The wire checks that a page that is sent does not change before it was read, and is not free; that one that is written
+to is neither free nor in the prefix cache; and late writes of failed rooms leave garbage.
 """
+
+import random
+from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,28 +19,29 @@ from tests.pair import Pair, Side
 PREFIXES = [list(range(24)), [*range(8), 99], [7] * 30, []]
 LONGEST = 30 + 12 + 16  # tokens of one request
 
+
+@dataclass(frozen=True)
+class Asked:
+    """What one side owes."""
+
+    prompt: list[int]
+    length: int  # tokens; 0 for a prefill leg
+    num_choices: int
+
+
 arrivals = st.tuples(
-    st.sampled_from(["pair", "pair", "pair", "prefill side", "decode side", "only prefill leg", "only decode leg"]),
+    st.sampled_from(["pair", "pair", "pair", "pair", "prefill side", "decode side", "prefill leg", "decode leg"]),
     st.integers(0, len(PREFIXES) - 1),
     st.lists(st.integers(0, 3), min_size=1, max_size=12),
     st.integers(1, 16),  # max_new_tokens
     st.sampled_from([1, 1, 2]),  # n
 )
-actions = st.lists(
-    st.one_of(
-        arrivals,
-        st.tuples(st.just("turn"), st.integers(1, 6), st.sampled_from([0, 1, 2, None]), st.integers(0, 5)),
-        st.tuples(st.just("abort"), st.integers(0, 20), st.booleans()),
-        st.tuples(st.just("fail"), st.integers(1, 20)),
-        st.tuples(st.just("drain"), st.booleans()),
-    ),
-    max_size=40,
-)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    actions=actions,
+    requests=st.lists(arrivals, min_size=2, max_size=10),
+    seed=st.integers(0, 2**32),  # of the order in which things happen
     page_size=st.sampled_from([1, 2, 4, 16]),
     chunks=st.tuples(st.sampled_from([3, 16, 64]), st.sampled_from([3, 64])),
     spare=st.tuples(st.integers(0, 60), st.integers(0, 60)),
@@ -44,7 +49,8 @@ actions = st.lists(
     prefix_cache=st.sampled_from(["radix", "radix", "chunk"]),
 )
 def test_every_request_ends_once_with_the_answer_of_one_engine(
-    actions: list[tuple[object, ...]],
+    requests: list[tuple[str, int, list[int], int, int]],
+    seed: int,
     page_size: int,
     chunks: tuple[int, int],
     spare: tuple[int, int],
@@ -65,55 +71,56 @@ def test_every_request_ends_once_with_the_answer_of_one_engine(
         min_new_token_ratio=min(ratio, 0.1),
         prefix_cache=prefix_cache,
     )
-    asked: dict[tuple[int, str], tuple[list[int], int, int]] = {}  # (side, rid) -> prompt, length, choices
-    both = (pair.prefill, pair.decode)
-    for number, action in enumerate(actions):
-        match action:
-            case ("turn", int(count), pump, int(pick)):
-                for _ in range(count):
-                    pair.turn(pump=0)
-                    pair.wire.pump(pump, pick=pick)  # type: ignore[arg-type]
-            case ("abort", int(which), bool(side)) if asked:
-                rid = sorted({rid for _, rid in asked})[which % len({rid for _, rid in asked})]
-                both[side].take(both[side].engine.abort(rid))
-                both[side].engine.scheduler.check()
-            case ("fail", int(room)) if room <= pair.num_rooms:
-                pair.wire.fail(room)
-            case ("drain", bool(on)):
-                pair.wire.resume_draining()
-                pair.wire.draining = on
-            case (str(where), int(prefix), list(tail), int(length), int(n)) if where not in ("turn", "abort"):
-                arrive(pair, f"r{number}", where, [*PREFIXES[prefix], *tail], length, n, asked)
+    asked: dict[tuple[int, str], Asked] = {}
+    rng = random.Random(seed)
+    for number, (where, prefix, tail, length, n) in enumerate(requests):
+        arrive(pair, f"r{number}", where, Asked([*PREFIXES[prefix], *tail], length, n), asked)
+        for _ in range(rng.randrange(12)):
+            disturb(pair, rng, sorted(rid for _, rid in asked))
     settle(pair)
-    for (side, rid), (prompt, length, n) in asked.items():
-        for index in range(n):
-            check_answer(both[side], rid, index, prompt, length)
+    both = (pair.prefill, pair.decode)
+    for (side, rid), owed in asked.items():
+        for index in range(owed.num_choices):
+            check_answer(both[side], rid, index, owed)
     assert pair.prefill.at_rest
     assert pair.decode.at_rest
 
 
-def arrive(
-    pair: Pair,
-    rid: str,
-    where: str,
-    prompt: list[int],
-    length: int,
-    n: int,
-    asked: dict[tuple[int, str], tuple[list[int], int, int]],
-) -> None:
-    request = ask(rid, prompt, max_new_tokens=length, n=n)
+def arrive(pair: Pair, rid: str, where: str, owed: Asked, asked: dict[tuple[int, str], Asked]) -> None:
+    """To one side alone, or as two legs, or as one whose peer never hears of it."""
+    request = ask(rid, owed.prompt, max_new_tokens=owed.length, n=owed.num_choices)
     if where in ("prefill side", "decode side"):
         side = int(where == "decode side")
         (pair.prefill, pair.decode)[side].submit(request)
-        asked[side, rid] = (prompt, length, n)
+        asked[side, rid] = owed
         return
     prefill, decode = pair.legs(request)
-    if where != "only decode leg":
+    if where != "decode leg":
         pair.prefill.submit(prefill)
-        asked[0, rid] = (prompt, 0, 1)
-    if where != "only prefill leg":
+        asked[0, rid] = Asked(owed.prompt, 0, 1)
+    if where != "prefill leg":
         pair.decode.submit(decode)
-        asked[1, rid] = (prompt, length, n)
+        asked[1, rid] = owed
+
+
+def disturb(pair: Pair, rng: random.Random, rids: list[str]) -> None:
+    """One thing that may happen at any time."""
+    match rng.choices(["turn", "pump", "fail", "abort", "drain"], weights=[10, 6, 3, 2, 1])[0]:
+        case "turn":
+            pair.turn(pump=0)
+        case "pump":
+            pair.wire.pump(rng.choice([1, 1, 2, None]), pick=rng.randrange(8))
+        case "fail":
+            live = [room.number for room in pair.wire.rooms.values() if room.failed is None]
+            if live:
+                pair.wire.fail(rng.choice(live[-4:]))
+        case "abort":
+            side = rng.choice([pair.prefill, pair.decode])
+            side.take(side.engine.abort(rng.choice(rids[-4:])))
+            side.engine.scheduler.check()
+        case "drain":
+            pair.wire.resume_draining()
+            pair.wire.draining = rng.random() < 0.5
 
 
 def settle(pair: Pair) -> None:
@@ -124,10 +131,9 @@ def settle(pair: Pair) -> None:
             break
         pair.turn()
         for room in list(pair.wire.rooms.values()):
-            if not room.due and (room.sender is None or room.order is None):
-                waits = room.sender is not None or room.order is not None
-                if waits and not (room.order is None and pair.decode.engine.scheduler.prealloc):
-                    pair.wire.fail(room.number, "nobody came")
+            alone = room.sender is None or (room.order is None and not len(pair.decode.engine.scheduler.prealloc))
+            if alone and not room.due:
+                pair.wire.fail(room.number, "nobody came")
     else:
         raise AssertionError(f"still busy: {pair.prefill.engine.open_rids}, {pair.decode.engine.open_rids}")
     for side in (pair.prefill, pair.decode):
@@ -135,14 +141,14 @@ def settle(pair: Pair) -> None:
         side.engine.scheduler.check()
 
 
-def check_answer(side: Side, rid: str, index: int, prompt: list[int], length: int) -> None:
+def check_answer(side: Side, rid: str, index: int, owed: Asked) -> None:
     made = side.ids(rid, index)
-    assert made == continuation(prompt, len(made)), f"{rid}[{index}]: wrong text"
+    assert made == continuation(owed.prompt, len(made)), f"{rid}[{index}]: wrong text"
     reason = side.end(rid, index)
     assert reason is not None, f"{rid}[{index}] was never answered"
     if reason is FinishReason.LENGTH:
-        assert len(made) == length
+        assert len(made) == owed.length
     elif reason in (FinishReason.HANDED_OFF, FinishReason.ERROR):
-        assert length == 0, f"{rid}[{index}] ended with {reason}"
+        assert owed.length == 0, f"{rid}[{index}] ended with {reason}"
     else:
         assert reason is FinishReason.ABORT

@@ -256,12 +256,25 @@ def test_the_other_choices_go_on_when_the_hand_off_fails_or_choice_0_ends() -> N
     assert pair.decode.at_rest
 
 
-def test_a_prefill_leg_in_the_middle_of_its_prompt_does_not_give_way_the_running_do() -> None:
+def test_a_prefill_leg_in_the_middle_of_its_prompt_does_not_give_way_the_last_that_runs_does() -> None:
     """SPEC F11: its pages may be on their way, so that it is never retracted."""
-    pair = Pair(prefill={"num_pages": 14, "new_token_ratio": 0.0, "min_new_token_ratio": 0.0})
+    pair = Pair()
     pair.prefill.submit(ask("own", [1, 2, 3], max_new_tokens=30))
     pair.prefill.take(pair.prefill.engine.step())
     pair.ask("a", PROMPT)
+    pair.until(pair.prefill, "a", ReqState.PREFILLING)
+    own = pair.prefill.engine.find("own")
+    assert own is not None
+    assert own.computed_len == 4  # its next token needs a page
+    pages = pair.prefill.engine.kv._allocator
+    stolen = pages.alloc(pages.num_free, rid="thief")
+    leg = pair.prefill.engine.find("a")
+    assert leg is not None
+    computed = leg.computed_len
+    pair.prefill.take(pair.prefill.engine.step())
+    assert (pair.prefill.state("own"), pair.prefill.state("a")) == (ReqState.WAITING, ReqState.PREFILLING)
+    assert leg.computed_len == computed
+    pages.free(stolen)
     pair.run()
     assert pair.prefill.ids("own") == continuation([1, 2, 3], 30)
     assert pair.prefill.end("a") is FinishReason.HANDED_OFF
