@@ -1,30 +1,24 @@
 """The prefill side of a desk: its rooms, the receivers it knows, and whose pages are written next.
 
-Owns:      the senders, and which write order belongs to which of them; what is remembered of rooms that are over.
+Owns:      the senders; what is remembered of rooms that are over. Its writes are in the books of writes.py.
 Never:     touches sockets or pages; ports do what the orders say.
-Invariant: a write order is in the books until the port has said how it ended, or its receiver is dead; Drained is told
-           of a room only when none of its orders is.
+Invariant: Drained is told of a room only when none of its orders is on its way, and no more will be.
 Thread:    the transfer thread.
-
-Rooms of a receiver take turns, a write each; receivers do too. At most MAX_WRITES are on their way to a receiver, so
-that one that hangs holds up nobody else.
 """
 
 import logging
-import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvtransfer import observe
 from kvtransfer.layout import KvLayout
-from kvtransfer.ports import PeerRanks, RankPort, WriteFailed, WriteOrder, Written
+from kvtransfer.ports import PeerRanks, RankPort, WriteFailed, Written
 from kvtransfer.sender import KVSender
 from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, TransferEvent, TransferSettings
 from kvtransfer.wire import Abort, Drained, Fail, Open, Posted, ToReceiver, ToSender
+from kvtransfer.writes import Writes
 
 log = logging.getLogger(__name__)
 
-MAX_WRITES = 2  # on their way to one receiver: the next is posted while the last one ends
 MAX_ENDED = 10_000  # rooms that are remembered as over
 RoomKey = tuple[int, int]  # room, generation
 
@@ -36,8 +30,6 @@ class _Receiver:
         self.ranks = ranks
         self.refusal = refusal  # why its rooms cannot be served
         self.num_pages = min((rank.num_pages for rank in ranks.ranks), default=0)
-        self.turns: deque[KVSender] = deque()  # rooms with something to write
-        self.orders: set[int] = set()  # on their way
         self.broken = False  # a write failed; to be connected anew when the last one has ended
 
 
@@ -55,7 +47,6 @@ class SendingRooms:
         """``mend``: the ports' endpoint to this receiver has failed, and nothing is on its way over it any more."""
         self._layout = layout
         self._settings = settings
-        self._ports = ports
         self._emit = emit
         self._tell = tell
         self._mend = mend
@@ -63,11 +54,7 @@ class SendingRooms:
         self._by_room: dict[int, KVSender] = {}  # those with a leg
         self._ended: OrderedDict[RoomKey, tuple[float, str]] = OrderedDict()  # -> when, and why
         self._receivers: dict[str, _Receiver] = {}
-        self._orders: dict[int, tuple[KVSender, str, int]] = {}  # -> room, receiver, pages
-        self._next_order = 1
-        self._observed: dict[int, tuple[int, int, float]] = {}  # -> rank, pages, when; while writes are observed
-        self.sent_bytes = 0
-        self.sent_pages = 0
+        self._writes = Writes(layout, ports, pages_per_write=settings.pages_per_write)
         self.num_done = 0
         self.num_failed = 0
         self.num_late = 0
@@ -92,9 +79,7 @@ class SendingRooms:
         if sender is None:
             return
         sender.send(page_offset, pages, meta)
-        receiver = self._receivers.get(sender.incarnation)
-        if receiver is not None and sender.has_write and sender not in receiver.turns:
-            receiver.turns.append(sender)
+        self._writes.want(sender)
         self._sweep(now)
 
     def abort(self, room: int, reason: str, now: float) -> None:
@@ -188,108 +173,43 @@ class SendingRooms:
     def receiver_dead(self, incarnation: str, reason: str, now: float) -> None:
         for room in self._of(incarnation):
             room.dead(reason)
-        if (receiver := self._receivers.pop(incarnation, None)) is not None:
-            for order_id in receiver.orders:
-                del self._orders[order_id]
-                self._observed.pop(order_id, None)
+        self._receivers.pop(incarnation, None)
+        self._writes.forget(incarnation)
         self._sweep(now)
 
     def has_business(self, incarnation: str) -> bool:
-        return incarnation in self._receivers and (
-            bool(self._receivers[incarnation].orders) or any(True for _ in self._of(incarnation))
-        )
+        return self._writes.num_to(incarnation) > 0 or bool(self._of(incarnation))
 
     # what the ports say
 
     def port_event(self, event: Written | WriteFailed, now: float) -> None:
-        entry = self._orders.get(event.order_id)
-        if entry is None:
+        room = self._writes.take(event)
+        if room is None:
             self.num_late += 1
             return
-        room, incarnation, num_pages = entry
-        receiver = self._receivers[incarnation]
+        receiver = self._receivers[room.incarnation]
         if isinstance(event, Written):
-            self._end_order(event.order_id)
-            self.sent_bytes += event.num_bytes
-            self.sent_pages += num_pages
-            self._observe(event, room)
             room.written(event.order_id)
         else:
-            self._observed.pop(event.order_id, None)
-            if event.drained:
-                self._end_order(event.order_id)
             if not receiver.broken:
-                log.warning("write to %s failed: %s", incarnation, event.reason)
+                log.warning("a write to %s failed: %s", room.incarnation, event.reason)
             receiver.broken = True
             room.write_failed(event.order_id, event.reason, drained=event.drained)
-            for other in self._of(incarnation):  # the endpoint is gone: none of them can go on
+            for other in self._of(room.incarnation):  # the endpoint is gone: none of them can go on
                 other.fail(f"a write to the receiver failed: {event.reason}")
-        if receiver.broken and not receiver.orders:
+        if receiver.broken and not self._writes.num_to(room.incarnation):
             receiver.broken = False
             self._mend(receiver.ranks)
         self._sweep(now)
-
-    def _observe(self, event: Written, room: KVSender) -> None:
-        """The record of a write that was posted while somebody looked (SPEC J02)."""
-        if event.order_id not in self._observed or room.order is None:
-            return
-        rank, num_pages, posted_s = self._observed.pop(event.order_id)
-        observe.transfer_submit(
-            rid=room.order.rid,
-            room=room.room,
-            rank=rank,
-            device=self._ports[rank].info.device,
-            dtype=self._layout.dtype,
-            buffers_bytes=[event.num_bytes // num_pages] * num_pages if num_pages else [],
-            latency_s=time.monotonic() - posted_s,
-        )
-
-    def _end_order(self, order_id: int) -> None:
-        _, incarnation, _ = self._orders.pop(order_id)
-        self._receivers[incarnation].orders.discard(order_id)
 
     # the loop
 
     def post_writes(self) -> bool:
         """One write for each receiver that may have one. Returns whether there was any."""
-        posted = False
-        limit = MAX_WRITES * len(self._ports)
-        for incarnation, receiver in self._receivers.items():
-            while receiver.turns and not receiver.turns[0].has_write:
-                receiver.turns.popleft()
-            if not receiver.turns or len(receiver.orders) >= limit or receiver.broken:
-                continue
-            room = receiver.turns.popleft()
-            self._post(room, incarnation, receiver)
+        posted = self._writes.post()
+        for incarnation in posted:
             self._tell(incarnation, Posted())
-            posted = True
-            if room.has_write:
-                receiver.turns.append(room)
-        return posted
-
-    def _post(self, room: KVSender, incarnation: str, receiver: _Receiver) -> None:
-        write = room.take_write(self._settings.pages_per_write)
-        for rank, port in enumerate(self._ports):
-            order_id = self._next_order
-            self._next_order += 1
-            self._orders[order_id] = (room, incarnation, len(write.src) if rank == 0 else 0)
-            if observe.enabled():
-                self._observed[order_id] = (rank, len(write.src), time.monotonic())
-            receiver.orders.add(order_id)
-            room.posted(order_id)
-            port.write(
-                WriteOrder(
-                    order_id=order_id,
-                    incarnation=incarnation,
-                    room=room.room,
-                    generation=room.generation,
-                    page_offset=write.page_offset,
-                    src_pages=write.src,
-                    dst_pages=write.dst,
-                    last=write.last,
-                    meta=write.meta if rank == 0 else b"",
-                )
-            )
+        return bool(posted)
 
     def expire(self, now: float) -> None:
         for room in list(self._rooms.values()):
@@ -308,8 +228,12 @@ class SendingRooms:
         return min((room.deadline_s for room in self._rooms.values()), default=float("inf"))
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._orders)
+    def sent_bytes(self) -> int:
+        return self._writes.sent_bytes
+
+    @property
+    def sent_pages(self) -> int:
+        return self._writes.sent_pages
 
     @property
     def num_rooms(self) -> int:
@@ -348,9 +272,6 @@ class SendingRooms:
         for room in self._rooms.values():
             room.check()
             assert not room.over, f"room {room.room} is over and still in the books"
-        assert set().union(*(receiver.orders for receiver in self._receivers.values())) == set(self._orders)
-        for order_id, (room, incarnation, _) in self._orders.items():
-            assert (room.room, room.generation) in self._rooms, f"order {order_id} of a room that is over"
-            assert room.incarnation == incarnation
+        self._writes.check()
         assert all(room.order is not None for room in self._by_room.values())
         assert all(room in self._rooms.values() for room in self._by_room.values())
