@@ -118,9 +118,9 @@ class Outbox:
 
     def poll(self) -> list[PortEvent]:
         """Check what is in flight, post what may go, and tell what has ended."""
-        for post in list(self._in_flight):
-            self._check(post)
         for _ in range(POSTS_PER_POLL):
+            for post in list(self._in_flight):  # before each post, which blocks: a note leaves when its write is checked
+                self._check(post)
             if not self._post_next():
                 break
         events, self._events = self._events, []
