@@ -119,7 +119,7 @@ class Outbox:
     def poll(self) -> list[PortEvent]:
         """Check what is in flight, post what may go, and tell what has ended."""
         for _ in range(POSTS_PER_POLL):
-            for post in list(self._in_flight):  # before each post, which blocks: a note leaves when its write is checked
+            for post in list(self._in_flight):  # a post blocks, and a note leaves at a check
                 self._check(post)
             if not self._post_next():
                 break
