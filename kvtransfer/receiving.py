@@ -19,6 +19,8 @@ from kvtransfer.wire import Drained, Fail, ToSender
 
 log = logging.getLogger(__name__)
 
+WARN_S = 30.0  # pages in quarantine for so long, and again each time: somebody should look at the peer
+
 
 class ReceivingRooms:
     def __init__(
@@ -37,6 +39,7 @@ class ReceivingRooms:
         self._by_room: dict[int, KVReceiver] = {}
         self._layouts: dict[str, KvLayout] = {}  # of the peers that are connected
         self.quarantine = Quarantine()
+        self._warned_s = 0.0
         self.received_pages = 0
         self.num_done = 0
         self.num_failed = 0
@@ -148,6 +151,15 @@ class ReceivingRooms:
         for room in list(self._rooms.values()):
             room.expire(now)
             self._settle(room, now)
+        if (oldest_s := self.quarantine.oldest_s(now)) >= WARN_S and now >= self._warned_s + WARN_S:
+            self._warned_s = now
+            log.warning(
+                "%d pages of %d rooms are in quarantine, the oldest for %.0f s: a prefill replica hangs or cannot be "
+                "reached; its pages come back when it answers or when its process has ended",
+                self.quarantine.num_pages,
+                len(self.quarantine),
+                oldest_s,
+            )
 
     def fail_all(self, reason: str, now: float) -> None:
         for room in list(self._rooms.values()):

@@ -13,11 +13,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.types import PeerAddress, TransferEvent, TransferSettings, TransferStats
+from kvtransfer.types import (
+    PeerAddress,
+    Received,
+    ReceiveDrained,
+    SendDone,
+    SendDrained,
+    TransferEvent,
+    TransferSettings,
+    TransferStats,
+)
 from tests.kv_pools import layout, random_pools
 
 NUM_PAGES = 65
 EVENT_WAIT_S = 30.0
+LAST = (Received, ReceiveDrained, SendDone, SendDrained)
 
 
 def settings(**changes: Any) -> TransferSettings:
@@ -72,6 +82,15 @@ class EngineProcess:
                     return event
             left_s = deadline_s - time.monotonic()
             assert left_s > 0, f"no {kind.__name__} of room {room} within {within_s} s; there is {self.events}"
+            if self._pipe.poll(left_s):
+                self._take(self._pipe.recv())
+
+    def wait_end(self, room: int, *, within_s: float = EVENT_WAIT_S) -> None:
+        """The last event of a room, whatever it is."""
+        deadline_s = time.monotonic() + within_s
+        while not any(isinstance(event, LAST) and event.room == room for event in self.events):
+            left_s = deadline_s - time.monotonic()
+            assert left_s > 0, f"room {room} has not ended within {within_s} s; there is {self.events}"
             if self._pipe.poll(left_s):
                 self._take(self._pipe.recv())
 

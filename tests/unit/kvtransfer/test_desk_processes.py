@@ -1,5 +1,6 @@
 """Two processes with a desk each, pages over NIXL: what happens when one of them dies or hangs (SPEC H08, H13, H19)."""
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -202,3 +203,47 @@ def test_a_stopped_decode_process_holds_up_only_its_own_rooms_and_goes_on(make: 
         else:
             d.wait(ReceiveDrained, room)
         whole(p, d, room=room + 30)
+
+
+def test_a_thousand_rooms_with_aborts_and_stops_leave_no_descriptor_and_no_room(make: Make) -> None:
+    """SPEC H19. Two receivers, eight rooms at a time, one in four aborted by either side, a stop now and then."""
+    chance = random.Random(0)
+    p, receivers = make(), [make(), make()]
+    for room, each in enumerate(receivers):
+        whole(p, each, room=room)
+    before = [each.num_descriptors() for each in (p, *receivers)]
+    received = 0
+    for start in range(1000, 2000, 8):
+        rooms = {room: chance.choice(receivers) for room in range(start, start + 8)}
+        stopped = chance.choice(receivers) if start % 160 == 0 else None
+        for room, d in rooms.items():
+            bring_leg(p, room=room)
+            open_room(d, p, room=room)
+        if stopped is not None:
+            stopped.stop()
+        for room, d in rooms.items():
+            match chance.randrange(8):
+                case 0:
+                    d.call("abort_receive", room)
+                case 1:
+                    p.call("abort_send", room, "the client is gone")
+                case _ if stopped is None:
+                    send_half(p, room=room)
+                    send_rest(p, room=room)
+                case _:
+                    p.call("abort_send", room, "its receiver hangs")
+        if stopped is not None:
+            stopped.go_on()
+        for room, d in rooms.items():
+            p.wait_end(room)
+            d.wait_end(room)
+            received += d.has(Received, room)
+        for each in (p, *receivers):
+            each.events.clear()
+    assert received > 500
+    assert [each.num_descriptors() for each in (p, *receivers)] == before
+    for each in (p, *receivers):
+        stats = each.stats()
+        assert (stats.rooms_sending, stats.rooms_receiving, stats.rooms_draining) == (0, 0, 0)
+    for room, each in enumerate(receivers, 2000):
+        whole(p, each, room=room)

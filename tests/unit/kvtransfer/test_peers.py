@@ -71,7 +71,9 @@ def test_a_suspect_gets_no_new_room_until_it_has_said_hello() -> None:
     begun(net, p, d)
 
 
-def test_pages_of_a_hung_peer_stay_in_quarantine_for_ever_and_go_back_when_it_says_drained() -> None:
+def test_pages_of_a_hung_peer_stay_in_quarantine_for_ever_and_go_back_when_it_says_drained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     net, p, d = pair()
     room = begun(net, p, d)
     net.hang(p)
@@ -79,6 +81,9 @@ def test_pages_of_a_hung_peer_stay_in_quarantine_for_ever_and_go_back_when_it_sa
     assert room.receives == ["ReceiveFailed"]
     assert d.core.stats().rooms_draining == 1
     assert d.core.stats().oldest_drain_s == pytest.approx(97.0, abs=1.0)
+    warnings = [record.getMessage() for record in caplog.records if "in quarantine" in record.getMessage()]
+    assert len(warnings) == 3  # after 30, 60 and 90 s
+    assert warnings[0].startswith("3 pages of 1 rooms are in quarantine, the oldest for 30 s")
     net.resume(p)
     net.run(7.0)
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
