@@ -88,6 +88,8 @@ class Fleet:
             self._heard_s[replica_id] = self._clock()
             self._unheard.discard(replica_id)
             self._update()
+            if replica_id in self._infos and self._address is not None:
+                self.sync.on_report(replica_id, report.stats.cache_event_seq, self._address.router_id)
 
     def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
         if replica_id in self._infos and self._address is not None:
@@ -170,6 +172,7 @@ class Fleet:
         assert self._unheard <= self._members
         assert not self._infos.keys() & self._attaching.keys()
         assert self.sync.asking <= self._infos.keys()
+        self.sync.check()
 
     async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
         while True:
