@@ -127,6 +127,10 @@ class Fleet:
         self._update()
         return sum(view.may_take for view in self._router.views)
 
+    def cache_pages(self) -> dict[str, tuple[int, int]]:
+        """By replica: how many pages it is believed to hold, confirmed by its events and only expected."""
+        return {view.replica_id: self._router.num_pages(view.replica_id) for view in self._router.views}
+
     def describe(self) -> str:
         """One clause on the state of all, for errors and /health."""
         self._update()
