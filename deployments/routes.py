@@ -152,6 +152,7 @@ def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
         "own_s": number(terms.own_s),
         "decode_s": number(terms.decode_s),
         "pressure_s": number(terms.pressure_s),
+        "behind_s": number(terms.behind_s),
         "pool_utilization": number(view.pool_utilization),
         "report_age_s": number(decision.time_s - view.time_s),
     }
