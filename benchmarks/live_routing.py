@@ -20,14 +20,16 @@ request leaves behind for long. The ratio of the hits is then, ideally:
   requests left: in the long run a half of 97 %. So with two replicas, LRU and independent draws the ratio is 2 at the
   most and no policy can do better: 2x is the bound, not a modest target. A shuffled deck is a little kinder: with 6
   requests a group, those used of late have fewer still to come, which costs the LRU of both replicas under round robin
-  and nothing where all fits. A model of the two pools that leaves time out (one request after another, groups bound
-  to replicas) gives 93 % against 43 %: 2.1x with 6 requests a group, 2.4x with 3, 2.0x with 24.
-- turns: the cache-aware bound stays 94 to 97 %. Under round robin a group meets the replica of its last turn half of
-  the time, and then after some 8 other requests, beside the 8 that fit: about a third of its prefixes are there. 2.9x.
+  and nothing where all fits. A model that leaves time out (live_bounds.py) gives, over 20 seeds, 94 % against 43 to
+  44 %, and so 2.1x; one seed's round robin can be anywhere between 34 and 55 %. Beside each number measured stands
+  what the model gives for that very workload.
+- turns: the cache-aware bound stays. Under round robin a group meets the replica of its last turn half of the time,
+  and then after some 8 other requests, where 8 fit: about a third of its prefixes are there. 2.9x.
 
-What a live router loses against this model: a warm-up that splits the groups 9 to 7 rather than 8 to 8 (the ninth
-does not fit), and requests that it sends elsewhere on purpose, since the holder's queue is longer than the prefix
-takes to compute: a hit given up for an earlier first token, and a second copy that evicts another group's.
+What the model leaves out. Against us: a warm-up that splits the groups 9 to 7 rather than 8 to 8 (the ninth does not
+fit), and requests sent elsewhere on purpose, as the holder's queue is longer than the prefix takes to compute: a hit
+given up for an earlier first token, and a second copy that evicts another group's. For round robin: while requests
+queue, the replica's own scheduler (`lpm`) takes those first whose prefix is there, before it is evicted.
 """
 
 import argparse
@@ -42,68 +44,19 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from benchmarks.client import Client, ClosedLoop, OpenLoop, Run
+from benchmarks.client import Client, ClosedLoop, Run
+from benchmarks.live_workload import LOADS, PAGE_SIZE, Sizes, one_a_group
 from benchmarks.report import Row, publish
 from benchmarks.serving import percentile
-from benchmarks.workloads import Workload, shared_prefix
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 240.0
 STOP_S = 60.0
-PAGE_SIZE = 16
-LOADS = ("saturated", "relaxed", "turns")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The workload, and the pools that half of it fits into."""
-
-    groups: int
-    per_group: int
-    prefix_len: int
-    question_len: int
-    output_len: int
-    concurrency: int
-    rate: float  # requests a second of the relaxed load
-
-    @property
-    def pool_tokens(self) -> int:
-        """Half of the groups, and what the requests that run at once on one of two replicas add to them."""
-        own = self.question_len + self.output_len + PAGE_SIZE
-        return self.groups // 2 * self.prefix_len + self.concurrency // 2 * own
-
-    def workload(self, load: str, seed: int) -> Workload:
-        """Of another seed, and so of other tokens, for each load: what one run leaves in the caches is no other's."""
-        workload = shared_prefix(
-            num_groups=self.groups,
-            per_group=self.per_group,
-            prefix_len=self.prefix_len,
-            question_len=self.question_len,
-            output_len=self.output_len,
-            vocab_size=32_000,
-            seed=len(LOADS) * seed + LOADS.index(load),
-        )
-        return _in_turns(workload) if load == "turns" else workload
-
-    def load(self, name: str, seed: int) -> ClosedLoop | OpenLoop:
-        return OpenLoop(rate=self.rate, seed=seed) if name == "relaxed" else ClosedLoop(concurrency=self.concurrency)
-
-
-def _in_turns(workload: Workload) -> Workload:
-    """Every group's first request, then every group's second, and so on; within a turn as they were shuffled."""
-    conversations = sorted(workload.conversations, key=lambda each: int(each.name.split(".")[1]))
-    return replace(workload, name=f"{workload.name}, in turns", conversations=tuple(conversations))
-
-
-def _one_a_group(workload: Workload) -> Workload:
-    """The first request of each group: what fills the caches before the clock starts."""
-    first = {each.name.split(".")[0]: each for each in reversed(workload.conversations)}
-    return replace(workload, name=f"{workload.name}, warm-up", conversations=tuple(first.values()))
 
 
 @contextlib.contextmanager
@@ -172,23 +125,28 @@ def measure(policy: str, sizes: Sizes, seed: int, max_s: float) -> dict[str, Mea
         for name in LOADS:
             workload = sizes.workload(name, seed)
             urllib.request.urlopen(f"{url}/flush_cache?timeout=30", timeout=60).close()
-            asyncio.run(client.run(_one_a_group(workload), ClosedLoop(concurrency=2), max_s=max_s))
+            asyncio.run(client.run(one_a_group(workload), ClosedLoop(concurrency=2), max_s=max_s))
             found[name] = Measured.of(asyncio.run(client.run(workload, sizes.load(name, seed), max_s=max_s)))
             print(f"  {policy}, {name}: {found[name]}", file=sys.stderr, flush=True)
     return found
 
 
-def rows_of(found: dict[str, list[dict[str, Measured]]], baseline: str, ours: str) -> list[Row]:
-    """One table: by load, each policy's numbers and their ratios by round."""
+def rows_of(
+    found: dict[str, list[dict[str, Measured]]], baseline: str, ours: str, sizes: Sizes, seeds: Sequence[int]
+) -> list[Row]:
+    """One table: by load, each policy's numbers, in the note what the model gives, and their ratios by round."""
     rows = []
 
-    def add(name: str, values: Sequence[float], unit: str, target: str = "") -> None:
-        rows.append(Row.of("live routing, 2 replicas, pools of half of the groups", name, values, unit, target=target))
+    def add(name: str, values: Sequence[float], unit: str, target: str = "", note: str = "") -> None:
+        section = "live routing, 2 replicas, pools of half of the groups"
+        rows.append(Row.of(section, name, values, unit, target=target, note=note))
 
     for load in LOADS:
         runs = {policy: [each[load] for each in rounds] for policy, rounds in found.items()}
         for policy, of_policy in runs.items():
-            add(f"{load}, {policy}: cached prompt tokens", [100 * run.hit_ratio for run in of_policy], "%")
+            model = [100 * sizes.expected(load, seed, bound=policy == ours) for seed in seeds]
+            note = "model: " + ", ".join(f"{value:.1f}" for value in model)
+            add(f"{load}, {policy}: cached prompt tokens", [100 * run.hit_ratio for run in of_policy], "%", note=note)
             add(f"{load}, {policy}: requests/s", [run.requests_per_s for run in of_policy], "1/s")
             add(f"{load}, {policy}: TTFT p50", [run.ttft_p50_s for run in of_policy], "s")
             add(f"{load}, {policy}: failed", [float(run.num_failed) for run in of_policy], "")
@@ -208,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parse.add_argument("--policy", default="estimated_ttft", help="what is held against --baseline")
     parse.add_argument("--baseline", default="round_robin")
-    parse.add_argument("--rounds", type=int, default=2, help="each serves both policies, in alternating order")
+    parse.add_argument("--rounds", type=int, default=3, help="each serves both policies, in alternating order")
     parse.add_argument("--groups", type=int, default=16)
     parse.add_argument("--per-group", type=int, default=6)
     parse.add_argument("--prefix-len", type=int, default=512)
@@ -229,12 +187,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         concurrency=options.concurrency,
         rate=options.rate,
     )
+    seeds = [options.seed + round_ for round_ in range(options.rounds)]
     found: dict[str, list[dict[str, Measured]]] = {options.baseline: [], options.policy: []}
-    for round_ in range(options.rounds):
+    for round_, seed in enumerate(seeds):
         order = [options.baseline, options.policy] if round_ % 2 == 0 else [options.policy, options.baseline]
         for policy in order:
-            found[policy].append(measure(policy, sizes, options.seed + round_, options.max_s))
-    publish(rows_of(found, options.baseline, options.policy), json_path=options.json)
+            found[policy].append(measure(policy, sizes, seed, options.max_s))
+    publish(rows_of(found, options.baseline, options.policy, sizes, seeds), json_path=options.json)
 
 
 if __name__ == "__main__":
