@@ -99,8 +99,7 @@ class Router:
             uncached_tokens=decision.num_tokens - decision.overlap_tokens,
             now_s=decision.time_s,
         )
-        overlap = decision.overlap_tokens // self.page_size
-        self._index.expect(self._load.column(replica_id), pages, number=decision.number, overlap=overlap)
+        self._index.expect(self._load.column(replica_id), pages, number=decision.number)
         self._num_decisions += 1
         self._last = replica_id
         if query.session_id:
