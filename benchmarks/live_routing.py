@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parse.add_argument("--question-len", type=int, default=PAGE_SIZE)
     parse.add_argument("--output-len", type=int, default=4)
     parse.add_argument("--concurrency", type=int, default=8, help="of the closed loops")
-    parse.add_argument("--rate", type=float, default=1.0, help="requests a second of the relaxed load")
+    parse.add_argument("--rate", type=float, default=1.5, help="requests a second of the relaxed load")
     parse.add_argument("--max-s", type=float, default=240.0, help="seconds a run may take")
     parse.add_argument("--seed", type=int, default=0)
     parse.add_argument("--json", metavar="OUT", help="also write JSON here")

@@ -18,7 +18,7 @@ from tests.serve.running import Running
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
 STREAM_LEN = 24  # tokens
-BACK_S = 20.0  # for Serve to notice, start a process that imports Ray and the tokenizer, and the index to be there
+BACK_S = 15.0  # for Serve to notice, start a process that imports Ray and the tokenizer, and the index to be there
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,7 @@ def test_kill_under_a_load_of_streams_breaks_none(app: Running) -> None:
     waiting = [each for each in streams if each.sent_s < killed_s < each.first_s]
     print(f"{len(streams)} streams; at the kill {len(begun)} had begun and {len(waiting)} had not")
     assert len(begun) + len(waiting) >= 6
+    assert sum(retry["replica_id"] == victim for retry in app.info()["recent_retries"]) >= 3
     app.until(app.idle, 5.0)
 
 
