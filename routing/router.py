@@ -21,9 +21,10 @@ import numpy as np
 from kvtransfer.pages import page_keys
 from routing.errors import PredictionErrors
 from routing.feed import Feed
-from routing.index import Pages, PrefixIndex, pages_of
+from routing.index import PrefixIndex, pages_of
 from routing.load import Load
 from routing.policies import POLICIES, Turn
+from routing.runs import Pages
 from routing.standing import Candidates
 from routing.ttft import estimate
 from routing.types import CacheEvent, Decision, Ending, IndexSnapshot, NoReplica, Outcome, ReplicaView, RouteQuery

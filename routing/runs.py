@@ -1,9 +1,9 @@
 """What decisions expect one replica to hold: runs of pages, in order of use.
 
 Owns:      the runs, their order, and which run a page is in where other replicas hold the page too.
-Never:     decides what is held; the index (index.py) writes that, here and in its own table together.
-Invariant: an expected page is live in exactly one run, that of the last decision that used it: the page's entry in the
-           index is the run itself if no other replica holds it, and `shared` has the run otherwise.
+Never:     writes who holds a page; the table of entries (held.py) does, and changes the runs with it.
+Invariant: an expected page is live in exactly one run, that of the last decision that used it: the page's entry is the
+           run itself if no other replica holds it, and `shared` has the run otherwise.
 Thread:    the router's own.
 
 A prompt that begins like an earlier one uses that one's run again: one step in the order of use for all its pages.
@@ -30,31 +30,35 @@ class Run:
     num_live: int = 0  # of ``pages``
     times: int = 0  # it stands in the order of use; the last one counts
 
+    @property
+    def whole(self) -> bool:
+        return self.num_live == len(self.pages)
 
-Held = dict[int, "int | Run"]  # page -> bits of the replicas that hold it, or the run of the only one that expects it
+
+Entries = dict[int, "int | Run"]  # page -> bits of those that hold it, or the run of the only one that expects it
 
 
 class Expected:
-    """One replica's runs, by its bit in ``held``, the index's table (only read here)."""
+    """One replica's runs, by its bit in ``entries``, the table of held.py (only read here)."""
 
-    def __init__(self, bit: int, held: Held) -> None:
+    def __init__(self, bit: int, entries: Entries) -> None:
         self.bit = bit
         self.shared: dict[int, Run] = {}
         self.num_pages = 0  # live in all runs
-        self._held = held
+        self._entries = entries
         self._order: deque[Run] = deque()  # oldest first
         self._listed = 0  # pages in the lists of all runs, live or not
 
     def run_of(self, page: int) -> Run | None:
         """Where ``page`` is live; None if it is not expected."""
-        value = self._held.get(page)
+        value = self._entries.get(page)
         if isinstance(value, Run):
             return value if value.owner is self else None
         return self.shared.get(page)
 
     def live(self, run: Run) -> Pages:
         """The pages of ``run`` that are still in it, in order."""
-        if run.num_live == len(run.pages):
+        if run.whole:
             return run.pages
         return [page for page in run.pages if self.run_of(page) is run]
 
@@ -109,7 +113,7 @@ class Expected:
 
     def check(self) -> None:
         """Raises AssertionError if the runs and the index's table do not agree."""
-        expected = {page for page, value in self._held.items() if isinstance(value, Run) and value.owner is self}
+        expected = {page for page, value in self._entries.items() if isinstance(value, Run) and value.owner is self}
         assert not expected & self.shared.keys()
         expected |= self.shared.keys()
         runs = self.runs()
