@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.sim_result import Result
+from benchmarks.sim_routers import Apart
 
 
 def show(results: Sequence[Result], *, title: str, console: Console | None = None) -> None:
@@ -24,6 +25,8 @@ def show(results: Sequence[Result], *, title: str, console: Console | None = Non
     for result in results:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.decisions.items())
         console.file.write(f"{result.policy} decided by: {reasons}\n")
+        if result.apart is not None:
+            console.file.write(_apart(result.policy, result.apart))
 
 
 def _header(result: Result) -> tuple[str, ...]:
@@ -51,6 +54,14 @@ def _cells(result: Result) -> tuple[str, ...]:
         f"{result.imbalance:.2f}",
         f"{decision.p50:.0f}",
         f"{decision.p99:.0f}",
+    )
+
+
+def _apart(policy: str, apart: Apart) -> str:
+    return (
+        f"{policy}, {apart.routers} routers: pages that not all believe in: mean {apart.pages_mean:.2%}, max "
+        f"{apart.pages_max:.2%} of {apart.samples} samples, {apart.pages_at_end:.2%} at the end; decisions that the "
+        f"next router would have made differently: {apart.decisions:.2%}\n"
     )
 
 

@@ -59,7 +59,8 @@ def timeless(records: list[Record]) -> list[Record]:
 
 def test_the_simulator_runs_the_production_router() -> None:
     cluster = Cluster("round_robin", [], HAND)
-    assert type(cluster.router) is routing.router.Router
+    assert cluster.routers is not None
+    assert [type(router) for router in cluster.routers.all] == [routing.router.Router]
 
 
 def test_two_replicas_in_turn_give_the_times_that_a_hand_computes() -> None:
@@ -112,8 +113,8 @@ def test_every_request_ends_once_and_pools_stay_within_their_capacity(policy: st
     assert sorted(record.number for record in records) == list(range(len(requests)))
     assert all(0.0 < record.ttft_s <= record.ended_s - record.arrival_s + 1e-9 for record in records)
     assert all(replica.pool.num_private == 0 and replica.num_running == 0 for replica in cluster.replicas)
-    if cluster.router is not None:
-        assert cluster.router.num_open == 0
+    if cluster.routers is not None:
+        assert cluster.routers.num_open == 0
     cluster.check()
 
 
