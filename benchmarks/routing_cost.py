@@ -220,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for weight in weights:
         print(
             f"index fed by {weight.source}: {weight.bytes_per_page:.0f} bytes a page and replica "
-            f"({weight.num_replicas} x {weight.pages_per_replica:,} pages in prompts of {weight.prompt_pages}, none shared, dicts just doubled; "
-            f"target < {TARGET_BYTES:.0f})"
+            f"({weight.num_replicas} x {weight.pages_per_replica:,} pages in prompts of {weight.prompt_pages}, "
+            f"none shared, dicts just doubled; target < {TARGET_BYTES:.0f})"
         )
     peers = [] if options.sglang_router is None else _peers(options)
     if options.json:
