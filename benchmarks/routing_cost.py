@@ -2,11 +2,13 @@
 
     python -m benchmarks.routing_cost                 8, 64, 1,000 replicas x 1k, 8k, 32k tokens, and memory
     python -m benchmarks.routing_cost --json OUT      also as JSON
+    python -m benchmarks.routing_cost --sglang-router VENV/bin/python      SGLang's router beside it (routing_peer.py)
 
 A request shares three quarters of its prompt with one of 50 prefixes, as chats with long histories do; `choose` hashes
 it, looks it up, scores every replica, and takes its pages into the index. With events, as in the app, each replica
 tells what it stored and removed (not timed: that is off the request path); without, the index keeps the order of use
-itself. Pools are small enough to be full at 8 replicas.
+itself. Pools are small enough to be full at 8 replicas. Every replica reports each 0.1 s of simulated time, as in the
+app (not timed either, but the choice after it takes the new numbers in).
 """
 
 import argparse
@@ -19,17 +21,22 @@ import tracemalloc
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.routing_peer import Peer, peer_cost
 from routing.index import PrefixIndex, pages_of
 from routing.router import Router
 from routing.types import CacheEvent, Decision, Ending, Outcome, PagesRemoved, PagesStored, ReplicaView, RouteQuery
 
 PAGE_SIZE = 16
 POOL_PAGES = 8_192
+REPORT_S = 0.1
+# 2 / 3 of 2^16, and one: every dict of the index has just doubled, and is two thirds empty.
+WORST_PAGES = 43_691
 NUM_PREFIXES = 50
 VOCABULARY = 49_152
 WARM_UP = 400  # decisions
@@ -58,6 +65,7 @@ class Weight:
     source: str
     num_replicas: int
     pages_per_replica: int
+    prompt_pages: int
     bytes_per_page: float
 
 
@@ -96,24 +104,17 @@ def decision_cost(policy: str, num_replicas: int, prompt_len: int, *, events: bo
     """Warm the index up with a few hundred decisions, then time each of ``runs``."""
     now_s = 0.0
     router = Router(policy, Random(0), lambda: now_s, page_size=PAGE_SIZE)
-    router.update(
-        ReplicaView(
-            replica_id=f"replica-{at:04}",
-            time_s=0.0,
-            pool_pages=POOL_PAGES,
-            page_size=PAGE_SIZE,
-            prefill_tokens_per_s=5_000.0,
-            decode_step_s=0.03,
-            max_running_requests=256,
-        )
-        for at in range(num_replicas)
-    )
+    router.update(_views(num_replicas, now_s))
+    reported_s = now_s
     pools = {view.replica_id: Pool() for view in router.views}
     source = prompts(prompt_len, np.random.default_rng(0))
     times_s = []
     for at in range(WARM_UP + runs):
         query = RouteQuery(rid=str(at), token_ids=next(source))
         now_s += 1.6 * prompt_len / 5_000.0 / num_replicas
+        if now_s - reported_s >= REPORT_S:
+            router.update(_views(num_replicas, now_s))
+            reported_s = now_s
         begun_s = time.perf_counter()
         decision = router.choose(query)
         times_s.append(time.perf_counter() - begun_s)
@@ -132,18 +133,33 @@ def decision_cost(policy: str, num_replicas: int, prompt_len: int, *, events: bo
     )
 
 
-def index_weight(source: str, *, num_replicas: int = 8, pages_per_replica: int = 64_000) -> Weight:
-    """Fill an index with pages of pools of 1.02 million tokens; from ``decisions`` or from ``events``."""
+def _views(num_replicas: int, now_s: float) -> list[ReplicaView]:
+    return [
+        ReplicaView(
+            replica_id=f"replica-{at:04}",
+            time_s=now_s,
+            pool_pages=POOL_PAGES,
+            page_size=PAGE_SIZE,
+            prefill_tokens_per_s=5_000.0,
+            decode_step_s=0.03,
+            max_running_requests=256,
+        )
+        for at in range(num_replicas)
+    ]
+
+
+def index_weight(source: str, *, num_replicas: int = 8, pages_per_replica: int = WORST_PAGES, run: int = 512) -> Weight:
+    """Fill an index, ``run`` pages at a time, from ``decisions`` or from ``events``."""
     rng = np.random.default_rng(0)
     gc.collect()
     tracemalloc.start()
     index = PrefixIndex()
     for replica in range(num_replicas):
         index.join(replica, capacity=pages_per_replica)
-        for number in range(pages_per_replica // 500):
-            pages = pages_of(rng.integers(0, 2**64, 500, dtype=np.uint64))
+        for start in range(0, pages_per_replica, run):
+            pages = pages_of(rng.integers(0, 2**64, min(run, pages_per_replica - start), dtype=np.uint64))
             if source == "decisions":
-                index.expect(replica, pages, number=replica * pages_per_replica + number)
+                index.expect(replica, pages, number=replica * pages_per_replica + start)
             else:
                 index.stored(replica, pages)
     del pages
@@ -155,8 +171,25 @@ def index_weight(source: str, *, num_replicas: int = 8, pages_per_replica: int =
         source=source,
         num_replicas=num_replicas,
         pages_per_replica=pages_per_replica,
+        prompt_pages=run,
         bytes_per_page=weight / len(index),
     )
+
+
+def _peers(options: argparse.Namespace) -> list[Peer]:
+    print(
+        f"{'sglang-router':14} {'workers':>8} {'tokens':>7}  p50 / p99 ms: direct, over one worker, cache-aware; choice"
+    )
+    peers = []
+    for num_replicas, prompt_len in itertools.product(options.replicas, options.tokens):
+        source = prompts(prompt_len, np.random.default_rng(0))
+        peer = peer_cost(options.sglang_router, num_replicas, prompt_len, source, runs=min(options.runs, 300))
+        peers.append(peer)
+        ways = "  ".join(
+            f"{p50:.3f} / {p99:.3f}" for p50, p99 in (peer.direct_ms, peer.one_worker_ms, peer.cache_aware_ms)
+        )
+        print(f"{'':14} {num_replicas:8,} {prompt_len:7,}  {ways}  {peer.choice_cpu_us:.0f} us of CPU time")
+    return peers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -170,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parse.add_argument("--tokens", type=int, nargs="+", default=[1_024, 8_192, 32_768], help="prompt lengths")
     parse.add_argument("--runs", type=int, default=600, help="decisions timed at each size")
     parse.add_argument("--json", metavar="OUT", help="also write JSON here")
+    parse.add_argument("--sglang-router", type=Path, metavar="PYTHON", help="of an environment that has sglang-router")
     options = parse.parse_args(argv)
     print(f"{'policy':16} {'events':>6} {'replicas':>8} {'tokens':>7} {'p50 ms':>8} {'p99 ms':>8}  target")
     costs = []
@@ -182,15 +216,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{cost.policy:16} {'yes' if events else 'no':>6} {num_replicas:8,} {prompt_len:7,} "
             f"{cost.p50_ms:8.3f} {cost.p99_ms:8.3f}  {note}"
         )
-    weights = [index_weight(source) for source in ("decisions", "events")]
+    weights = [index_weight("events"), *(index_weight("decisions", run=run) for run in (512, 4, 1))]
     for weight in weights:
         print(
             f"index fed by {weight.source}: {weight.bytes_per_page:.0f} bytes a page and replica "
-            f"({weight.num_replicas} x {weight.pages_per_replica:,} pages, none shared; target < {TARGET_BYTES:.0f})"
+            f"({weight.num_replicas} x {weight.pages_per_replica:,} pages in prompts of {weight.prompt_pages}, "
+            f"none shared, dicts just doubled; target < {TARGET_BYTES:.0f})"
         )
+    peers = [] if options.sglang_router is None else _peers(options)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"decisions": [asdict(c) for c in costs], "index": [asdict(w) for w in weights]}, file, indent=2)
+            found = {
+                "decisions": [asdict(each) for each in costs],
+                "index": [asdict(each) for each in weights],
+                "sglang_router": [asdict(each) for each in peers],
+            }
+            json.dump(found, file, indent=2)
 
 
 if __name__ == "__main__":

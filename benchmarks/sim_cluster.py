@@ -6,19 +6,20 @@ Invariant: every request is recorded once, after its last token; the same argume
            CPU time that decisions took aside).
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
+from benchmarks.sim_decode import SimDecode
 from benchmarks.sim_events import Events
 from benchmarks.sim_oracle import soonest
 from benchmarks.sim_pool import SimPool
 from benchmarks.sim_replica import SimJob, SimReplica, Speed
-from benchmarks.sim_reports import Limits, Reports
+from benchmarks.sim_reports import Limits
 from benchmarks.sim_requests import SimRequest
-from routing.router import Router
-from routing.types import Decision, Ending, Outcome, RouteQuery
+from benchmarks.sim_routers import Routed, Routers
+from benchmarks.sim_split import Decoder, HandOffs, Split
+from routing.types import Ending, Outcome, RouteQuery
 
 ORACLE = "oracle"
 
@@ -27,9 +28,12 @@ ORACLE = "oracle"
 class Setup:
     """What is simulated."""
 
-    num_replicas: int
+    num_replicas: int  # that compute prompts
     pool_tokens: int  # of each replica
     speed: Speed
+    erring: float = 1.0  # share of the replicas that have ``speed.rate_error``: every second, say
+    split: Split | None = None  # None: a replica decodes what it has computed
+    num_routers: int = 1
     page_size: int = 512
     limits: Limits = field(default_factory=Limits)
     seed: int = 0
@@ -47,15 +51,13 @@ class Record:
     ended_s: float
     input_len: int
     cached_tokens: int
-    decision_s: float  # CPU time that choosing took here: of this thread, so other load does not count
+    decision_s: float  # CPU time that choosing took here
 
 
 @dataclass(slots=True)
 class _Open:
     arrival_s: float
-    reason: str
-    decision_s: float
-    decision: Decision | None  # None: the oracle's
+    routed: Routed | None  # None: by the oracle
     ttft_s: float = 0.0
 
 
@@ -78,26 +80,25 @@ class Cluster:
         self._progress = progress
         self._followers: dict[int, list[SimRequest]] = {}
         self._open: dict[int, _Open] = {}
+        self.hand_offs = self._hand_offs(setup.split, setup) if setup.split else None
         self.replicas = [self._replica(index, setup) for index in range(setup.num_replicas)]
         self._by_id = {replica.replica_id: replica for replica in self.replicas}
-        self.router: Router | None = None
-        self.reports: Reports | None = None
+        self.routers: Routers | None = None
         if policy != ORACLE:
-            self.router = Router(
-                policy, Random(f"{setup.seed}/router"), lambda: self.events.now_s, page_size=setup.page_size
-            )
-            self.reports = Reports(
-                self.router,
+            self.routers = Routers(
+                policy,
                 self.replicas,
+                num=setup.num_routers,
+                page_size=setup.page_size,
                 limits=setup.limits,
                 events=self.events,
-                rng=Random(f"{setup.seed}/reports"),
+                seed=setup.seed,
             )
 
     def run(self) -> list[Record]:
         """Every request, from its arrival to its last token."""
-        if self.reports is not None:
-            self.reports.start()
+        if self.routers is not None:
+            self.routers.start()
         for request in self._requests:
             if request.after is None:
                 self._schedule(request, request.arrival_s)
@@ -111,42 +112,55 @@ class Cluster:
         assert len({record.number for record in self.records}) == len(self.records)
         for replica in self.replicas:
             replica.pool.check()
-        if self.router is not None:
-            assert self.router.num_open == len(self._open)
-            self.router.check()
+        if self.hand_offs is not None:
+            self.hand_offs.check()
+        if self.routers is not None:
+            assert self.routers.num_open == len(self._open)
+            self.routers.check()
 
     def _replica(self, index: int, setup: Setup) -> SimReplica:
+        errs = int((index + 1) * setup.erring) > int(index * setup.erring)  # evenly spread over the replicas
         return SimReplica(
             f"r{index:04}",
-            speed=setup.speed,
+            speed=setup.speed if errs else replace(setup.speed, rate_error=1.0),
             pool=SimPool(setup.pool_tokens // setup.page_size),
             page_size=setup.page_size,
             events=self.events,
             rng=Random(f"{setup.seed}/replica {index}"),
             started=self._started,
             ended=self._ended,
+            hand_off=self.hand_offs.add if self.hand_offs else None,
         )
+
+    def _hand_offs(self, split: Split, setup: Setup) -> HandOffs:
+        speed = setup.speed
+        decoders = [
+            Decoder(
+                capacity=setup.pool_tokens // setup.page_size,
+                max_running=speed.max_running,
+                batch=SimDecode(self.events, base_s=speed.decode_base_s, per_request_s=speed.decode_per_request_s),
+            )
+            for _ in range(split.num_decoders)
+        ]
+        return HandOffs(split, decoders, events=self.events, started=self._started, ended=self._ended)
 
     def _schedule(self, request: SimRequest, time_s: float) -> None:
         self.events.at(time_s, lambda: self._arrive(request))
 
     def _arrive(self, request: SimRequest) -> None:
         job = SimJob(request, self._page_size)
-        if self.router is None:
+        routed = None
+        if self.routers is None:
             replica = soonest(self.replicas, job)
-            decision, decision_s = None, 0.0
         else:
             query = RouteQuery(
                 rid=str(request.number),
                 token_ids=request.token_ids()[: request.input_len],
-                max_new_tokens=request.output_len,
+                max_new_tokens=1 if self.hand_offs else request.output_len,  # at the replica that is chosen here
             )
-            began_s = time.thread_time()
-            decision = self.router.choose(query)
-            decision_s = time.thread_time() - began_s
-            replica = self._by_id[decision.replica_id]
-        reason = decision.reason.value if decision else ORACLE
-        self._open[request.number] = _Open(self.events.now_s, reason, decision_s, decision)
+            routed = self.routers.choose(query)
+            replica = self._by_id[routed.decision.replica_id]
+        self._open[request.number] = _Open(self.events.now_s, routed)
         replica.submit(job)
 
     def _started(self, job: SimJob) -> None:
@@ -156,22 +170,22 @@ class Cluster:
     def _ended(self, replica: SimReplica, job: SimJob) -> None:
         request = job.request
         opened = self._open.pop(request.number)
-        if self.router is not None and opened.decision is not None:
-            self.router.done(
-                opened.decision,
-                Outcome(ending=Ending.FINISHED, cached_tokens=job.cached_tokens, ttft_s=opened.ttft_s),
+        routed = opened.routed
+        if self.routers is not None and routed is not None:
+            self.routers.done(
+                routed, Outcome(ending=Ending.FINISHED, cached_tokens=job.cached_tokens, ttft_s=opened.ttft_s)
             )
         self.records.append(
             Record(
                 number=request.number,
                 replica_id=replica.replica_id,
-                reason=opened.reason,
+                reason=routed.decision.reason.value if routed else ORACLE,
                 arrival_s=opened.arrival_s,
                 ttft_s=opened.ttft_s,
                 ended_s=self.events.now_s,
                 input_len=request.input_len,
                 cached_tokens=job.cached_tokens,
-                decision_s=opened.decision_s,
+                decision_s=routed.decision_s if routed else 0.0,
             )
         )
         for follower in self._followers.get(request.number, ()):

@@ -1,7 +1,8 @@
-"""The bound: a chooser that sees into every replica, with no delay and no estimate.
+"""A chooser that sees into every replica, with no delay and no estimate.
 
 Owns:      nothing. It compares the true time to first token at each replica as of now and takes the least; it does not
-           know the future. No router can do this; it tells how much of a result is the information's fault.
+           know the future, and does not ask what its choice costs others. No router sees this much; it tells how much
+           of a result is the information's fault, and a rule that looks further can still do better.
 """
 
 from collections.abc import Sequence

@@ -5,9 +5,11 @@ Never:     sees another replica or the router.
 Invariant: first come, first served; every job is started once and ended once; the pool is never over its capacity.
 
     submit ──> waiting ──(pages for prompt and answer are free)──> prefill ──started──> decode ──ended──> released
+                                                                      └─(it only prefills)──hand_off──> released
 
 Simplifications: prefill and decode do not slow each other (the rates are those of a replica that does both); pages for
-the whole answer are taken at the start, so nothing is ever retracted.
+the whole answer are taken at the start, so nothing is ever retracted. One that only prefills (sim_split.py) takes
+pages for the prompt and keeps them until `handed_off`.
 """
 
 from collections import deque
@@ -71,8 +73,12 @@ class SimReplica:
         rng: Random,
         started: Callable[[SimJob], None],
         ended: Callable[["SimReplica", SimJob], None],
+        hand_off: Callable[["SimReplica", SimJob], None] | None = None,
     ) -> None:
-        """``started``: the first token is there; ``ended``: the last one. ``rng`` draws the errors of measurement."""
+        """``started``: the first token is there; ``ended``: the last one. ``rng`` draws the errors of measurement.
+
+        ``hand_off`` takes a job whose prompt is computed, and calls `handed_off` later; None: answers are decoded here.
+        """
         self.replica_id = replica_id
         self.pool = pool
         self.computed_tokens = 0  # of prompts, since the start
@@ -82,6 +88,8 @@ class SimReplica:
         self._rng = rng
         self._started = started
         self._ended = ended
+        self._hand_off = hand_off
+        self._num_leaving = 0  # prompts computed and not handed off
         self._waiting: deque[SimJob] = deque()
         self._waiting_uncached = 0  # sum of uncached_seen
         self._prefilling: SimJob | None = None
@@ -91,7 +99,7 @@ class SimReplica:
 
     @property
     def num_running(self) -> int:
-        return len(self._decode) + (self._prefilling is not None)
+        return len(self._decode) + self._num_leaving + (self._prefilling is not None)
 
     def submit(self, job: SimJob) -> None:
         """Take ``job`` into the queue. Raises ValueError if it can never run."""
@@ -151,7 +159,7 @@ class SimReplica:
         job = self._waiting[0]
         keys = job.reusable(self._page_size)
         matched = self.pool.match_len(keys)
-        if not self.pool.take(keys[:matched], job.num_pages - matched):
+        if not self.pool.take(keys[:matched], self._num_pages(job) - matched):
             return  # until a request ends
         self._waiting.popleft()
         self._waiting_uncached -= job.uncached_seen
@@ -165,12 +173,26 @@ class SimReplica:
         self.pool.store(job.keys[job.cached_tokens // self._page_size : job.num_prompt_pages])
         self._prefilling = None
         self._measure()
-        self._started(job)
-        if job.request.output_len > 1:
-            self._decode.join(job.request.output_len - 1, lambda: self._finish(job))
+        if self._hand_off is not None:
+            self._num_leaving += 1
+            self._hand_off(self, job)
         else:
-            self._finish(job)
+            self._started(job)
+            if job.request.output_len > 1:
+                self._decode.join(job.request.output_len - 1, lambda: self._finish(job))
+            else:
+                self._finish(job)
         self._start_next()
+
+    def handed_off(self, job: SimJob) -> None:
+        """``job``'s K/V is elsewhere."""
+        self._num_leaving -= 1
+        self.pool.release(job.keys[: job.num_prompt_pages], self._num_pages(job) - job.num_prompt_pages)
+        self._start_next()
+
+    def _num_pages(self, job: SimJob) -> int:
+        """That it takes here."""
+        return job.num_pages if self._hand_off is None else -(-job.request.input_len // self._page_size)
 
     def _finish(self, job: SimJob) -> None:
         self.pool.store(job.keys[job.num_prompt_pages :])

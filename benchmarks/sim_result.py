@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.sim_cluster import Record
+from benchmarks.sim_routers import Apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +42,15 @@ class Result:
     imbalance: float  # prompt tokens computed by the busiest replica over the mean of all; 1 is even
     decisions: dict[str, int]  # by reason
     decision_us: Spread  # CPU time on this machine
+    apart: Apart | None = None  # how far several routers were; None for one
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def summarise(policy: str, records: Sequence[Record], *, num_replicas: int, objective_s: float) -> Result:
+def summarise(
+    policy: str, records: Sequence[Record], *, num_replicas: int, objective_s: float, apart: Apart | None = None
+) -> Result:
     """The result of a run of at least one request."""
     computed: Counter[str] = Counter()
     for record in records:
@@ -63,4 +67,5 @@ def summarise(policy: str, records: Sequence[Record], *, num_replicas: int, obje
         imbalance=max(computed.values()) * num_replicas / computed.total(),
         decisions=dict(Counter(record.reason for record in records).most_common()),
         decision_us=Spread.of([record.decision_s * 1e6 for record in records]),
+        apart=apart,
     )

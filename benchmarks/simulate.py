@@ -3,8 +3,8 @@
     python -m benchmarks.simulate --trace FILE --replicas 8 --pool-tokens 1024000 --prefill-rate 5000 \\
         --policy estimated_ttft --policy round_robin --json out.json --plot out.svg
 
-Owns:  the command line. The parts: sim_requests (load), sim_cluster (a run) of sim_replica, sim_reports and the router,
-       sim_result (numbers), sim_table and sim_plot.
+Owns:  the command line. The parts: sim_requests (load), sim_cluster (a run) of sim_replica, sim_split, sim_routers and
+       sim_reports, sim_result (numbers), sim_table and sim_plot.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from benchmarks.sim_replica import Speed
 from benchmarks.sim_reports import Limits
 from benchmarks.sim_requests import SimRequest, copies, of_workload, read_trace
 from benchmarks.sim_result import Result, summarise
+from benchmarks.sim_split import Split
 from benchmarks.sim_table import show
 from routing.policies import POLICIES
 
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     source = args.trace or args.workload
-    title = f"{source}: {len(requests):,} requests at rate {args.rate:g}, {args.replicas} replicas"
+    replicas = f"{args.replicas} replicas"
+    if args.split:
+        replicas = f"{args.split[0]} prefill and {args.split[1]} decode replicas"
+    title = f"{source}: {len(requests):,} requests at rate {args.rate:g}, {replicas}"
     show(results, title=title)
     if args.json:
         _write(args.json, json.dumps([result.to_json() for result in results], indent=1) + "\n")
@@ -51,6 +55,7 @@ def _run_all(
     args: argparse.Namespace, requests: list[SimRequest]
 ) -> tuple[list[Result], dict[str, list[float]]]:
     setup = _setup(args)
+    num_replicas = setup.num_replicas
     results: list[Result] = []
     ttft_s: dict[str, list[float]] = {}
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), disable=not sys.stderr.isatty()) as progress:
@@ -59,15 +64,21 @@ def _run_all(
             cluster = Cluster(policy, requests, setup, progress=partial(progress.advance, task))
             records = cluster.run()
             cluster.check()
-            results.append(summarise(policy, records, num_replicas=args.replicas, objective_s=args.objective))
+            apart = cluster.routers.apart() if cluster.routers else None
+            results.append(
+                summarise(policy, records, num_replicas=num_replicas, objective_s=args.objective, apart=apart)
+            )
             ttft_s[policy] = [record.ttft_s for record in records]
     return results, ttft_s
 
 
 def _setup(args: argparse.Namespace) -> Setup:
     base_s, per_request_s = args.decode_step
+    split = None
+    if args.split:
+        split = Split(num_decoders=args.split[1], bytes_per_token=args.kv_bytes, bytes_per_s=args.transfer_rate)
     return Setup(
-        num_replicas=args.replicas,
+        num_replicas=args.split[0] if args.split else args.replicas,
         pool_tokens=args.pool_tokens,
         page_size=args.page_size,
         speed=Speed(
@@ -77,6 +88,9 @@ def _setup(args: argparse.Namespace) -> Setup:
             rate_error=args.rate_error,
             rate_noise=args.rate_noise,
         ),
+        erring=args.erring,
+        split=split,
+        num_routers=args.routers,
         limits=Limits(period_s=args.stats_period, delay_s=args.event_delay, event_loss=args.event_loss),
         seed=args.seed,
     )
@@ -129,6 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--think", type=float, default=10.0, help="s between an answer and the next turn (multi-turn)")
     add("--policy", action="append", choices=(*POLICIES, ORACLE), help="repeat to compare (default: estimated_ttft)")
     add("--replicas", type=int, default=8)
+    add("--routers", type=int, default=1, help="so many side by side take the requests in turn")
+    add("--split", type=_split, metavar="P:D", help="P replicas prefill, D others decode; instead of --replicas")
+    add("--transfer-rate", type=_positive, default=25e9, help="bytes/s from a prefill to a decode replica (--split)")
+    add("--kv-bytes", type=int, default=131_072, help="K/V bytes of a token that travel (--split)")
     add("--pool-tokens", type=int, default=1_024_000, help="KV pool of a replica")
     add("--page-size", type=int, default=512, help="tokens a page")
     add("--prefill-rate", type=_positive, default=5000.0, help="prompt tokens/s of a replica")
@@ -138,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--event-delay", type=float, default=0.02, help="s that reports and page events travel")
     add("--event-loss", type=float, default=0.0, help="share of the batches of page events that get lost")
     add("--rate-error", type=_positive, default=1.0, help="replicas measure their prefill rate so many times too high")
+    add("--erring", type=_share, default=1.0, help="the share of the replicas that do (--rate-error)")
     add("--rate-noise", type=float, default=0.1, help="and each measurement varies by this share")
     add("--objective", type=float, default=5.0, help="TTFT in s within which a request counts as goodput")
     add("--seed", type=int, default=0)
@@ -151,6 +170,20 @@ def _positive(text: str) -> float:
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 1")
+    return value
+
+
+def _split(text: str) -> tuple[int, int]:
+    prefill, _, decode = text.partition(":")
+    if not (prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode)):
+        raise argparse.ArgumentTypeError(f"{text} must be two counts above 0, as 6:2")
+    return int(prefill), int(decode)
 
 
 if __name__ == "__main__":

@@ -115,19 +115,19 @@ async def server_info(request: Request) -> dict[str, Any]:
 
 def _router_body(service: Service) -> dict[str, Any]:
     """This router: with several, another call may meet another one."""
-    sync = service.fleet.sync
+    sync, dispatcher = service.fleet.sync, service.dispatcher
     return {
-        "router_id": service.dispatcher.router_id,
+        "router_id": dispatcher.router_id,
         "pid": os.getpid(),
-        "num_open": service.dispatcher.num_open,
+        "num_open": dispatcher.num_open,
         "cache_snapshots": sync.num_snapshots,
         "cache_event_gaps": sync.num_gaps,
         "awaiting_snapshots": sorted(sync.asking),
+        "cache_pages": service.fleet.cache_pages(),
     }
 
 
 def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
-    stats = dataclasses.asdict(report.stats)
     pool = report.stats.pool
     return {
         "replica": dataclasses.asdict(info),
@@ -139,7 +139,7 @@ def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
         "max_total_num_tokens": pool.total_tokens,
         "pool_utilization": pool.utilization,
         "pressure": pool.pressure.value,
-        "stats": stats,
+        "stats": dataclasses.asdict(report.stats),
     }
 
 

@@ -89,6 +89,8 @@ class Fleet:
             self._heard_s[replica_id] = self._clock()
             self._unheard.discard(replica_id)
             self._update()
+            if replica_id in self._infos and self._address is not None:
+                self.sync.on_report(replica_id, report.stats.cache_event_seq, self._address.router_id)
 
     def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
         if replica_id in self._infos and self._address is not None:
@@ -131,6 +133,10 @@ class Fleet:
         """Where the desk of an attached replica listens."""
         info = self._infos.get(replica_id)
         return None if info is None else info.transfer
+
+    def cache_pages(self) -> dict[str, tuple[int, int]]:
+        """By replica: how many pages it is believed to hold, confirmed by its events and only expected."""
+        return {view.replica_id: self._router.num_pages(view.replica_id) for view in self._router.views}
 
     def describe(self) -> str:
         """One clause on the state of all, for errors and /health."""
@@ -177,6 +183,7 @@ class Fleet:
         assert self._unheard <= self._members
         assert not self._infos.keys() & self._attaching.keys()
         assert self.sync.asking <= self._infos.keys()
+        self.sync.check()
 
     async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
         while True:

@@ -1,7 +1,7 @@
 """The router: the HTTP ingress, and the process where replicas are chosen.
 
 Owns:      one channel server, one fleet, one dispatcher, one routing router; the ASGI app over them (http_app.py).
-Never:     asks another process where a request should go.
+Never:     asks another process where a request should go; other routers only where one went (peers.py).
 Thread:    Serve's event loop for this replica; Serve's own router runs on another and speaks through membership.py.
 
     Serve: members ──> membership.py ──> fleet ──attach──> replicas ──reports──> views ──> routing.router
@@ -31,10 +31,13 @@ from deployments.fleet import Fleet
 from deployments.http_app import make_app
 from deployments.leases import ReplicaGone
 from deployments.model_face import read_face
+from deployments.peers import Alone, Peers
 from deployments.places import local_path
 from deployments.ray_leases import RayLeases
+from deployments.ray_peers import RayPeers
 from deployments.roles import config_of, roles_of
 from deployments.route_log import RouteLog
+from deployments.routes import own_route
 from deployments.schema import AppConfig, parse
 from deployments.service import Service
 from deployments.transfer_settings import without_token
@@ -84,12 +87,16 @@ class RouterIngress:
             routes=RouteLog(config.router.decisions_kept),
             transfer_address=self._fleet.transfer_address,
         )
-        self._service = _service(config, settings, dispatcher, self._fleet, leases)
+        self._service = _service(config, settings, dispatcher, self._fleet, leases, _peers(config))
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self._service, echo_request_id=False)  # Serve's proxy echoes it
+
+    async def find_route(self, name: str) -> dict[str, Any] | None:
+        """Called by the other routers (ray_peers.py)."""
+        return own_route(self._service.dispatcher, name)
 
     async def __del__(self) -> None:
         await self._fleet.stop()
@@ -121,8 +128,15 @@ def _lost_error(replica_id: str) -> ReplicaGone:
     return ReplicaGone(f"replica {replica_id} died, or its connection was lost")
 
 
+def _peers(config: AppConfig) -> Peers:
+    context = serve.get_replica_context()
+    if config.router.count == 1:
+        return Alone()
+    return RayPeers(app_name=context.app_name, deployment_name=context.deployment)
+
+
 def _service(
-    config: AppConfig, settings: dict[str, Any], dispatcher: Dispatcher, fleet: Fleet, leases: RayLeases
+    config: AppConfig, settings: dict[str, Any], dispatcher: Dispatcher, fleet: Fleet, leases: RayLeases, peers: Peers
 ) -> Service:
     return Service(
         model=read_face(config.model),
@@ -140,6 +154,7 @@ def _service(
             "mode": config.mode,
             **_role_settings(config),
         },
+        peers=peers,
         max_body_bytes=config.router.max_body_bytes,
         version=importlib.metadata.version("manta"),
     )

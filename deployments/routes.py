@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from deployments.body import WireType, read_body
 from deployments.convert import check_model, salt_of, to_ids
+from deployments.dispatch import Dispatcher
 from deployments.http_errors import error_body
 from deployments.openai_format import number
 from deployments.pair_body import hand_off_body, pair_body
@@ -43,17 +44,16 @@ class ExplainRequest(WireType):
 
 @router.get("/route/{rid:path}")
 async def route(request: Request, rid: str) -> Response:
-    """What was decided for the request called ``rid``, if it is among the most recent of this router."""
+    """What was decided for the request called ``rid``, by whichever router, if it is among that one's most recent."""
     service = service_of(request)
-    routes = service.dispatcher.routes
-    record = routes.find(rid)
-    if record is None:
+    found = own_route(service.dispatcher, rid) or await service.peers.find_route(rid)
+    if found is None:
         message = (
-            f"no decision is kept for {rid[:200]!r}: router {service.dispatcher.router_id} keeps those of its last "
-            f"{routes.capacity} requests (router.decisions_kept); with several routers, another one may have it"
+            f"no decision is kept for {rid[:200]!r}: a router keeps those of its last "
+            f"{service.dispatcher.routes.capacity} requests (router.decisions_kept) until it ends"
         )
         return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
-    return JSONResponse(record_body(record, router_id=service.dispatcher.router_id))
+    return JSONResponse(found)
 
 
 @router.post("/route/explain")
@@ -70,7 +70,12 @@ async def explain_route(request: Request) -> dict[str, Any]:
         priority=body.priority or 0,
     )
     decision = service.dispatcher.explain_only(query_of(would_be, hints_of(request.headers)))
-    return {"dry_run": True, **decision_body(decision), "explanation": explain(decision)}
+    return {
+        "dry_run": True,
+        "router": service.dispatcher.router_id,
+        **decision_body(decision),
+        "explanation": explain(decision),
+    }
 
 
 async def _ids(service: Service, body: ExplainRequest) -> TokenIds:
@@ -88,6 +93,12 @@ async def _ids(service: Service, body: ExplainRequest) -> TokenIds:
         raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
     service.check_length(len(ids), param=param)
     return ids
+
+
+def own_route(dispatcher: Dispatcher, name: str) -> dict[str, Any] | None:
+    """What this router decided for the request called ``name``, if it still knows."""
+    record = dispatcher.routes.find(name)
+    return None if record is None else record_body(record, router_id=dispatcher.router_id)
 
 
 def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
@@ -145,6 +156,7 @@ def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
         "own_s": number(terms.own_s),
         "decode_s": number(terms.decode_s),
         "pressure_s": number(terms.pressure_s),
+        "behind_s": number(terms.behind_s),
         "pool_utilization": number(view.pool_utilization),
         "report_age_s": number(decision.time_s - view.time_s),
     }

@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 from deployments.dispatch import Dispatcher
 from deployments.fleet import Fleet
 from deployments.leases import Leases
+from deployments.peers import Alone, Peers
 from replicas.errors import PromptTooLong
 from replicas.tokenizer import Tokenizer
 from replicas.types import TokenIds
@@ -44,6 +45,7 @@ class Service:
     fleet: Fleet
     leases: Leases
     settings: dict[str, Any]  # the configuration as given, for /get_server_info
+    peers: Peers = field(default_factory=Alone)
     max_body_bytes: int = 4 << 20
     version: str = "0.1.0"
     started_s: float = field(default_factory=time.time)

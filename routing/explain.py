@@ -9,6 +9,7 @@ _BECAUSE = {
     Reason.RANDOM: "it was drawn at random",
     Reason.SOONEST: "its first token is expected soonest",
     Reason.CHEAPEST: "the request costs least there",
+    Reason.LEAST_DELAY: "where the first token would come sooner, computing the prefix anew would delay others by more",
     Reason.LONGEST_PREFIX: "it holds the longest part of the prompt",
     Reason.BALANCE: "the load was out of balance and it had the fewest requests",
     Reason.FEWER_REQUESTS: "it had the fewest requests of those compared",
@@ -18,7 +19,7 @@ _BECAUSE = {
 }
 _HEADER = (
     f"  {'replica':20} {'TTFT':>8} = {'queue':>8} + {'own':>8} + {'decode':>8} + {'pressure':>8} s"
-    f" | {'cached':>7} {'to do':>7} {'queued':>7} tokens | {'tok/s':>7} | requests"
+    f" | {'cached':>7} {'to do':>7} {'queued':>7} tokens | {'others':>8} s | {'tok/s':>7} | requests"
 )
 
 
@@ -67,7 +68,7 @@ def _row(candidate: Candidate, decision: Decision) -> str:
         f"{mark} {candidate.replica_id:20} {terms.ttft_s:8.3f} = {terms.queue_s:8.3f} + {terms.own_s:8.3f}"
         f" + {terms.decode_s:8.3f} + {terms.pressure_s:8.3f} s"
         f" | {candidate.overlap_tokens:7} {terms.own_tokens:7} {candidate.queued_tokens:7} tokens"
-        f" | {terms.prefill_tokens_per_s:7.0f} | {candidate.num_requests} "
+        f" | {terms.behind_s:8.3f} s | {terms.prefill_tokens_per_s:7.0f} | {candidate.num_requests} "
         f"({view.num_running} running and {view.num_waiting} waiting {decision.time_s - view.time_s:.2f} s ago, "
         f"{sent.requests_since} sent and {sent.ended_since} ended since), "
         f"pool {view.pool_utilization:.0%} in use{looked_at}"

@@ -82,8 +82,8 @@ class Feed:
                         self.seq = None  # more than its pool: we believe in pages that it no longer has
                 case PagesRemoved(keys=keys):
                     self._index.removed(self._replica, pages_of(keys))
-                case _:
-                    self._index.clear(self._replica)
+                case _:  # nothing was open there: what decisions still expect was sent since, and is to come
+                    self._index.replace(self._replica, [])
 
     def _settle(self) -> None:
         while self._ended and self._num_batches >= self._ended[0].batch + BATCHES_UNTIL_SETTLED:

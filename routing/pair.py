@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from routing.load import Eligible
+from routing.belief import Eligible
 from routing.pair_types import Floats, Ints, Pair, PairCosts, PairReason
 from routing.policies import TIE_S, Turn
 from routing.standing import Candidates
@@ -130,8 +130,9 @@ def side(eligible: Eligible, *, prefill: bool) -> Eligible:
 
 
 def _soonest(prefills: Candidates, turn: Turn) -> int:
-    """Where the prompt would be computed first; of equals the one with fewer requests, then at random."""
-    return _cheapest(prefills, prefills.estimates.ttft_s, turn)[0]
+    """Where the prompt costs least: its first token's time, and what a prefix computed anew delays others (ttft.py);
+    of equals the one with fewer requests, then at random."""
+    return _cheapest(prefills, prefills.estimates.cost_s, turn)[0]
 
 
 def _cheapest(candidates: Candidates, cost_s: Floats, turn: Turn) -> tuple[int, Reason]:

@@ -45,20 +45,24 @@ Policy = Callable[[RouteQuery, Candidates, Turn], Choice]
 
 
 def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
-    """The soonest first token (ttft.py); then the session's last replica, fewer requests, and at random.
+    """The soonest first token, others' delay added (ttft.py); then the session's last replica, fewer requests, a draw.
 
-    A replica that holds the prefix wins until its queue costs more than to compute the prefix elsewhere: hot prefixes
-    are replicated by themselves.
+    A replica that holds the prefix wins until its queue costs more than to compute the prefix elsewhere, for this
+    request and for those who wait there: hot prefixes are replicated by themselves.
     """
-    ttft_s = candidates.estimates.ttft_s
-    soonest = _lowest(ttft_s, within=TIE_S)
-    if len(soonest) == 1:
-        return Choice(index=int(soonest[0]), reason=Reason.SOONEST if len(candidates) > 1 else Reason.ONLY)
+    estimates = candidates.estimates
+    least = _lowest(estimates.cost_s, within=TIE_S)
+    if len(least) == 1:
+        index = int(least[0])
+        if len(candidates) == 1:
+            return Choice(index=index, reason=Reason.ONLY)
+        soonest = estimates.ttft_s[index] <= estimates.ttft_s.min() + TIE_S
+        return Choice(index=index, reason=Reason.SOONEST if soonest else Reason.LEAST_DELAY)
     if turn.session is not None:
-        for index in soonest.tolist():
+        for index in least.tolist():
             if candidates.replica_id(index) == turn.session:
                 return Choice(index=index, reason=Reason.SESSION)
-    return _fewest_requests(candidates, soonest, turn)
+    return _fewest_requests(candidates, least, turn)
 
 
 def prefix_threshold(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:

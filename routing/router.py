@@ -19,14 +19,16 @@ from random import Random
 import numpy as np
 
 from kvtransfer.pages import PageKeys, page_keys
+from routing.belief import Eligible
 from routing.errors import PredictionErrors
 from routing.feed import Feed
-from routing.index import Pages, PrefixIndex, pages_of
+from routing.index import PrefixIndex, pages_of
 from routing.link import Link
-from routing.load import Eligible, Load
+from routing.load import Load
 from routing.pair import choose_pair, costs_of, side
 from routing.pair_decision import Leg, legs, pair_decision
 from routing.policies import POLICIES, Turn
+from routing.runs import Pages
 from routing.standing import Candidates
 from routing.ttft import estimate
 from routing.types import (
@@ -125,8 +127,7 @@ class Router:
             self._load.send(
                 leg.replica_id, number=leg.number, uncached_tokens=leg.own_tokens, now_s=decision.time_s
             )
-            overlap = leg.overlap_tokens // self.page_size
-            self._index.expect(self._load.column(leg.replica_id), pages, number=leg.number, overlap=overlap)
+            self._index.expect(self._load.column(leg.replica_id), pages, number=leg.number)
             self._num_decisions = leg.number + 1
         self._last = replica_id
         if query.session_id:

@@ -28,6 +28,8 @@ class Estimates:
     decode_s: Floats  # [n]
     pressure_s: Floats  # [n]
     ttft_s: Floats  # [n] their sum
+    behind_s: Floats  # [n] what is added to the waits of others, summed over them
+    cost_s: Floats  # [n] ttft_s + behind_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +51,12 @@ class Standing:
 
     def __len__(self) -> int:
         return len(self.views)
+
+    def num_waiting(self) -> Floats:
+        """Requests whose prompts wait to be computed [n]: reported or sent since; none where the queue has drained."""
+        reported = np.array([view.num_waiting for view in self.views], dtype=np.float64)
+        waiting = np.minimum(reported + self.requests_since, self.num_requests)
+        return np.where(self.queued_tokens > 0, waiting, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +96,7 @@ class Candidates(Sequence[Candidate]):
                 own_s=float(estimates.own_s[index]),
                 decode_s=float(estimates.decode_s[index]),
                 pressure_s=float(estimates.pressure_s[index]),
+                behind_s=float(estimates.behind_s[index]),
             ),
         )
 

@@ -2,6 +2,13 @@
 
 Pure. Each term is in seconds and stands in the decision. No constant here is fitted; each comes from how the engine
 schedules (replicas/scheduler/scheduler.py).
+
+`behind_s` is what ours costs others. A prefix that one candidate holds and another computes anew delays everyone who
+waits behind ours there by that much. How many will: in a queue that is served in turn, as many are left behind on
+average when a request leaves the queue as it found when it came (level crossing), so those who wait there now stand for
+them. Without a queue it is 0. What must be computed wherever the request goes is not counted: that would send long
+prompts where few wait and short ones where many do, which orders requests by size, not by where they are cached.
+Source: Kleinrock 1975, "Queueing Systems" I, section 5.3 (arrivals find what departures leave).
 """
 
 import numpy as np
@@ -19,14 +26,24 @@ def estimate(standing: Standing, overlap_tokens: Ints, *, num_tokens: int, max_n
     own_s = own_tokens / standing.prefill_tokens_per_s
     decode_s = DECODE_STEPS_WAITED * standing.decode_step_s * np.minimum(standing.num_requests, 1.0)
     pressure_s = _pressure_s(standing, own_tokens + max_new_tokens, max_new_tokens)
+    ttft_s = queue_s + own_s + decode_s + pressure_s
+    behind_s = _behind_s(standing, own_s)
     return Estimates(
         own_tokens=own_tokens,
         queue_s=queue_s,
         own_s=own_s,
         decode_s=decode_s,
         pressure_s=pressure_s,
-        ttft_s=queue_s + own_s + decode_s + pressure_s,
+        ttft_s=ttft_s,
+        behind_s=behind_s,
+        cost_s=ttft_s + behind_s,
     )
+
+
+def _behind_s(standing: Standing, own_s: Floats) -> Floats:
+    """The time beyond the least that ours must be computed for anywhere, for each who waits there."""
+    more_s: Floats = own_s - own_s.min()
+    return more_s * standing.num_waiting() if more_s.any() else more_s
 
 
 def _pressure_s(standing: Standing, need_tokens: Ints, max_new_tokens: int) -> Floats:

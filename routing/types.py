@@ -140,10 +140,16 @@ class Terms:
     own_s: float
     decode_s: float  # decode steps of running requests that ours waits for
     pressure_s: float  # wait for pages or a place among the running
+    behind_s: float  # no part of our time: what computing a prefix anew adds to the waits of others, summed over them
 
     @property
     def ttft_s(self) -> float:
         return self.queue_s + self.own_s + self.decode_s + self.pressure_s
+
+    @property
+    def cost_s(self) -> float:
+        """What `estimated_ttft` compares."""
+        return self.ttft_s + self.behind_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +180,7 @@ class Reason(enum.Enum):
     RANDOM = "drawn_at_random"
     SOONEST = "soonest_first_token"
     CHEAPEST = "lowest_cost"  # of a decode replica: pair.py
+    LEAST_DELAY = "least_delay_for_all"
     LONGEST_PREFIX = "longest_prefix"
     BALANCE = "load_out_of_balance"
     FEWER_REQUESTS = "fewer_requests"

@@ -71,8 +71,7 @@ def test_the_index_equals_a_dictionary(trace: list[tuple[str, int, object]], pro
         model = models[replica]
         match what, value:
             case "expect", list(run):
-                overlap = int(index.overlap(run, np.array([replica]))[0])
-                index.expect(replica, run, number=number, overlap=overlap)
+                index.expect(replica, run, number=number)
                 model.expect(run, number)
                 sent[replica].append((number, run))
             case "stored", list(run):

@@ -42,7 +42,8 @@ def client(app: Running) -> openai.OpenAI:
 
 
 def text(client: openai.OpenAI, **options: Any) -> str:
-    return client.completions.create(**{"model": NAME, "prompt": PROMPT, "max_tokens": 24, **options}).choices[0].text
+    answer = client.completions.create(**{"model": NAME, "prompt": PROMPT, "max_tokens": 24, **options})
+    return str(answer.choices[0].text)
 
 
 def test_it_says_what_is_served_where_with_a_line_to_try(app: Running) -> None:

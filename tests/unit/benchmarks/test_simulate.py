@@ -4,7 +4,6 @@ import json
 import pathlib
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import routing.router
@@ -14,6 +13,7 @@ from benchmarks.sim_replica import SimJob, Speed
 from benchmarks.sim_reports import Limits
 from benchmarks.sim_requests import SimRequest, of_workload
 from benchmarks.sim_result import summarise
+from tests.unit.benchmarks.sim_fixtures import request
 
 TRACE = pathlib.Path(__file__).resolve().parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
 HAND = Setup(
@@ -22,20 +22,6 @@ HAND = Setup(
     page_size=100,
     speed=Speed(prefill_tokens_per_s=100.0, decode_base_s=0.5, decode_per_request_s=0.0, rate_noise=0.0),
 )
-
-
-def request(number: int, *, at_s: float, blocks: list[int], output_len: int = 1) -> SimRequest:
-    """A prompt of 100 tokens a block."""
-    return SimRequest(
-        number=number,
-        arrival_s=at_s,
-        after=None,
-        input_len=100 * len(blocks),
-        output_len=output_len,
-        prompt=np.array(blocks, dtype=np.int32),
-        repeat=100,
-        answer=np.array([-1 - number], dtype=np.int32),
-    )
 
 
 def chats(num_users: int = 12, seed: int = 0) -> list[SimRequest]:
@@ -59,7 +45,8 @@ def timeless(records: list[Record]) -> list[Record]:
 
 def test_the_simulator_runs_the_production_router() -> None:
     cluster = Cluster("round_robin", [], HAND)
-    assert type(cluster.router) is routing.router.Router
+    assert cluster.routers is not None
+    assert [type(router) for router in cluster.routers.all] == [routing.router.Router]
 
 
 def test_two_replicas_in_turn_give_the_times_that_a_hand_computes() -> None:
@@ -112,8 +99,8 @@ def test_every_request_ends_once_and_pools_stay_within_their_capacity(policy: st
     assert sorted(record.number for record in records) == list(range(len(requests)))
     assert all(0.0 < record.ttft_s <= record.ended_s - record.arrival_s + 1e-9 for record in records)
     assert all(replica.pool.num_private == 0 and replica.num_running == 0 for replica in cluster.replicas)
-    if cluster.router is not None:
-        assert cluster.router.num_open == 0
+    if cluster.routers is not None:
+        assert cluster.routers.num_open == 0
     cluster.check()
 
 

@@ -15,7 +15,7 @@ from benchmarks.sim_events import Events
 from benchmarks.sim_plot import plot_ttft
 from benchmarks.sim_pool import SimPool
 from benchmarks.sim_replica import SimJob, SimReplica, Speed
-from benchmarks.sim_reports import Limits, Reports
+from benchmarks.sim_reports import Limits, Outbox, Reports
 from benchmarks.sim_requests import SimRequest, copies, of_workload, read_trace
 from routing.router import Router
 from routing.types import CacheEvent, IndexSnapshot, ReplicaView
@@ -198,7 +198,7 @@ def test_reports_are_late_and_count_progress_in_chunks() -> None:
     events, router = Events(), HeardRouter()
     replica = _replica(events)
     limits = Limits(period_s=0.75, delay_s=0.25)
-    Reports(cast(Router, router), [replica], limits=limits, events=events, rng=Random(0)).start()
+    Reports(cast(Router, router), [Outbox(replica)], limits=limits, events=events, rng=Random(0)).start()
     replica.submit(SimJob(request(0, blocks=[1, 2], input_len=200), 100))
     events.run(until=lambda: events.now_s >= 1.0)
     first, second = router.views
@@ -219,7 +219,7 @@ def test_lost_events_show_as_a_gap_and_are_healed_by_one_snapshot() -> None:
             return next(self.draws)
 
     limits = Limits(period_s=1.6, delay_s=0.1, event_loss=0.5)
-    reports = Reports(cast(Router, router), [replica], limits=limits, events=events, rng=FirstIsLost())
+    reports = Reports(cast(Router, router), [Outbox(replica)], limits=limits, events=events, rng=FirstIsLost())
     reports.start()
     for number in range(3):
         replica.submit(SimJob(request(number, blocks=[number], input_len=100), 100))

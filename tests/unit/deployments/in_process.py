@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import dataclasses
 import time
 from random import Random
 from typing import Protocol
@@ -209,7 +210,13 @@ class ScriptedReplica:
             await asyncio.sleep(0)
 
     async def report(self) -> ReplicaReport:
-        return ReplicaReport(stats=self.stats, error=None, num_open=0)
+        stats = dataclasses.replace(self.stats, cache_event_seq=self.cache.seq)
+        return ReplicaReport(stats=stats, error=None, num_open=0)
+
+    async def send_reports(self, num: int) -> None:
+        assert self._client is not None
+        for _ in range(num):
+            self._client.report(encode_report(await self.report()))
 
     async def flush_cache(self, timeout_s: float) -> bool:
         return True

@@ -3,13 +3,16 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from random import Random
 
 import numpy as np
 import pytest
 
+from deployments.cache_sync import CacheSync
 from deployments.leases import ReplicaGone
-from routing.types import RouteQuery
-from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica, stats
+from routing.router import Router
+from routing.types import IndexSnapshot, PagesStored, ReplicaView, RouteQuery
+from tests.unit.deployments.in_process import PAGE_SIZE, House, LocalLeases, ScriptedReplica, stats
 
 TOKENS = list(range(100, 100 + 4 * PAGE_SIZE))
 
@@ -69,6 +72,42 @@ async def test_a_lost_event_costs_one_snapshot(house: House) -> None:
     assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
 
 
+async def test_a_lost_last_event_is_told_of_by_the_reports(house: House) -> None:
+    """Nothing follows it, so that no gap shows: three reports of a number that never came lead to a snapshot."""
+    replica = ScriptedReplica("r0")
+    await add(house, replica)
+    replica.store(TOKENS, tell=False)
+    await replica.send_reports(3)
+    await until(lambda: overlap(house) == 64)
+    assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
+    await replica.send_reports(3)
+    replica.store(list(range(500, 500 + PAGE_SIZE)))
+    await until(lambda: overlap(house, list(range(500, 500 + PAGE_SIZE))) == 16)
+    assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
+
+
+async def test_a_report_that_is_ahead_of_its_events_costs_nothing() -> None:
+    """Statistics may be a step younger than the events beside them: those come before the next report."""
+    router = Router("round_robin", Random(0), lambda: 0.0)
+    router.update([ReplicaView(replica_id="r0", time_s=0.0, pool_pages=100)])
+    sync = CacheSync(router, LocalLeases())
+    for seq in range(1, 50):
+        sync.on_report("r0", seq, "router")  # event ``seq`` is still on its way
+        if seq % 2:
+            sync.on_report("r0", seq, "router")  # such as attaching sends, without events
+        sync.on_events("r0", [PagesStored(seq, np.array([seq], dtype=np.uint64))], "router")
+        sync.check()
+    assert (sync.num_gaps, sync.asking) == (0, frozenset())
+    sync.on_report("r0", 50, "router")
+    sync.on_report("r0", 50, "router")
+    assert sync.asking == frozenset()
+    sync.on_report("r0", 50, "router")
+    assert sync.asking == {"r0"}
+    sync.on_snapshot("r0", IndexSnapshot(seq=50, keys=np.array([7], dtype=np.uint64)))
+    sync.check()
+    assert (sync.num_gaps, router.num_pages("r0")) == (1, (1, 0))
+
+
 async def test_a_snapshot_that_fails_is_asked_for_again(house: House) -> None:
     class Shy(ScriptedReplica):
         num_asked = 0
@@ -111,7 +150,8 @@ async def test_two_routers_of_the_same_replicas_agree(house: House) -> None:
 
 
 async def test_eight_replicas_of_100_000_pages_are_known_within_a_second() -> None:
-    """A router that starts, or starts again: attach, snapshots over the channel, index; all in this process."""
+    """A router that starts, or starts again: attach, snapshots over the channel, index; all in this process, so that
+    its CPU time is what a quiet machine would take."""
     house, replicas = House(), []
     rng = np.random.default_rng(0)
     num_pages = 100_000
@@ -123,9 +163,9 @@ async def test_eight_replicas_of_100_000_pages_are_known_within_a_second() -> No
         replica.cache.drain()
         replicas.append(replica)
     await house.start()
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     await add(house, *replicas)
-    took_s = time.perf_counter() - started_s
+    took_s = time.process_time() - started_s
     assert [house.router.num_pages(replica.replica_id)[0] for replica in replicas] == [num_pages] * 8
     print(f"8 x {num_pages:,} pages in {took_s:.2f} s")
     assert took_s < 1.0

@@ -11,7 +11,7 @@ from tests.embedded import MODEL
 
 pytestmark = pytest.mark.model
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-ASK = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 PROMPT = "The capital of France is"
 
 

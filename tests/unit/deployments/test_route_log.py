@@ -2,16 +2,21 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
 from starlette.datastructures import Headers
 
+from deployments.http_app import make_app
 from deployments.http_errors import error_response
 from deployments.route_log import RouteLog
 from deployments.route_request import NO_HINTS, RouteHints, Saturated
 from deployments.routed import header_part, hints_of
+from deployments.routes import own_route
+from deployments.service import Service
 from replicas.errors import InvalidRequest
 from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica, ask, stats
@@ -153,3 +158,24 @@ async def test_closing_a_stream_early_leaves_an_aborted_record(scripted: House) 
     assert record is not None
     assert record.tries[0].outcome is not None
     assert record.tries[0].outcome.ending.value == "aborted"
+
+
+@pytest.mark.model
+async def test_a_route_that_another_router_decided_is_told_by_whichever_is_asked(service: Service) -> None:
+    other = House(router_id="another router")
+    await other.start()
+    await ready(other, ScriptedReplica("r7"))
+    await run(other, "c.0-theirs")
+
+    class One:
+        async def find_route(self, name: str) -> dict[str, Any] | None:
+            return own_route(other.dispatcher, name)
+
+    app = make_app(dataclasses.replace(service, peers=One()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://manta") as client:
+        found = (await client.get("/route/theirs")).json()
+        assert (found["rid"], found["replica"], found["router"]) == ("theirs", "r7", "another router")
+        assert (await client.get("/route/nobody's")).status_code == 404
+        ours = (await client.post("/v1/completions", json=BODY, headers={"X-Request-Id": "ours"})).json()
+        assert (await client.get(f"/route/{ours['id']}")).json()["router"] == "router"
+    await other.stop()

@@ -122,6 +122,34 @@ def test_a_prefix_wins_until_waiting_costs_more_than_computing_it_anew() -> None
     assert decision.given_up == 992
 
 
+def test_computing_a_prefix_anew_is_charged_for_each_who_waits_there() -> None:
+    """a holds 992 of 1,000 tokens and queues 2,500; b holds none, queues 500 and has three waiting: the first token
+    comes after 2.508 s there and 1.5 s here, but 0.992 s more for each of three is 2.976 s."""
+    f = Fixture(view("a"), view("b"))
+    f.router.choose(RouteQuery(rid="r", token_ids=PROMPT, allowed=frozenset({"a"})))
+    f.now_s = 10.0
+    f.router.update([view("a", 10.0, queued=2_500, num_waiting=9), view("b", 10.0, queued=500, num_waiting=3)])
+    decision = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT))
+    a, b = (candidate.terms for candidate in decision.candidates)
+    assert (a.ttft_s, a.behind_s) == pytest.approx((2.508, 0.0))
+    assert (b.ttft_s, b.behind_s) == pytest.approx((1.5, 2.976))
+    assert (decision.replica_id, decision.reason) == ("a", Reason.LEAST_DELAY)
+    assert decision.predicted_ttft_s == pytest.approx(2.508)
+    fresh = f.router.explain_only(RouteQuery(rid="r", token_ids=[7] * 1_000))  # cached nowhere: nothing is done twice
+    assert [candidate.terms.behind_s for candidate in fresh.candidates] == [0.0, 0.0]
+    assert (fresh.replica_id, fresh.reason) == ("b", Reason.SOONEST)
+
+
+def test_those_who_waited_are_gone_once_the_queue_has_drained() -> None:
+    f = Fixture(view("a"), view("b", queued=500, num_waiting=3))
+    f.router.choose(RouteQuery(rid="r", token_ids=PROMPT, allowed=frozenset({"a"})))
+    behind_s = []
+    for now_s in (0.1, 0.6):
+        f.now_s = now_s
+        behind_s.append(f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT)).candidates[1].terms.behind_s)
+    assert behind_s == pytest.approx([2.976, 0.0])
+
+
 def test_a_session_breaks_a_tie_and_nothing_else() -> None:
     f = Fixture(view("a"), view("b"), seed=3)
     first = f.choose([1] * 10, session_id="s")

@@ -65,6 +65,21 @@ def test_an_event_counts_once_and_an_old_snapshot_not_at_all() -> None:
     assert index.pages(0) == {3}
 
 
+def test_a_flush_leaves_what_was_sent_and_has_not_begun() -> None:
+    """A replica flushes only while nothing is open there: a decision that is, has yet to arrive."""
+    f, index = feed()
+    f.apply([PagesStored(1, keys(1))])
+    index.expect(0, [2, 3], number=0)
+    f.apply([PagesCleared(2)])
+    assert index.pages(0) == {2, 3}
+    f.apply([PagesStored(3, keys(2))])
+    f.end(0, keys(2, 3))
+    f.apply([])
+    f.apply([])
+    assert index.pages(0) == {2}
+    index.check()
+
+
 def test_an_older_snapshot_than_the_gap_does_not_help() -> None:
     f, _ = feed()
     f.apply([PagesStored(1, keys(1)), PagesStored(5, keys(5))])

@@ -1,0 +1,133 @@
+"""From columns of numbers, one a replica, to what is believed of the replicas now.
+
+Owns:      the fields of a column; how a report is believed as it grows old. No state: load.py keeps the columns.
+Never:     changes a column but in `enqueue`.
+Invariant: a standing has only copies; nothing changes it afterwards.
+Thread:    any.
+
+Between two reports the queue is a fluid: what is sent adds to it, and the replica drains it at its prefill rate.
+A report older than FRESH_S fades: each number moves towards the mean over the replicas whose reports are fresh, which
+is what one would believe of a replica that one knows nothing of.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from routing.standing import Floats, Standing
+from routing.types import ReplicaView, RouteQuery
+
+# Reports come every 0.05 to 2 s (a setting), so that one of 2 s still says what is; an older one is late.
+FRESH_S = 2.0
+# A late report is worth half after 5 s: about the time that a request spends in a replica, so that half of those it
+# counted have ended. Twice as fast or slow changes little, since a healthy replica never gets there.
+FADE_HALF_S = 5.0
+# The engine's rates are means of its last ten steps already; this evens out the odd report and follows within seconds.
+RATE_HALF_S = 1.0
+# Before any replica has measured: between a small model on a CPU and a large one on a GPU. It is the same for all
+# replicas, so that it orders them by tokens; only its ratio to the other terms is a guess.
+PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
+
+(IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S, UTILIZATION,
+ POOL_TOKENS, MAX_REQUESTS, NUM_FIELDS) = range(15)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Eligible:
+    """The replicas that may take a request, in order of ids, and what changes only with a report."""
+
+    views: list[ReplicaView]
+    columns: npt.NDArray[np.intp]  # [n]
+    prefill_tokens_per_s: Floats  # [n] measured or guessed
+    decode_step_s: Floats  # [n]
+    oldest_s: float  # time of the oldest report among them
+
+    def permitted(self, query: RouteQuery) -> "Eligible":
+        """Those that ``query`` permits."""
+        if not query.excluded and query.allowed is None:
+            return self
+        at = [at for at, view in enumerate(self.views) if query.permits(view.replica_id)]
+        return replace(
+            self,
+            views=[self.views[i] for i in at],
+            columns=self.columns[at],
+            prefill_tokens_per_s=self.prefill_tokens_per_s[at],
+            decode_step_s=self.decode_step_s[at],
+        )
+
+
+def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.intp]) -> Eligible:
+    """The replicas of ``views`` [n], whose columns of ``data`` [field, column] are ``columns`` [n]."""
+    return Eligible(
+        views=views,
+        columns=columns,
+        prefill_tokens_per_s=_measured(data[RATE, columns], PRIOR_PREFILL_TOKENS_PER_S),
+        decode_step_s=_measured(data[STEP_S, columns], 0.0),
+        oldest_s=float(data[REPORT_S, columns].min(initial=float("inf"))),
+    )
+
+
+def standing_of(data: Floats, eligible: Eligible, now_s: float) -> Standing:
+    """What is believed of them at ``now_s``, from all columns ``data`` [field, column]."""
+    own = data.take(eligible.columns, axis=1)  # [field, n] a copy
+    late = now_s - eligible.oldest_s > FRESH_S
+    busy_until = np.minimum(now_s, own[REPORT_S] + FRESH_S) if late else now_s  # more silence is no sign of work
+    drained = np.maximum(busy_until - own[QUEUE_S], 0.0)
+    drained *= own[RATE]
+    queue = np.maximum(own[QUEUE] - drained, 0.0)
+    requests = own[REQUESTS] + own[SINCE]
+    requests -= own[ENDED]
+    utilization = own[UTILIZATION]
+    if late:
+        late_s = np.maximum(now_s - FRESH_S - own[REPORT_S], 0.0)
+        queue = np.maximum(_fade(queue, late_s), 0.0)
+        requests = np.rint(_fade(requests, late_s))
+        utilization = _fade(utilization, late_s)
+    return Standing(
+        views=eligible.views,
+        in_flight=own[IN_FLIGHT],
+        requests_since=own[SINCE],
+        tokens_since=own[TOKENS_SINCE],
+        ended_since=own[ENDED],
+        num_requests=np.maximum(requests, own[IN_FLIGHT]),
+        queued_tokens=queue,
+        prefill_tokens_per_s=eligible.prefill_tokens_per_s,
+        decode_step_s=eligible.decode_step_s,
+        utilization=utilization,
+        pool_tokens=own[POOL_TOKENS],
+        max_requests=own[MAX_REQUESTS],
+    )
+
+
+def enqueue(data: Floats, at: int, *, sent_s: float, uncached_tokens: int) -> None:
+    """A request joins the queue of column ``at``, which has drained until then."""
+    queue, queue_s, report_s, rate = data[QUEUE : RATE + 1, at].tolist()
+    drained = rate * max(min(sent_s, report_s + FRESH_S) - queue_s, 0.0)
+    data[QUEUE, at] = max(queue - drained, 0.0) + uncached_tokens
+    data[QUEUE_S, at] = sent_s
+    data[SINCE, at] += 1
+    data[TOKENS_SINCE, at] += uncached_tokens
+
+
+def smooth(old: float, new: float, since_s: float) -> float:
+    """An exponential mean over time; 0 stands for not measured, on either side."""
+    if old == 0.0 or new == 0.0:
+        return old or new
+    return new + (old - new) * float(0.5 ** (since_s / RATE_HALF_S))
+
+
+def _fade(values: Floats, late_s: Floats) -> Floats:
+    """``values`` of late reports on their way to the mean of the others; to that of all where all are late."""
+    fresh = late_s == 0
+    believed = values[fresh].mean() if fresh.any() else values.mean()
+    faded: Floats = believed + (values - believed) * np.exp2(-late_s / FADE_HALF_S)
+    return faded
+
+
+def _measured(values: Floats, prior: float) -> Floats:
+    """``values`` with those that are 0, not measured, replaced by the mean of the others, or else the prior."""
+    known = values > 0
+    if known.all():
+        return values
+    return np.where(known, values, values[known].mean() if known.any() else prior)

@@ -1,0 +1,203 @@
+"""Who holds each page, and the changes to that by stretches of pages.
+
+Owns:      page -> entry: the bits of the replicas that hold it, or the run (runs.py) of the only one, where it is only
+           expected; the sweep that takes retired bits out.
+Never:     knows how much a replica may hold, or where a page comes from (index.py).
+Invariant: a page has an entry iff it is held, or was and is still to be cleaned.
+Thread:    the router's own.
+
+Neighbours in a prompt mostly have the same entry. So work is done by stretches of one entry, which are found in C, and
+neighbours share the int that is their entry: where there are 1,000 replicas it takes 160 bytes.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby, islice
+
+import numpy as np
+import numpy.typing as npt
+
+from routing.bits import Bits, positions
+from routing.runs import Entries, Expected, Pages, Run
+
+SWEEP_PER_PAGE = 4  # pages cleaned for each page written: a sweep ends before the table has grown by a quarter
+
+
+class Held:
+    """A replica is a small number of the caller's; what it holds is spoken of by what it expects, an `Expected`."""
+
+    def __init__(self) -> None:
+        self._entries: Entries = {}
+        self._bits = Bits()
+        self._by_bit: dict[int, Expected] = {}
+        self._sweeping = 0  # retired bits that the sweep under way takes out of the pages
+        self._sweep: Iterator[int] = iter(())  # the pages there were when it began
+
+    def __len__(self) -> int:
+        """Pages held by any replica; those still to be cleaned count."""
+        return len(self._entries)
+
+    def pages(self, mine: Expected) -> set[int]:
+        """Everything a replica is believed to hold. Slow: for tests and for showing."""
+        return {page for page, entry in self._entries.items() if bits_of(entry) & mine.bit}
+
+    def join(self, replica: int) -> Expected:
+        """A replica that holds nothing yet."""
+        mine = Expected(self._bits.take(replica), self._entries)
+        self._by_bit[mine.bit] = mine
+        return mine
+
+    def leave(self, mine: Expected) -> None:
+        """A replica holds nothing from now on; `clean` takes its bit out of the pages."""
+        mine.shared.clear()
+        del self._by_bit[mine.bit]
+        self._bits.retire(mine.bit)
+
+    def overlap(self, pages: Pages, replicas: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """How many of the first of ``pages`` each of ``replicas`` [n] holds without a hole. Returns [n]."""
+        depths = np.zeros(self._bits.num_positions, dtype=np.int64)  # by position
+        alive, depth = self._bits.present, 0
+        for entry, stretch in groupby(map(self._entries.get, pages)):
+            left = alive & bits_of(entry)
+            if left != alive:
+                if depth:
+                    depths[positions(alive ^ left)] = depth
+                alive = left
+                if not alive:
+                    break
+            depth += len(list(stretch))
+        depths[positions(alive)] = depth
+        return self._bits.of_replicas(depths, replicas)
+
+    def stretches(self, mine: Expected, pages: Pages) -> Iterator[tuple[int | Run | None, Run | None, Pages]]:
+        """``pages`` cut where their entry or the run of ``mine`` changes: (entry, that run or None, pages).
+
+        Each is looked up after what was done with the one before, so that a key may well stand twice.
+        """
+        rest, end = iter(pages), 0
+        entries = groupby(map(self._entries.get, rest))
+        while (found := next(entries, None)) is not None:
+            (entry, stretch), start = found, end
+            if isinstance(entry, Run):
+                run, end = entry if entry.owner is mine else None, start + len(entry.pages)
+                if run is not None and run.pages == pages[start:end] and run.whole:
+                    next(islice(rest, end - start - 1, end - start - 1), None)  # past the run
+                    entries = groupby(map(self._entries.get, rest))
+                else:
+                    end = start + len(list(stretch))
+                yield entry, run, pages[start:end]
+                continue
+            end = start + len(list(stretch))
+            if entry and entry & mine.bit and mine.shared:
+                for run, part in groupby(map(mine.shared.get, pages[start:end])):
+                    then = start + len(list(part))
+                    yield entry, run, pages[start:then]
+                    start = then
+            else:
+                yield entry, None, pages[start:end]
+
+    def hold(self, mine: Expected, part: Pages, entry: int | Run | None, run: Run | None) -> None:
+        """The replica of ``mine`` comes to hold ``part``, which has ``entry``: expected in ``run``, or confirmed."""
+        others = bits_of(entry) & self._bits.present
+        if others and isinstance(entry, Run):  # it shares them now
+            entry.owner.shared.update(dict.fromkeys(part, entry))
+        if run is None:
+            self._entries.update(dict.fromkeys(part, others | mine.bit if others else mine.bit))
+            return
+        runs = dict.fromkeys(part, run)
+        mine.add(run, runs)
+        if others:
+            self._entries.update(dict.fromkeys(part, others | mine.bit))
+            mine.shared.update(runs)
+        else:
+            self._entries.update(runs)
+
+    def confirm(self, run: Run, part: Pages) -> None:
+        """``part``, different pages live in ``run``, are held whatever becomes of the decision."""
+        entries, mine = self._entries, run.owner
+        for page in part:
+            if entries[page] is run:
+                entries[page] = mine.bit
+            else:
+                del mine.shared[page]
+        mine.lose(run, len(part))
+
+    def use(self, run: Run, part: Pages, number: int) -> Run:
+        """What decision ``number`` uses of ``run``, of which ``part`` is live: all of it, or a run made of the part."""
+        if part == run.pages:
+            run.number = number
+            return run
+        part = list(dict.fromkeys(part))
+        mine, taken = run.owner, Run(owner=run.owner, number=number)
+        mine.cut(run, part)
+        mine.add(taken, part)
+        for page in part:
+            if self._entries[page] is run:
+                self._entries[page] = taken
+            else:
+                mine.shared[page] = taken
+        return taken
+
+    def drop(self, mine: Expected, run: Run | None, part: Pages) -> int:
+        """The replica of ``mine`` holds ``part`` no more, all of it live in ``run`` or confirmed. Returns how many."""
+        gone = dict.fromkeys(part)
+        last, rest = 0, 0
+        for page, entry in zip(gone, list(map(self._entries.__getitem__, gone)), strict=True):
+            if isinstance(entry, Run):
+                del self._entries[page]
+                continue
+            if run is not None:
+                del mine.shared[page]
+            if entry is not last:
+                last, rest = entry, (entry ^ mine.bit) & self._bits.present
+            self._put(page, rest)
+        if run is not None:
+            mine.lose(run, len(gone))
+        return len(gone)
+
+    def clean(self, num_written: int) -> None:
+        """Go on with the sweep that takes retired bits out of the pages; begin one if there is need."""
+        if not self._bits.retired:
+            return
+        if not self._sweeping:
+            self._sweeping, self._sweep = self._bits.retired, iter(list(self._entries))
+        looked_at = last = rest = 0
+        for looked_at, page in enumerate(islice(self._sweep, SWEEP_PER_PAGE * num_written), start=1):  # noqa: B007
+            bits = bits_of(self._entries.get(page))
+            if bits & self._sweeping:
+                if bits is not last:
+                    last, rest = bits, bits & self._bits.present
+                self._put(page, rest)
+        if looked_at < SWEEP_PER_PAGE * num_written:
+            self._bits.recycle(self._sweeping)
+            self._sweeping = 0
+
+    def check(self, replicas: dict[int, Expected]) -> None:
+        """Raises AssertionError if bits, entries and runs do not agree."""
+        self._bits.check({replica: mine.bit for replica, mine in replicas.items()})
+        assert self._by_bit == {mine.bit: mine for mine in replicas.values()}
+        assert self._sweeping & ~self._bits.retired == 0
+        used = self._bits.present | self._bits.retired
+        bits = [bits_of(entry) for entry in self._entries.values()]
+        assert all(each and not each & ~used for each in bits), "a page has a bit that is nobody's"
+        for mine in replicas.values():
+            mine.check()
+            assert mine.shared.keys() <= self.pages(mine)
+            assert all(bits_of(self._entries[page]) != mine.bit for page in mine.shared), "shared with nobody"
+
+    def _put(self, page: int, bits: int) -> None:
+        """``page`` is held by those of the present ``bits`` and by no others."""
+        sole = self._by_bit.get(bits)
+        run = None if sole is None else sole.shared.pop(page, None)
+        if run is not None:
+            self._entries[page] = run
+        elif bits:
+            self._entries[page] = bits
+        else:
+            del self._entries[page]
+
+
+def bits_of(entry: int | Run | None) -> int:
+    """The bits of those that hold a page; some may be retired."""
+    if isinstance(entry, int):
+        return entry
+    return 0 if entry is None else entry.owner.bit

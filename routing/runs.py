@@ -1,0 +1,136 @@
+"""What decisions expect one replica to hold: runs of pages, in order of use.
+
+Owns:      the runs, their order, and which run a page is in where other replicas hold the page too.
+Never:     writes who holds a page; the table of entries (held.py) does, and changes the runs with it.
+Invariant: an expected page is live in exactly one run, that of the last decision that used it: the page's entry is the
+           run itself if no other replica holds it, and `shared` has the run otherwise.
+Thread:    the router's own.
+
+A prompt that begins like an earlier one uses that one's run again: one step in the order of use for all its pages.
+Where only part of a run is used again, the part becomes a run of its own (once; from then on it is used as a whole).
+A page that an event confirms or removes leaves its run; the run's list may keep it until the run goes, and then the
+page is not live in it.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+Pages = list[int]  # page keys of 60 bits
+SLACK_PAGES = 4096  # stale entries that are not worth collecting
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Pages in the order of their prompt, last used by one decision."""
+
+    owner: "Expected"
+    number: int  # of the last decision that used it
+    pages: Pages = field(default_factory=list)
+    num_live: int = 0  # of ``pages``
+    times: int = 0  # it stands in the order of use; the last one counts
+
+    @property
+    def whole(self) -> bool:
+        return self.num_live == len(self.pages)
+
+
+Entries = dict[int, "int | Run"]  # page -> bits of those that hold it, or the run of the only one that expects it
+
+
+class Expected:
+    """One replica's runs, by its bit in ``entries``, the table of held.py (only read here)."""
+
+    def __init__(self, bit: int, entries: Entries) -> None:
+        self.bit = bit
+        self.shared: dict[int, Run] = {}
+        self.num_pages = 0  # live in all runs
+        self._entries = entries
+        self._order: deque[Run] = deque()  # oldest first
+        self._listed = 0  # pages in the lists of all runs, live or not
+
+    def run_of(self, page: int) -> Run | None:
+        """Where ``page`` is live; None if it is not expected."""
+        value = self._entries.get(page)
+        if isinstance(value, Run):
+            return value if value.owner is self else None
+        return self.shared.get(page)
+
+    def live(self, run: Run) -> Pages:
+        """The pages of ``run`` that are still in it, in order."""
+        if run.whole:
+            return run.pages
+        return [page for page in run.pages if self.run_of(page) is run]
+
+    def add(self, run: Run, pages: Iterable[int]) -> None:
+        """``pages``, all different and new here, are now live in ``run``, behind those it has."""
+        before = len(run.pages)
+        run.pages += pages
+        num_added = len(run.pages) - before
+        run.num_live += num_added
+        self.num_pages += num_added
+        self._listed += num_added
+
+    def lose(self, run: Run, num_pages: int) -> None:
+        """So many pages are not live in ``run`` any more."""
+        run.num_live -= num_pages
+        self.num_pages -= num_pages
+        if not run.num_live:
+            self._relist(run, [])
+
+    def cut(self, run: Run, start: Pages) -> None:
+        """`lose` the pages ``start``; where the run begins with them, the rest of it stays whole."""
+        if run.pages[: len(start)] == start:
+            self._relist(run, run.pages[len(start) :])
+        self.lose(run, len(start))
+
+    def use(self, runs: Iterable[Run]) -> None:
+        """These are used now, the first of them the least."""
+        for run in runs:
+            run.times += 1
+            self._order.append(run)
+        if max(len(self._order), self._listed) > 2 * self.num_pages + SLACK_PAGES:
+            self._compact()
+
+    def pop_oldest(self) -> Run:
+        """Take the run used least recently out of the order; there must be one."""
+        while True:
+            run = self._order.popleft()
+            run.times -= 1
+            if not run.times and run.num_live:
+                return run
+
+    def put_back(self, run: Run, pages: Pages) -> None:
+        """``run``, just popped, is the oldest again, with ``pages``: all of its live ones."""
+        self._relist(run, pages)
+        run.times = 1
+        self._order.appendleft(run)
+
+    def runs(self) -> list[Run]:
+        """Runs with live pages, oldest first."""
+        newest_first = dict.fromkeys(run for run in reversed(self._order) if run.num_live)
+        return list(newest_first)[::-1]
+
+    def check(self) -> None:
+        """Raises AssertionError if the runs and the index's table do not agree."""
+        expected = {page for page, value in self._entries.items() if isinstance(value, Run) and value.owner is self}
+        assert not expected & self.shared.keys()
+        expected |= self.shared.keys()
+        runs = self.runs()
+        live = [page for run in runs for page in self.live(run)]
+        assert set(live) == expected, "an expected page would never be evicted, or one that is not would be"
+        assert len(live) == len(expected) == self.num_pages
+        assert all(run.num_live == len(self.live(run)) and self._order.count(run) == run.times for run in runs)
+        assert all(run.owner is self and run.pages == list(dict.fromkeys(run.pages)) for run in runs)
+        assert self._listed == sum(len(run.pages) for run in runs)
+
+    def _relist(self, run: Run, pages: Pages) -> None:
+        self._listed += len(pages) - len(run.pages)
+        run.pages = pages
+
+    def _compact(self) -> None:
+        """Each run once in the order, each with its live pages alone."""
+        self._order = deque(self.runs())
+        for run in self._order:
+            run.times = 1
+            self._relist(run, self.live(run))

@@ -1,0 +1,144 @@
+"""Two routers side by side on a real local Ray, over replicas with short queues: they agree, and nothing gets lost."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.running import Running
+
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
+TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
+RUNNING, QUEUED = 2, 4  # requests of one replica
+BURST = 48
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(
+        tmp_path_factory.mktemp("two_routers"),
+        replicas={"count": 2, "cpus": 1, "health_period_s": 1},
+        cache={"max_total_tokens": 16_000},
+        scheduler={"max_running_requests": RUNNING, "max_queued_requests": QUEUED},
+        router={"policy": "estimated_ttft", "count": 2},
+    )
+    try:
+        running.start()
+        yield running
+    finally:
+        left = running.stop()
+    assert left == [], "Ctrl-C must stop all that it started"
+
+
+def prompt(topic: str, question: str = "") -> str:
+    return f"A long story about {topic}, told slowly. " * 20 + question
+
+
+def ask(app: Running, text: str, *, name: str = "", max_tokens: int = 8) -> httpx.Response:
+    body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    headers = {"X-Request-Id": name} if name else {}
+    return httpx.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120)
+
+
+def routers(app: Running) -> dict[str, Any]:
+    """What each of the two routers says of itself, by id; which one a call meets is the proxy's choice."""
+    found: dict[str, Any] = {}
+
+    def both() -> bool:
+        router = app.info()["router"]
+        found[router["router_id"]] = router
+        return len(found) == 2
+
+    app.until(both, 20)
+    return found
+
+
+def explained(app: Running, text: str) -> dict[str, dict[str, int]]:
+    """By router: how many of the prompt's tokens it believes each replica to hold."""
+    found: dict[str, dict[str, int]] = {}
+
+    def both() -> bool:
+        dry = httpx.post(f"{app.url}/route/explain", json={"prompt": text}, timeout=30).json()
+        found[dry["router"]] = {each["replica"]: each["cached_tokens"] for each in dry["candidates"]}
+        return len(found) == 2
+
+    app.until(both, 20)
+    return found
+
+
+def test_a_decision_is_told_whichever_router_made_it_and_whichever_is_asked(app: Running) -> None:
+    names = [f"mine-{number}" for number in range(16)]
+    assert [ask(app, prompt(name), name=name, max_tokens=1).status_code for name in names] == [200] * 16
+    deciders = set()
+    for name in names:
+        told = [httpx.get(f"{app.url}/route/{name}", timeout=30) for _ in range(4)]
+        assert [each.status_code for each in told] == [200] * 4
+        [decider] = {each.json()["router"] for each in told}
+        assert told[0].json()["rid"] == name
+        deciders.add(decider)
+    assert deciders == routers(app).keys()
+    assert httpx.get(f"{app.url}/route/nobody", timeout=30).status_code == 404
+
+
+def test_both_routers_know_the_same_pages_soon_after_a_load(app: Running) -> None:
+    """Each hears every replica's events; what each expects of its own requests alone is settled within some reports."""
+    texts = [prompt(topic, f"Question {number}?") for number in range(6) for topic in TOPICS]
+    apart = []
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(ask, app, text) for text in texts]
+        while not all(answer.done() for answer in answers):
+            one, other = (router["cache_pages"] for router in routers(app).values())
+            apart.append(sum(abs(sum(one[replica]) - sum(other[replica])) for replica in one))
+        assert {answer.result().status_code for answer in answers} == {200}
+    ended_s = time.monotonic()
+    app.until(app.idle, 5.0)
+
+    def agree() -> bool:
+        pools = {state["replica"]["replica_id"]: state["stats"]["pool"] for state in app.states()}
+        held = {replica_id: [pool["evictable_pages"], 0] for replica_id, pool in pools.items()}
+        return all(router["cache_pages"] == held for router in routers(app).values())
+
+    app.until(agree, 10.0)
+    settled_s = time.monotonic() - ended_s
+    print(f"pages apart under load {apart}; both equal to the replicas' caches {settled_s:.2f} s after it")
+    for topic in TOPICS:
+        one, other = explained(app, prompt(topic, "Last question?")).values()
+        assert one == other
+        assert max(one.values()) >= 128
+
+
+def test_a_burst_beyond_the_queues_is_answered_whole_or_refused_with_a_time_to_come_back(app: Running) -> None:
+    """Nothing else happens to any request, and whoever comes back as told is served in the end."""
+    texts = [f"{number}: a tale never told before. " * 12 for number in range(BURST)]
+    with ThreadPoolExecutor(BURST) as pool:
+        answers = list(pool.map(lambda text: ask(app, text), texts))
+        served = [answer for answer in answers if answer.status_code == 200]
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert {answer.status_code for answer in refused} <= {429, 503}
+        assert len(served) >= 2 * (RUNNING + QUEUED)  # all that there is room for at once
+        assert len(refused) >= 1
+        for answer in served:
+            body = answer.json()
+            assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (8, "length")
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert all("try again later" in answer.json()["error"]["message"] for answer in refused)
+        again = [text for text, answer in zip(texts, answers, strict=True) if answer.status_code != 200]
+        tries = list(pool.map(lambda text: until_served(app, text), again))
+    print(f"of {BURST} at once {len(served)} were served, {len(refused)} refused; those came again {max(tries)} times")
+    app.until(app.idle, 5.0)
+    assert sum(router["num_open"] for router in routers(app).values()) == 0
+
+
+def until_served(app: Running, text: str) -> int:
+    """Come again after as long as the refusal says; how often it took."""
+    for tries in range(1, 61):
+        answer = ask(app, text)
+        if answer.status_code == 200:
+            assert answer.json()["usage"]["completion_tokens"] == 8
+            return tries
+        threading.Event().wait(float(answer.headers["retry-after"]))
+    raise AssertionError("refused for a minute")
