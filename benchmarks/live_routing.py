@@ -39,67 +39,30 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
-import yaml
-
+from benchmarks import live_app
 from benchmarks.client import Client, Run
 from benchmarks.live_workload import LOADS, PAGE_SIZE, Sizes, one_a_group
 from benchmarks.report import Row, publish
 from benchmarks.serving import percentile
 from benchmarks.workloads import Conversation, Workload
 
-ROOT = Path(__file__).resolve().parents[1]
-START_S = 240.0
-STOP_S = 60.0
-
 
 @contextlib.contextmanager
 def serving(policy: str, pool_tokens: int) -> Iterator[str]:
     """The application with two replicas and this policy; yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    config["http_options"]["port"] = port
-    args = config["applications"][0]["args"]
-    args["replicas"] = {"count": 2, "cpus": 1}
-    args["cache"] = {"page_size": PAGE_SIZE, "max_total_tokens": pool_tokens}
-    args["router"] = {"policy": policy, "max_wait_s": 3600}
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    with tempfile.TemporaryDirectory(prefix="manta-bench-") as folder:
-        file, log = Path(folder) / "serve_config.yaml", Path(folder) / "serve.log"
-        file.write_text(yaml.safe_dump(config))
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "deployments", "serve", str(file)],
-                stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
-            )  # fmt: skip
-        try:
-            _wait_ready(process, log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(STOP_S)
-
-
-def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + START_S
-    while "Try it:" not in log.read_text():
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"the application did not start:\n{log.read_text()}")
-        time.sleep(0.2)
+    args = {
+        "replicas": {"count": 2, "cpus": 1},
+        "cache": {"page_size": PAGE_SIZE, "max_total_tokens": pool_tokens},
+        "router": {"policy": policy, "max_wait_s": 3600},
+    }
+    with live_app.serving("serve_config.yaml", args) as url:
+        yield url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +99,7 @@ def _warm_up(url: str, workload: Workload, *, even: bool) -> None:
         if even:
             headers["x-manta-replicas"] = replicas[number % len(replicas)]
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        urllib.request.urlopen(request, timeout=START_S).close()
+        urllib.request.urlopen(request, timeout=live_app.START_S).close()
 
     with ThreadPoolExecutor(len(replicas)) as pool:
         list(pool.map(send, range(len(workload.conversations)), workload.conversations))

@@ -1,0 +1,59 @@
+"""The application on a local Ray of its own, for benchmarks that need a real one.
+
+Owns:      the process and its end: nothing of one run is left for the next.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 240.0
+STOP_S = 60.0
+
+
+@contextlib.contextmanager
+def serving(config_file: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """``config_file`` (from the project's root) with ``args`` in the place of its own of the same name, on a free port.
+
+    Yields: the URL, once it is ready. Raises: RuntimeError with the log of an application that did not start.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    config = yaml.safe_load((ROOT / config_file).read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"].update(args)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with tempfile.TemporaryDirectory(prefix="manta-bench-") as folder:
+        file, log = Path(folder) / "serve_config.yaml", Path(folder) / "serve.log"
+        file.write_text(yaml.safe_dump(config))
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "deployments", "serve", str(file)],
+                stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
+        try:
+            _wait_ready(process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(STOP_S)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while "Try it:" not in log.read_text():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(f"the application did not start:\n{log.read_text()}")
+        time.sleep(0.2)
