@@ -42,13 +42,16 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
     counters = scheduler.counters
     chunked = scheduler.prefill.chunked
     parked = scheduler.away.in_state(ReqState.WAITING)
+    legs = [req for req in parked if req.is_prefill_leg]  # their receivers have yet to open; then they are queued
+    uncached = scheduler.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
+    uncached += sum(req.num_tokens - kv.peek_len(req.ids[: req.num_tokens - 1], req.salt) for req in legs)
     return EngineStats(
         time_s=now_s,
         pool=kv.stats(),
-        num_waiting=len(scheduler.waiting) + sum(not req.is_prefill_leg for req in parked),
+        num_waiting=len(scheduler.waiting) + len(parked) - len(legs),
         num_running=len(scheduler.running) + (chunked is not None),
         max_running_requests=scheduler.max_running,
-        waiting_uncached_tokens=scheduler.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0),
+        waiting_uncached_tokens=uncached,
         cache_nodes=kv.num_nodes,
         cache_event_seq=kv.event_seq,
         num_finished=counters.finished,

@@ -210,9 +210,15 @@ def processes(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Itera
     yield from start_processes(str(folders["gqa"]), request.param, prefill_tp=1, decode_tp=1)
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["2to1", "1to2"])
+@pytest.fixture(
+    scope="module",
+    params=[("gqa", 2, 1), ("gqa", 1, 2), ("smollm2", 3, 1)],
+    ids=lambda p: f"{p[0]}-{p[1]}to{p[2]}",
+)
 def unequal(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Processes]:
-    yield from start_processes(str(folders["gqa"]), "cma", prefill_tp=request.param[0], decode_tp=request.param[1])
+    name, prefill_tp, decode_tp = request.param
+    model = MODEL if name == "smollm2" else str(folders[name])
+    yield from start_processes(model, "cma", prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
 def start_processes(model: str, transport: str, *, prefill_tp: int, decode_tp: int) -> Iterator[Processes]:
@@ -250,6 +256,6 @@ def test_two_processes_answer_as_one_over_nixl(processes: Processes) -> None:
 @pytest.mark.model
 @pytest.mark.slow
 def test_two_replicas_with_unequal_ranks_answer_as_one(unequal: Processes) -> None:
-    """P TP 2 -> D TP 1 and back: heads are sliced."""
+    """P TP 2 -> D TP 1 and back, and 3 -> 1: heads are sliced."""
     for seed in range(8):
         check_processes(unequal, tiny_prompt((1, 16, 33, 100)[seed % 4], seed), (GREEDY, SEEDED)[seed % 2])

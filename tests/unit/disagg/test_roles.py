@@ -45,7 +45,12 @@ def test_pages_leave_chunk_by_chunk_and_the_states_are_those_of_the_life_cycle()
     pair = Pair()
     pair.ask("a", PROMPT)
     assert (pair.prefill.state("a"), pair.decode.state("a")) == (ReqState.WAITING, ReqState.WAITING)
+    waits = pair.prefill.engine.stats()
+    assert (waits.num_handing_off, waits.num_waiting, waits.waiting_uncached_tokens) == (1, 0, 45)  # work to come
+    waits = pair.decode.engine.stats()
+    assert (waits.num_preallocating, waits.num_waiting, waits.waiting_uncached_tokens) == (1, 0, 0)
     pair.turn()  # granted, opened
+    assert pair.decode.engine.stats().num_receiving == 1
     assert pair.decode.state("a") is ReqState.RECEIVING
     assert pair.decode.pages() == (52, 0, 0, 12, 0)
     room, sent = pair.wire.room(1), []

@@ -1,0 +1,54 @@
+"""An engine's thread sleeps while another replica works, and the transfer desk wakes it."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvtransfer.types import PdTicket, ReceiveDrained, ReceiveFailed
+from replicas.loop import EngineLoop
+from replicas.types import FinishReason, HandOff, PdLeg, TokenDelta
+from tests.fake_desk import FakeWire
+from tests.fakes import continuation
+from tests.harness import ask, fake_engine
+
+pytestmark = pytest.mark.model
+PROMPT = list(range(100, 120))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < limit_s, "timed out"
+        threading.Event().wait(0.005)
+
+
+def test_an_engine_that_only_waits_for_a_peer_sleeps_until_its_desk_has_news() -> None:
+    wire = FakeWire()
+    engine, _ = fake_engine(wire=wire)
+    (desk,) = wire.desks
+    looks = []
+    drain = desk.drain_events
+    desk.drain_events = lambda: (looks.append(1), drain())[1]  # type: ignore[method-assign]
+    loop, got = EngineLoop(engine), list[TokenDelta]()
+    loop.start()
+    ticket = PdTicket(room=1, generation=0, prefill=desk.address)
+    hand_off = HandOff(leg=PdLeg.DECODE, ticket=ticket)
+    loop.submit(replace(ask("a", PROMPT), hand_off=hand_off), got.extend)
+    until(lambda: wire.room(1).order is not None)
+    threading.Event().wait(0.1)
+    before = len(looks)
+    threading.Event().wait(0.3)
+    assert len(looks) - before <= 2  # it looks up every half second, not every 2 ms
+    desk.tell(ReceiveFailed(room=1, reason="its peer died"))
+    until(lambda: bool(got) and got[-1].finish is not None)
+    assert [token for delta in got for token in delta.token_ids] == continuation(PROMPT, 8)
+    assert got[-1].finish is not None
+    assert got[-1].finish.reason is FinishReason.LENGTH
+    until(lambda: loop.stats().pool.quarantined_pages == 5)
+    desk.tell(ReceiveDrained(room=1))
+    until(lambda: loop.stats().pool.quarantined_pages == 0)  # also when it has nothing else to do
+    loop.stop()
+    assert desk.closed
