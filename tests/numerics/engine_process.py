@@ -1,6 +1,8 @@
 """An engine with its transfer desk in a spawned process: what NIXL needs to be tried between two of them."""
 
 import multiprocessing
+import os
+import signal
 import threading
 from multiprocessing.connection import Connection
 
@@ -46,7 +48,17 @@ class EngineProcess:
         assert isinstance(stats, PoolStats)
         return stats
 
+    def signal(self, number: signal.Signals) -> None:
+        """SIGSTOP, SIGCONT or SIGKILL."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+        if number is signal.SIGKILL:
+            self._process.join(30)
+
     def close(self) -> None:
+        """Ends it; nothing to do for one that was killed."""
+        if self._process.exitcode == -signal.SIGKILL:
+            return
         self._pipe.send(None)
         self._process.join(30)
         assert self._process.exitcode == 0, f"the engine's process ended with {self._process.exitcode}"
