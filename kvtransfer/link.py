@@ -50,7 +50,6 @@ class _Connection:
         self.dialled = dialled
         self.connecting = dialled
         self.deadline_s = deadline_s  # of the handshake
-        self.probed = False  # the other end only asks who we are
         self.frames = Frames(MAX_STRANGER_BYTES)
         self.out = bytearray()
 
@@ -241,8 +240,6 @@ class SocketLinks:
             self._drop(link, str(error))
 
     def _heard(self, link: int, connection: _Connection, message: Message, handler: LinkHandler) -> None:
-        if connection.probed:
-            return  # it will close
         if connection.handshake is None:
             handler.heard(link, message)
             return
@@ -252,8 +249,7 @@ class SocketLinks:
         if (hello := connection.handshake.peer) is None or link not in self._connections:
             return
         if hello.purpose == "probe" and not connection.dialled:
-            connection.probed = True  # it has our hello; not a link, and gone by its deadline
-            return
+            return  # it has our hello: not a link, and gone by its deadline
         connection.handshake = None
         connection.deadline_s = math.inf
         handler.link_up(link, hello)

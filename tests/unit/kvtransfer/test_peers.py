@@ -152,13 +152,17 @@ def test_a_prefill_engine_finds_out_that_its_receiver_is_dead() -> None:
 def test_one_peer_that_hangs_holds_up_no_room_of_another() -> None:
     net, p, d = pair()
     other = net.add()
-    stuck, fine = begun(net, p, d), begun(net, p, other)
+    fine = begun(net, p, other)
+    stuck = net.hand_off(p, d, num_pages=8)  # 4 writes
+    assert stuck is not None
+    net.run(0.2)
     net.hang(d)
-    p.send(stuck, 3, last=True)
+    p.send(stuck, 8, last=True)
     p.send(fine, 3, last=True)
     net.run(0.3)
     assert fine.receives == ["Received"]
     assert stuck.sends == ["SendReady"]
+    assert p.pools.ports[0].num_in_flight == 2  # the rest waits here, where it can still be dropped
 
 
 def test_many_rooms_of_one_peer_take_turns() -> None:
