@@ -201,3 +201,25 @@ def test_a_decode_replica_killed_while_streaming_is_replaced_without_a_seam(both
     told = route(both, "seamless")
     assert told["num_retries"] == 1
     assert "ReplicaGone" in told["tries"][0]["failure"]
+
+
+def test_a_prefill_replica_that_hangs_is_found_by_its_silence(both: Running) -> None:
+    """SIGSTOP: no connection ends, no call fails. Heartbeats tell (1 s, 3 misses), not the deadline."""
+    text = story("glaciers", 130)
+    expected = alone(both, text)
+    pid = replica(both, "prefill")["replica"]["pid"]
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(generate, both, text, name="hung")
+        both.until(lambda: replica(both, "prefill")["num_open"] == 1, 20)
+        os.kill(pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        try:
+            answer = pending.result()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    took_s = time.monotonic() - stopped_s
+    print(f"the answer was complete {took_s:.1f} s after prefill stopped")
+    assert answer == expected
+    assert took_s < 30  # the deadlines are 60 s
+    [only] = route(both, "hung")["tries"]
+    assert (only["hand_off"]["transferred"], only["failure"]) == (False, None)
