@@ -99,7 +99,7 @@ class ServedEngine:
         client = self._clients.get(router_id)
         if client is None or client.lost:
             return ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
-        lease = _Lease(client, request.sampling.n)
+        lease = _Lease(client, request.num_choices)
         self._leases[request.rid] = lease
         try:
             self.loop.submit(request, self._sinks[router_id])

@@ -256,6 +256,24 @@ def test_the_other_choices_go_on_when_the_hand_off_fails_or_choice_0_ends() -> N
     assert pair.decode.at_rest
 
 
+def test_the_other_choices_go_on_when_choice_0_alone_runs_out_of_time() -> None:
+    """Each choice has a clock of its own; here choice 0 arrived a second before the others. They compute the prompt."""
+    pair = Pair()
+    _, decode = pair.legs(replace(ask("a", PROMPT, n=3, max_new_tokens=2), deadline_s=50.0))
+    arrivals = iter((0.0, 1.0, 1.0))
+    pair.decode.engine._clock = lambda: next(arrivals)
+    pair.decode.submit(decode)
+    pair.decode.engine._clock = pair.clock
+    pair.until(pair.decode, "a", ReqState.RECEIVING)
+    pair.clock.now_s = 50.5
+    pair.turn()
+    assert pair.decode.end("a") is FinishReason.ABORT
+    assert [pair.decode.end("a", i) for i in (1, 2)] == [None, None]
+    pair.run()
+    assert [pair.decode.ids("a", i) for i in (1, 2)] == [continuation(PROMPT, 2)] * 2
+    assert pair.decode.at_rest
+
+
 def test_a_prefill_leg_in_the_middle_of_its_prompt_does_not_give_way_the_last_that_runs_does() -> None:
     """SPEC F11: its pages may be on their way, so that it is never retracted."""
     pair = Pair()
