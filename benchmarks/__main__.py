@@ -10,11 +10,11 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from benchmarks import kernels, micro, offline, serving, transfer
+from benchmarks import hand_off, kernels, micro, offline, serving, transfer
 from benchmarks.report import Row, publish
 from benchmarks.scale import FULL, QUICK
 
-PARTS = ("kernels", "offline", "micro", "transfer", "serving")
+PARTS = ("kernels", "offline", "micro", "transfer", "hand_off", "serving")
 
 
 def run(part: str, options: argparse.Namespace) -> list[Row]:
@@ -27,6 +27,8 @@ def run(part: str, options: argparse.Namespace) -> list[Row]:
             return kernels.measure(options.threads)
         case "transfer":
             return transfer.measure(quick=options.quick)
+        case "hand_off":
+            return hand_off.measure(options.model, quick=options.quick)
         case "micro":
             return micro_rows((10_000,) if options.quick else (10_000, 100_000, 1_000_000))
         case _:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.engine_process import TOKEN, EngineProcess
 from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
 from replicas.config import CacheConfig, SchedulerConfig
@@ -21,7 +22,6 @@ from replicas.launch import load_engine
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.numerics import tiny
-from tests.numerics.engine_process import TOKEN, EngineProcess
 
 NUM_NEW = 6
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.engine_process import EngineProcess
 from kvtransfer.types import PdTicket
 from replicas.types import FinishReason, GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.numerics import tiny
-from tests.numerics.engine_process import EngineProcess
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
