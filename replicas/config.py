@@ -1,12 +1,13 @@
 """Settings of one engine: frozen values, and `resolve`, which fills the gaps from the model and the machine.
 
 Owns:  what each setting means, its default, and where its value came from (`EngineConfig.origin`).
-Never: reads files or devices; `replicas/runner/weights.py` reads the model's folder, `replicas/launch.py` the machine.
+Never: reads files or devices; `replicas/runner/weights.py` reads the model's folder, `replicas/launch.py` the machine,
+       `replicas/hf_config.py` how others spell a model's shape.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from kvtransfer.layout import KvLayout
 from replicas.errors import InvalidConfig
@@ -240,52 +241,3 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
             "scheduler: 0 <= min_new_token_ratio <= new_token_ratio <= 1 is required, got "
             f"{scheduler.min_new_token_ratio} and {scheduler.new_token_ratio}"
         )
-
-
-def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int, ...], dtype: DType) -> ModelConfig:
-    """ModelConfig from a Transformers config as a dict (``AutoConfig.to_dict()``, which has defaults filled in).
-
-    Raises: InvalidConfig for features that the dense models here do not have (sliding windows, other rope kinds).
-    """
-    architectures = hf.get("architectures") or ["?"]
-    architecture = str(architectures[0])
-    heads = int(hf["num_attention_heads"])
-    if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
-        window, longest = int(hf["sliding_window"]), int(hf["max_position_embeddings"])
-        if window < longest:
-            raise InvalidConfig(
-                f"{path}: attention with a sliding window of {window} tokens is not supported; set \"sliding_window\": "
-                f'null and "max_position_embeddings": {window} in its config.json to serve it with a shorter context'
-            )
-    qwen2 = architecture.startswith("Qwen2")
-    return ModelConfig(
-        path=path,
-        architecture=architecture,
-        vocab_size=int(hf["vocab_size"]),
-        hidden_size=int(hf["hidden_size"]),
-        intermediate_size=int(hf["intermediate_size"]),
-        num_layers=int(hf["num_hidden_layers"]),
-        num_heads=heads,
-        num_kv_heads=int(hf.get("num_key_value_heads") or heads),
-        head_dim=int(hf.get("head_dim") or int(hf["hidden_size"]) // heads),
-        rms_norm_eps=float(hf["rms_norm_eps"]),
-        rope=_rope_from_hf(path, hf),
-        context_len=int(hf["max_position_embeddings"]),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        attention_bias=qwen2 or bool(hf.get("attention_bias", False)),
-        output_bias=not qwen2 and bool(hf.get("attention_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
-        qk_norm=architecture.startswith("Qwen3"),
-        eos_ids=eos_ids,
-        dtype=dtype,
-    )
-
-
-def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
-    raw = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = float(raw.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
-    kind = str(raw.pop("rope_type", None) or raw.pop("type", None) or "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise InvalidConfig(f"{path}: rope type {kind!r} is not supported; supported: default, linear, llama3")
-    scaling = {k: float(v) for k, v in raw.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return RopeConfig(theta=theta, kind=kind, scaling=scaling)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Gives an engine its thread, and everyone else a thread-safe and an asyncio face.
 
-Owns:      the engine thread, the watchdog thread, and who receives each request's deltas.
-Never:     runs a step on any other thread.
+Owns:      the engine thread, the watchdog thread, and the commands that wait for the former.
+Never:     runs a step on any other thread. Who receives each request's deltas is in sinks.py.
 Invariant: after `submit` returns, the sink gets exactly one delta with ``finish`` per choice, crash or not.
 
     any thread ── submit, abort, run ──> commands ──> engine thread: take commands, step, deliver ──> sinks
@@ -15,16 +15,16 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from replicas.engine import CacheEvents, Engine
-from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
+from replicas.errors import EngineDead, MantaError
 from replicas.inbox import Inbox
-from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta, Usage
+from replicas.sinks import Sink, Sinks
+from replicas.types import EngineStats, GenerateRequest, TokenDelta
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[list[TokenDelta]], None]
 Command = Callable[[Engine | None], None]  # gets None when the engine is gone
 T = TypeVar("T")
 IDLE_WAIT_S = 0.5  # how often an idle engine thread looks up without being woken
@@ -39,9 +39,7 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.error: EngineDead | None = None
-        self._lock = threading.Lock()  # guards _sinks and _remaining
-        self._sinks: dict[str, Sink] = {}
-        self._remaining: dict[str, set[int]] = {}  # choices that have not finished
+        self._sinks = Sinks()
         self._commands: collections.deque[Command] = collections.deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -67,19 +65,12 @@ class EngineLoop:
         Raises: InvalidRequest, PromptTooLong, Overloaded or EngineDead, at once; then the sink is never called.
         """
         self.engine.check(request)
+        if self.error is not None:
+            raise self.error
+        if self._stopping:
+            raise EngineDead("this replica is shutting down: try another one")
         limit = self.engine.config.scheduler.max_queued_requests
-        with self._lock:
-            if self.error is not None:
-                raise self.error
-            if self._stopping:
-                raise EngineDead("this replica is shutting down: try another one")
-            if request.rid in self._sinks:
-                raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
-            num_open = sum(len(choices) for choices in self._remaining.values())
-            if num_open + request.num_choices > limit + self._stats.max_running_requests:
-                raise Overloaded(f"{num_open} requests are open, at most {limit} may wait: try again later")
-            self._sinks[request.rid] = sink
-            self._remaining[request.rid] = set(range(request.num_choices))
+        self._sinks.open(request, sink, max_waiting=limit, max_running=self._stats.max_running_requests)
         self._command(lambda engine: self._submit(engine, request))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
@@ -102,7 +93,7 @@ class EngineLoop:
 
     def abort(self, rid: str) -> None:
         """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
-        self._command(lambda engine: self._deliver(engine.abort(rid)) if engine is not None else None)
+        self._command(lambda engine: self._sinks.deliver(engine.abort(rid)) if engine is not None else None)
 
     async def run_on_engine(self, fn: Callable[[Engine], T]) -> T:
         """Run ``fn`` between two steps and return what it returns. Raises: EngineDead, also while it waits."""
@@ -138,7 +129,7 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join(timeout=10)
         self._fail_commands()
-        self._answer_all(EngineDead("this replica was stopped"))
+        self._sinks.answer_all(EngineDead("this replica was stopped"))
         self.engine.close()
 
     def _main(self) -> None:
@@ -150,7 +141,7 @@ class EngineLoop:
                 if self.engine.has_work:
                     self._step()
                 else:
-                    self._deliver(self.engine.poll())
+                    self._sinks.deliver(self.engine.poll())
                     self._stats = self.engine.stats()
                     self._wait(IDLE_WAIT_S)
         except Exception as error:
@@ -162,7 +153,7 @@ class EngineLoop:
         deltas = self.engine.step()
         self._step_started_s = None
         self._refresh_stats()
-        self._deliver(deltas)
+        self._sinks.deliver(deltas)
         if not deltas and not self.engine.scheduler.made_progress:
             idle_s = self.engine.idle_s
             self._wait(STALL_WAIT_S if idle_s is None else min(idle_s, IDLE_WAIT_S))
@@ -193,70 +184,22 @@ class EngineLoop:
 
     def _submit(self, engine: Engine | None, request: GenerateRequest) -> None:
         if engine is None:
-            self._answer(request.rid, self.error or EngineDead("this replica was stopped"))
+            self._sinks.answer(request.rid, self.error or EngineDead("this replica was stopped"))
             return
         try:
-            self._deliver(engine.submit(request))
+            self._sinks.deliver(engine.submit(request))
         except MantaError as error:
-            self._answer(request.rid, error)
+            self._sinks.answer(request.rid, error)
 
     def _refresh_stats(self) -> None:
         """Peeking at every waiting prompt costs up to a millisecond, so not after every step."""
         if time.monotonic() - self._stats.time_s >= STATS_PERIOD_S:
             self._stats = self.engine.stats()
 
-    def _deliver(self, deltas: list[TokenDelta]) -> None:
-        by_sink: dict[int, tuple[Sink, list[TokenDelta]]] = {}
-        with self._lock:
-            for delta in deltas:
-                sink = self._sinks.get(delta.rid)
-                if sink is None:
-                    continue  # already answered by the watchdog
-                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
-                if delta.finish is not None:
-                    self._close_choice(delta.rid, delta.index)
-        for sink, batch in by_sink.values():
-            self._call(sink, batch)
-
-    def _close_choice(self, rid: str, index: int) -> None:
-        remaining = self._remaining[rid]
-        remaining.discard(index)
-        if not remaining:
-            del self._remaining[rid], self._sinks[rid]
-
-    @staticmethod
-    def _call(sink: Sink, batch: list[TokenDelta]) -> None:
-        try:
-            sink(batch)
-        except Exception:
-            log.exception("a sink raised; its deltas are lost, the engine goes on")
-
-    def _answer(self, rid: str, error: MantaError) -> None:
-        """Tell whoever waits for ``rid`` that it ended with an error, without the engine's help."""
-        with self._lock:
-            sink = self._sinks.pop(rid, None)
-            remaining = self._remaining.pop(rid, set())
-        if sink is None:
-            return
-        finish = Finish(
-            reason=FinishReason.ERROR,
-            message=str(error),
-            http_status=error.http_status,
-            retry_as=_retry_as(error),
-        )
-        usage = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
-        self._call(sink, [TokenDelta(rid=rid, index=index, usage=usage, finish=finish) for index in sorted(remaining)])
-
-    def _answer_all(self, error: EngineDead) -> None:
-        for rid in list(self._sinks):
-            self._answer(rid, error)
-
     def _die(self, message: str) -> None:
-        with self._lock:
-            if self.error is None:
-                self.error = EngineDead(message)
+        self.error = self._sinks.close(EngineDead(message))
         self._fail_commands()
-        self._answer_all(self.error)
+        self._sinks.answer_all(self.error)
 
     def _watch(self) -> None:
         """A stuck step or a dead rank: answer everyone and become unhealthy, since the engine thread cannot."""
@@ -269,12 +212,6 @@ class EngineLoop:
             if dead is not None:
                 self._die(dead)
             time.sleep(min(1.0, limit_s / 4))
-
-
-def _retry_as(error: MantaError) -> Literal["overloaded", "engine_dead"] | None:
-    if isinstance(error, Overloaded):
-        return "overloaded"
-    return "engine_dead" if isinstance(error, EngineDead) else None
 
 
 def _settle(future: "asyncio.Future[T]", result: T | None, error: BaseException | None) -> None:

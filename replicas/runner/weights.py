@@ -17,8 +17,9 @@ from typing import Any, get_args
 import torch
 from safetensors import safe_open
 
-from replicas.config import Device, DType, ModelConfig, model_config_from_hf
+from replicas.config import Device, DType, ModelConfig
 from replicas.errors import InvalidConfig
+from replicas.hf_config import model_config_from_hf
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup

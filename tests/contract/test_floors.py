@@ -21,6 +21,7 @@ FLOORS: dict[str, set[str]] = {
     "replicas.errors": set(),
     "replicas.types": {"replicas.errors", "kvtransfer.types"},
     "replicas.config": {"replicas.errors", "kvtransfer.layout"},
+    "replicas.hf_config": {"replicas.config", "replicas.errors"},
     "replicas.request": {"replicas.types", "replicas.errors", "kvtransfer.types"},
     "replicas.parallel": {"replicas.errors"},
     "replicas.stats": {"replicas.scheduler", "replicas.cache", "replicas.request", "replicas.types"},
@@ -46,7 +47,8 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.memory", "replicas.parallel",
-        "replicas.scheduler.plan", "replicas.config", "replicas.errors", "replicas.types", "kvtransfer.layout",
+        "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
+        "kvtransfer.layout",
         "kvtransfer.payload", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.port",
         "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent",
     },
@@ -67,8 +69,9 @@ FLOORS: dict[str, set[str]] = {
         "kvtransfer.payload", "kvtransfer.types",
     },
     "replicas.inbox": {"replicas.types"},
+    "replicas.sinks": {"replicas.types", "replicas.errors"},
     "replicas.loop": {
-        "replicas.engine", "replicas.inbox", "replicas.types", "replicas.errors", "replicas.config",
+        "replicas.engine", "replicas.inbox", "replicas.sinks", "replicas.types", "replicas.errors", "replicas.config",
     },
     "replicas.replay": {
         "replicas.engine", "replicas.request", "replicas.types", "replicas.errors", "kvtransfer.payload",
@@ -119,9 +122,9 @@ OURS = {floor.split(".")[0] for floor in FLOORS}
 ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours imports them
 # importing any module of these must not load torch, not even through another module
 HOST = (
-    "replicas.types", "replicas.errors", "replicas.config", "replicas.request", "replicas.stats",
-    "replicas.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator", "replicas.memory.table",
-    "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
+    "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request", "replicas.stats",
+    "replicas.sinks", "replicas.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator",
+    "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
 )  # fmt: skip
 
 
