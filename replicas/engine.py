@@ -1,7 +1,8 @@
 """One engine: requests in, token deltas out, one step at a time. The only file where scheduler, runner and hand-off
 roles meet.
 
-Owns:      the open requests' choices (sequence + text) and the clock of the replica.
+Owns:      the order of a step, and the clock of the replica. Which requests can be served is in intake.py, their
+           choices (sequence + text) in open_requests.py.
 Never:     waits, sleeps or talks to a network; `loop.py` gives it a thread.
 Invariant: every accepted request ends in exactly one delta with ``finish`` per choice.
 Thread:    whoever calls `step`; one thread only, except `check` (read-only).
@@ -25,15 +26,16 @@ from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.choice import Choice
 from replicas.config import EngineConfig
-from replicas.disagg.hand_offs import HandOffs, require_possible
+from replicas.disagg.hand_offs import HandOffs
 from replicas.disagg.rooms import HandOffTerms
 from replicas.disagg.wake import Wake
-from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
+from replicas.errors import InvalidRequest, Overloaded
+from replicas.intake import Intake
 from replicas.observer import Observer
+from replicas.open_requests import OpenRequests
 from replicas.request import Req
 from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
-from replicas.scheduler.tokens import NewToken
 from replicas.stats import StepClock, snapshot
 from replicas.tokenizer import Tokenizer
 from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta
@@ -75,8 +77,8 @@ class Engine:
         self.dead_rank = dead_rank  # a sentence when another rank is gone; any thread may ask
         self.kv_bytes = kv_bytes  # of all ranks; for replay.py
         self._steps = StepClock()
-        self._open: dict[str, list[Choice]] = {}
-        self._eos_ids = frozenset(config.model.eos_ids)
+        self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_desk=desk is not None)
+        self._open = OpenRequests(self.scheduler.finish)
         self._observer = Observer(kv, kv_bytes)
         self.wake = wake or Wake()
         self.transfer_address = desk.address if desk is not None else None  # where peers reach its desk
@@ -107,29 +109,18 @@ class Engine:
 
     @property
     def open_rids(self) -> list[str]:
-        return list(self._open)
+        return self._open.rids
 
     def check(self, request: GenerateRequest) -> None:
         """Whether this engine can ever serve ``request``; touches nothing that changes, so any thread may ask.
 
         Raises: InvalidRequest, or PromptTooLong with the lengths and what is allowed.
         """
-        request.validate(vocab_size=self.config.model.vocab_size)
-        require_possible(request, has_desk=self._hand_offs is not None)
-        if request.resumed_ids and request.sampling.n > 1:
-            raise InvalidRequest("resumed_ids: a request with n > 1 is resumed by sending it anew", param="resumed_ids")
-        length, most = len(request.token_ids), self._max_len()
-        room = 1 if request.sampling.max_new_tokens > 0 else 0
-        if length + room > most:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens; at most {most - room} fit (context length "
-                f"{self.config.model.context_len}, KV pool {self._pool_tokens()} tokens): shorten it",
-                param="prompt",
-            )
+        self._intake.check(request)
 
     def find(self, rid: str, index: int = 0) -> Req | None:
         """Choice ``index`` of an open request."""
-        return next((choice.req for choice in self._open.get(rid, ()) if choice.req.index == index), None)
+        return self._open.find(rid, index)
 
     def submit(self, request: GenerateRequest, place: Callable[[Req], None] | None = None) -> list[TokenDelta]:
         """Accept a request. Returns: deltas of choices that are already complete (a resumed request may be).
@@ -146,19 +137,18 @@ class Engine:
             raise Overloaded(f"{num_queued} requests wait, at most {limit} may: try again later")
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.require_new_room(request)
-        choices = [self._choice(request, index) for index in range(request.num_choices)]
+        choices = self._make_choices(self._intake.clip(request))
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.submit(request, [choice.req for choice in choices])
         else:
             for choice in choices:
                 (place or self.scheduler.submit)(choice.req)
-        self._open[request.rid] = choices
+        self._open.add(request.rid, choices)
         done = []
-        for choice in list(choices):
+        for choice in choices:
             finish = choice.replay()
             if finish is not None:
-                self.scheduler.finish(choice.req, finish)
-                done.append(self._tell(choice))
+                done.append(self._open.end(choice, finish))
         self._settle()
         return done
 
@@ -166,7 +156,7 @@ class Engine:
         """Run one step: what it added to every choice, and the ends of those whose deadline passed."""
         deltas = self.poll()
         plan = self.scheduler.schedule()
-        deltas += [self._tell(self._find(req)) for req in self.scheduler.take_expired()]
+        deltas += [self._open.tell(req) for req in self.scheduler.take_expired()]
         if self._hand_offs is not None:
             self._hand_offs.before_step()
         if plan is None:
@@ -176,7 +166,7 @@ class Engine:
         tokens = self.scheduler.apply(plan, result)
         if self._hand_offs is not None:
             tokens = self._hand_offs.after_step(tokens)
-        deltas += [self._push(token) for token in tokens]
+        deltas += [self._open.push(token) for token in tokens]
         if observe.enabled():
             self._observer.after_step(plan, tokens)
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
@@ -185,21 +175,18 @@ class Engine:
 
     def poll(self) -> list[TokenDelta]:
         """Take what happened at the transfer desk since the last call; microseconds when nothing did."""
-        return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
+        return [self._open.push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:
         """End every choice of ``rid``; idempotent. Returns: the final deltas."""
         finish = Finish(reason=FinishReason.ABORT, message=message, http_status=499)
-        deltas = []
-        for choice in list(self._open.get(rid, ())):
-            self.scheduler.finish(choice.req, finish)
-            deltas.append(self._tell(choice))
+        deltas = [self._open.end(choice, finish) for choice in self._open.choices(rid)]
         self._settle()
         return deltas
 
     def flush_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing done, while requests are open or peers use pages."""
-        if self._open or self.kv.in_use:
+        if len(self._open) or self.kv.in_use:
             return False
         self.kv.flush()
         return True
@@ -232,50 +219,18 @@ class Engine:
             self._hand_offs.close()
         self._close()
 
-    def _pool_tokens(self) -> int:
-        return self.kv.capacity_tokens
-
-    def _max_len(self) -> int:
-        """Longest prompt + output that can ever be served."""
-        return min(self.config.model.context_len, self._pool_tokens())
-
-    def _choice(self, request: GenerateRequest, index: int) -> Choice:
-        room = self._max_len() - len(request.token_ids)
-        if request.sampling.max_new_tokens > room:  # ends with `length` where the context or the pool ends
-            sampling = replace(
-                request.sampling, max_new_tokens=room, min_new_tokens=min(request.sampling.min_new_tokens, room)
+    def _make_choices(self, request: GenerateRequest) -> list[Choice]:
+        return [
+            Choice.make(
+                request,
+                index,
+                tokenizer=self.tokenizer,
+                now_s=self._clock(),
+                eos_ids=frozenset(self.config.model.eos_ids),
             )
-            request = replace(request, sampling=sampling)
-        return Choice.make(
-            request, index, tokenizer=self.tokenizer, now_s=self._clock(), eos_ids=self._eos_ids
-        )
+            for index in range(request.num_choices)
+        ]
 
     def _settle(self) -> None:
         if self._hand_offs is not None:
             self._hand_offs.settle()
-
-    def _push(self, token: NewToken) -> TokenDelta:
-        """Token -> delta; a stop string found here ends the request."""
-        req, choice = token.req, self._find(token.req)
-        if token.token_id is None:
-            return self._tell(choice)
-        text, finish = choice.push(token.token_id)
-        if finish is not None:
-            self.scheduler.finish(req, finish)
-            req.finish = finish  # a stop string wins over the length limit reached by the same token
-        return self._tell(choice, token, text)
-
-    def _tell(self, choice: Choice, token: NewToken | None = None, text: str = "") -> TokenDelta:
-        delta = choice.delta(token, text)
-        if delta.finish is not None:
-            self._forget(choice)
-        return delta
-
-    def _find(self, req: Req) -> Choice:
-        return next(choice for choice in self._open[req.rid] if choice.req is req)
-
-    def _forget(self, choice: Choice) -> None:
-        choices = self._open[choice.req.rid]
-        choices.remove(choice)
-        if not choices:
-            del self._open[choice.req.rid]

@@ -62,11 +62,15 @@ FLOORS: dict[str, set[str]] = {
     "replicas.choice": {
         "replicas.scheduler", "replicas.request", "replicas.tokenizer", "replicas.detokenizer", "replicas.types",
     },
+    "replicas.open_requests": {
+        "replicas.choice", "replicas.scheduler", "replicas.request", "replicas.types",
+    },
+    "replicas.intake": {"replicas.disagg", "replicas.config", "replicas.types", "replicas.errors"},
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",
-        "replicas.request", "replicas.tokenizer", "replicas.choice", "replicas.disagg", "replicas.stats",
-        "replicas.config", "replicas.observer", "replicas.types", "replicas.errors", "kvtransfer.observe",
-        "kvtransfer.payload", "kvtransfer.types",
+        "replicas.request", "replicas.tokenizer", "replicas.choice", "replicas.open_requests", "replicas.intake",
+        "replicas.disagg", "replicas.stats", "replicas.config", "replicas.observer", "replicas.types",
+        "replicas.errors", "kvtransfer.observe", "kvtransfer.payload", "kvtransfer.types",
     },
     "replicas.inbox": {"replicas.types"},
     "replicas.sinks": {"replicas.types", "replicas.errors"},
