@@ -41,7 +41,7 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
     """All that scheduler, pools and clock know; hand-offs under way are the caller's to add."""
     counters = scheduler.counters
     chunked = scheduler.prefill.chunked
-    parked = scheduler.away.in_state(ReqState.WAITING)
+    parked = scheduler.legs.away.in_state(ReqState.WAITING)
     legs = [req for req in parked if req.is_prefill_leg]  # their receivers have yet to open; then they are queued
     uncached = scheduler.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
     uncached += sum(req.num_tokens - kv.peek_len(req.ids[: req.num_tokens - 1], req.salt) for req in legs)
@@ -71,6 +71,6 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
         alloc_failures=kv.alloc_failures,
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         decode_step_s=steps.decode_step_s,
-        num_preallocating=len(scheduler.prealloc),
-        num_receiving=len(scheduler.away.in_state(ReqState.RECEIVING)),
+        num_preallocating=len(scheduler.legs.prealloc),
+        num_receiving=len(scheduler.legs.away.in_state(ReqState.RECEIVING)),
     )

@@ -88,7 +88,7 @@ class Bench:
     def step(self) -> StepPlan | None:
         self.clock.now_s += 0.01
         plan = self.scheduler.schedule()
-        self.scheduler.take_expired()
+        self.scheduler.deadlines.take_expired()
         if plan is not None:
             self.scheduler.apply(plan, self.device.execute(plan))
             self.plans.append(plan)

@@ -74,7 +74,7 @@ class DecodeRole:
 
     def ask(self) -> None:
         """Have the K/V of those sent that got their pages."""
-        for req in self._scheduler.take_granted():
+        for req in self._scheduler.legs.take_granted():
             leg, holding = leg_of(req), req.holding
             assert holding is not None
             leg.first_page = holding.prefix_len // self._kv.page_size

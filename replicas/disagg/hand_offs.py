@@ -109,7 +109,7 @@ class HandOffs:
 
     def settle(self) -> None:
         """Tell the desk of legs that have ended; after every call that may end a request."""
-        for req in self._scheduler.take_left():
+        for req in self._scheduler.legs.take_left():
             (self._prefill if req.is_prefill_leg else self._decode).leave(req)
 
     def stats(self) -> TransferStats:

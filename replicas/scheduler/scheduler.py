@@ -1,6 +1,7 @@
 """The scheduler: `schedule` says what the next step runs, `apply` takes in what it made.
 
-Owns:      every request between submit and finish, and the order of all that happens to them.
+Owns:      every request between submit and finish, and the order of all that happens to them. Legs of hand-offs that no
+           step runs are in legs.py, who gives way when pages run out is in retraction.py.
 Never:     sees a tensor, a model or text.
 Invariant: a request is in exactly one of: waiting queue, being prefilled, running batch, prealloc queue, away,
            finished; see `check`.
@@ -10,12 +11,6 @@ Thread:    engine thread only.
                   ^                                                    ├─ prompt done: commit, RunningBatch
                   └────── retract (pool full) ── RunningBatch          └─ finished: release, pages stay in the tree
                                                      └─> DecodePlan ─ step ─> apply
-
-Two replicas to a request (replicas/disagg drives these):
-
-    ask_grant ─> PreallocQueue ──schedule──> Away, RECEIVING ─┬─ received ─> RunningBatch
-                                                              └─ compute_here ─> WaitingQueue
-    park ─> Away, WAITING ──unpark──> WaitingQueue ... last chunk ─> Away, HANDING_OFF ─ finish
 """
 
 from collections.abc import Callable
@@ -23,13 +18,14 @@ from collections.abc import Callable
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import Req, ReqState
-from replicas.scheduler.away import Away
 from replicas.scheduler.budget import NewTokenRatio
 from replicas.scheduler.deadlines import Deadlines
 from replicas.scheduler.decode import RunningBatch, sample_row
+from replicas.scheduler.legs import Legs
 from replicas.scheduler.plan import BROKEN, ExtendPlan, StepPlan, StepResult, TableWrite
-from replicas.scheduler.prealloc import PreallocQueue, Room
+from replicas.scheduler.prealloc import Room
 from replicas.scheduler.prefill import ExtendBatch, PrefillScheduler, Refusal
+from replicas.scheduler.retraction import Retraction
 from replicas.scheduler.tokens import BROKEN_LOGITS, Counters, NewToken, stop_reason
 from replicas.scheduler.waiting import WaitingQueue
 from replicas.types import Finish, FinishReason, TokenLogprob
@@ -55,8 +51,7 @@ class Scheduler:
             peek_len=kv.peek_len,
         )
         self.running = RunningBatch(kv)
-        self.prealloc = PreallocQueue(kv, self._ratio)
-        self.away = Away()
+        self.legs = Legs(kv, self._ratio)
         self.prefill = PrefillScheduler(
             kv,
             self.waiting,
@@ -65,29 +60,25 @@ class Scheduler:
             share_len=config.in_batch_prefix_len,
         )
         self.counters = Counters()
+        self.retraction = Retraction(kv, self.waiting, self.running, self.prefill, self._ratio, self.counters)
         self.refusals: dict[tuple[str, int], Refusal] = {}  # of the last scheduling round, for explanation
         self._step_reqs: list[Req] = []  # requests of the plan that is running now, in row order
         self.deadlines = Deadlines()
-        self._expired: list[Req] = []
-        self._granted: list[Req] = []
-        self._left: list[Req] = []
         self.made_progress = False  # whether the last `schedule` found something to run
 
     @property
     def has_work(self) -> bool:
-        return bool(
-            len(self.waiting) or len(self.running) or self.prefill.chunked or len(self.prealloc) or len(self.away)
-        )
+        return bool(len(self.waiting) or len(self.running) or self.prefill.chunked or len(self.legs))
 
     @property
     def only_away(self) -> bool:
         """Nothing is left to do here until another replica has done its part."""
-        return not (len(self.waiting) or len(self.running) or self.prefill.chunked or len(self.prealloc))
+        return not (len(self.waiting) or len(self.running) or self.prefill.chunked or len(self.legs.prealloc))
 
     @property
     def num_queued(self) -> int:
         """Requests that hold nothing yet."""
-        return len(self.waiting) + len(self.prealloc) + len(self.away.in_state(ReqState.WAITING))
+        return len(self.waiting) + self.legs.num_queued
 
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
@@ -95,22 +86,22 @@ class Scheduler:
         self.deadlines.add(req)
 
     def ask_grant(self, req: Req) -> None:
-        """Accept a decode leg: it gets row and pages when they fit, and is then among `take_granted`."""
-        self.prealloc.add(req)
+        """Accept a decode leg: it gets row and pages when they fit, and is then among `Legs.take_granted`."""
+        self.legs.prealloc.add(req)
         self.deadlines.add(req)
 
     def park(self, req: Req) -> None:
         """Accept a request that may not start before `unpark`."""
-        self.away.add(req)
+        self.legs.away.add(req)
         self.deadlines.add(req)
 
     def unpark(self, req: Req) -> None:
-        self.away.remove(req)
+        self.legs.away.remove(req)
         self.waiting.add(req)
 
     def received(self, req: Req, token_id: int, logprob: TokenLogprob | None, *, cached_tokens: int) -> NewToken:
         """The K/V of a RECEIVING request is all here, and its next token; it runs on from there, without a forward."""
-        self.away.remove(req)
+        self.legs.away.remove(req)
         req.computed_len = req.num_tokens
         if req.admitted_s is None:
             req.admitted_s, req.cached_tokens = self._clock(), cached_tokens
@@ -121,8 +112,8 @@ class Scheduler:
 
     def compute_here(self, req: Req) -> None:
         """The K/V of a RECEIVING request will not come, or is not what it should be: it waits to be computed."""
-        self.away.remove(req)
-        self._let_go(req, keep=False)
+        self.legs.away.remove(req)
+        self.legs.let_go(req, keep=False)
         req.move(ReqState.WAITING)
         self.waiting.add(req)
 
@@ -130,39 +121,36 @@ class Scheduler:
         """End ``req`` wherever it is, between two steps; its computed prefix stays reusable (SPEC F17). Idempotent."""
         if req.state is ReqState.FINISHED:
             return
-        if req in self.away:
-            self.away.remove(req)
-        elif req in self.prealloc:
-            self.prealloc.remove(req)
+        if req in self.legs:
+            self.legs.remove(req)
         elif req.state is ReqState.WAITING:
             self.waiting.remove(req)
         elif req.state is ReqState.RUNNING:
             self.running.remove(req)
         self.prefill.forget(req)
         if req.holding is not None:
-            self._let_go(req, keep=finish.reason is not FinishReason.ERROR)
+            self.legs.let_go(req, keep=finish.reason is not FinishReason.ERROR)
         req.move(ReqState.FINISHED)
         req.finish = finish
         self.counters.count_end(finish.reason)
-        if req.leg is not None:
-            self._left.append(req)
+        self.legs.ended(req)
 
     def schedule(self) -> StepPlan | None:
         """What to run next, or None when nothing can run. Slots are taken here; `apply` must follow."""
         now_s = self._clock()
         self.made_progress = False
-        self._expire(now_s)
-        in_flight = [*self.running, *self.away.in_state(ReqState.RECEIVING)]
-        max_running = self.max_running - len(self.away.in_state(ReqState.HANDING_OFF))  # those have a row, and no more
+        self.deadlines.expire(now_s, self.finish)
+        in_flight = [*self.running, *self.legs.away.in_state(ReqState.RECEIVING)]
+        max_running = self.max_running - len(self.legs.away.in_state(ReqState.HANDING_OFF))  # those have but a row
         batch = self.prefill.next_batch(
-            in_flight, max_running=max_running, now_s=now_s, barrier=self.prealloc.barrier
+            in_flight, max_running=max_running, now_s=now_s, barrier=self.legs.prealloc.barrier
         )
         self.refusals = batch.refusals
         self._grant(batch, num_rows=max_running - len(in_flight) - len(batch.reqs), alone=not in_flight, now_s=now_s)
         if batch.rows:
             self.made_progress = True
             return self._extend_plan(batch, now_s)
-        self._retract_until_it_fits()
+        self.retraction.until_it_fits()
         if not len(self.running):
             self._ratio.idle()
             return None
@@ -188,29 +176,12 @@ class Scheduler:
             for req, token, logprob in zip(sampled, result.token_ids, logprobs, strict=True)
         ]
 
-    def take_expired(self) -> list[Req]:
-        """Requests whose deadline passed since the last call; they are finished."""
-        expired, self._expired = self._expired, []
-        return expired
-
-    def take_granted(self) -> list[Req]:
-        """Decode legs that got row and pages since the last call: their K/V may be asked for."""
-        granted, self._granted = self._granted, []
-        return granted
-
-    def take_left(self) -> list[Req]:
-        """Legs of hand-offs that ended since the last call, for whatever reason: their peers must be told."""
-        left, self._left = self._left, []
-        return left
-
     def check(self) -> None:
         """All invariants of DESIGN.md section 3 that hold between two steps."""
         self.waiting.check()
         self.running.check()
-        self.prealloc.check()
-        self.away.check()
-        away = [req for req in self.away if req.state is not ReqState.WAITING]
-        held = [*self.running, *away, *([self.prefill.chunked] if self.prefill.chunked else [])]
+        self.legs.check()
+        held = [*self.running, *self.legs.holding, *([self.prefill.chunked] if self.prefill.chunked else [])]
         for req in held:
             assert req.holding is not None, f"{req.rid} is {req.state} and holds nothing"
         self.kv.check(held)
@@ -219,18 +190,8 @@ class Scheduler:
         if self.prefill.chunked is not None and not batch.rows:
             return  # the next chunk found no room: nobody may overtake it into the pool
         room = Room(num_rows=num_rows, reserved=batch.reserved, alone=alone and not batch.reqs)
-        for req in self.prealloc.grant(room, barrier=batch.barrier, now_s=now_s):
-            self.away.add(req)
-            self._granted.append(req)
+        if self.legs.grant(room, barrier=batch.barrier, now_s=now_s):
             self.made_progress = True
-
-    def _let_go(self, req: Req, *, keep: bool) -> None:
-        """``req`` leaves the pools; what a peer may still read (of a prefill leg) or write goes to quarantine."""
-        if req.leg is not None and req.leg.exposed:
-            req.leg.detained = self.kv.quarantine(req, locked=req.is_prefill_leg)
-            req.leg.exposed = False
-        else:
-            self.kv.release(req, keep=keep)
 
     def _extend_plan(self, batch: ExtendBatch, now_s: float) -> ExtendPlan:
         for req in batch.reqs:
@@ -260,7 +221,7 @@ class Scheduler:
             req.prompt_logprobs_from = None  # all made; a retracted request need not make them again
             if req.is_prefill_leg:
                 req.move(ReqState.HANDING_OFF)
-                self.away.add(req)
+                self.legs.away.add(req)
             else:
                 req.move(ReqState.RUNNING)
                 self.running.add(req)
@@ -283,37 +244,3 @@ class Scheduler:
         if finish is not None:
             self.finish(req, finish)
         return NewToken(req, token_id, logprob)
-
-    def _retract_until_it_fits(self) -> None:
-        """Make room for one decode step (SPEC F11): the running give way first, but one keeps going; that may be a
-        prefill leg in the middle of its prompt, whose pages are on their way."""
-        retracted = False
-        while len(self.running) and self.running.short_of_pages():
-            chunked = self.prefill.chunked
-            if len(self.running) == 1 and chunked is not None and not chunked.is_prefill_leg:
-                victim = chunked
-            else:
-                victim = self.running.victim()
-            self.retract(victim)
-            retracted = True
-        if retracted:
-            self._ratio.retracted(self.running)
-
-    def retract(self, req: Req) -> None:
-        """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens (SPEC F11)."""
-        assert not req.is_prefill_leg, f"prefill leg {req.rid}: its pages may be on their way"
-        if req.state is ReqState.RUNNING:
-            self.running.remove(req)
-        self.prefill.forget(req)
-        self.counters.retractions += 1
-        self.counters.retracted_tokens += req.computed_len
-        req.num_retractions += 1
-        req.prompt_logprobs.clear()
-        self.kv.release(req, keep=True)
-        req.move(ReqState.WAITING)
-        self.waiting.add(req)
-
-    def _expire(self, now_s: float) -> None:
-        for req, finish in self.deadlines.take_due(now_s):
-            self.finish(req, finish)
-            self._expired.append(req)

@@ -100,7 +100,7 @@ def run(
         for delta in engine.step():
             made[delta.rid] += delta.token_ids
         if retract is not None and len(made[retract]) == NUM_NEW // 2:
-            engine.scheduler.retract(next(req for req in engine.scheduler.running if req.rid == retract))
+            engine.scheduler.retraction.retract(next(req for req in engine.scheduler.running if req.rid == retract))
             retract = None
     assert retract is None, "the request was never in a state to be retracted"
     engine.scheduler.check()

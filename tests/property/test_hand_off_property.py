@@ -131,7 +131,7 @@ def settle(pair: Pair) -> None:
             break
         pair.turn()
         for room in list(pair.wire.rooms.values()):
-            alone = room.sender is None or (room.order is None and not len(pair.decode.engine.scheduler.prealloc))
+            alone = room.sender is None or (room.order is None and not len(pair.decode.engine.scheduler.legs.prealloc))
             if alone and not room.due:
                 pair.wire.fail(room.number, "nobody came")
     else:

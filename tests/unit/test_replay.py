@@ -125,7 +125,7 @@ def test_a_restored_request_can_be_retracted_and_aborted() -> None:
     req = other.find("a")
     assert req is not None
     assert req.state is ReqState.RUNNING
-    other.scheduler.retract(req)
+    other.scheduler.retraction.retract(req)
     assert ids(finish_all(other)) == continuation(PROMPT, 8)[2:]
     restore(other, snapshot)
     assert other.abort("a")[-1].finish is not None

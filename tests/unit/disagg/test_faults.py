@@ -114,7 +114,7 @@ def test_a_decode_leg_whose_hand_off_fails_is_computed_here_and_one_that_is_gone
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_a_decode_leg_that_waits_for_its_grant_just_ends(how: str) -> None:
     pair = started(how)
-    assert pair.decode.engine.scheduler.prealloc
+    assert pair.decode.engine.scheduler.legs.prealloc
     if how == "deadline":
         pair.clock.now_s += 100
     else:

@@ -215,7 +215,7 @@ def test_a_handed_over_request_may_be_retracted_like_any_other() -> None:
     pair.until(pair.decode, "a", ReqState.RUNNING)
     req = pair.decode.engine.find("a")
     assert req is not None
-    pair.decode.engine.scheduler.retract(req)
+    pair.decode.engine.scheduler.retraction.retract(req)
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
 

@@ -121,7 +121,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     bench.step()
     bench.clock.now_s = 1.0
     bench.scheduler.schedule()
-    assert bench.scheduler.take_expired() == [running]
+    assert bench.scheduler.deadlines.take_expired() == [running]
     assert running.finish is not None
     assert running.finish.reason is FinishReason.ABORT
     assert running.finish.http_status == 504
