@@ -180,6 +180,11 @@ class Router:
         """How many decisions ended how."""
         return self._endings
 
+    def applied(self, replica_id: str) -> int:
+        """Number of the last event of a replica that the index has taken in; 0: none, or what it holds is unknown."""
+        feed = self._feeds.get(replica_id)
+        return 0 if feed is None else feed.seq or 0
+
     def num_pages(self, replica_id: str) -> tuple[int, int]:
         """(confirmed by its events, only expected after decisions) pages that a known replica is believed to hold."""
         return self._index.num_pages(self._load.column(replica_id))
