@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deployments.attempt import Attempt
 from deployments.channel_server import ChannelServer
@@ -99,7 +99,7 @@ class Dispatcher:
             for number in range(self._max_tries):
                 last = LAST_TRY if 0 < number == self._max_tries - 1 else ""
                 query = query_of(request, hints, frozenset(excluded), one_replica=last)
-                decision = await self._choose(query, failure)
+                decision = await self._choose(replace(query, max_wait_s=self._max_wait_s), failure)
                 noted = self.routes.add(request.rid, decision)
                 if failure is None:
                     self._refuse_if_saturated(noted)
@@ -128,7 +128,7 @@ class Dispatcher:
 
     def explain_only(self, query: RouteQuery) -> Decision:
         """The decision that `stream` would come to now; nothing is sent or remembered. Raises: NoReplica."""
-        return self._router.explain_only(query)
+        return self._router.explain_only(replace(query, max_wait_s=self._max_wait_s))
 
     def check(self) -> None:
         """Raises AssertionError if, with no request open, anything is still held for one."""

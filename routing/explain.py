@@ -8,6 +8,7 @@ _BECAUSE = {
     Reason.TURN: "it was next in turn",
     Reason.RANDOM: "it was drawn at random",
     Reason.SOONEST: "its first token is expected soonest",
+    Reason.WAIT_ALLOWED: "its first token is expected soonest of those whose queue is not too long",
     Reason.CHEAPEST: "the request costs least there",
     Reason.LEAST_DELAY: "where the first token would come sooner, computing the prefix anew would delay others by more",
     Reason.LONGEST_PREFIX: "it holds the longest part of the prompt",

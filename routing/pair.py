@@ -12,7 +12,8 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
                  load_s      slower steps beside those that run
 
 So no threshold says which prompts are handed over: with nobody to disturb, or little to compute, the decode replica
-computes it. Not counted, on either side: who arrives later and waits behind ours.
+computes it. A way with a longer queue than the request may wait is left out, as in ttft.py. Not counted, on either
+side: who arrives later and waits behind ours.
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from routing.belief import Eligible
 from routing.pair_types import Floats, Ints, Pair, PairCosts, PairReason
 from routing.policies import TIE_S, Turn
 from routing.standing import Candidates
+from routing.ttft import bounded
 from routing.types import Reason, Role, RouteQuery
 
 # Two calls instead of one, the receiver's grant, its opening of the room and the sender's answer: some milliseconds on
@@ -59,22 +61,21 @@ def choose_pair(
     Args: prefills: None where none may take the request. costs: `costs_of` ``decodes``. always: hand over whatever
           may be.
     """
-    best = None if prefills is None else _soonest(prefills, turn)
+    best = None if prefills is None else _soonest(prefills, turn, query.max_wait_s)
     prefill_s = None if prefills is None or best is None else float(prefills.estimates.ttft_s[best])
-    may_hand_over = prefill_s is not None and not query.one_replica
-    hand_off_s = costs.receive_s + prefill_s if prefill_s is not None and may_hand_over else None
-    ways = [costs.local_s] if hand_off_s is None else [hand_off_s] if always else [costs.local_s, hand_off_s]
-    cost_s: Floats = np.minimum.reduce(ways)
-    index, reason = _cheapest(decodes, cost_s, turn)
-    handed_over = hand_off_s is not None and (always or bool(hand_off_s[index] < costs.local_s[index] - TIE_S))
+    # rows [W, D]: computed by the decode replica, handed over to it
+    cost_s, ttft_s, wait_s = [costs.local_s], [costs.ttft_s], [decodes.estimates.wait_s]
+    if prefills is not None and best is not None and prefill_s is not None and not query.one_replica:
+        cost_s.append(costs.receive_s + prefill_s)
+        ttft_s.append(costs.receive_s - costs.load_s + prefill_s)
+        wait_s.append(costs.pressure_s + float(prefills.estimates.wait_s[best]))
+    ways = slice(1, None) if always and len(cost_s) == 2 else slice(None)
+    compared = bounded(np.array(cost_s[ways]), np.array(ttft_s[ways]), np.array(wait_s[ways]), query.max_wait_s)
+    index, reason = _cheapest(decodes, compared.min(axis=0), turn)
     chosen = costs.row(index)
-    ttft_s = chosen.ttft_s
-    if handed_over and prefill_s is not None:
-        ttft_s = prefill_s + chosen.transfer_s + chosen.overhead_s + chosen.pressure_s
+    handed_over = len(cost_s) == 2 and (always or bool(compared[1, index] < compared[0, index] - TIE_S))
     best_id = None if prefills is None or best is None else prefills.replica_id(best)
-    waits = [decodes.estimates.ttft_s - decodes.estimates.own_s]
-    if prefills is not None and best is not None and hand_off_s is not None:
-        waits.append(costs.pressure_s + float(prefills.estimates.ttft_s[best] - prefills.estimates.own_s[best]))
+    predicted_s = float(ttft_s[1 if handed_over else 0][index])
     pair = Pair(
         prefill_id=best_id if handed_over else None,
         prefill_number=prefill_number,
@@ -82,14 +83,14 @@ def choose_pair(
         why=query.one_replica,
         best_prefill_id=best_id,
         prefill_s=prefill_s,
-        shortest_wait_s=float(np.minimum.reduce(waits).min()),
+        shortest_wait_s=float(np.min(wait_s)),
         link_bytes_per_s=costs.link_bytes_per_s,
         link_measured=link_measured,
         costs=costs,
         chosen=chosen,
     )
     return PairChoice(
-        decode=index, prefill=best if handed_over else None, reason=reason, predicted_ttft_s=ttft_s, pair=pair
+        decode=index, prefill=best if handed_over else None, reason=reason, predicted_ttft_s=predicted_s, pair=pair
     )
 
 
@@ -129,10 +130,11 @@ def side(eligible: Eligible, *, prefill: bool) -> Eligible:
     )
 
 
-def _soonest(prefills: Candidates, turn: Turn) -> int:
-    """Where the prompt costs least: its first token's time, and what a prefix computed anew delays others (ttft.py);
-    of equals the one with fewer requests, then at random."""
-    return _cheapest(prefills, prefills.estimates.cost_s, turn)[0]
+def _soonest(prefills: Candidates, turn: Turn, max_wait_s: float) -> int:
+    """Where the prompt costs least: its first token's time, and what a prefix computed anew delays others, unless the
+    queue is too long (ttft.py); of equals the one with fewer requests, then at random."""
+    estimates = prefills.estimates
+    return _cheapest(prefills, bounded(estimates.cost_s, estimates.ttft_s, estimates.wait_s, max_wait_s), turn)[0]
 
 
 def _cheapest(candidates: Candidates, cost_s: Floats, turn: Turn) -> tuple[int, Reason]:

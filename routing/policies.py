@@ -11,7 +11,8 @@ from random import Random
 
 import numpy as np
 
-from routing.standing import Candidates, Floats, Ints
+from routing.standing import Candidates, Estimates, Floats, Ints
+from routing.ttft import bounded
 from routing.types import Reason, RouteQuery
 
 # Estimates closer than this are equal: the report's period and the network blur them by milliseconds.
@@ -48,16 +49,16 @@ def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> Cho
     """The soonest first token, others' delay added (ttft.py); then the session's last replica, fewer requests, a draw.
 
     A replica that holds the prefix wins until its queue costs more than to compute the prefix elsewhere, for this
-    request and for those who wait there: hot prefixes are replicated by themselves.
+    request and for those who wait there: hot prefixes are replicated by themselves. Candidates with a longer queue
+    than ``query.max_wait_s`` are left out; with no other, only our own first token counts.
     """
-    estimates = candidates.estimates
-    least = _lowest(estimates.cost_s, within=TIE_S)
+    estimates, wait_s = candidates.estimates, candidates.estimates.wait_s
+    least = _lowest(bounded(estimates.cost_s, estimates.ttft_s, wait_s, query.max_wait_s), within=TIE_S)
     if len(least) == 1:
         index = int(least[0])
         if len(candidates) == 1:
             return Choice(index=index, reason=Reason.ONLY)
-        soonest = estimates.ttft_s[index] <= estimates.ttft_s.min() + TIE_S
-        return Choice(index=index, reason=Reason.SOONEST if soonest else Reason.LEAST_DELAY)
+        return Choice(index=index, reason=_why_least(estimates, index, query.max_wait_s))
     if turn.session is not None:
         for index in least.tolist():
             if candidates.replica_id(index) == turn.session:
@@ -111,6 +112,14 @@ def least_tokens(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choic
     if len(fewest) == 1:
         return Choice(index=int(fewest[0]), reason=Reason.FEWER_TOKENS if len(candidates) > 1 else Reason.ONLY)
     return _fewest_requests(candidates, fewest, turn)
+
+
+def _why_least(estimates: Estimates, index: int, max_wait_s: float) -> Reason:
+    ttft_s = estimates.ttft_s
+    if ttft_s[index] <= ttft_s.min() + TIE_S:
+        return Reason.SOONEST
+    allowed = ttft_s[estimates.wait_s <= max_wait_s]
+    return Reason.WAIT_ALLOWED if ttft_s[index] <= allowed.min() + TIE_S else Reason.LEAST_DELAY
 
 
 def _fewest_requests(candidates: Candidates, among: Ints, turn: Turn) -> Choice:

@@ -31,6 +31,11 @@ class Estimates:
     behind_s: Floats  # [n] what is added to the waits of others, summed over them
     cost_s: Floats  # [n] ttft_s + behind_s
 
+    @property
+    def wait_s(self) -> Floats:
+        """Until the prompt could be begun [n], whatever the prompt itself takes."""
+        return self.ttft_s - self.own_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Standing:

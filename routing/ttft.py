@@ -8,6 +8,8 @@ waits behind ours there by that much. How many will: in a queue that is served i
 average when a request leaves the queue as it found when it came (level crossing), so those who wait there now stand for
 them. Without a queue it is 0. What must be computed wherever the request goes is not counted: that would send long
 prompts where few wait and short ones where many do, which orders requests by size, not by where they are cached.
+That has a bound: for the sake of others nobody is sent behind a queue that is longer than a request may wait
+(`bounded`), so that a hot prefix is computed again at the latest when its queue is that long.
 Source: Kleinrock 1975, "Queueing Systems" I, section 5.3 (arrivals find what departures leave).
 """
 
@@ -38,6 +40,14 @@ def estimate(standing: Standing, overlap_tokens: Ints, *, num_tokens: int, max_n
         behind_s=behind_s,
         cost_s=ttft_s + behind_s,
     )
+
+
+def bounded(cost_s: Floats, ttft_s: Floats, wait_s: Floats, max_wait_s: float) -> Floats:
+    """What to compare, of any shape: the cost where the wait is allowed; if it is nowhere, our first token's time."""
+    allowed = wait_s <= max_wait_s
+    if allowed.all():
+        return cost_s
+    return np.where(allowed, cost_s, np.inf) if allowed.any() else ttft_s
 
 
 def _behind_s(standing: Standing, own_s: Floats) -> Floats:

@@ -44,6 +44,7 @@ class RouteQuery:
     session_id: str = ""  # of several equal replicas, the one that had this session last; "" for none
     allowed: frozenset[str] | None = None  # None: every replica
     excluded: frozenset[str] = frozenset()  # for example those that a retry has already tried
+    max_wait_s: float = float("inf")  # others' delay is no reason for a longer queue than this
     one_replica: str = ""  # why one replica must do all of it; "" where prefill and decode may be apart
 
     def __post_init__(self) -> None:
@@ -179,6 +180,7 @@ class Reason(enum.Enum):
     TURN = "next_in_turn"
     RANDOM = "drawn_at_random"
     SOONEST = "soonest_first_token"
+    WAIT_ALLOWED = "soonest_of_those_allowed"  # elsewhere it would be sooner, behind a queue that is too long
     CHEAPEST = "lowest_cost"  # of a decode replica: pair.py
     LEAST_DELAY = "least_delay_for_all"
     LONGEST_PREFIX = "longest_prefix"

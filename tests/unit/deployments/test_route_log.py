@@ -18,7 +18,7 @@ from deployments.routed import header_part, hints_of
 from deployments.routes import own_route
 from deployments.service import Service
 from replicas.errors import InvalidRequest
-from routing.types import NoReplica
+from routing.types import NoReplica, RouteQuery
 from tests.unit.deployments.in_process import House, ScriptedReplica, ask, stats
 
 
@@ -179,3 +179,12 @@ async def test_a_route_that_another_router_decided_is_told_by_whichever_is_asked
         ours = (await client.post("/v1/completions", json=BODY, headers={"X-Request-Id": "ours"})).json()
         assert (await client.get(f"/route/{ours['id']}")).json()["router"] == "router"
     await other.stop()
+
+
+async def test_a_choice_knows_how_long_a_request_may_wait(scripted: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    await ready(scripted, ScriptedReplica("r0"))
+    asked: list[RouteQuery] = []
+    choose = scripted.router.choose
+    monkeypatch.setattr(scripted.router, "choose", lambda query: asked.append(query) or choose(query))
+    await run(scripted, "a1.0-me")
+    assert [query.max_wait_s for query in asked] == [10.0]

@@ -225,3 +225,35 @@ def test_a_pool_told_later_begins_an_index() -> None:
     f.choose()
     assert f.router.num_pages("a") == (0, 62)
     f.router.check()
+
+
+def too_long() -> Fixture:
+    """a holds the prompt and queues 180 s; b has the first token after 4.1 s, and 150 more wait there."""
+    f = Fixture(view("a"), view("b"))
+    f.router.choose(RouteQuery(rid="r", token_ids=PROMPT, allowed=frozenset({"a"})))
+    f.now_s = 1.0
+    f.router.update([view("a", 1.0, queued=180_000, num_waiting=180), view("b", 1.0, queued=3_100, num_waiting=180)])
+    return f
+
+
+def test_for_the_sake_of_others_nobody_waits_longer_than_allowed() -> None:
+    f = too_long()
+    ask = {
+        max_wait_s: f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, max_wait_s=max_wait_s))
+        for max_wait_s in (200.0, 120.0, 1.0)  # both queues are allowed; b's alone; neither
+    }
+    terms = ask[120.0].candidates[1].terms
+    assert (terms.ttft_s, terms.behind_s) == pytest.approx((4.1, 0.992 * 180))
+    assert [(each.replica_id, each.reason) for each in ask.values()] == [
+        ("a", Reason.LEAST_DELAY), ("b", Reason.SOONEST), ("b", Reason.SOONEST),
+    ]  # fmt: skip
+
+
+def test_a_queue_that_is_too_long_is_left_out_though_the_first_token_came_sooner_there() -> None:
+    """0.008 s after a queue of 1.5 s against 1 s each after 0.9 s and 0.95 s."""
+    f = Fixture(view("a"), view("b"), view("c"))
+    f.router.choose(RouteQuery(rid="r", token_ids=PROMPT, allowed=frozenset({"a"})))
+    f.now_s = 9.0
+    f.router.update([view("a", 9.0, queued=1_500), view("b", 9.0, queued=900), view("c", 9.0, queued=950)])
+    decision = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, max_wait_s=1.0))
+    assert (decision.replica_id, decision.reason) == ("b", Reason.WAIT_ALLOWED)

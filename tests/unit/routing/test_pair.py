@@ -211,3 +211,24 @@ def test_the_shortest_wait_is_over_both_ways_and_needs_room_where_it_decodes() -
     assert queues.choose(query()).shortest_wait_s == 4.0
     full = view("d0", num_running=100, max_running_requests=50)
     assert router(view("p0"), full).choose(query()).shortest_wait_s == pytest.approx(100 * 0.02 * 51 / 50)
+
+
+def test_no_prompt_is_computed_behind_a_longer_queue_than_allowed() -> None:
+    """p0 holds the prefix and queues 8 s; p1 does not, 1 s are queued there and 20 wait."""
+    made = router(
+        view("p0", queued_uncached_tokens=8_000), view("p1", queued_uncached_tokens=1_000, num_waiting=20),
+        view("d0", num_running=99),
+    )  # fmt: skip
+    made.apply("p0", [PagesStored(1, page_keys(np.array(PROMPT, dtype=np.int32), 16, ""))])
+    assert made.explain_only(query()).prefill_id == "p0"
+    assert made.explain_only(query(max_wait_s=5.0)).prefill_id == "p1"
+    pair = pair_of(made.explain_only(query(max_wait_s=0.5)))  # nor at p1: d0 computes it
+    assert (pair.prefill_id, pair.best_prefill_id) == (None, "p1")
+
+
+def test_a_prompt_is_not_handed_to_a_longer_queue_than_allowed_for_the_sake_of_those_that_run() -> None:
+    """180 s are queued at p0; d0 has the first token after 1.01 s, and 199 others wait for that."""
+    made = router(view("p0", queued_uncached_tokens=180_000), view("d0", num_running=199, max_running_requests=999))
+    assert made.explain_only(query()).prefill_id == "p0"
+    decision = made.explain_only(query(max_wait_s=120.0))
+    assert (decision.prefill_id, decision.predicted_ttft_s) == (None, 1.01)
