@@ -28,6 +28,7 @@ from routing.belief import (
     TOKENS,
     TOKENS_SINCE,
     UTILIZATION,
+    WAITING,
     Eligible,
     eligible_of,
     enqueue,
@@ -118,6 +119,7 @@ class Load:
         column[STEP_S] = smooth(column[STEP_S], view.decode_step_s, since_s)
         column[REPORT_S] = column[QUEUE_S] = view.time_s
         column[REQUESTS] = view.num_running + view.num_waiting
+        column[WAITING] = view.num_waiting
         column[TOKENS] = column[QUEUE] = view.queued_uncached_tokens
         column[UTILIZATION] = view.pool_utilization
         column[POOL_TOKENS] = view.pool_pages * view.page_size

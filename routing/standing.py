@@ -47,6 +47,7 @@ class Standing:
     tokens_since: Floats  # [n]
     ended_since: Floats  # [n]
     num_requests: Floats  # [n] running and waiting
+    num_waiting: Floats  # [n] of those, whose prompts wait to be computed: not whole, a queue drains by tokens
     queued_tokens: Floats  # [n] uncached prompt tokens still to compute
     prefill_tokens_per_s: Floats  # [n] > 0
     decode_step_s: Floats  # [n]
@@ -56,12 +57,6 @@ class Standing:
 
     def __len__(self) -> int:
         return len(self.views)
-
-    def num_waiting(self) -> Floats:
-        """Requests whose prompts wait to be computed [n]: reported or sent since; none where the queue has drained."""
-        reported = np.array([view.num_waiting for view in self.views], dtype=np.float64)
-        waiting = np.minimum(reported + self.requests_since, self.num_requests)
-        return np.where(self.queued_tokens > 0, waiting, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

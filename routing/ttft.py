@@ -53,7 +53,7 @@ def bounded(cost_s: Floats, ttft_s: Floats, wait_s: Floats, max_wait_s: float) -
 def _behind_s(standing: Standing, own_s: Floats) -> Floats:
     """The time beyond the least that ours must be computed for anywhere, for each who waits there."""
     more_s: Floats = own_s - own_s.min()
-    return more_s * standing.num_waiting() if more_s.any() else more_s
+    return more_s * standing.num_waiting
 
 
 def _pressure_s(standing: Standing, need_tokens: Ints, max_new_tokens: int) -> Floats:
