@@ -2,18 +2,20 @@
 
 Owns:      the number of the last event applied, events that came too early, requests that ended of late.
 Never:     fetches a snapshot; it says when one is needed.
-Invariant: in sync, the index's confirmed pages are those of the replica's cache after event ``seq``.
+Invariant: in sync, the index's confirmed pages are those of the replica's cache after event ``seq``, and what else is
+           expected comes from decisions that are open or ended of late.
 Thread:    the router's own.
 
     unknown ──event 1, or a snapshot──> in sync ──a number is missing──> gap ──it turns up, or a snapshot──> in sync
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvtransfer.pages import PageKeys
 from routing.index import PrefixIndex, pages_of
+from routing.runs import Pages
 from routing.types import CacheEvent, IndexSnapshot, PagesRemoved, PagesStored
 
 # Events that wait for a missing one: some seconds' worth. Beyond them only a snapshot helps, and it brings their pages.
@@ -32,9 +34,11 @@ class _Ended:
 class Feed:
     """What the events of one replica, by number ``replica`` of the index, have told so far."""
 
-    def __init__(self, index: PrefixIndex, replica: int) -> None:
+    def __init__(self, index: PrefixIndex, replica: int, is_open: Callable[[int], bool]) -> None:
+        """``is_open`` says whether the request of a decision, by its number, has still to end."""
         self._index = index
         self._replica = replica
+        self._is_open = is_open
         self.seq: int | None = None  # of the last event applied; None: what the replica holds is unknown
         self._early: dict[int, CacheEvent] = {}
         self._num_batches = 0
@@ -49,7 +53,7 @@ class Feed:
         self._num_batches += 1
         for event in events:
             if self.seq is None and event.seq == 1:
-                self.seq = 0  # nothing came before it: the cache was empty
+                self._begin(0, [])  # nothing came before it: the cache was empty
             if self.seq is None or event.seq > self.seq:
                 self._early[event.seq] = event
         self._drain()
@@ -62,28 +66,33 @@ class Feed:
     def apply_snapshot(self, snapshot: IndexSnapshot) -> bool:
         """Begin anew from ``snapshot``, then with the events that came since. False if one of those is missing."""
         if self.seq is None or snapshot.seq >= self.seq:
-            self._index.replace(self._replica, pages_of(snapshot.keys))
-            self.seq = snapshot.seq
+            self._begin(snapshot.seq, pages_of(snapshot.keys))
             self._early = {seq: event for seq, event in self._early.items() if seq > snapshot.seq}
             self._drain()
         return self.in_sync
 
     def end(self, number: int, keys: PageKeys) -> None:
         """The request of decision ``number`` ended: what it was expected to leave is confirmed soon, or never."""
-        if self.seq is not None:
+        if self.seq is not None:  # else `_begin` drops it, unless it turns up
             self._ended.append(_Ended(self._num_batches, number, keys))
+
+    def _begin(self, seq: int, pages: Pages) -> None:
+        """After event ``seq`` the replica holds ``pages``. Those who ended while that was unknown leave no more."""
+        unsettled = {ended.number for ended in self._ended}
+        self._index.replace(self._replica, pages, keeps=lambda number: number in unsettled or self._is_open(number))
+        self.seq = seq
 
     def _drain(self) -> None:
         while self.seq is not None and (event := self._early.pop(self.seq + 1, None)) is not None:
-            self.seq = event.seq
+            self.seq = seq = event.seq
             match event:
                 case PagesStored(keys=keys):
                     if not self._index.stored(self._replica, pages_of(keys)):
                         self.seq = None  # more than its pool: we believe in pages that it no longer has
                 case PagesRemoved(keys=keys):
                     self._index.removed(self._replica, pages_of(keys))
-                case _:  # nothing was open there: what decisions still expect was sent since, and is to come
-                    self._index.replace(self._replica, [])
+                case _:  # nothing was open there: what open decisions expect was sent since, and is to come
+                    self._begin(seq, [])
 
     def _settle(self) -> None:
         while self._ended and self._num_batches >= self._ended[0].batch + BATCHES_UNTIL_SETTLED:

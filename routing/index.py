@@ -16,6 +16,7 @@ A replica that leaves, or says that its cache is empty, gives up its bit: at onc
 from the pages a few at a time, with each write, and only then given to another.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,10 +142,11 @@ class PrefixIndex:
             self.leave(replica)
             self.join(replica, capacity=state.capacity)
 
-    def replace(self, replica: int, pages: Pages) -> None:
-        """The replica holds exactly ``pages``; what decisions expect beyond them still is. Too many are cut off."""
+    def replace(self, replica: int, pages: Pages, *, keeps: Callable[[int], bool] = lambda number: True) -> None:
+        """The replica holds exactly ``pages``, and is expected to hold beyond them what decisions did whose number
+        ``keeps`` takes. Too many are cut off."""
         before = self._replicas[replica].expected
-        kept = [(run.number, before.live(run)) for run in before.runs()]
+        kept = [(run.number, before.live(run)) for run in before.runs() if keeps(run.number)]
         self.clear(replica)
         self.stored(replica, pages)
         for number, run_pages in kept:

@@ -154,6 +154,10 @@ class Load:
         column[QUEUE] = min(column[QUEUE], column[TOKENS] + column[TOKENS_SINCE])  # what ended waits no more
         return True
 
+    def is_open(self, number: int) -> bool:
+        """Whether the request of decision ``number`` has still to end, at a replica that is still there."""
+        return number in self._where
+
     def eligible(self) -> Eligible:
         """The replicas that may take a request."""
         if self._able is None:

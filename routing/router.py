@@ -202,7 +202,7 @@ class Router:
     def _index_anew(self, view: ReplicaView) -> None:
         column = self._load.column(view.replica_id)
         self._index.join(column, capacity=self._capacity(view))
-        self._feeds[view.replica_id] = Feed(self._index, column)
+        self._feeds[view.replica_id] = Feed(self._index, column, self._load.is_open)
 
     def _capacity(self, view: ReplicaView) -> int:
         return view.pool_pages if view.page_size == self.page_size else 0

@@ -145,7 +145,7 @@ def test_events_late_twice_or_lost_end_in_what_the_replica_holds(
     rng.shuffle(arrived)
     index = PrefixIndex()
     index.join(0, capacity=100)
-    feed = Feed(index, 0)
+    feed = Feed(index, 0, lambda number: False)
     in_sync = False
     for at in range(0, len(arrived), batch):
         in_sync = feed.apply(arrived[at : at + batch])
