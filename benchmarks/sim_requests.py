@@ -123,6 +123,12 @@ def of_workload(workload: Workload, *, requests_per_s: float, think_s: float, se
     return requests
 
 
+def jittered(requests: Sequence[SimRequest], most_s: float, *, seed: int) -> list[SimRequest]:
+    """Each request that comes by itself comes up to ``most_s`` later, at random: a trace's grain smoothed."""
+    rng = Random(f"{seed}/jitter")
+    return [replace(r, arrival_s=r.arrival_s + rng.uniform(0.0, most_s)) if r.after is None else r for r in requests]
+
+
 def copies(requests: Sequence[SimRequest], num: int) -> list[SimRequest]:
     """``num`` groups of users who do the same a little later each, and share no token with each other: the load for
     ``num`` times the replicas."""

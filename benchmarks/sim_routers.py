@@ -9,13 +9,14 @@ that were not started together do. With one router there is nothing to compare, 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from benchmarks.sim_events import Events
 from benchmarks.sim_replica import SimReplica
 from benchmarks.sim_reports import Limits, Outbox, Reports
+from benchmarks.sim_soonest import SOONEST, SoonestRouter
 from routing.router import Router
 from routing.types import Decision, Outcome, Reason, RouteQuery
 
@@ -62,9 +63,8 @@ class Routers:
         if num < 1:
             raise ValueError(f"{num} routers were wanted; take at least one")
         names = ["", *(f" {number}" for number in range(1, num))]
-        self.all = [
-            Router(policy, Random(f"{seed}/router{name}"), lambda: events.now_s, page_size=page_size) for name in names
-        ]
+        rngs = [Random(f"{seed}/router{name}") for name in names]
+        self.all = [_router(policy, rng, lambda: events.now_s, page_size) for rng in rngs]
         outboxes = [Outbox(replica, num) for replica in replicas]
         self._reports = [
             Reports(
@@ -145,3 +145,9 @@ class Routers:
             num_common += len(set.intersection(*held))
             num_any += len(set.union(*held))
         return 1 - num_common / num_any if num_any else 0.0
+
+
+def _router(policy: str, rng: Random, clock: Callable[[], float], page_size: int) -> Router:
+    if policy == SOONEST:
+        return SoonestRouter(rng, clock, page_size)
+    return Router(policy, rng, clock, page_size=page_size)

@@ -21,8 +21,9 @@ from benchmarks.sim_cluster import ORACLE, Cluster, Setup
 from benchmarks.sim_plot import plot_ttft
 from benchmarks.sim_replica import Speed
 from benchmarks.sim_reports import Limits
-from benchmarks.sim_requests import SimRequest, copies, of_workload, read_trace
+from benchmarks.sim_requests import SimRequest, copies, jittered, of_workload, read_trace
 from benchmarks.sim_result import Result, summarise
+from benchmarks.sim_soonest import SOONEST
 from benchmarks.sim_split import Split
 from benchmarks.sim_table import show
 from routing.policies import POLICIES
@@ -33,7 +34,7 @@ WORKLOADS = ("shared-prefix", "multi-turn")
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
-        requests = copies(_load(args), args.copies)
+        requests = copies(jittered(_load(args), args.jitter, seed=args.seed), args.copies)
         results, ttft_s = _run_all(args, requests)
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
@@ -141,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", type=int, help="only the first so many of a trace; about so many of a workload (2000)")
     add("--copies", type=int, default=1, help="so many groups of users do the same, a little later each")
     add("--think", type=float, default=10.0, help="s between an answer and the next turn (multi-turn)")
-    add("--policy", action="append", choices=(*POLICIES, ORACLE), help="repeat to compare (default: estimated_ttft)")
+    add("--jitter", type=_seconds, default=0.0, help="requests come up to so many s later, at random")
+    add("--policy", action="append", choices=(*POLICIES, SOONEST, ORACLE),
+        help="repeat to compare (default: estimated_ttft); soonest is that without behind_s")  # fmt: skip
     add("--replicas", type=int, default=8)
     add("--routers", type=int, default=1, help="so many side by side take the requests in turn")
     add("--split", type=_split, metavar="P:D", help="P replicas prefill, D others decode; instead of --replicas")
@@ -169,6 +172,13 @@ def _positive(text: str) -> float:
     value = float(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must not be below 0")
     return value
 
 

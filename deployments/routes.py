@@ -12,9 +12,10 @@ from fastapi.responses import JSONResponse, Response
 from deployments.body import WireType, read_body
 from deployments.convert import check_model, salt_of, to_ids
 from deployments.dispatch import Dispatcher
-from deployments.http_errors import error_body
+from deployments.http_errors import RETRY_AFTER_S, error_body
 from deployments.openai_format import number
 from deployments.pair_body import hand_off_body, pair_body
+from deployments.peers import newer
 from deployments.rids import new_rid
 from deployments.route_log import RouteRecord, Try
 from deployments.route_request import query_of
@@ -44,16 +45,25 @@ class ExplainRequest(WireType):
 
 @router.get("/route/{rid:path}")
 async def route(request: Request, rid: str) -> Response:
-    """What was decided for the request called ``rid``, by whichever router, if it is among that one's most recent."""
+    """What was last decided for the request called ``rid``, by whichever router, if that one keeps it still."""
     service = service_of(request)
-    found = own_route(service.dispatcher, rid) or await service.peers.find_route(rid)
-    if found is None:
-        message = (
-            f"no decision is kept for {rid[:200]!r}: a router keeps those of its last "
-            f"{service.dispatcher.routes.capacity} requests (router.decisions_kept) until it ends"
-        )
-        return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
-    return JSONResponse(found)
+    own = own_route(service.dispatcher, rid)
+    if own is not None and own["internal_rid"] == rid:
+        return JSONResponse(own)  # no other request has this name, at any router
+    others = await service.peers.find_route(rid)
+    found = newer(own, others.body)
+    if found is not None:
+        return JSONResponse(found)
+    if others.unanswered:
+        message = f"no decision for {rid[:200]!r} was found, but {others.unanswered}: try again in a moment"
+        body, again = error_body(message, status=503, code="routers_silent"), {"Retry-After": str(RETRY_AFTER_S)}
+        return JSONResponse(body, status_code=503, headers=again)
+    kept = service.dispatcher.routes.capacity
+    message = (
+        f"no decision is kept for {rid[:200]!r}: a router keeps those of its last {kept} requests "
+        "(router.decisions_kept) until it ends"
+    )
+    return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
 
 
 @router.post("/route/explain")

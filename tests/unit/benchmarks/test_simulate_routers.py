@@ -8,11 +8,12 @@ from random import Random
 import pytest
 
 from benchmarks import simulate
-from benchmarks.sim_cluster import Cluster, Setup
+from benchmarks.sim_cluster import Cluster, Record, Setup
 from benchmarks.sim_events import Events
 from benchmarks.sim_pool import SimPool
 from benchmarks.sim_replica import SimReplica, Speed
 from benchmarks.sim_reports import Outbox
+from benchmarks.sim_routers import Routers
 from routing.types import PagesRemoved, PagesStored
 from tests.unit.benchmarks.sim_fixtures import request
 
@@ -116,14 +117,28 @@ def test_a_decision_that_the_other_router_would_not_make_is_counted() -> None:
     assert apart.decisions == 0.5
 
 
-def test_comparing_changes_nothing() -> None:
-    """One router, and two of which the other gets no request and is only asked."""
-    one = Cluster("estimated_ttft", [request(0, at_s=0.0, blocks=[1])], replace(SETUP, num_routers=1))
-    two = Cluster("estimated_ttft", [request(0, at_s=0.0, blocks=[1])], SETUP)
-    results = [[replace(record, decision_s=0.0) for record in cluster.run()] for cluster in (one, two)]
-    assert results[0] == results[1]
-    assert one.routers is not None
-    assert one.routers.apart() is None
+@pytest.mark.parametrize("policy", ["estimated_ttft", "random", "round_robin"])
+def test_comparing_changes_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty requests through two routers, many decided by a draw: asking the other each time leaves no trace."""
+    requests = [request(n, at_s=n / 2, blocks=[n % 7, 100 + n]) for n in range(60)]
+
+    def records() -> list[Record]:
+        cluster = Cluster(policy, requests, replace(SETUP, num_replicas=4))
+        found = [replace(record, decision_s=0.0) for record in cluster.run()]
+        cluster.check()
+        return found
+
+    compared = records()
+    monkeypatch.setattr(Routers, "_differs", lambda *_: False)
+    monkeypatch.setattr(Routers, "_pages_apart", lambda _: 0.0)
+    assert compared == records()
+
+
+def test_with_one_router_there_is_nothing_to_compare() -> None:
+    cluster = Cluster("estimated_ttft", [request(0, at_s=0.0, blocks=[1])], replace(SETUP, num_routers=1))
+    cluster.run()
+    assert cluster.routers is not None
+    assert cluster.routers.apart() is None
 
 
 def test_half_of_the_replicas_may_measure_a_wrong_rate() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +11,7 @@ from starlette.datastructures import Headers
 
 from deployments.http_app import make_app
 from deployments.http_errors import error_response
+from deployments.peers import Found
 from deployments.route_log import RouteLog
 from deployments.route_request import NO_HINTS, RouteHints, Saturated
 from deployments.routed import header_part, hints_of
@@ -168,8 +168,8 @@ async def test_a_route_that_another_router_decided_is_told_by_whichever_is_asked
     await run(other, "c.0-theirs")
 
     class One:
-        async def find_route(self, name: str) -> dict[str, Any] | None:
-            return own_route(other.dispatcher, name)
+        async def find_route(self, name: str) -> Found:
+            return Found(body=own_route(other.dispatcher, name))
 
     app = make_app(dataclasses.replace(service, peers=One()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://manta") as client:

@@ -1,0 +1,166 @@
+"""One router asks the others about a request: the newest answer counts, and one that hangs costs only its own."""
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError, RayError
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
+
+from deployments.http_app import make_app
+from deployments.peers import Body, Found, newer, newest
+from deployments.ray_peers import RayPeers
+from deployments.route_log import RouteLog
+from deployments.service import Service
+from tests.unit.deployments.in_process import House, ScriptedReplica, ask
+
+SOON_S = 0.05  # how long these tests wait for a router that hangs
+OLD: Body = {"rid": "mine", "internal_rid": "a.0-mine", "router": "one", "time": 1.0}
+NEW: Body = {"rid": "mine", "internal_rid": "b.0-mine", "router": "two", "time": 2.0}
+
+
+class Call:
+    """One router's answer as Serve hands it over: a body, an error, or (with neither) one that never comes."""
+
+    def __init__(self, answer: Body | BaseException | None, *, hangs: bool = False) -> None:
+        self.answer = answer
+        self.hangs = hangs
+        self.cancelled = False
+
+    async def get_async(self) -> Body | None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """A deployment handle, as far as RayPeers uses one."""
+
+    def __init__(self, *calls: Call, error: Exception | None = None) -> None:
+        self.calls = calls
+        self.error = error
+
+    def broadcast(self, method: str, name: str) -> "Handle":
+        assert (method, name) == ("find_route", "mine")
+        return self
+
+    async def _fetch_replica_results_async(self) -> list[Call]:
+        if self.error is not None:
+            raise self.error
+        return list(self.calls)
+
+
+def peers(*calls: Call, error: Exception | None = None) -> RayPeers:
+    found = RayPeers(app_name="app", deployment_name="routers", answer_s=SOON_S)
+    found._handle = Handle(*calls, error=error)
+    return found
+
+
+async def test_a_router_that_hangs_does_not_lose_the_answer_of_one_that_does_not() -> None:
+    hung = Call(None, hangs=True)
+    found = await peers(Call(OLD), hung, Call(None)).find_route("mine")
+    assert found.body == OLD
+    assert found.unanswered == "1 of 3 routers did not answer within 0.05 s (TimeoutError)"
+    assert hung.cancelled
+
+
+async def test_the_newest_of_several_answers_counts() -> None:
+    assert await peers(Call(OLD), Call(NEW), Call(None)).find_route("mine") == Found(body=NEW)
+    assert (newer(NEW, OLD), newer(None, OLD), newer(None, None)) == (NEW, OLD, None)
+
+
+async def test_a_router_that_died_knows_nothing_and_one_that_fails_has_not_answered() -> None:
+    assert await peers(Call(ActorDiedError()), Call(None)).find_route("mine") == Found()
+    found = await peers(Call(RayError("the network is down")), Call(None)).find_route("mine")
+    assert found == Found(unanswered="1 of 2 routers did not answer within 0.05 s (RayError)")
+
+
+async def test_when_no_router_can_be_asked_that_is_said() -> None:
+    found = await peers(error=RayError("no controller")).find_route("mine")
+    assert found == Found(unanswered="the other routers could not be asked (RayError)")
+
+
+async def test_routers_are_asked_at_once_and_not_one_after_the_other() -> None:
+    both = asyncio.Barrier(2)
+
+    async def answer(body: Body) -> Body:
+        await both.wait()  # nobody answers before both were asked
+        return body
+
+    assert await newest([answer(OLD), answer(NEW)], within_s=5.0) == Found(body=NEW)
+
+
+def test_ray_still_has_what_is_used_of_its_inside() -> None:
+    """A broadcast's answers one by one are not public in Ray 2.60; a version without them must fail here."""
+    assert callable(DeploymentHandle.broadcast)
+    assert inspect.iscoroutinefunction(DeploymentBroadcastResponse._fetch_replica_results_async)
+    assert inspect.iscoroutinefunction(ReplicaResult.get_async)
+    assert callable(ReplicaResult.cancel)
+
+
+@dataclasses.dataclass
+class Told:
+    """Peers that all say the same."""
+
+    found: Found
+
+    async def find_route(self, name: str) -> Found:
+        return self.found
+
+
+@pytest.fixture
+async def ours() -> AsyncIterator[House]:
+    """A router that has decided for the request "mine", whose id is a1.0-mine, at time 1.5."""
+    house = House()
+    await house.start()
+    house.add(ScriptedReplica("r0"))
+    async with asyncio.timeout(5):
+        while not house.fleet.num_ready:
+            await asyncio.sleep(0.002)
+    async for _ in house.dispatcher.stream(ask(rid="a1.0-mine")):
+        pass
+    record = house.dispatcher.routes.find("mine")
+    assert record is not None
+    record.time_s = 1.5
+    yield house
+    await house.stop()
+
+
+async def get(service: Service, house: House, name: str, told: Found) -> httpx.Response:
+    app = make_app(dataclasses.replace(service, dispatcher=house.dispatcher, fleet=house.fleet, peers=Told(told)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://manta") as client:
+        return await client.get(f"/route/{name}")
+
+
+@pytest.mark.model
+async def test_a_newer_decision_of_another_router_goes_before_our_own(service: Service, ours: House) -> None:
+    def router(answer: httpx.Response) -> Any:
+        return answer.json()["router"]
+
+    assert router(await get(service, ours, "mine", Found(body=OLD))) == "router"
+    assert router(await get(service, ours, "mine", Found(body=NEW))) == "two"
+    assert router(await get(service, ours, "a1.0-mine", Found(body=NEW))) == "router"  # that name is ours alone
+    assert router(await get(service, ours, "mine", Found(unanswered="one hangs"))) == "router"
+
+
+@pytest.mark.model
+async def test_not_found_is_said_only_when_every_router_has_answered(service: Service, ours: House) -> None:
+    ours.dispatcher.routes = RouteLog(capacity=7)
+    assert (await get(service, ours, "mine", Found())).status_code == 404
+    silent = await get(service, ours, "mine", Found(unanswered="1 of 2 routers did not answer within 2 s"))
+    assert (silent.status_code, silent.headers["retry-after"]) == (503, "1")
+    error = silent.json()["error"]
+    assert (error["code"], error["type"]) == ("routers_silent", "service_unavailable")
+    assert error["message"] == (
+        "no decision for 'mine' was found, but 1 of 2 routers did not answer within 2 s: try again in a moment"
+    )
