@@ -5,7 +5,7 @@ Never: holds state of its own; everything is in ``app.state.service``.
 
 from fastapi import FastAPI
 
-from deployments import admin, chat, completions, http_errors, native, routes
+from deployments import admin, chat, completions, http_errors, native, routes, token_routes
 from deployments.request_ids import RequestIds
 from deployments.routed import RouteHeaders
 from deployments.service import Service
@@ -15,7 +15,7 @@ def make_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     """The app; ``service`` must be ready to answer. ``echo_request_id``: False where a proxy in front does it."""
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
     app.state.service = service
-    for part in (chat, completions, native, routes, admin):
+    for part in (chat, completions, native, routes, token_routes, admin):
         app.include_router(part.router)
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)

@@ -21,19 +21,12 @@ from deployments.leases import ReplicaGone, ReplicaInfo
 from kvtransfer.pages import PageKeys, page_keys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.errors import MantaError
-from replicas.types import (
-    EngineStats,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    PoolStats,
-    SamplingParams,
-    TokenDelta,
-    Usage,
-)
+from replicas.types import Finish, FinishReason, GenerateRequest
 from routing.router import Router
+from tests.unit.deployments.sample_values import info, stats, token
 
 PAGE_SIZE = 16
+
 
 class Replica(Protocol):
     """What `ServedEngine` and `ScriptedReplica` have in common."""
@@ -223,62 +216,3 @@ class ScriptedReplica:
 
     async def abort(self, name: str | None) -> int:
         return 0
-
-
-def token(request: GenerateRequest, index: int, position: int, finish: Finish | None) -> TokenDelta:
-    usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=position + 1, cached_tokens=0)
-    return TokenDelta(
-        rid=request.rid, index=index, token_ids=(1000 + position,), text=f"<{position}>", usage=usage, finish=finish
-    )
-
-
-def ask(
-    *,
-    rid: str = "a1.0-me",
-    max_new_tokens: int = 8,
-    n: int = 1,
-    deadline_s: float | None = None,
-    num_tokens: int = 4,
-) -> GenerateRequest:
-    """A request of 4 prompt tokens: 1, 2, 3, 4."""
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, n=n, seed=7)
-    return GenerateRequest(
-        rid=rid, token_ids=np.arange(1, num_tokens + 1, dtype=np.int32), sampling=sampling, deadline_s=deadline_s
-    )
-
-
-def stats(num_pages: int = 10, **changes: int | float) -> EngineStats:
-    pool = PoolStats(
-        page_size=16, num_pages=num_pages, free_pages=num_pages, evictable_pages=0, protected_pages=0, reserved_pages=0
-    )
-    counters = dict.fromkeys(
-        [
-            "num_waiting", "num_running", "waiting_uncached_tokens", "cache_nodes", "cache_event_seq", "num_finished",
-            "num_aborted", "num_errors", "num_retractions", "retracted_tokens", "prefill_tokens", "cached_tokens",
-            "lookup_tokens", "decode_tokens", "evicted_tokens", "num_extend_steps", "num_decode_steps",
-            "alloc_failures",
-        ],
-        0,
-    )  # fmt: skip
-    seconds = dict.fromkeys(["extend_s", "decode_s", "prefill_tokens_per_s", "decode_step_s"], 0.0)
-    values = {"time_s": 1.0, "max_running_requests": 4, **counters, **seconds, **changes}
-    return EngineStats(pool=pool, **values)  # type: ignore[arg-type]
-
-
-def info(replica_id: str) -> ReplicaInfo:
-    return ReplicaInfo(
-        replica_id=replica_id,
-        node_id="here",
-        pid=1,
-        model_path="models/none",
-        architecture="None",
-        dtype="float32",
-        context_len=128,
-        vocab_size=2000,
-        max_prompt_tokens=127,
-        tp=1,
-        page_size=16,
-        attention="cpu",
-        num_threads=1,
-        pool="160 tokens, 10 pages, 0 MiB",
-    )

@@ -14,7 +14,8 @@ from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, TokenDelta, Usage
 from routing.types import Role
-from tests.unit.deployments.in_process import ScriptedReplica, token
+from tests.unit.deployments.in_process import ScriptedReplica
+from tests.unit.deployments.sample_values import token
 
 
 class Desks:

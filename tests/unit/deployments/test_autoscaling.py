@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.autoscaling import Objective, Signals, TtftPolicy, decide, holding, replica_stats, signals_of
-from tests.unit.deployments.in_process import stats
+from tests.unit.deployments.sample_values import stats
 
 OBJECTIVE = Objective(ttft_s=2.0, pool_high=0.8, running_high=0.5, slack=0.7)
 IDLE = Signals(

@@ -8,7 +8,8 @@ import pytest
 
 from deployments.leases import ReplicaGone
 from routing.types import IndexSnapshot, RouteQuery
-from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica, stats
+from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
+from tests.unit.deployments.sample_values import stats
 
 TOKENS = list(range(100, 100 + 4 * PAGE_SIZE))
 

@@ -15,7 +15,7 @@ from deployments.leases import ReplicaGone
 from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
 from routing.types import CacheEvent, IndexSnapshot
-from tests.unit.deployments.in_process import stats
+from tests.unit.deployments.sample_values import stats
 
 
 class Desk:

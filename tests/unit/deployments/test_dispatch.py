@@ -11,7 +11,8 @@ from deployments.leases import ReplicaGone
 from replicas.errors import InvalidRequest, Overloaded
 from replicas.types import FinishReason, TokenDelta
 from routing.types import NoReplica
-from tests.unit.deployments.in_process import House, ScriptedReplica, ask
+from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.sample_values import ask
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from deployments.fleet import STALE_S, Fleet
 from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaGone, ReplicaInfo
 from tests.harness import Clock
-from tests.unit.deployments.in_process import House, LocalLeases, ScriptedReplica, info, stats
+from tests.unit.deployments.in_process import House, LocalLeases, ScriptedReplica
+from tests.unit.deployments.sample_values import info, stats
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from deployments.frames import (
 )
 from kvtransfer.types import TransferStats
 from replicas.types import Finish, FinishReason, HandOffReport, TokenDelta, TokenLogprob, Usage
-from tests.unit.deployments.in_process import stats
+from tests.unit.deployments.sample_values import stats
 
 DELTA = TokenDelta(
     rid="a1.0-é\ud7ff",

@@ -17,7 +17,8 @@ from deployments.peers import Body, Found, newer, newest
 from deployments.ray_peers import RayPeers
 from deployments.route_log import RouteLog
 from deployments.service import Service
-from tests.unit.deployments.in_process import House, ScriptedReplica, ask
+from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.sample_values import ask
 
 SOON_S = 0.05  # how long these tests wait for a router that hangs
 OLD: Body = {"rid": "mine", "internal_rid": "a.0-mine", "router": "one", "time": 1.0}

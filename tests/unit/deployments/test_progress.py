@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from deployments.progress import Progress
 from deployments.rids import client_rid, new_rid, with_try
 from replicas.types import Finish, FinishReason, TokenDelta
-from tests.unit.deployments.in_process import ask, token
+from tests.unit.deployments.sample_values import ask, token
 
 LENGTH = 6
 

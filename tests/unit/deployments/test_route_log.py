@@ -18,8 +18,9 @@ from deployments.routed import header_part, hints_of
 from deployments.routes import own_route
 from deployments.service import Service
 from replicas.errors import InvalidRequest
-from routing.types import NoReplica, RouteQuery
-from tests.unit.deployments.in_process import House, ScriptedReplica, ask, stats
+from routing.types import Decision, NoReplica, RouteQuery
+from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.sample_values import ask, stats
 
 
 async def ready(house: House, *replicas: ScriptedReplica) -> None:
@@ -185,6 +186,11 @@ async def test_a_choice_knows_how_long_a_request_may_wait(scripted: House, monke
     await ready(scripted, ScriptedReplica("r0"))
     asked: list[RouteQuery] = []
     choose = scripted.router.choose
-    monkeypatch.setattr(scripted.router, "choose", lambda query: asked.append(query) or choose(query))
+
+    def noted(query: RouteQuery) -> Decision:
+        asked.append(query)
+        return choose(query)
+
+    monkeypatch.setattr(scripted.router, "choose", noted)
     await run(scripted, "a1.0-me")
     assert [query.max_wait_s for query in asked] == [10.0]

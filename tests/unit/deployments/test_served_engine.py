@@ -10,7 +10,8 @@ from deployments.served_engine import ServedEngine
 from replicas.errors import Overloaded
 from replicas.loop import EngineLoop
 from tests.harness import fake_engine
-from tests.unit.deployments.in_process import House, ask
+from tests.unit.deployments.in_process import House
+from tests.unit.deployments.sample_values import ask
 
 
 @pytest.fixture
