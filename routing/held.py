@@ -71,7 +71,9 @@ class Held:
     def stretches(self, mine: Expected, pages: Pages) -> Iterator[tuple[int | Run | None, Run | None, Pages]]:
         """``pages`` cut where their entry or the run of ``mine`` changes: (entry, that run or None, pages).
 
-        Each is looked up after what was done with the one before, so that a key may well stand twice.
+        A whole run that begins with a page that only it has is one stretch, whatever the entries of its other pages.
+        They are looked up while what came before is worked on, so that a key that stands twice may come with what it
+        was before; with the run it had, or with none.
         """
         rest, end = iter(pages), 0
         entries = groupby(map(self._entries.get, rest))
@@ -79,7 +81,7 @@ class Held:
             (entry, stretch), start = found, end
             if isinstance(entry, Run):
                 run, end = entry if entry.owner is mine else None, start + len(entry.pages)
-                if run is not None and run.pages == pages[start:end] and run.whole:
+                if run is not None and run.whole and run.pages == pages[start:end]:
                     next(islice(rest, end - start - 1, end - start - 1), None)  # past the run
                     entries = groupby(map(self._entries.get, rest))
                 else:
@@ -121,14 +123,18 @@ class Held:
                 del mine.shared[page]
         mine.lose(run, len(part))
 
-    def use(self, run: Run, part: Pages, number: int) -> Run:
-        """What decision ``number`` uses of ``run``, of which ``part`` is live: all of it, or a run made of the part."""
+    def use(self, run: Run, part: Pages, number: int, into: Run | None) -> Run:
+        """What decision ``number`` uses of ``run``, of which ``part`` is live: all of it, or a run of what it takes:
+        ``into``, with the part behind what that has, or else a new one.
+
+        ``run`` still lists what it lost then: `Expected.trim` it when all parts are used.
+        """
         if part == run.pages:
             run.number = number
             return run
         part = list(dict.fromkeys(part))
-        mine, taken = run.owner, Run(owner=run.owner, number=number)
-        mine.cut(run, part)
+        mine, taken = run.owner, into or Run(owner=run.owner, number=number)
+        mine.lose(run, len(part))
         mine.add(taken, part)
         for page in part:
             if self._entries[page] is run:

@@ -81,16 +81,26 @@ class PrefixIndex:
             return
         mine = state.expected
         used: list[Run] = []
-        fresh: Run | None = None
+        lost: dict[Run, Pages] = {}  # by runs of which only part is used
+        fresh: Run | None = None  # the last of ``used``, if it is of new pages
+        source: Run | None = None  # the one that the last of ``used`` was cut out of, if it was
         for entry, run, part in self._held.stretches(mine, pages):
             if run is not None:
                 if run.number != number:  # else a key stands twice in the prompt
-                    used.append(self._held.use(run, part, number))
-                    fresh = None
+                    into = used[-1] if run is source else None
+                    taken = self._held.use(run, part, number, into)
+                    if taken is not into:
+                        used.append(taken)
+                    if taken is not run:
+                        lost.setdefault(run, []).extend(part)
+                    fresh, source = None, run if taken is not run else None
             elif not bits_of(entry) & mine.bit:  # of those that are confirmed, the replica's events tell
                 if fresh is None:
                     used.append(fresh := Run(owner=mine, number=number))
+                    source = None
                 self._held.hold(mine, part, entry, fresh)
+        for run, part in lost.items():
+            mine.trim(run, part)
         mine.use(reversed(used))
         self._evict(state)
         self._held.clean(len(pages))
@@ -129,7 +139,7 @@ class PrefixIndex:
         """The replica no longer holds ``pages``, expected or not."""
         state = self._replicas[replica]
         mine = state.expected
-        for entry, run, part in self._held.stretches(mine, pages):
+        for entry, run, part in self._held.stretches(mine, list(dict.fromkeys(pages))):  # a key goes but once
             if run is not None or bits_of(entry) & mine.bit:
                 num_dropped = self._held.drop(mine, run, part)
                 if run is None:

@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Pages = list[int]  # page keys of 60 bits
-SLACK_PAGES = 4096  # stale entries that are not worth collecting
+# Dead runs in the order of use, and stale pages in lists, that are not worth collecting. Where there are events, every
+# decision's run is dead (confirmed) soon, and each weighs about 150 bytes.
+SLACK = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,7 @@ class Expected:
         self.bit = bit
         self.shared: dict[int, Run] = {}
         self.num_pages = 0  # live in all runs
+        self._num_runs = 0  # that have live pages
         self._entries = entries
         self._order: deque[Run] = deque()  # oldest first
         self._listed = 0  # pages in the lists of all runs, live or not
@@ -67,6 +70,8 @@ class Expected:
         before = len(run.pages)
         run.pages += pages
         num_added = len(run.pages) - before
+        if num_added and not run.num_live:
+            self._num_runs += 1
         run.num_live += num_added
         self.num_pages += num_added
         self._listed += num_added
@@ -75,21 +80,21 @@ class Expected:
         """So many pages are not live in ``run`` any more."""
         run.num_live -= num_pages
         self.num_pages -= num_pages
-        if not run.num_live:
+        if num_pages and not run.num_live:
+            self._num_runs -= 1
             self._relist(run, [])
 
-    def cut(self, run: Run, start: Pages) -> None:
-        """`lose` the pages ``start``; where the run begins with them, the rest of it stays whole."""
-        if run.pages[: len(start)] == start:
-            self._relist(run, run.pages[len(start) :])
-        self.lose(run, len(start))
+    def trim(self, run: Run, lost: Pages) -> None:
+        """``run`` has lost the pages ``lost``; where it begins with them, the rest of it is whole again."""
+        if run.pages[: len(lost)] == lost:
+            self._relist(run, run.pages[len(lost) :])
 
     def use(self, runs: Iterable[Run]) -> None:
         """These are used now, the first of them the least."""
         for run in runs:
             run.times += 1
             self._order.append(run)
-        if max(len(self._order), self._listed) > 2 * self.num_pages + SLACK_PAGES:
+        if len(self._order) > 2 * self._num_runs + SLACK or self._listed > 2 * self.num_pages + SLACK:
             self._compact()
 
     def pop_oldest(self) -> Run:
@@ -122,6 +127,7 @@ class Expected:
         assert len(live) == len(expected) == self.num_pages
         assert all(run.num_live == len(self.live(run)) and self._order.count(run) == run.times for run in runs)
         assert all(run.owner is self and run.pages == list(dict.fromkeys(run.pages)) for run in runs)
+        assert self._num_runs == len(runs)
         assert self._listed == sum(len(run.pages) for run in runs)
 
     def _relist(self, run: Run, pages: Pages) -> None:

@@ -4,9 +4,11 @@ from collections import OrderedDict
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from routing import runs
 from routing.feed import Feed
 from routing.index import PrefixIndex
 from routing.policies import POLICIES
@@ -15,7 +17,8 @@ from routing.types import CacheEvent, IndexSnapshot, PagesCleared, PagesRemoved,
 
 CAPACITY = 6
 REPLICAS = 3
-pages = st.lists(st.integers(1, 12), min_size=1, max_size=8, unique=True)
+prompts = st.lists(st.integers(1, 12), min_size=1, max_size=8, unique=True)
+pages = prompts | st.lists(st.integers(1, 12), min_size=1, max_size=8)  # a key may stand twice
 replicas = st.integers(0, REPLICAS - 1)
 steps = st.one_of(
     st.tuples(st.just("expect"), replicas, pages),
@@ -41,7 +44,7 @@ class Model:
         return self.stored | self.expected.keys()
 
     def expect(self, run: list[int], number: int) -> None:
-        for page in reversed(run):  # the deepest is the oldest
+        for page in reversed(list(dict.fromkeys(run))):  # the deepest is the oldest
             if page not in self.stored:
                 self.expected[page] = number
                 self.expected.move_to_end(page)
@@ -60,9 +63,17 @@ class Model:
         return next((depth for depth, page in enumerate(prompt) if page not in self.held), len(prompt))
 
 
-@settings(max_examples=400, deadline=None)
-@given(trace=st.lists(steps, max_size=60), prompt=pages)
-def test_the_index_equals_a_dictionary(trace: list[tuple[str, int, object]], prompt: list[int]) -> None:
+@pytest.mark.parametrize("slack", [0, runs.SLACK])
+@settings(max_examples=200, deadline=None)
+@given(trace=st.lists(steps, max_size=60), prompt=prompts)
+def test_the_index_equals_a_dictionary(trace: list[tuple[str, int, object]], prompt: list[int], slack: int) -> None:
+    """With a slack of 0 the order of use is collected again and again."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runs, "SLACK", slack)
+        play(trace, prompt)
+
+
+def play(trace: list[tuple[str, int, object]], prompt: list[int]) -> None:
     index, models = PrefixIndex(), [Model() for _ in range(REPLICAS)]
     sent: list[list[tuple[int, list[int]]]] = [[] for _ in range(REPLICAS)]
     for replica in range(REPLICAS):
