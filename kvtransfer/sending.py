@@ -189,7 +189,7 @@ class SendingRooms:
             return
         receiver = self._receivers[room.incarnation]
         if isinstance(event, Written):
-            room.written(event.order_id)
+            room.written(event.order_id, now)
         else:
             if not receiver.broken:
                 log.warning("a write to %s failed: %s", room.incarnation, event.reason)
@@ -205,7 +205,7 @@ class SendingRooms:
     # the loop
 
     def post_writes(self) -> bool:
-        """One write for each receiver that may have one. Returns whether there was any."""
+        """Writes for each receiver that may have some. Returns whether there was any."""
         posted = self._writes.post()
         for incarnation in posted:
             self._tell(incarnation, Posted())

@@ -55,21 +55,24 @@ class Writes:
         if room.has_write and room not in lane.turns:
             lane.turns.append(room)
 
-    def post(self) -> list[str]:
-        """One write for each receiver that may have one. Returns: those that have got one."""
-        posted = []
-        limit = MAX_WRITES * len(self._ports)
-        for incarnation, lane in self._lanes.items():
-            while lane.turns and not lane.turns[0].has_write:
-                lane.turns.popleft()
-            if not lane.turns or len(lane.orders) >= limit:
-                continue
-            room = lane.turns.popleft()
-            self._post(room, lane)
-            posted.append(incarnation)
-            if room.has_write:
-                lane.turns.append(room)
+    def post(self) -> set[str]:
+        """Writes for each receiver that may have some, one at a time in turn; the digests of the second are made while
+        the first is copied. Returns: those that have got one."""
+        posted: set[str] = set()
+        for _ in range(MAX_WRITES):
+            posted |= {incarnation for incarnation, lane in self._lanes.items() if self._post_next(lane)}
         return posted
+
+    def _post_next(self, lane: _Lane) -> bool:
+        while lane.turns and not lane.turns[0].has_write:
+            lane.turns.popleft()
+        if not lane.turns or len(lane.orders) >= MAX_WRITES * len(self._ports):
+            return False
+        room = lane.turns.popleft()
+        self._post(room, lane)
+        if room.has_write:
+            lane.turns.append(room)
+        return True
 
     def _post(self, room: KVSender, lane: _Lane) -> None:
         write = room.take_write(self._pages_per_write)
