@@ -43,7 +43,7 @@ class RouterSettings(Settings):
     retry_wait_s: float = Field(default=30.0, ge=0)  # how long a request whose replica died waits for another one
     report_period_s: float = Field(default=0.1, gt=0, le=10)  # how often replicas send cache events and statistics
     max_wait_s: float = Field(default=120.0, gt=0)  # longer queues, as estimated, are answered with 429
-    decisions_kept: int = Field(default=1000, ge=1)  # of the most recent requests, for GET /route/{rid}
+    decisions_kept: int = Field(default=1000, ge=1)  # of the most recent requests, for GET /route/{rid}; 0.5 KB a replica each
 
     @model_validator(mode="after")
     def _known(self) -> "RouterSettings":
@@ -90,6 +90,12 @@ class AppConfig(Settings):
                     f"prefill.cache.{name} = {mine!r} and decode.cache.{name} = {theirs!r}; pages are handed over as "
                     f"they are, so that both need one {name}: set cache.{name}"
                 )
+        if self.transfer.room_timeout_s <= self.router.max_wait_s:
+            raise ValueError(
+                f"transfer.room_timeout_s = {self.transfer.room_timeout_s:g} must exceed router.max_wait_s = "
+                f"{self.router.max_wait_s:g}: a decode replica waits while its prompt is in the prefill replica's "
+                "queue, which the router allows to be so long; raise the first or lower the second"
+            )
         return self
 
 

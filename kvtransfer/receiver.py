@@ -1,6 +1,6 @@
 """One room on the decode side.
 
-Owns:      which ranks of the peer have written what; the room's deadline.
+Owns:      which ranks of the peer have written what; the room's deadline, which every page that comes moves on.
 Never:     knows sockets, ports or time: `ReceivingRooms` (receiving.py) hands in what happened. Never looks at K/V
            bytes: a port has verified what it reports.
 Invariant: Received only when every page came from every rank of the peer that has a part of it, all digests were good
@@ -52,6 +52,7 @@ class KVReceiver:
         self.order = order
         self.state = KVPoll.BOOTSTRAPPING
         self.deadline_s = now + order.deadline_s
+        self._limit_s = order.deadline_s  # without a page; told to the peer, which waits a little longer
         self.over = False  # its last event is out
         self._layout = layout
         self._emit = emit
@@ -76,6 +77,7 @@ class KVReceiver:
     def open(self, theirs: KvLayout, now: float) -> None:
         """The peer is connected: tell it where the pages go."""
         self.state = move(self.state, KVPoll.WAITING_FOR_INPUT)
+        self._limit_s = max(self.deadline_s - now, 0.0)
         ours = self._layout
         self._parts = {
             (rank, src_rank): _Part(len(self.order.pages))
@@ -91,7 +93,7 @@ class KVReceiver:
                 num_tokens=self.order.num_tokens,
                 first_page=self.order.first_page,
                 pages=tuple(self.order.pages.tolist()),
-                deadline_s=max(self.deadline_s - now, 0.0),
+                deadline_s=self._limit_s,
             ),
         )
 
@@ -107,6 +109,8 @@ class KVReceiver:
         if wrong := self._take(rank, event):
             self.fail(wrong)
             return
+        if event.num_pages:  # none comes twice, so that this has an end
+            self.deadline_s = now + self._limit_s
         if self._meta is not None and all(part.whole for part in self._parts.values()):
             self._complete(self._meta, now)
 
@@ -175,7 +179,10 @@ class KVReceiver:
         if now < self.deadline_s or self.state in (KVPoll.FAILED, KVPoll.SUCCESS):
             return
         at = self.state.name.lower().replace("_", " ")
-        self.fail(f"the pages did not come within {self.order.deadline_s:g} s (it was {at})")
+        if self.state == KVPoll.TRANSFERRING:
+            self.fail(f"no page came for {self._limit_s:g} s (it was {at})")
+        else:
+            self.fail(f"the pages did not come within {self.order.deadline_s:g} s (it was {at})")
 
     def check(self) -> None:
         assert self.over <= (self.state in (KVPoll.FAILED, KVPoll.SUCCESS))

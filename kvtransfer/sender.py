@@ -145,9 +145,11 @@ class KVSender:
     def posted(self, order_id: int) -> None:
         self._in_flight.add(order_id)
 
-    def written(self, order_id: int) -> None:
+    def written(self, order_id: int, now: float) -> None:
         """The write has ended; also the late good end of one that was said to have failed."""
         self._in_flight.discard(order_id)
+        if self.grant is not None and self.state != KVPoll.FAILED:  # the receiver's deadline moves on with every page
+            self.deadline_s = now + self.grant.deadline_s + self._slack_s
         self._settle()
 
     def write_failed(self, order_id: int, reason: str, *, drained: bool) -> None:

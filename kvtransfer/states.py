@@ -17,8 +17,10 @@ Every wait, its owner and its limit:
     a stranger's hello, our own call           kvtransfer/link.py     call_timeout_s
     a prefill leg waits for open               KVSender               SendOrder.deadline_s
     an open waits for its prefill leg          KVSender               open_timeout_s
-    a room from receive() to the last page     KVReceiver             ReceiveOrder.deadline_s
-    a sender waits for the acknowledgement     KVSender               Open.deadline_s + call_timeout_s (a backstop)
+    a room from receive() to its first page,   KVReceiver             ReceiveOrder.deadline_s: room_timeout_s; prefill's
+      and from each page to the next                                    queue included, so a last bound
+    a sender, from its last written page to    KVSender               Open.deadline_s + call_timeout_s (a backstop)
+      the acknowledgement
     a peer's sign of life                      kvtransfer/peers.py    heartbeat_s * heartbeat_misses
     pages in quarantine                        kvtransfer/peers.py    none: only the peer's word or its proven death
     goodbye                                    kvtransfer/desk.py     call_timeout_s

@@ -74,7 +74,7 @@ class ReceiveOrder:
     num_tokens: int  # of the sequence, prefix included
     first_page: int  # pages [0, first_page) of the sequence are here already
     pages: PageIds  # [n] where pages [first_page, first_page + n) go; n may be 0
-    deadline_s: float  # from now; the room fails then, whatever the peer does
+    deadline_s: float  # without a page, from now or from the last that came: the room fails then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +158,9 @@ class TransferSettings:
     token: bytes  # secret of the cluster: who does not know it gets no metadata
     verify: Verify = Verify.ALL
     transport: Literal["auto", "tcp"] = "auto"  # auto: shared memory copies (CMA) on one host, else what UCX finds
-    open_timeout_s: float = 30.0  # prefill side: for the receiver to open the room
-    room_timeout_s: float = 30.0  # decode side: from open to the last page
+    # last bounds (heartbeats find death and hangs): the first includes decode's queue, the second prefill's
+    open_timeout_s: float = 180.0  # prefill side: for the receiver to get row and pages, and open the room
+    room_timeout_s: float = 180.0  # decode side: from row and pages to the first page, and from each to the next
     call_timeout_s: float = 5.0  # for a hello or an answer
     heartbeat_s: float = 1.0
     heartbeat_misses: int = 3  # silent for so many: every room with that peer fails

@@ -74,7 +74,7 @@ class Open:
     num_tokens: int
     first_page: int
     pages: tuple[int, ...]  # [n]
-    deadline_s: float  # what is left of the receiver's
+    deadline_s: float  # what is left of the receiver's; every page that comes starts it anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

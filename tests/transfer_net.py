@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvtransfer.desk_core import DeskCore
 from kvtransfer.local import LocalFabric
 from kvtransfer.peers import Purpose
+from kvtransfer.ports import Arrived
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
@@ -240,6 +241,8 @@ class SimEngine:
         self.hung = False
         self.links = SimLinks(net, self)
         self.core = DeskCore(SETTINGS, self.pools.layout, self.pools.ports, self.links, net.now)
+        self._take_arrived = self.core.receiving.arrived
+        self.core.receiving.arrived = self._arrived  # type: ignore[method-assign]
         self.hello = Hello(
             address=self.address,
             purpose="rooms",
@@ -292,6 +295,12 @@ class SimEngine:
                 deadline_s=SETTINGS.room_timeout_s,
             )
         )
+
+    def _arrived(self, rank: int, event: Arrived, now: float) -> None:
+        """Each page that comes moves its room's deadline on."""
+        if event.num_pages and event.room in self.receiving:
+            self.receiving[event.room].deadline_s = now + SETTINGS.room_timeout_s
+        self._take_arrived(rank, event, now)
 
     def expect(self, room: Room) -> None:
         room.leg = True

@@ -19,8 +19,8 @@ class HandOffTerms:
     """How this engine takes part in hand-offs."""
 
     fingerprint: str  # of its KV layout; goes with what it sends
-    open_timeout_s: float = 30.0  # as a sender: for the receiver to open the room
-    room_timeout_s: float = 30.0  # as a receiver: from opening the room to the last page
+    open_timeout_s: float = 180.0  # as a sender: for the receiver to open the room
+    room_timeout_s: float = 180.0  # as a receiver: without a page
 
 
 class Rooms:

@@ -29,7 +29,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         replicas={"cpus": 1, "health_period_s": 1},
         cache={"max_total_tokens": 12_000},
         router={"retry_wait_s": 90},
-        transfer={"hand_off": "always", "room_timeout_s": 60, "open_timeout_s": 60},
+        transfer={"hand_off": "always"},
     )
     try:
         running.start()

@@ -57,6 +57,7 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ({**APART, "decode": {"cache": {"page_size": 8}}}, "prefill.cache.page_size = 16 and decode.cache.page_size"),
         ({**APART, "transfer": {"verify": "some"}}, "transfer.verify: Input should be 'off', 'last' or 'all'"),
         ({**APART, "transfer": {"room_timeout_s": 0}}, "transfer.room_timeout_s: Input should be greater than 0"),
+        ({**APART, "router": {"max_wait_s": 180}}, "transfer.room_timeout_s = 180 must exceed router.max_wait_s = 180"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:

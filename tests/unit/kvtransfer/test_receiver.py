@@ -208,6 +208,19 @@ def test_a_failed_room_is_drained_only_by_the_peers_word() -> None:
     assert case.kinds == [ReceiveFailed, ReceiveDrained]
 
 
+def test_every_page_that_comes_starts_the_wait_anew() -> None:
+    """The peer was told 9 s at 1 s: pages at 9.5 s and 18 s leave it until 27 s. A note without pages gives none."""
+    case = Case().open()
+    case.arrive(0, 2, now=9.5)
+    case.room.expire(10.0)
+    case.arrive(2, 1, now=18.0)
+    case.arrive(3, 0, now=20.0)
+    case.room.expire(26.9)
+    assert case.events == []
+    case.room.expire(27.0)
+    assert case.events == [ReceiveFailed(room=1, reason="no page came for 9 s (it was transferring)")]
+
+
 def test_a_peer_that_gives_up_with_nothing_on_its_way_drains_in_the_same_word() -> None:
     case = Case().open()
     case.room.fail("prefill aborted", drained=True)

@@ -96,13 +96,13 @@ def test_a_last_word_without_pages_is_a_write_of_its_own() -> None:
 def test_it_is_done_when_the_receiver_has_verified_and_all_writes_have_ended(ack_first: bool) -> None:
     """SPEC H15. The acknowledgement may overtake the end of the last write."""
     case = Case().all_posted()
-    case.room.written(1)
+    case.room.written(1, 0.0)
     if ack_first:
         case.room.acked()
         assert SendDone(room=1) not in case.events
-        case.room.written(2)
+        case.room.written(2, 0.0)
     else:
-        case.room.written(2)
+        case.room.written(2, 0.0)
         assert SendDone(room=1) not in case.events
         case.room.acked()
     assert case.events[-1] == SendDone(room=1)
@@ -115,9 +115,9 @@ def test_after_an_abort_the_source_stays_pinned_until_the_last_write_has_ended()
     case = Case().all_posted()
     case.room.aborted()
     assert case.events[-1] == SendFailed(room=1, reason="the receiver gave up")
-    case.room.written(1)
+    case.room.written(1, 0.0)
     assert case.told == []
-    case.room.written(2)
+    case.room.written(2, 0.0)
     assert case.told == [DRAINED]
     assert case.events[-1] == SendDrained(room=1)
 
@@ -126,8 +126,8 @@ def test_an_abort_that_comes_twice_is_answered_once_and_fails_once() -> None:
     case = Case().all_posted()
     case.room.aborted()
     case.room.aborted()
-    case.room.written(1)
-    case.room.written(2)
+    case.room.written(1, 0.0)
+    case.room.written(2, 0.0)
     assert case.told == [DRAINED]
     assert [type(event) for event in case.events] == [SendReady, SendFailed, SendDrained]
 
@@ -140,7 +140,7 @@ def test_what_was_given_but_not_posted_is_never_written_after_a_failure() -> Non
     assert not case.room.has_write
     assert case.told == [Fail(room=1, generation=2, reason="x", drained=False)]
     case.room.send(5, page_ids(5))  # the engine does not know yet
-    case.room.written(1)
+    case.room.written(1, 0.0)
     assert case.told[1:] == [DRAINED]
     assert case.events[1:] == [FAILED, SendDrained(room=1)]
 
@@ -155,7 +155,7 @@ def test_a_failure_with_nothing_on_its_way_is_drained_in_the_same_word() -> None
 def test_a_write_that_failed_and_may_still_be_read_keeps_the_room_draining() -> None:
     case = Case().all_posted()
     case.room.write_failed(1, "no route", drained=False)
-    case.room.written(2)
+    case.room.written(2, 0.0)
     assert not case.room.over
     case.room.write_failed(1, "no route", drained=True)
     assert case.room.over
@@ -167,8 +167,8 @@ def test_a_lost_receiver_asks_again_when_it_is_back() -> None:
     case.room.lost("connection reset")
     assert case.told == []
     case.room.aborted()  # on the new connection
-    case.room.written(1)
-    case.room.written(2)
+    case.room.written(1, 0.0)
+    case.room.written(2, 0.0)
     assert case.told == [DRAINED]
 
 
@@ -199,6 +199,18 @@ def test_every_wait_ends_at_its_deadline_and_not_before(leg: bool, opened: bool,
     case.room.expire(at_s)
     assert says in case.room.reason
     assert case.room.over
+
+
+def test_the_senders_deadline_stays_behind_the_receivers_which_every_page_moves_on() -> None:
+    """The receiver that has a page at 25 s waits until 55 s; the sender 1 s longer."""
+    case = Case().ready()
+    case.room.send(1, page_ids(1, 2))
+    case.post()
+    case.room.written(1, 25.0)
+    case.room.expire(55.99)
+    assert not case.room.reason
+    case.room.expire(56.0)
+    assert "neither acknowledged nor aborted" in case.room.reason
 
 
 def test_a_parked_open_that_expires_is_no_event_for_an_engine_that_never_heard_of_it() -> None:
