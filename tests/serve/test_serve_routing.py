@@ -18,7 +18,9 @@ from tests.serve.running import Running
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
 STREAM_LEN = 24  # tokens
-BACK_S = 15.0  # for Serve to notice, start a process that imports Ray and the tokenizer, and the index to be there
+# For Serve to notice, start a process that imports Ray and the tokenizer, and the index to be there. It depends on what
+# else the machine does: the limit is wide, and the time is printed.
+BACK_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -88,28 +90,42 @@ def test_a_recent_request_can_be_explained_and_a_dry_run_changes_nothing(app: Ru
 
 
 def test_a_killed_router_is_back_with_its_hit_ratio_within_seconds(app: Running) -> None:
-    """Serve restarts the process; the index comes from the replicas' snapshots, not from requests."""
+    """Serve restarts the process. Before the new router has had a request it knows what the replicas hold."""
     for topic in TOPICS:
         ask(app, prompt(topic))
     before, router = hit_ratio(app), app.info()["router"]
     assert before >= 0.9
     os.kill(router["pid"], signal.SIGKILL)
     killed_s = time.monotonic()
-    ratios = []
-
-    def is_back() -> bool:
-        ratios.append(hit_ratio(app))
-        return ratios[-1] >= 0.95 * before
-
-    app.until(is_back, BACK_S)
+    app.until(lambda: snapshots_of_another(app, router["router_id"]) == 2, BACK_S)
+    dry = [predicted(app, prompt(topic, f"What of {topic}?")) for topic in TOPICS]
     back_s = time.monotonic() - killed_s
-    print(f"hit ratio {before:.3f} before kill -9 of the router, {ratios[-1]:.3f} again {back_s:.1f} s after: {ratios}")
+    new = {router_id for router_id, _ in dry}
+    assert len(new) == 1
+    assert router["router_id"] not in new
+    assert [tokens >= 128 for _, tokens in dry] == [True] * len(TOPICS)  # no request has come: this is the snapshots'
+    after = hit_ratio(app)
+    print(f"pages known again {back_s:.1f} s after kill -9 of the router; hit ratio {before:.3f} before, {after:.3f} after")
+    assert after >= 0.95 * before
     now = app.info()
     assert now["router"]["pid"] != router["pid"]
     assert (now["num_retries"], now["router"]["cache_snapshots"]) == (0, 2)
-    answers = [ask(app, prompt(topic, "Once more?")) for topic in TOPICS]
-    assert [int(fields(answer)["overlap_predicted"]) >= 128 for answer in answers] == [True] * len(TOPICS)
     app.until(app.idle, 5.0)
+
+
+def snapshots_of_another(app: Running, router_id: str) -> int:
+    """How many snapshots a router other than ``router_id`` has; 0 while none answers."""
+    try:
+        router = app.info()["router"]
+    except (httpx.HTTPError, KeyError, json.JSONDecodeError):
+        return 0
+    return 0 if router["router_id"] == router_id else int(router["cache_snapshots"])
+
+
+def predicted(app: Running, text: str) -> tuple[str, int]:
+    """(router, tokens of ``text`` that it believes some replica to hold), asked without a request."""
+    dry = httpx.post(f"{app.url}/route/explain", json={"prompt": text}, timeout=30).json()
+    return dry["router"], max(each["cached_tokens"] for each in dry["candidates"])
 
 
 def hit_ratio(app: Running) -> float:
