@@ -105,7 +105,7 @@ def test_a_killed_router_is_back_with_its_hit_ratio_within_seconds(app: Running)
     assert router["router_id"] not in new
     assert [tokens >= 128 for _, tokens in dry] == [True] * len(TOPICS)  # no request has come: this is the snapshots'
     after = hit_ratio(app)
-    print(f"pages known again {back_s:.1f} s after kill -9 of the router; hit ratio {before:.3f} before, {after:.3f} after")
+    print(f"pages known again {back_s:.1f} s after kill -9 of the router; hit ratio {before:.3f}, then {after:.3f}")
     assert after >= 0.95 * before
     now = app.info()
     assert now["router"]["pid"] != router["pid"]
