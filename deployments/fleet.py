@@ -236,7 +236,8 @@ def _view(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, silent: b
         replica_id=info.replica_id,
         time_s=heard_s - report.age_s,  # requests sent while a long step ran are not in its statistics
         num_running=stats.num_running,
-        num_waiting=stats.num_waiting + stats.num_preallocating + stats.num_receiving,
+        num_waiting=stats.num_waiting,
+        num_receiving=stats.num_preallocating + stats.num_receiving,
         queued_uncached_tokens=stats.waiting_uncached_tokens,
         pool_utilization=stats.pool.utilization,
         pool_pages=stats.pool.num_pages,

@@ -29,8 +29,8 @@ RATE_HALF_S = 1.0
 # replicas, so that it orders them by tokens; only its ratio to the other terms is a guess.
 PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 
-(IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S, UTILIZATION,
- POOL_TOKENS, MAX_REQUESTS, NUM_FIELDS) = range(16)  # fmt: skip
+(IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, RECEIVING, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S,
+ UTILIZATION, POOL_TOKENS, MAX_REQUESTS, NUM_FIELDS) = range(17)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +78,7 @@ def standing_of(data: Floats, eligible: Eligible, now_s: float) -> Standing:
     queue = np.maximum(own[QUEUE] - drained, 0.0)
     requests = own[REQUESTS] + own[SINCE]
     requests -= own[ENDED]
+    busy = np.maximum(requests - own[RECEIVING], 0.0)
     # of those who waited at the report or came since, the share that the queue still has of their tokens
     waiting = own[WAITING] + own[SINCE]
     waiting *= queue / np.maximum(own[TOKENS] + own[TOKENS_SINCE], 1.0)
@@ -86,6 +87,7 @@ def standing_of(data: Floats, eligible: Eligible, now_s: float) -> Standing:
         late_s = np.maximum(now_s - FRESH_S - own[REPORT_S], 0.0)
         queue = np.maximum(_fade(queue, late_s), 0.0)
         requests = np.rint(_fade(requests, late_s))
+        busy = _fade(busy, late_s)
         waiting = _fade(waiting, late_s)
         utilization = _fade(utilization, late_s)
     requests = np.maximum(requests, own[IN_FLIGHT])
@@ -96,6 +98,7 @@ def standing_of(data: Floats, eligible: Eligible, now_s: float) -> Standing:
         tokens_since=own[TOKENS_SINCE],
         ended_since=own[ENDED],
         num_requests=requests,
+        num_busy=busy,
         num_waiting=np.minimum(waiting, requests),
         queued_tokens=queue,
         prefill_tokens_per_s=eligible.prefill_tokens_per_s,
@@ -114,6 +117,7 @@ def enqueue(data: Floats, at: int, *, sent_s: float, uncached_tokens: int) -> No
     data[QUEUE_S, at] = sent_s
     data[SINCE, at] += 1
     data[TOKENS_SINCE, at] += uncached_tokens
+    data[RECEIVING, at] += uncached_tokens == 0  # who computes a prompt computes its last token at least
 
 
 def smooth(old: float, new: float, since_s: float) -> float:

@@ -21,6 +21,7 @@ from routing.belief import (
     QUEUE,
     QUEUE_S,
     RATE,
+    RECEIVING,
     REPORT_S,
     REQUESTS,
     SINCE,
@@ -118,7 +119,8 @@ class Load:
         column[RATE] = smooth(column[RATE], view.prefill_tokens_per_s, since_s)
         column[STEP_S] = smooth(column[STEP_S], view.decode_step_s, since_s)
         column[REPORT_S] = column[QUEUE_S] = view.time_s
-        column[REQUESTS] = view.num_running + view.num_waiting
+        column[REQUESTS] = view.num_running + view.num_waiting + view.num_receiving
+        column[RECEIVING] = view.num_receiving
         column[WAITING] = view.num_waiting
         column[TOKENS] = column[QUEUE] = view.queued_uncached_tokens
         column[UTILIZATION] = view.pool_utilization
@@ -129,7 +131,7 @@ class Load:
             self._enqueue(replica, request)
 
     def send(self, replica_id: str, *, number: int, uncached_tokens: int, now_s: float) -> None:
-        """Decision ``number`` sends a request to a known replica, with so many tokens to compute."""
+        """Decision ``number`` sends a request to a known replica, with so many tokens to compute; 0: it gets K/V."""
         replica = self._replicas[replica_id]
         request = replica.open[number] = _Open(now_s, uncached_tokens)
         self._where[number] = replica_id
@@ -151,6 +153,7 @@ class Load:
             return True
         column[SINCE] -= 1
         column[TOKENS_SINCE] -= request.uncached_tokens
+        column[RECEIVING] -= request.uncached_tokens == 0
         column[QUEUE] = min(column[QUEUE], column[TOKENS] + column[TOKENS_SINCE])  # what ended waits no more
         return True
 
@@ -190,6 +193,7 @@ class Load:
             assert column[IN_FLIGHT] == len(replica.open)
             assert column[SINCE] == len(since)
             assert column[TOKENS_SINCE] == sum(request.uncached_tokens for request in since)
+            assert column[RECEIVING] >= sum(request.uncached_tokens == 0 for request in since)
             assert min(column[ENDED], column[QUEUE]) >= 0
 
     def _enqueue(self, replica: _Replica, request: _Open) -> None:

@@ -6,8 +6,9 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
                  transfer_s  pages that the decode replica has not                  / the link's rate (link.py)
                  overhead_s  what a hand-off costs however small it is              (OVERHEAD_S)
     computed by  queue + own tokens                                                 / its prefill rate
-    the decode   stall_s     own_s for every request there: extend steps go before decode steps, so that each of them
-    replica                  waits while ours is computed
+    the decode   stall_s     own_s for every request that runs or is to be computed there: extend steps go before
+    replica                  decode steps, so that each of them waits while ours is computed. Not for those that wait
+                             for K/V: prompts handed over would be a reason to hand over more
     either way   pressure_s  the wait for pages or for a place among the running    (ttft.py)
                  load_s      slower steps beside those that run
 
@@ -100,7 +101,7 @@ def costs_of(decodes: Candidates, query: RouteQuery, *, link_bytes_per_s: float,
     page_bytes: Ints = np.array([view.page_bytes for view in standing.views], dtype=np.int64)
     pages: Ints = -(-estimates.own_tokens // page_size)
     output_tokens = min(query.max_new_tokens, OUTPUT_TOKENS)
-    busy_share: Floats = np.minimum(standing.num_requests / standing.max_requests, 1.0)  # max_requests may be infinite
+    busy_share: Floats = np.minimum(standing.num_busy / standing.max_requests, 1.0)  # max_requests may be infinite
     return PairCosts(
         replica_ids=[view.replica_id for view in standing.views],
         cached_tokens=decodes.overlap_tokens,
@@ -109,7 +110,7 @@ def costs_of(decodes: Candidates, query: RouteQuery, *, link_bytes_per_s: float,
         page_bytes=page_bytes,
         link_bytes_per_s=link_bytes_per_s,
         ttft_s=estimates.ttft_s,
-        stall_s=estimates.own_s * standing.num_requests,
+        stall_s=estimates.own_s * standing.num_busy,
         transfer_s=pages * page_bytes / link_bytes_per_s,
         overhead_s=OVERHEAD_S,
         pressure_s=estimates.pressure_s,

@@ -47,6 +47,7 @@ class Standing:
     tokens_since: Floats  # [n]
     ended_since: Floats  # [n]
     num_requests: Floats  # [n] running and waiting
+    num_busy: Floats  # [n] of those, whom a prompt computed there holds up: not who waits for K/V from elsewhere
     num_waiting: Floats  # [n] of those, whose prompts wait to be computed: not whole, a queue drains by tokens
     queued_tokens: Floats  # [n] uncached prompt tokens still to compute
     prefill_tokens_per_s: Floats  # [n] > 0

@@ -62,7 +62,8 @@ class ReplicaView:
     replica_id: str
     time_s: float  # when it was measured, on the router's clock
     num_running: int = 0
-    num_waiting: int = 0
+    num_waiting: int = 0  # for their prompts to be computed there
+    num_receiving: int = 0  # their prompts are computed elsewhere: they wait for K/V, or for pages to have it in
     queued_uncached_tokens: int = 0  # prompt tokens queued that no cache holds
     pool_utilization: float = 0.0  # share of the KV pool that a new request cannot have, 0 to 1
     pool_pages: int = 0  # capacity of its KV pool; with 0 the router's index holds nothing for it

@@ -75,6 +75,17 @@ async def test_an_unhealthy_or_silent_replica_is_passed_over() -> None:
     fleet.check()
 
 
+async def test_who_waits_for_pages_is_told_apart_from_who_waits_to_be_computed() -> None:
+    house = House()
+    fleet = Fleet(router=house.router, leases=LocalLeases(), clock=Clock())
+    fleet.set_members({"r0"})
+    fleet._infos["r0"] = info("r0")
+    said = stats(num_running=1, num_waiting=2, num_preallocating=3, num_receiving=4)
+    fleet.on_report("r0", ReplicaReport(stats=said, error=None, num_open=0))
+    [view] = house.router.views
+    assert (view.num_running, view.num_waiting, view.num_receiving) == (1, 2, 7)
+
+
 async def test_one_that_hangs_is_passed_over_within_a_second_while_another_speaks() -> None:
     """A process that is stopped keeps its connection: only its silence tells. If all are silent, the machine is."""
     clock, house = Clock(), House()

@@ -61,6 +61,30 @@ def test_requests_that_would_wait_for_it_hand_the_prompt_over() -> None:
     assert decision.predicted_ttft_s == pytest.approx(1.0 + 0.063 + OVERHEAD_S)
 
 
+def test_who_waits_for_pages_from_elsewhere_does_not_wait_for_a_prompt_computed_here() -> None:
+    """60 wait for p0, which has 50 s to do; on d0 nobody runs, so that it has the first token after 1.01 s."""
+    behind = view("p0", queued_uncached_tokens=50_000)
+    decision = router(behind, view("d0", num_receiving=60)).choose(query())
+    pair = pair_of(decision)
+    assert (pair.prefill_id, decision.predicted_ttft_s, pair.chosen.stall_s, pair.chosen.load_s) == (None, 1.01, 0, 0)
+    assert [each.num_requests for each in decision.candidates] == [0, 60]  # the places are taken nevertheless
+    both = pair_of(router(behind, view("d0", num_running=2, num_waiting=1, num_receiving=60)).choose(query()))
+    assert both.chosen.stall_s == 3.0
+    assert both.chosen.load_s == pytest.approx(100 * 0.02 * 3 / 100)
+
+
+def test_prompts_handed_over_are_no_reason_to_hand_over_more() -> None:
+    """One request runs on d0: a prompt computed there costs 2.03 s, the third behind two at p0 costs 3.1 s."""
+    made = router(view("p0"), view("d0", num_running=1))
+    decisions = [made.choose(query([number] * 1_000)) for number in range(40)]
+    assert [each.prefill_id for each in decisions[:3]] == ["p0", None, "p0"]
+    assert sum(each.prefill_id is None for each in decisions) >= 10
+    assert decisions[-1].predicted_ttft_s < 40.0
+    for each in decisions:
+        made.done(each, FINISHED)
+    made.check()
+
+
 def test_a_prefix_on_the_decode_replica_keeps_it_there() -> None:
     """992 of 1,000 tokens are cached: 8 tokens delay three requests by 24 ms, less than a hand-off costs."""
     made = router(view("p0"), view("d0", num_running=3))
