@@ -3,7 +3,8 @@
 Owns:      decode legs that wait for a grant (prealloc.py), requests that wait for another replica (away.py), and the
            news of both for replicas/disagg: who was granted, who ended.
 Never:     decides when a leg is granted or ends: the scheduler does.
-Invariant: pages that a peer may still touch leave a request through quarantine only.
+Invariant: pages that a peer may still touch leave a request through quarantine only. Legs that wait for their sender
+           never hold every row, however long its queue is: what can run here goes on.
 Thread:    scheduler thread only.
 
 Two replicas to a request (replicas/disagg drives these; methods without a class are the scheduler's):
@@ -23,8 +24,9 @@ from replicas.scheduler.prealloc import PreallocQueue, Rank, Room
 class Legs:
     """Of one engine, both sides."""
 
-    def __init__(self, kv: KvCache, ratio: NewTokenRatio) -> None:
+    def __init__(self, kv: KvCache, ratio: NewTokenRatio, *, max_running: int) -> None:
         self._kv = kv
+        self._max_receiving = max(1, max_running - max(1, max_running // 4))
         self.prealloc = PreallocQueue(kv, ratio)
         self.away = Away()
         self._granted: list[Req] = []
@@ -48,7 +50,8 @@ class Legs:
 
     def grant(self, room: Room, *, barrier: Rank | None, now_s: float) -> bool:
         """Give row and pages to the decode legs that fit, as `PreallocQueue.grant` does; whether there were any."""
-        granted = self.prealloc.grant(room, barrier=barrier, now_s=now_s)
+        limit = self._max_receiving - len(self.away.in_state(ReqState.RECEIVING))
+        granted = self.prealloc.grant(room, limit=limit, barrier=barrier, now_s=now_s)
         for req in granted:
             self.away.add(req)
         self._granted += granted

@@ -62,10 +62,11 @@ class PreallocQueue:
         """Local requests that rank after it must wait: the head needs what they would take."""
         return rank(self._short) if self._short is not None else None
 
-    def grant(self, room: Room, *, barrier: Rank | None, now_s: float) -> list[Req]:
+    def grant(self, room: Room, *, limit: int, barrier: Rank | None, now_s: float) -> list[Req]:
         """Give row and pages of the whole sequence to as many as fit, in order; they are RECEIVING then.
 
-        Args: barrier: rank of a local request that found no room; those that rank after it wait.
+        Args: limit: as many at most; a head that this alone stops bars nobody.
+              barrier: rank of a local request that found no room; those that rank after it wait.
         """
         granted: list[Req] = []
         self._short = None
@@ -73,7 +74,7 @@ class PreallocQueue:
             return granted
         num_rows, reserved, alone = room.num_rows, room.reserved, room.alone
         for req in sorted(self._reqs.values(), key=rank):
-            if barrier is not None and rank(req) > barrier:
+            if len(granted) >= limit or (barrier is not None and rank(req) > barrier):
                 break
             if num_rows <= 0 or not self._take(req, reserved=reserved, alone=alone):
                 self._short = req

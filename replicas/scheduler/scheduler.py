@@ -51,7 +51,7 @@ class Scheduler:
             peek_len=kv.peek_len,
         )
         self.running = RunningBatch(kv)
-        self.legs = Legs(kv, self._ratio)
+        self.legs = Legs(kv, self._ratio, max_running=max_running)
         self.prefill = PrefillScheduler(
             kv,
             self.waiting,

@@ -77,8 +77,8 @@ def test_nothing_is_granted_that_could_not_finish_beside_what_runs_and_receives(
 
 
 def test_rows_are_granted_up_to_max_running() -> None:
-    bench = Bench(max_running=2)
-    own = bench.submit([1, 2, 3], max_new_tokens=6)
+    bench = Bench(max_running=3)
+    own, _ = [bench.submit([i, 2, 3], max_new_tokens=6) for i in (1, 5)]
     bench.step()
     first, second = leg(bench, "a", [4, 5]), leg(bench, "b", [6, 7])
     bench.step()
@@ -86,6 +86,36 @@ def test_rows_are_granted_up_to_max_running() -> None:
     bench.scheduler.finish(own, DONE)
     bench.step()
     assert second.state is ReqState.RECEIVING
+
+
+def test_legs_that_wait_for_their_sender_leave_rows_to_what_can_run_here() -> None:
+    """A quarter of 4 rows, however long the senders take; one more leg is granted as soon as another one has come."""
+    bench = Bench(max_running=4)
+    legs = [leg(bench, f"leg{i}", [10 + i] * 4) for i in range(5)]
+    bench.step()
+    assert [req.state for req in legs] == [ReqState.RECEIVING] * 3 + [ReqState.WAITING] * 2
+    bench.clock.now_s += 1
+    short = bench.submit([1, 2, 3], max_new_tokens=4)
+    for _ in range(4):
+        bench.step()
+    assert short.state is ReqState.FINISHED
+    receive(bench, legs[0])
+    bench.step()
+    assert [req.state for req in legs[3:]] == [ReqState.RECEIVING, ReqState.WAITING]
+
+
+def test_legs_that_only_wait_for_their_share_of_rows_are_not_starved_by_those_who_run() -> None:
+    """Of 4 rows, 3 wait; their places are taken by legs again and again, beside a stream of short local requests."""
+    bench = Bench(max_running=4)
+    legs = [leg(bench, f"leg{i}", [10 + i] * 4, max_new_tokens=2) for i in range(9)]
+    for i in range(40):
+        bench.clock.now_s += 0.01
+        bench.submit([100 + i] * 3, max_new_tokens=2)
+        bench.step()
+        for req in legs:
+            if req.state is ReqState.RECEIVING and i % 3 == 0:
+                receive(bench, req)
+    assert all(req.state is ReqState.FINISHED for req in legs)
 
 
 def test_alone_a_leg_may_take_the_whole_pool() -> None:
