@@ -84,7 +84,7 @@ def choose_pair(
         why=query.one_replica,
         best_prefill_id=best_id,
         prefill_s=prefill_s,
-        shortest_wait_s=float(np.min(wait_s)),
+        shortest_wait_s=float(np.min(wait_s[ways])),
         link_bytes_per_s=costs.link_bytes_per_s,
         link_measured=link_measured,
         costs=costs,

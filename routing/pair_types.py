@@ -105,7 +105,7 @@ class Pair:
     why: str = ""  # with ONE_REPLICA: what in the request
     best_prefill_id: str | None = None  # where the prompt would be computed soonest, taken or not
     prefill_s: float | None = None  # and how long until that is done
-    shortest_wait_s: float  # at the best of all, either way, whatever the prompt itself takes
+    shortest_wait_s: float  # at the best of all that may be taken, whatever the prompt itself takes
     link_bytes_per_s: float  # believed
     link_measured: bool  # else assumed
     costs: PairCosts  # of every decode replica

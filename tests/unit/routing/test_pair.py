@@ -237,6 +237,14 @@ def test_the_shortest_wait_is_over_both_ways_and_needs_room_where_it_decodes() -
     assert router(view("p0"), full).choose(query()).shortest_wait_s == pytest.approx(100 * 0.02 * 51 / 50)
 
 
+def test_the_shortest_wait_is_that_for_the_hand_off_where_every_prompt_is_handed_over() -> None:
+    """9 s of prompts wait at p0; d0 is idle, but may compute only what cannot be handed over."""
+    busy = view("p0", queued_uncached_tokens=9_000)
+    assert router(busy, view("d0")).choose(query()).shortest_wait_s == 0.0
+    assert router(busy, view("d0"), always=True).choose(query()).shortest_wait_s == 9.0
+    assert router(busy, view("d0"), always=True).choose(query(one_replica="test")).shortest_wait_s == 0.0
+
+
 def test_no_prompt_is_computed_behind_a_longer_queue_than_allowed() -> None:
     """p0 holds the prefix and queues 8 s; p1 does not, 1 s are queued there and 20 wait."""
     made = router(
