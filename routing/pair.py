@@ -2,7 +2,7 @@
 
 Pure. Both ways are costs in seconds: until the first token, and what the request takes from those that run.
 
-    handed over  the soonest prefill replica: queue + own tokens                    / its prefill rate
+    handed over  the soonest prefill replica: queue + own + missing free tokens     / its prefill rate
                  transfer_s  pages that the decode replica has not                  / the link's rate (link.py)
                  overhead_s  what a hand-off costs however small it is              (OVERHEAD_S)
     computed by  queue + own tokens                                                 / its prefill rate
@@ -24,7 +24,7 @@ import numpy as np
 from routing.belief import Eligible
 from routing.pair_types import Floats, Ints, Pair, PairCosts, PairReason
 from routing.policies import TIE_S, Turn
-from routing.standing import Candidates
+from routing.standing import Candidates, Standing
 from routing.ttft import bounded
 from routing.types import Reason, Role, RouteQuery
 
@@ -118,16 +118,55 @@ def costs_of(decodes: Candidates, query: RouteQuery, *, link_bytes_per_s: float,
     )
 
 
-def side(eligible: Eligible, *, prefill: bool) -> Eligible:
-    """Of those that may take a request, the prefill replicas or the others."""
-    at = [at for at, view in enumerate(eligible.views) if (view.role is Role.PREFILL) == prefill]
+def prefill_side(eligible: Eligible, *, num_tokens: int) -> Eligible:
+    """Of those that may take a request, the prefill replicas whose pool holds a prompt of ``num_tokens``."""
+    at = [
+        at
+        for at, view in enumerate(eligible.views)
+        if view.role is Role.PREFILL and (view.pool_pages == 0 or view.pool_pages * view.page_size > num_tokens)
+    ]
+    # they run no decode steps; what stands for one that has not measured is the mean of those that do
+    return replace(_those(eligible, at), decode_step_s=np.zeros(len(at)))
+
+
+def decode_side(eligible: Eligible) -> Eligible:
+    """And the others."""
+    return _those(eligible, [at for at, view in enumerate(eligible.views) if view.role is not Role.PREFILL])
+
+
+def with_pressure(prefills: Candidates) -> Candidates:
+    """The wait for pages at prefill replicas, where no decode step says how long a request stays (ttft.py).
+
+    What is held there has been computed, or is about to be, and comes free as it is handed over: about as fast as it
+    is computed. So one waits for what is missing at the prefill rate. Those queued before ours take pages and give
+    them back while ours is queued.
+    """
+    standing, estimates = prefills.standing, prefills.estimates
+    short_s = _missing_tokens(standing, estimates.own_tokens) / standing.prefill_tokens_per_s
+    return replace(
+        prefills,
+        estimates=replace(
+            estimates,
+            pressure_s=estimates.pressure_s + short_s,
+            ttft_s=estimates.ttft_s + short_s,
+            cost_s=estimates.cost_s + short_s,
+        ),
+    )
+
+
+def _missing_tokens(standing: Standing, own_tokens: Ints) -> Floats:
+    """Of ours, those that no free page is there for; 0 where the pool was not told."""
+    missing: Floats = standing.utilization * standing.pool_tokens + own_tokens - standing.pool_tokens
+    return np.where(standing.pool_tokens > 0, np.maximum(missing, 0.0), 0.0)
+
+
+def _those(eligible: Eligible, at: list[int]) -> Eligible:
     return replace(
         eligible,
         views=[eligible.views[i] for i in at],
         columns=eligible.columns[at],
         prefill_tokens_per_s=eligible.prefill_tokens_per_s[at],
-        # only decode replicas run decode steps; what stands for one that has not measured is the mean of those
-        decode_step_s=np.zeros(len(at)) if prefill else eligible.decode_step_s[at],
+        decode_step_s=eligible.decode_step_s[at],
     )
 
 

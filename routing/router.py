@@ -25,7 +25,7 @@ from routing.feed import Feed
 from routing.index import PrefixIndex, pages_of
 from routing.link import Link
 from routing.load import Load
-from routing.pair import choose_pair, costs_of, side
+from routing.pair import choose_pair, costs_of, decode_side, prefill_side, with_pressure
 from routing.pair_decision import Leg, legs, pair_decision
 from routing.policies import POLICIES, Turn
 from routing.runs import Pages
@@ -246,10 +246,12 @@ class Router:
         self, query: RouteQuery, eligible: Eligible, keys: PageKeys, usable: Pages, *, now_s: float, dry_run: bool
     ) -> Decision:
         """As `_decide`, for a decode replica and maybe a prefill replica before it."""
-        prefills, decodes = side(eligible, prefill=True), side(eligible, prefill=False)
+        prefills, decodes = prefill_side(eligible, num_tokens=len(query.token_ids)), decode_side(eligible)
         if not decodes.views:
             raise NoReplica(f"{self._why_none(query)}. A decode replica is needed; a prefill replica only hands over")
-        before = self._candidates(query, prefills, usable, now_s, max_new_tokens=1) if prefills.views else None
+        before = None
+        if prefills.views:
+            before = with_pressure(self._candidates(query, prefills, usable, now_s, max_new_tokens=1))
         after = self._candidates(query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens)
         link = self.link
         costs = costs_of(after, query, link_bytes_per_s=link.bytes_per_s, page_size=self.page_size)

@@ -1,5 +1,6 @@
 """Prefill and decode apart: who computes the prompt, who goes on, and why. SPEC H06, H08."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -109,6 +110,30 @@ def test_the_prefill_replica_is_the_one_that_is_done_first() -> None:
         assert decision.prefill_id == winner
         assert decision.overlap_tokens == (992 if winner == "p0" else 0)
         assert decision.best_overlap == ("p0", 992)
+
+
+def small(replica_id: str, *, pool_pages: int, **more: float) -> ReplicaView:
+    return replace(view(replica_id, **more), pool_pages=pool_pages)
+
+
+def test_a_prefill_replica_whose_pool_cannot_hold_the_prompt_is_not_asked() -> None:
+    """1,000 tokens in 62 pages of 16 are too many, in 63 they are not."""
+    busy = view("d0", num_running=3)
+    pair = pair_of(router(small("p0", pool_pages=62), busy).choose(query()))
+    assert (pair.prefill_id, pair.reason) == (None, PairReason.NO_PREFILL)
+    assert router(small("p0", pool_pages=63), busy).choose(query()).prefill_id == "p0"
+    assert router(small("p0", pool_pages=62), view("p1"), busy).choose(query()).prefill_id == "p1"
+    assert router(small("p0", pool_pages=0), busy).choose(query()).prefill_id == "p0"  # it has not told
+
+
+def test_missing_pages_at_a_prefill_replica_count_as_tokens_to_compute_before() -> None:
+    """p0 has 25 of 100 pages free: 400 tokens; 600 are missing, which takes 0.6 s. p1 has more to do first."""
+    full, busy = small("p0", pool_pages=100, pool_utilization=0.75), view("d0", num_running=9)
+    assert pair_of(router(full, busy).choose(query())).prefill_s == pytest.approx(1.6)
+    for queued, winner in ((500, "p1"), (700, "p0")):
+        decision = router(full, view("p1", queued_uncached_tokens=queued), busy).choose(query())
+        assert decision.prefill_id == winner
+    assert decision.candidates[0].terms.pressure_s == pytest.approx(0.6)
 
 
 def test_requests_are_spread_over_the_decode_replicas() -> None:
