@@ -107,13 +107,14 @@ class ReplicaSettings(Settings):
 
 
 def _partial(value: Any) -> Any:
-    """Some fields of CacheConfig, each checked by itself."""
+    """Some fields of CacheConfig, each checked and converted by itself."""
     if isinstance(value, dict):
         try:
-            TypeAdapter(CacheConfig).validate_python(value)
+            checked = TypeAdapter(CacheConfig).validate_python(value)
         except ValidationError as error:
             wrong = [f"{each['loc'][0]}: {each['msg']}" for each in error.errors(include_url=False)]
             raise ValueError("; ".join(wrong)) from error
+        return {name: getattr(checked, name) for name in value}
     return value
 
 

@@ -50,6 +50,14 @@ def test_a_role_replaces_parts_of_the_settings_that_it_names() -> None:
     assert replica_options(decode)["autoscaling_config"].max_replicas == 5
 
 
+def test_what_a_role_has_otherwise_is_converted_as_the_settings_of_all_are() -> None:
+    """Page sizes given as text and as a number are one page size."""
+    prefill, decode = {"max_total_tokens": "16384", "page_size": "16"}, {"page_size": 16}
+    config = parse({**APART, "prefill": {"cache": prefill}, "decode": {"cache": decode}})
+    assert config_of(config, Role.PREFILL).cache == CacheConfig(max_total_tokens=16384, page_size=16)
+    assert config.prefill.cache == {"max_total_tokens": 16384, "page_size": 16}
+
+
 def test_a_count_of_a_role_is_instead_of_autoscaling_and_auto_is_one_of_each() -> None:
     both = parse({**APART, "replicas": {"autoscaling": {}}, "decode": {"count": 2}})
     assert config_of(both, Role.DECODE).replicas.autoscaling is None
