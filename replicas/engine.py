@@ -156,7 +156,8 @@ class Engine:
         """Run one step: what it added to every choice, and the ends of those whose deadline passed."""
         deltas = self.poll()
         plan = self.scheduler.schedule()
-        deltas += [self._open.tell(req) for req in self.scheduler.deadlines.take_expired()]
+        ended = [*self.scheduler.deadlines.take_expired(), *self.scheduler.cramped.take_answered()]
+        deltas += [self._open.tell(req) for req in ended]
         if self._hand_offs is not None:
             self._hand_offs.before_step()
         if plan is None:

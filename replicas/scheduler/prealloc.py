@@ -39,7 +39,7 @@ class PreallocQueue:
         self._kv = kv
         self._ratio = ratio
         self._reqs: dict[tuple[str, int], Req] = {}
-        self._short: Req | None = None  # the head that found no room
+        self.short: Req | None = None  # the head that found no room
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -54,13 +54,13 @@ class PreallocQueue:
 
     def remove(self, req: Req) -> None:
         del self._reqs[(req.rid, req.index)]
-        if self._short is req:
-            self._short = None
+        if self.short is req:
+            self.short = None
 
     @property
     def barrier(self) -> Rank | None:
         """Local requests that rank after it must wait: the head needs what they would take."""
-        return rank(self._short) if self._short is not None else None
+        return rank(self.short) if self.short is not None else None
 
     def grant(self, room: Room, *, limit: int, barrier: Rank | None, now_s: float) -> list[Req]:
         """Give row and pages of the whole sequence to as many as fit, in order; they are RECEIVING then.
@@ -69,7 +69,7 @@ class PreallocQueue:
               barrier: rank of a local request that found no room; those that rank after it wait.
         """
         granted: list[Req] = []
-        self._short = None
+        self.short = None
         if not self._reqs:
             return granted
         num_rows, reserved, alone = room.num_rows, room.reserved, room.alone
@@ -77,7 +77,7 @@ class PreallocQueue:
             if len(granted) >= limit or (barrier is not None and rank(req) > barrier):
                 break
             if num_rows <= 0 or not self._take(req, reserved=reserved, alone=alone):
-                self._short = req
+                self.short = req
                 break
             del self._reqs[(req.rid, req.index)]
             req.move(ReqState.RECEIVING)
@@ -92,7 +92,7 @@ class PreallocQueue:
             assert req.state is ReqState.WAITING, f"{req.rid} waits for a grant but is {req.state}"
             assert req.holding is None, f"{req.rid} waits for a grant but holds {req.holding}"
             assert req.leg is not None, f"{req.rid} is no decode leg"
-        assert self._short is None or self._short in self, "who bars others has left the queue"
+        assert self.short is None or self.short in self, "who bars others has left the queue"
 
     def _take(self, req: Req, *, reserved: int, alone: bool) -> bool:
         """Row, locked prefix and pages for ``req``, or nothing."""

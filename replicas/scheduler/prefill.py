@@ -45,6 +45,7 @@ class ExtendBatch:
     refusals: dict[tuple[str, int], Refusal] = field(default_factory=dict)
     reserved: int = 0  # tokens that those in flight may still need, this batch included
     barrier: Rank | None = None  # of the request that found no room
+    short: Req | None = None  # that request, if it was memory
 
 
 class PrefillScheduler:
@@ -85,6 +86,7 @@ class PrefillScheduler:
             batch.refusals[(req.rid, req.index)] = refusal
             if refusal in NO_ROOM:
                 batch.barrier = rank(req)
+                batch.short = req if refusal is Refusal.MEMORY else None
             if refusal not in PASSING:
                 break
         return batch

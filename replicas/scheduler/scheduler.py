@@ -19,6 +19,7 @@ from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio
+from replicas.scheduler.cramped import Cramped
 from replicas.scheduler.deadlines import Deadlines
 from replicas.scheduler.decode import RunningBatch, sample_row
 from replicas.scheduler.legs import Legs
@@ -64,6 +65,7 @@ class Scheduler:
         self.refusals: dict[tuple[str, int], Refusal] = {}  # of the last scheduling round, for explanation
         self._step_reqs: list[Req] = []  # requests of the plan that is running now, in row order
         self.deadlines = Deadlines()
+        self.cramped = Cramped(kv, self.finish)
         self.made_progress = False  # whether the last `schedule` found something to run
 
     @property
@@ -153,6 +155,9 @@ class Scheduler:
         self.retraction.until_it_fits()
         if not len(self.running):
             self._ratio.idle()
+            if not self.legs.holding and self.prefill.chunked is None:
+                heads = [head for head in (batch.short, self.legs.prealloc.short) if head is not None]
+                self.made_progress = any([self.cramped.answer(head) for head in heads])
             return None
         self.made_progress = True
         arrays = self.running.prepare()

@@ -299,8 +299,49 @@ def test_a_prefill_leg_in_the_middle_of_its_prompt_does_not_give_way_the_last_th
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
 
 
-def test_a_request_waits_for_quarantined_pages_and_not_for_ever() -> None:
-    """A pool that quarantine has taken refuses, and recovers."""
+def cramped() -> Pair:
+    """A decode side of 24 pages, 18 of them in quarantine until its peer lets go, which it does not."""
+    pair = Pair(decode={"num_pages": 24})
+    pair.ask("lost", range(70))
+    pair.until(pair.decode, "lost", ReqState.RECEIVING, pump=1)
+    pair.wire.draining = False
+    pair.decode.take(pair.decode.engine.abort("lost"))
+    pair.turn(pump=0)
+    assert pair.decode.pages()[4] == 18
+    return pair
+
+
+@pytest.mark.parametrize("leg", [False, True], ids=["whole", "decode leg"])
+def test_a_request_that_only_quarantine_keeps_out_is_refused_at_once_and_bars_nobody(leg: bool) -> None:
+    """30 tokens fit 24 pages, but not the 6 that are left; nobody holds any of those that could come back. Those behind
+    it go on. When the peer has let go, the same request is served."""
+    pair = cramped()
+    submit = pair.ask if leg else lambda rid, prompt: pair.decode.submit(ask(rid, prompt))  # noqa: E731
+    submit("big", range(200, 230))
+    pair.turn(pump=0)
+    finish = pair.decode.deltas[("big", 0)][-1].finish
+    assert finish is not None
+    assert (finish.reason, finish.http_status, finish.retry_as) == (FinishReason.ERROR, 503, "overloaded")
+    assert "18 pages are in quarantine" in (finish.message or "")
+    submit("next", range(300, 330))
+    pair.decode.submit(ask("small", [3, 4, 5]))
+    for _ in range(20):
+        pair.turn(pump=0)
+    assert pair.decode.end("next") is FinishReason.ERROR
+    assert pair.decode.ids("small") == continuation([3, 4, 5], 8)
+    assert not pair.decode.engine.has_work  # nothing is left to look for
+    pair.wire.resume_draining()
+    for rid in ("big", "next") if leg else ():
+        pair.prefill.take(pair.prefill.engine.abort(rid))
+    pair.run()
+    pair.decode.submit(ask("again", range(200, 230)))
+    pair.run()
+    assert pair.decode.ids("again") == continuation(list(range(200, 230)), 8)
+    assert pair.decode.at_rest
+
+
+def test_a_request_whose_own_pages_are_in_quarantine_is_refused_where_the_rest_is_too_little() -> None:
+    """12 of 14 pages are lost to its room; the two that are left never were enough for it."""
     pair = Pair(decode={"num_pages": 14})
     pair.wire.draining = False
     pair.ask("a", PROMPT)
@@ -308,11 +349,27 @@ def test_a_request_waits_for_quarantined_pages_and_not_for_ever() -> None:
     pair.wire.fail(1)
     for _ in range(20):
         pair.turn()
-    assert pair.decode.state("a") is ReqState.WAITING
+    assert pair.decode.end("a") is FinishReason.ERROR
     assert pair.decode.pages() == (2, 0, 0, 0, 12)
     pair.wire.resume_draining()
     pair.run()
-    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+    pair.decode.submit(ask("again", PROMPT))
+    pair.run()
+    assert pair.decode.ids("again") == continuation(PROMPT, 8)
+
+
+def test_a_request_waits_for_pages_that_others_hold_beside_the_quarantine() -> None:
+    """The same 30 tokens while somebody runs: what he holds might have been enough, so nobody is refused before he
+    ends."""
+    pair = cramped()
+    pair.decode.submit(ask("runs", [1, 2], max_new_tokens=9))
+    pair.turn(pump=0)
+    pair.decode.submit(ask("big", range(200, 230)))
+    while pair.decode.end("runs") is None:
+        assert pair.decode.end("big") is None
+        pair.turn(pump=0)
+    pair.turn(pump=0)
+    assert pair.decode.end("big") is FinishReason.ERROR
 
 
 def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
