@@ -238,6 +238,9 @@ class SocketLinks:
         except (BadMessage, NotAuthenticated) as error:
             log.warning("connection %d is closed: %s", link, error)
             self._drop(link, str(error))
+        except Exception as error:  # an error of ours: it costs this peer its connection, never all of them the thread
+            log.exception("connection %d is closed: a message of the peer could not be served", link)
+            self._drop(link, f"a message could not be served: {error!r}")
 
     def _heard(self, link: int, connection: _Connection, message: Message, handler: LinkHandler) -> None:
         if connection.handshake is None:

@@ -242,7 +242,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list):
         return _read_tuple(args, value, where)
     if origin is dict and isinstance(value, dict):
-        return {key: _read(args[1], item, where) for key, item in value.items()}
+        return {_text(key, where): _read(args[1], item, where) for key, item in value.items()}
     if kind is bytes and isinstance(value, str):
         try:
             return base64.b64decode(value, validate=True)
@@ -252,9 +252,20 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if kind is int and type(value) is int and abs(value) <= MAX_INT:
         return value
-    if kind in (str, bool) and type(value) is kind:
+    if kind is bool and type(value) is bool:
         return value
+    if kind is str and type(value) is str:
+        return _text(value, where)
     raise BadMessage(f"{where}: {kind} is wanted, there is {type(value).__name__}")
+
+
+def _text(value: str, where: str) -> str:
+    """JSON can name half a character, which no bytes stand for."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadMessage(f"{where}: text is wanted, there is half a character") from None
+    return value
 
 
 def _read_tuple(args: tuple[Any, ...], value: list[Any], where: str) -> tuple[Any, ...]:

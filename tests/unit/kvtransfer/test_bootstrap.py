@@ -1,9 +1,12 @@
 """Who may speak to a desk: the challenge both ways, on sockets of this machine (SPEC H03)."""
 
+import json
 import socket
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from kvtransfer.bootstrap import Handshake
 from kvtransfer.errors import BadMessage, NotAuthenticated
@@ -189,6 +192,51 @@ def test_a_stranger_that_says_anything_else_is_dropped_at_once(data: bytes) -> N
         assert p.links.num_connections == 0
     assert p.heard.up == []
     p.close()
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+HALF = st.text(alphabet=st.sampled_from(["\ud800", "\udfff", "a", "\0", "é"]), max_size=4)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | HALF,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(HALF, inner, max_size=3),
+    max_leaves=6,
+)
+TYPES = ("challenge", "answer", "welcome", "hello", "open", "ping", "bye")
+WORDS = st.builds(
+    lambda kind, fields: frame(json.dumps({"v": 1, "t": kind, **fields}).encode()),
+    st.sampled_from(TYPES),
+    st.dictionaries(st.sampled_from(["nonce", "mac", "address", "room"]), VALUES, max_size=3),
+)
+ANSWERS = st.builds(lambda nonce, mac: frame(json.dumps(ANSWER | {"nonce": nonce, "mac": mac}).encode()), HALF, HALF)
+ANSWER = {"v": 1, "t": "answer"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(said=st.lists(st.binary(max_size=40) | st.binary(max_size=40).map(frame) | WORDS | ANSWERS, max_size=3))
+@example(said=[frame(b'{"v":1,"t":"answer","nonce":"\\ud800","mac":"x"}')])
+@example(said=[frame(b'{"v":1,"t":"answer","nonce":"a","mac":"\\ud800"}')])
+@example(said=[frame(b'{"v":1,"t":"answer","nonce":' + b"[" * 900)])
+def test_whatever_a_stranger_says_costs_at_most_its_own_connection(said: list[bytes]) -> None:
+    p = Side("p")
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", p.links.port)) as other,
+            socket.create_connection(("127.0.0.1", p.links.port)) as stranger,
+        ):
+            p.step()
+            p.step()
+            stranger.sendall(b"".join(said))
+            stranger.shutdown(socket.SHUT_WR)
+            for _ in range(5):
+                p.step()
+            assert p.links.num_connections == 1
+            assert p.heard.up == []
+            other.close()
+    finally:
+        p.close()
 
 
 def test_another_token_connects_to_nothing() -> None:
