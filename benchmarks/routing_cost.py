@@ -12,12 +12,10 @@ app (not timed either, but the choice after it takes the new numbers in).
 """
 
 import argparse
-import gc
 import itertools
 import json
 import statistics
 import time
-import tracemalloc
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,20 +26,17 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.routing_peer import Peer, peer_cost
-from routing.index import PrefixIndex, pages_of
+from benchmarks.routing_weight import index_weights
 from routing.router import Router
 from routing.types import CacheEvent, Decision, Ending, Outcome, PagesRemoved, PagesStored, ReplicaView, RouteQuery
 
 PAGE_SIZE = 16
 POOL_PAGES = 8_192
 REPORT_S = 0.1
-# 2 / 3 of 2^16, and one: every dict of the index has just doubled, and is two thirds empty.
-WORST_PAGES = 43_691
 NUM_PREFIXES = 50
 VOCABULARY = 49_152
 WARM_UP = 400  # decisions
 TARGETS_MS = {(8, 8_192): 0.3, (1_000, 8_192): 2.0}  # p50
-TARGET_BYTES = 150.0  # a page and replica
 FINISHED = Outcome(ending=Ending.FINISHED, ttft_s=0.1)
 
 
@@ -56,17 +51,6 @@ class Cost:
     p50_ms: float
     p99_ms: float
     runs: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """Memory of the index where no page is shared, the worst case."""
-
-    source: str
-    num_replicas: int
-    pages_per_replica: int
-    prompt_pages: int
-    bytes_per_page: float
 
 
 def prompts(prompt_len: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int32]]:
@@ -148,34 +132,6 @@ def _views(num_replicas: int, now_s: float) -> list[ReplicaView]:
     ]
 
 
-def index_weight(source: str, *, num_replicas: int = 8, pages_per_replica: int = WORST_PAGES, run: int = 512) -> Weight:
-    """Fill an index, ``run`` pages at a time, from ``decisions`` or from ``events``."""
-    rng = np.random.default_rng(0)
-    gc.collect()
-    tracemalloc.start()
-    index = PrefixIndex()
-    for replica in range(num_replicas):
-        index.join(replica, capacity=pages_per_replica)
-        for start in range(0, pages_per_replica, run):
-            pages = pages_of(rng.integers(0, 2**64, min(run, pages_per_replica - start), dtype=np.uint64))
-            if source == "decisions":
-                index.expect(replica, pages, number=replica * pages_per_replica + start)
-            else:
-                index.stored(replica, pages)
-    del pages
-    gc.collect()
-    weight = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert len(index) == num_replicas * pages_per_replica
-    return Weight(
-        source=source,
-        num_replicas=num_replicas,
-        pages_per_replica=pages_per_replica,
-        prompt_pages=run,
-        bytes_per_page=weight / len(index),
-    )
-
-
 def _peers(options: argparse.Namespace) -> list[Peer]:
     print(
         f"{'sglang-router':14} {'workers':>8} {'tokens':>7}  p50 / p99 ms: direct, over one worker, cache-aware; choice"
@@ -216,13 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{cost.policy:16} {'yes' if events else 'no':>6} {num_replicas:8,} {prompt_len:7,} "
             f"{cost.p50_ms:8.3f} {cost.p99_ms:8.3f}  {note}"
         )
-    weights = [index_weight("events"), *(index_weight("decisions", run=run) for run in (512, 4, 1))]
-    for weight in weights:
-        print(
-            f"index fed by {weight.source}: {weight.bytes_per_page:.0f} bytes a page and replica "
-            f"({weight.num_replicas} x {weight.pages_per_replica:,} pages in prompts of {weight.prompt_pages}, "
-            f"none shared, dicts just doubled; target < {TARGET_BYTES:.0f})"
-        )
+    weights = list(index_weights())
     peers = [] if options.sglang_router is None else _peers(options)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:

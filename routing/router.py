@@ -1,6 +1,6 @@
 """Router: from a request and what is known of the replicas to a decision, in this process, with no I/O.
 
-Owns:      how busy each replica is (load.py), which pages each holds (index.py, feed.py), its own errors (errors.py).
+Owns:      what is known of the replicas (known.py), and how wrong it was (errors.py); what was decided last.
 Never:     reads a clock or a random source that was not injected; talks to a replica.
 Invariant: a decision names a replica of the last ``update`` that is healthy, accepting and permitted by the query;
            open requests return to zero once each decision is done or its replica has left.
@@ -21,16 +21,13 @@ import numpy as np
 from kvtransfer.pages import PageKeys, page_keys
 from routing.belief import Eligible
 from routing.errors import PredictionErrors
-from routing.feed import Feed
-from routing.index import PrefixIndex, pages_of
+from routing.index import pages_of
+from routing.known import Known
 from routing.link import Link
-from routing.load import Load
 from routing.pair import choose_pair, costs_of, decode_side, prefill_side, with_pressure
 from routing.pair_decision import Leg, legs, pair_decision
 from routing.policies import POLICIES, Turn
 from routing.runs import Pages
-from routing.standing import Candidates
-from routing.ttft import estimate
 from routing.types import (
     CacheEvent,
     Decision,
@@ -39,7 +36,6 @@ from routing.types import (
     NoReplica,
     Outcome,
     ReplicaView,
-    Role,
     RouteQuery,
 )
 
@@ -72,10 +68,7 @@ class Router:
         self._rng = rng
         self._clock = clock
         self._always_hand_off = always_hand_off
-        self._apart = False  # some replica is for prefill or decode alone
-        self._load = Load()
-        self._index = PrefixIndex()
-        self._feeds: dict[str, Feed] = {}
+        self._known = Known(page_size)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> its last replica
         self._last: str | None = None
         self._num_decisions = 0
@@ -83,27 +76,11 @@ class Router:
 
     def update(self, views: Iterable[ReplicaView]) -> None:
         """These are the replicas now. One that is not among them is forgotten at once, its open requests with it."""
-        now = {view.replica_id: view for view in views}
-        for replica_id in self._load.ids - now.keys():
-            self.forget(replica_id)
-        new = [view for replica_id, view in now.items() if replica_id not in self._load.ids]
-        for replica_id in self._load.ids:
-            view = now[replica_id]
-            self._load.report(view)
-            if self._index.capacity(self._load.column(replica_id)) != self._capacity(view):
-                self._index.leave(self._load.column(replica_id))
-                self._index_anew(view)
-        if new:
-            self._load.join(new)
-            for view in new:
-                self._index_anew(view)
-        self._apart = any(view.role is not Role.UNIFIED for view in now.values())
+        self._known.update(views)
 
     def forget(self, replica_id: str) -> None:
         """The replica is gone (a call to it just failed); do not wait for the next ``update``."""
-        if self._feeds.pop(replica_id, None) is not None:
-            self._index.leave(self._load.column(replica_id))
-            self._load.forget(replica_id)
+        self._known.forget(replica_id)
 
     def apply(self, replica_id: str, events: Iterable[CacheEvent]) -> bool:
         """Take in what a replica's cache stored and removed, in batches of any size, empty ones too.
@@ -111,12 +88,12 @@ class Router:
         Returns: False if events are missing or the replica is not known: fetch a snapshot for `apply_snapshot`.
                  Later events are kept meanwhile; until then choices use what is known.
         """
-        feed = self._feeds.get(replica_id)
+        feed = self._known.feed(replica_id)
         return feed is not None and feed.apply(events)
 
     def apply_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> bool:
         """Believe ``snapshot``, then the events after it. False as for `apply`: events are missing."""
-        feed = self._feeds.get(replica_id)
+        feed = self._known.feed(replica_id)
         return feed is not None and feed.apply_snapshot(snapshot)
 
     def choose(self, query: RouteQuery) -> Decision:
@@ -124,10 +101,7 @@ class Router:
         decision, pages = self._decide(query, dry_run=False)
         replica_id = decision.replica_id
         for leg in legs(decision):
-            self._load.send(
-                leg.replica_id, number=leg.number, uncached_tokens=leg.own_tokens, now_s=decision.time_s
-            )
-            self._index.expect(self._load.column(leg.replica_id), pages, number=leg.number)
+            self._known.send(leg, pages, now_s=decision.time_s)
             self._num_decisions = leg.number + 1
         self._last = replica_id
         if query.session_id:
@@ -150,30 +124,24 @@ class Router:
 
         Safe to call twice (from an error path and a ``finally``), and after the replica has left.
         """
-        ended = [self._end(leg, decision) for leg in legs(decision)]  # the prefill leg too, unless it has before
-        if any(ended):
+        ended = self._end(decision, legs(decision))  # the prefill leg too, unless it has before
+        if ended:
             self._endings[outcome.ending] += 1
             self.errors.record(decision, outcome)
-        return any(ended)
+        return ended
 
     def prefill_done(self, decision: Decision) -> bool:
         """The prefill leg of a pair ended, well or not; the request goes on. False if it was not open any more."""
-        return any(self._end(leg, decision) for leg in legs(decision)[1:])
-
-    def _end(self, leg: Leg, decision: Decision) -> bool:
-        was_open = not decision.dry_run and self._load.end(leg.number)
-        if was_open:
-            self._feeds[leg.replica_id].end(leg.number, decision.keys)
-        return was_open
+        return self._end(decision, legs(decision)[1:])
 
     @property
     def views(self) -> tuple[ReplicaView, ...]:
-        return self._load.views
+        return self._known.load.views
 
     @property
     def num_open(self) -> int:
         """Requests chosen and not done, at replicas that are still there."""
-        return self._load.num_open
+        return self._known.load.num_open
 
     @property
     def endings(self) -> Mapping[Ending, int]:
@@ -182,33 +150,29 @@ class Router:
 
     def applied(self, replica_id: str) -> int:
         """Number of the last event of a replica that the index has taken in; 0: none, or what it holds is unknown."""
-        feed = self._feeds.get(replica_id)
+        feed = self._known.feed(replica_id)
         return 0 if feed is None else feed.seq or 0
 
     def num_pages(self, replica_id: str) -> tuple[int, int]:
         """(confirmed by its events, only expected after decisions) pages that a known replica is believed to hold."""
-        return self._index.num_pages(self._load.column(replica_id))
+        return self._known.num_pages(replica_id)
 
     def held(self, replica_id: str) -> set[int]:
         """Those pages, as the index names them (index.pages_of): to compare routers. Walks the whole index."""
-        return self._index.pages(self._load.column(replica_id))
+        return self._known.pages(replica_id)
 
     def check(self) -> None:
         """Raises AssertionError if the open requests or the index do not add up."""
-        self._load.check()
-        self._index.check()
-        assert self._feeds.keys() == self._load.ids
+        self._known.check()
 
-    def _index_anew(self, view: ReplicaView) -> None:
-        column = self._load.column(view.replica_id)
-        self._index.join(column, capacity=self._capacity(view))
-        self._feeds[view.replica_id] = Feed(self._index, column, self._load.is_open)
-
-    def _capacity(self, view: ReplicaView) -> int:
-        return view.pool_pages if view.page_size == self.page_size else 0
+    def _end(self, decision: Decision, ended: Iterable[Leg]) -> bool:
+        """Whether any of these legs was still open."""
+        if decision.dry_run:
+            return False
+        return sum(self._known.end(leg, decision.keys) for leg in ended) > 0  # each of them: no `any`
 
     def _decide(self, query: RouteQuery, *, dry_run: bool) -> tuple[Decision, Pages]:
-        eligible = self._load.eligible().permitted(query)
+        eligible = self._known.load.eligible().permitted(query)
         views = eligible.views
         if not views:
             raise NoReplica(self._why_none(query))
@@ -216,9 +180,9 @@ class Router:
         keys = page_keys(np.asarray(query.token_ids, dtype=np.int32), self.page_size, query.salt)
         pages = pages_of(keys)
         usable = pages[: (num_tokens - 1) // self.page_size]  # the last token is always computed
-        if self._apart:
+        if self._known.apart:
             return self._decide_pair(query, eligible, keys, usable, now_s=now_s, dry_run=dry_run), pages
-        candidates = self._candidates(query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens)
+        candidates = self._known.candidates(query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens)
         overlap_tokens, estimates = candidates.overlap_tokens, candidates.estimates
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
         choice = self._policy(query, candidates, turn)
@@ -251,8 +215,8 @@ class Router:
             raise NoReplica(f"{self._why_none(query)}. A decode replica is needed; a prefill replica only hands over")
         before = None
         if prefills.views:
-            before = with_pressure(self._candidates(query, prefills, usable, now_s, max_new_tokens=1))
-        after = self._candidates(query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens)
+            before = with_pressure(self._known.candidates(query, prefills, usable, now_s, max_new_tokens=1))
+        after = self._known.candidates(query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens)
         link = self.link
         costs = costs_of(after, query, link_bytes_per_s=link.bytes_per_s, page_size=self.page_size)
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
@@ -263,18 +227,8 @@ class Router:
         )  # fmt: skip
         return pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
 
-    def _candidates(
-        self, query: RouteQuery, eligible: Eligible, usable: Pages, now_s: float, *, max_new_tokens: int
-    ) -> Candidates:
-        overlap_tokens = self._index.overlap(usable, eligible.columns) * self.page_size
-        standing = self._load.standing(eligible, now_s)
-        estimates = estimate(
-            standing, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens
-        )
-        return Candidates(standing=standing, overlap_tokens=overlap_tokens, estimates=estimates)
-
     def _why_none(self, query: RouteQuery) -> str:
-        if not self._load.ids:
+        if not self._known.load.ids:
             return f"request {query.rid}: no replica has reported yet, or all have left; try again in a moment"
         passed_over = [
             f"{view.replica_id} is {view.state if query.permits(view.replica_id) else 'not permitted by the request'}"

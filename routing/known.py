@@ -1,0 +1,104 @@
+"""What one router knows of the replicas: how busy each is, which pages each holds, what its events have told.
+
+Owns:      the three books of that (load.py, index.py, feed.py), each replica under one column in all of them.
+Never:     chooses.
+Invariant: a replica is in all three books or in none.
+Thread:    the router's own.
+"""
+
+from collections.abc import Iterable
+
+from kvtransfer.pages import PageKeys
+from routing.belief import Eligible
+from routing.feed import Feed
+from routing.index import PrefixIndex
+from routing.load import Load
+from routing.pair_decision import Leg
+from routing.runs import Pages
+from routing.standing import Candidates
+from routing.ttft import estimate
+from routing.types import ReplicaView, Role, RouteQuery
+
+
+class Known:
+    """The replicas of the last `update`, less those forgotten since."""
+
+    def __init__(self, page_size: int) -> None:
+        self.load = Load()
+        self.apart = False  # some replica is for prefill or decode alone
+        self._page_size = page_size
+        self._index = PrefixIndex()
+        self._feeds: dict[str, Feed] = {}
+
+    def update(self, views: Iterable[ReplicaView]) -> None:
+        """These are the replicas now."""
+        now = {view.replica_id: view for view in views}
+        for replica_id in self.load.ids - now.keys():
+            self.forget(replica_id)
+        new = [view for replica_id, view in now.items() if replica_id not in self.load.ids]
+        for replica_id in self.load.ids:
+            view, column = now[replica_id], self.load.column(replica_id)
+            self.load.report(view)
+            if self._index.capacity(column) != self._capacity(view):
+                self._index.leave(column)
+                self._index_anew(view)
+        if new:
+            self.load.join(new)
+            for view in new:
+                self._index_anew(view)
+        self.apart = any(view.role is not Role.UNIFIED for view in now.values())
+
+    def forget(self, replica_id: str) -> None:
+        """The replica is gone, if it was there."""
+        if self._feeds.pop(replica_id, None) is not None:
+            self._index.leave(self.load.column(replica_id))
+            self.load.forget(replica_id)
+
+    def feed(self, replica_id: str) -> Feed | None:
+        """What takes a replica's events; None if it is not known."""
+        return self._feeds.get(replica_id)
+
+    def candidates(
+        self, query: RouteQuery, eligible: Eligible, usable: Pages, now_s: float, *, max_new_tokens: int
+    ) -> Candidates:
+        """What ``query``, with ``usable`` pages to find in a cache, would meet at each of ``eligible``."""
+        overlap_tokens = self._index.overlap(usable, eligible.columns) * self._page_size
+        standing = self.load.standing(eligible, now_s)
+        estimates = estimate(
+            standing, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens
+        )
+        return Candidates(standing=standing, overlap_tokens=overlap_tokens, estimates=estimates)
+
+    def send(self, leg: Leg, pages: Pages, *, now_s: float) -> None:
+        """``leg`` is open at its replica from now on, which will soon hold ``pages``."""
+        self.load.send(leg.replica_id, number=leg.number, uncached_tokens=leg.own_tokens, now_s=now_s)
+        self._index.expect(self.load.column(leg.replica_id), pages, number=leg.number)
+
+    def end(self, leg: Leg, keys: PageKeys) -> bool:
+        """``leg`` of a prompt with ``keys`` ended. False if it was not open."""
+        was_open = self.load.end(leg.number)
+        if was_open:
+            self._feeds[leg.replica_id].end(leg.number, keys)
+        return was_open
+
+    def num_pages(self, replica_id: str) -> tuple[int, int]:
+        """(confirmed, only expected) pages of a known replica."""
+        return self._index.num_pages(self.load.column(replica_id))
+
+    def pages(self, replica_id: str) -> set[int]:
+        """Those pages. Walks the whole index."""
+        return self._index.pages(self.load.column(replica_id))
+
+    def check(self) -> None:
+        """Raises AssertionError if a book does not add up, or they differ."""
+        self.load.check()
+        self._index.check()
+        assert self._feeds.keys() == self.load.ids
+
+    def _index_anew(self, view: ReplicaView) -> None:
+        column = self.load.column(view.replica_id)
+        self._index.join(column, capacity=self._capacity(view))
+        self._feeds[view.replica_id] = Feed(self._index, column, self.load.is_open)
+
+    def _capacity(self, view: ReplicaView) -> int:
+        return view.pool_pages if view.page_size == self._page_size else 0
