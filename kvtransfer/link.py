@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 MAX_STRANGERS = 64  # connections that came in and are not through; the oldest goes
 MAX_UNREAD_BYTES = 64 << 20  # a peer that lives but reads nothing is given up
 READ_BYTES = 1 << 18
+DEAF_S = 1.0  # when no descriptor is left
 
 
 Ready = list[tuple[selectors.SelectorKey, int]]
@@ -65,6 +66,7 @@ class SocketLinks:
         self._connections: dict[int, _Connection] = {}
         self._lost: list[tuple[int, str, bool]] = []  # to be told by `serve`: a call never calls back
         self._hello: Hello | None = None
+        self._deaf_until_s = math.inf  # when to listen again
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._listener.setblocking(False)
@@ -90,19 +92,20 @@ class SocketLinks:
     def dial(self, address: PeerAddress, purpose: Purpose) -> int:
         assert self._hello is not None
         link = next(self._ids)
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            error = sock.connect_ex((address.host, address.port))
-        except OSError as failed:  # a name that does not resolve
-            error = failed.errno or errno.EHOSTUNREACH
-        if error not in (0, errno.EINPROGRESS):
-            sock.close()
-            self._lost.append((link, _why(error, address), error == errno.ECONNREFUSED))
-            return link
         handshake = Handshake(dialling=True, token=self._token, hello=replace(self._hello, purpose=purpose))
-        self._add(link, _Connection(sock, handshake, dialled=True, deadline_s=self.now + self._call_timeout_s))
+        sock = None
+        try:
+            sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            error = sock.connect_ex((address.host, address.port))
+            if error not in (0, errno.EINPROGRESS):
+                raise OSError(error, os.strerror(error))
+            self._add(link, _Connection(sock, handshake, dialled=True, deadline_s=self.now + self._call_timeout_s))
+        except (OSError, ValueError, OverflowError, TypeError) as failed:  # no descriptor, name or port; nobody there
+            if sock is not None:
+                sock.close()
+            refused = isinstance(failed, ConnectionRefusedError)
+            self._lost.append((link, f"{address.host}:{address.port}: {failed}", refused))
         return link
 
     def send(self, link: int, message: Message) -> None:
@@ -147,6 +150,9 @@ class SocketLinks:
     def expire(self, now: float) -> None:
         """Connections whose handshake takes too long: silent strangers, hung peers."""
         self.now = now
+        if now >= self._deaf_until_s:
+            self._deaf_until_s = math.inf
+            self._selector.register(self._listener, selectors.EVENT_READ, 0)
         for link, connection in list(self._connections.items()):
             if now >= connection.deadline_s:
                 self._drop(link, f"no hello within {self._call_timeout_s:g} s")
@@ -154,7 +160,7 @@ class SocketLinks:
     @property
     def next_s(self) -> float:
         """When `expire` has something to do."""
-        return min((connection.deadline_s for connection in self._connections.values()), default=math.inf)
+        return min((self._deaf_until_s, *(connection.deadline_s for connection in self._connections.values())))
 
     @property
     def num_connections(self) -> int:
@@ -178,24 +184,34 @@ class SocketLinks:
 
     def _add(self, link: int, connection: _Connection) -> None:
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connections[link] = connection
         events = selectors.EVENT_WRITE if connection.connecting else selectors.EVENT_READ
         self._selector.register(connection.sock, events, link)
+        self._connections[link] = connection
 
     def _accept(self) -> None:
         assert self._hello is not None
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+        try:
             sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptor is left; the caller waits in the listener's queue, and would wake us
+            log.warning("no connection is taken for %g s: %s", DEAF_S, error)
+            self._selector.unregister(self._listener)
+            self._deaf_until_s = self.now + DEAF_S
+            return
+        strangers = [link for link, c in self._connections.items() if c.handshake is not None and not c.dialled]
+        if len(strangers) >= MAX_STRANGERS:
+            self.close(strangers[0])
+        link = next(self._ids)
+        handshake = Handshake(dialling=False, token=self._token, hello=self._hello)
+        try:
             sock.setblocking(False)
-            strangers = [link for link, c in self._connections.items() if c.handshake is not None and not c.dialled]
-            if len(strangers) >= MAX_STRANGERS:
-                self.close(strangers[0])
-            link = next(self._ids)
-            handshake = Handshake(dialling=False, token=self._token, hello=self._hello)
-            connection = _Connection(sock, handshake, dialled=False, deadline_s=self.now + self._call_timeout_s)
-            self._add(link, connection)
-            for message in handshake.start():
-                self.send(link, message)
+            self._add(link, _Connection(sock, handshake, dialled=False, deadline_s=self.now + self._call_timeout_s))
+        except OSError:  # it has hung up already
+            sock.close()
+            return
+        for message in handshake.start():
+            self.send(link, message)
 
     def _serve(self, link: int, mask: int, handler: LinkHandler) -> None:
         connection = self._connections[link]
@@ -208,9 +224,12 @@ class SocketLinks:
             self._read(link, connection, handler)
 
     def _connected(self, link: int, connection: _Connection) -> bool:
-        error = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if not error and connection.sock.getsockname() == connection.sock.getpeername():
-            error = errno.ECONNREFUSED  # a dead port of our own range that the kernel lent us: we speak to ourselves
+        try:
+            error = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if not error and connection.sock.getsockname() == connection.sock.getpeername():
+                error = errno.ECONNREFUSED  # a dead port of our own range that the kernel lent us: it is ourselves
+        except OSError as failed:  # it was there and has hung up
+            error = failed.errno or errno.ENOTCONN
         if error:
             self._drop(link, os.strerror(error), refused=error == errno.ECONNREFUSED)
             return False
@@ -279,7 +298,3 @@ class SocketLinks:
     def _drop(self, link: int, reason: str, *, refused: bool = False) -> None:
         self.close(link)
         self._lost.append((link, reason, refused))
-
-
-def _why(error: int, address: PeerAddress) -> str:
-    return f"{address.host}:{address.port}: {os.strerror(error)}"

@@ -1,7 +1,12 @@
 """Who may speak to a desk: the challenge both ways, on sockets of this machine (SPEC H03)."""
 
+import errno
 import json
+import os
+import resource
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.bootstrap import Handshake
 from kvtransfer.errors import BadMessage, NotAuthenticated
-from kvtransfer.link import MAX_STRANGERS, SocketLinks
+from kvtransfer.link import DEAF_S, MAX_STRANGERS, SocketLinks
 from kvtransfer.types import PeerAddress
 from kvtransfer.wire import Answer, Challenge, Frames, Hello, Message, Ping, Welcome, decode, encode
 from tests.kv_pools import layout
@@ -265,4 +270,70 @@ def test_it_listens_on_the_given_address_only() -> None:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         assert probe.connect_ex(("127.0.0.2", p.links.port)) != 0  # another loopback address of this machine
+    p.close()
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    taken: list[int] = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_without_a_descriptor_a_caller_waits_a_second_and_is_served_then() -> None:
+    p = Side("p")
+    with socket.socket() as caller:
+        with no_descriptor_left():
+            caller.connect(("127.0.0.1", p.links.port))
+            p.step()
+            assert p.links.next_s == DEAF_S
+            assert p.links.wait(0.0) == []  # it does not spin
+        run(p, now=0.9)
+        assert p.links.num_connections == 0
+        run(p, now=1.0)
+        assert p.links.num_connections == 1
+    p.close()
+
+
+def test_without_a_descriptor_a_dial_fails_and_proves_no_death() -> None:
+    d, p = Side("d"), Side("p")
+    with no_descriptor_left():
+        link = d.links.dial(p.hello.address, "rooms")
+        d.step()
+    [(down, reason, refused)] = d.heard.down
+    assert (down, refused) == (link, False)
+    assert "Too many open files" in reason
+    d.close()
+    p.close()
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("no such host", 1), ("a\0b", 1)])
+def test_an_address_that_cannot_be_is_a_failed_dial(host: str, port: int) -> None:
+    d = Side("d")
+    link = d.links.dial(PeerAddress(host=host, port=port, incarnation="x"), "rooms")
+    run(d)
+    assert [(down, refused) for down, _, refused in d.heard.down] == [(link, False)]
+    d.close()
+
+
+def test_a_peer_that_has_hung_up_while_it_was_dialled_is_a_failed_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    d, p = Side("d"), Side("p")
+    link = d.links.dial(p.hello.address, "rooms")
+
+    def hung_up(_: socket.socket) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(socket.socket, "getpeername", hung_up)
+    run(d)
+    assert [(down, refused) for down, _, refused in d.heard.down] == [(link, False)]
+    d.close()
     p.close()
