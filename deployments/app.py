@@ -22,7 +22,7 @@ from deployments.model_face import read_face
 from deployments.places import check_model_path, local_path, weights_bytes
 from deployments.replica import ModelReplica
 from deployments.replica_settings import AutoscalingSettings
-from deployments.roles import DEPLOYMENTS, config_of, roles_of
+from deployments.roles import DEPLOYMENTS, check_ranks, config_of, roles_of
 from deployments.router import RouterIngress
 from deployments.schema import AppConfig, parse
 from deployments.transfer_settings import with_token
@@ -67,8 +67,10 @@ def check_config(config: AppConfig) -> None:
     read_face(config.model)
     path = local_path(config.model.path)
     if not Path(path).is_dir():
+        check_ranks(config)
         return
     model = load_model_config(path, dtype=config.model.dtype, context_len=config.model.context_len)
+    check_ranks(config, num_kv_heads=model.num_kv_heads)
     for role in roles_of(config):
         own = config_of(config, role)
         resolve(

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from deployments.schema import AppConfig
+from replicas.errors import InvalidConfig
 from routing.types import Role
 
 DEPLOYMENTS: Mapping[Role, str] = {
@@ -41,3 +42,25 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
             "cache": dataclasses.replace(config.cache, **own.cache),
         }
     )
+
+
+def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None) -> None:
+    """Whether the ranks of both roles can hand pages to each other: each has whole KV heads, and each rank of the
+    side with more ranks has all its heads within one rank of the other.
+
+    Args: num_kv_heads: of the model; None where that is not known here. Raises: InvalidConfig.
+    """
+    if config.mode == "unified":
+        return
+    prefill, decode = (config_of(config, role).parallel.tp for role in (Role.PREFILL, Role.DECODE))
+    if max(prefill, decode) % min(prefill, decode):
+        raise InvalidConfig(
+            f"prefill.tp = {prefill} and decode.tp = {decode}: one must be a multiple of the other, so that the heads "
+            "that a rank sends are heads that one rank, or a whole number of them, receives"
+        )
+    for name, tp in (("prefill", prefill), ("decode", decode)):
+        if num_kv_heads is not None and num_kv_heads % tp:
+            raise InvalidConfig(
+                f"{name}.tp = {tp} does not split the model's {num_kv_heads} KV heads, which are handed over by whole "
+                f"heads; allowed: {[each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]}"
+            )

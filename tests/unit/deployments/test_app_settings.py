@@ -79,6 +79,11 @@ def test_every_wrong_setting_is_listed_at_once() -> None:
         ({"model": MODEL_ARGS, "parallel": {"tp": 2}}, r"parallel.tp = 2 does not split .* \[1, 3\]"),
         ({"model": MODEL_ARGS, "cache": {"page_size": 0}}, "cache.page_size = 0; allowed: 1 to 1024"),
         ({"model": {**MODEL_ARGS, "context_len": 9000}}, "model.context_len = 9000; .* allows 1 to 8192"),
+        (
+            {**APART, "prefill": {"tp": 2}, "decode": {"tp": 3}},
+            "prefill.tp = 2 and decode.tp = 3: one must be a multiple of the other",
+        ),
+        ({**APART, "decode": {"tp": 9}}, r"decode.tp = 9 does not split the model's 3 KV heads, .* allowed: \[1, 3\]"),
         ({"model": {"path": "models/none"}}, "there is no such folder .*make model"),
     ],
 )
