@@ -14,6 +14,8 @@ Invariant: monotone: a room goes up or fails, and never leaves FAILED or SUCCESS
     SUCCESS            all pages and meta are verified        the receiver said so, and every write has ended
 
 Every wait, its owner and its limit:
+    a decode leg waits for row and pages       replicas/disagg        open_timeout_s; then it is computed there, and the
+      (before there is a room)                                          prefill leg aborted
     a stranger's hello, our own call           kvtransfer/link.py     call_timeout_s
     a prefill leg waits for open               KVSender               SendOrder.deadline_s
     an open waits for its prefill leg          KVSender               open_timeout_s

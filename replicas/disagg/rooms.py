@@ -19,7 +19,7 @@ class HandOffTerms:
     """How this engine takes part in hand-offs."""
 
     fingerprint: str  # of its KV layout; goes with what it sends
-    open_timeout_s: float = 180.0  # as a sender: for the receiver to open the room
+    open_timeout_s: float = 180.0  # as a sender: for the receiver to open the room; as a receiver: for row and pages
     room_timeout_s: float = 180.0  # as a receiver: without a page
 
 

@@ -58,7 +58,7 @@ class Legs:
         return bool(granted)
 
     def remove(self, req: Req) -> None:
-        """``req`` ends: it is here no more."""
+        """``req`` is here no more."""
         (self.away if req in self.away else self.prealloc).remove(req)
 
     def let_go(self, req: Req, *, keep: bool) -> None:

@@ -8,6 +8,7 @@ Thread:    scheduler thread only.
 Source:    SPEC H07; SGLang's DecodePreallocQueue for the rule that nothing is granted that could not finish.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from replicas.cache.kv import KvCache
@@ -86,6 +87,10 @@ class PreallocQueue:
             granted.append(req)
             num_rows, reserved, alone = num_rows - 1, reserved + self._ratio.reserve(req), False
         return granted
+
+    def older_than(self, time_s: float) -> list[Req]:
+        """Those that were there by ``time_s``."""
+        return list(itertools.takewhile(lambda req: req.arrival_s <= time_s, self._reqs.values()))
 
     def check(self) -> None:
         for req in self._reqs.values():

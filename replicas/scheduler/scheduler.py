@@ -113,10 +113,12 @@ class Scheduler:
         return self._take_token(req, token_id, logprob)
 
     def compute_here(self, req: Req) -> None:
-        """The K/V of a RECEIVING request will not come, or is not what it should be: it waits to be computed."""
-        self.legs.away.remove(req)
-        self.legs.let_go(req, keep=False)
-        req.move(ReqState.WAITING)
+        """The K/V of a RECEIVING request will not come, or is not what it should be, or one that waits for its grant is
+        not to wait any longer: it waits to be computed."""
+        self.legs.remove(req)
+        if req.state is ReqState.RECEIVING:
+            self.legs.let_go(req, keep=False)
+            req.move(ReqState.WAITING)
         self.waiting.add(req)
 
     def finish(self, req: Req, finish: Finish) -> None:
@@ -156,8 +158,9 @@ class Scheduler:
         if not len(self.running):
             self._ratio.idle()
             if not self.legs.holding and self.prefill.chunked is None:
-                heads = [head for head in (batch.short, self.legs.prealloc.short) if head is not None]
-                self.made_progress = any([self.cramped.answer(head) for head in heads])
+                for head in (batch.short, self.legs.prealloc.short):
+                    if head is not None and self.cramped.answer(head):
+                        self.made_progress = True
             return None
         self.made_progress = True
         arrays = self.running.prepare()
