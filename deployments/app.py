@@ -38,9 +38,7 @@ DRAIN_LOOK_S = 0.5  # how often a leaving replica looks whether it is idle
 
 def build(args: dict[str, Any]) -> Application:
     """The application. Raises: InvalidConfig, saying which setting, why, and what is allowed."""
-    config = parse(args)
-    check_config(config)
-    settings = args if config.mode == "unified" else with_token(args)
+    config, settings = checked(args)
     replicas = [
         serve.deployment(ModelReplica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))
@@ -59,6 +57,16 @@ def build(args: dict[str, Any]) -> Application:
     )
     application: Application = router.bind(settings, *replicas)
     return application
+
+
+def checked(args: dict[str, Any]) -> tuple[AppConfig, dict[str, Any]]:
+    """The settings, and the arguments that the replicas read them from. Raises: InvalidConfig, as `build`."""
+    config, settings = parse(args), args
+    if config.mode == "disaggregated":
+        settings = with_token(args)
+        config = parse(settings)  # the token of the environment too
+    check_config(config)
+    return config, settings
 
 
 def check_config(config: AppConfig) -> None:

@@ -27,9 +27,9 @@ from ray.serve._private.api import serve_start
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
-from deployments.app import check_config
+from deployments.app import checked
 from deployments.roles import DEPLOYMENTS, roles_of
-from deployments.schema import AppConfig, parse
+from deployments.schema import AppConfig
 from replicas.errors import InvalidConfig
 from routing.types import Role
 
@@ -90,8 +90,7 @@ def read(config_path: str) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
     configs = {}
     for application in schema.applications:
         if application.import_path == IMPORT_PATH:
-            configs[application.name] = config = parse(application.args)
-            check_config(config)
+            configs[application.name], _ = checked(application.args)
     return schema, configs
 
 

@@ -10,12 +10,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
 from deployments.replica_settings import Settings
 from kvtransfer.types import TransferSettings, Verify
 
 TOKEN_VARIABLE = "MANTA_TRANSFER_TOKEN"
+TOKEN_LEN = 16  # characters, at least
 _DEFAULT: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TransferSettings)}
 
 
@@ -28,13 +29,20 @@ class TransferGroup(Settings):
     verify: Annotated[Verify, BeforeValidator(_yaml_off)] = Verify.ALL
     transport: Literal["auto", "tcp"] = "auto"
     host: str = Field(default="auto", min_length=1)  # where desks listen; auto: the address of the replica's node
-    token: SecretStr | None = Field(default=None, min_length=16)  # None: from the environment, else made by build
+    token: SecretStr | None = None  # None: from the environment, else made by build
     open_timeout_s: float = Field(default=_DEFAULT["open_timeout_s"], gt=0)
     room_timeout_s: float = Field(default=_DEFAULT["room_timeout_s"], gt=0)
     call_timeout_s: float = Field(default=_DEFAULT["call_timeout_s"], gt=0)
     heartbeat_s: float = Field(default=_DEFAULT["heartbeat_s"], gt=0)
     heartbeat_misses: int = Field(default=_DEFAULT["heartbeat_misses"], ge=1)
     pages_per_write: int = Field(default=_DEFAULT["pages_per_write"], ge=1)
+
+    @field_validator("token")
+    @classmethod
+    def _long_enough(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and len(token.get_secret_value()) < TOKEN_LEN:
+            raise ValueError(f"must have at least {TOKEN_LEN} characters, here or in {TOKEN_VARIABLE}")
+        return token
 
     def of_engine(self, node_address: str) -> TransferSettings:
         """For an engine on the node with this address; `with_token` has been called."""
@@ -49,7 +57,8 @@ class TransferGroup(Settings):
 
 
 def with_token(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """``args`` for the replicas: with the secret of this cluster, from the settings, the environment, or new."""
+    """``args`` for the replicas: with the secret of this cluster, from the settings, the environment, or new. What the
+    environment gives has not been checked: parse them."""
     transfer = dict(args.get("transfer") or {})
     if not transfer.get("token"):
         transfer["token"] = environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)

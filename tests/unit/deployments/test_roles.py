@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.app import replica_options
+from deployments.app import checked, replica_options
 from deployments.places import ROOT
 from deployments.replica_settings import AutoscalingSettings
 from deployments.roles import DEPLOYMENTS, config_of, roles_of
@@ -81,6 +81,21 @@ def test_a_token_is_made_where_none_is_given(given: dict[str, Any]) -> None:
     assert len(first) == 64
     assert first != second
     assert with_token({**APART, **given}, {TOKEN_VARIABLE: SECRET})["transfer"]["token"] == SECRET
+
+
+@pytest.mark.model
+def test_a_token_of_the_environment_that_is_too_short_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "fifteen letters")
+    says = f"transfer.token: must have at least 16 characters, here or in {TOKEN_VARIABLE}"
+    with pytest.raises(InvalidConfig, match=says) as error:
+        checked(APART)
+    assert "fifteen" not in f"{error.value} {error.value.__cause__}"
+    monkeypatch.setenv(TOKEN_VARIABLE, "sixteen letters.")
+    config, settings = checked(APART)
+    assert settings["transfer"] == {"token": "sixteen letters."}
+    assert config.transfer.token is not None
 
 
 def test_the_settings_come_before_the_environment() -> None:
