@@ -58,6 +58,8 @@ class Attempt:
                 for delta in await stream.take():
                     _raise_if_retryable(delta)
                     self._note(delta, prefill)
+                    if delta.is_report:
+                        continue
                     yield self._progress.accept(delta, self._parts[delta.rid].choice)
             ending = Ending.FINISHED
         except MantaError:
@@ -67,6 +69,8 @@ class Attempt:
             self._channel.close(stream)
             if prefill is not None:
                 prefill.stop()
+                if self._noted.hand_off is None or not self._noted.hand_off.transferred:
+                    prefill.lease.cancel()  # also where the decode leg ended well: nobody waits for its pages
                 leases.append(prefill.lease)
             for lease in leases:
                 if ending is not Ending.FINISHED:

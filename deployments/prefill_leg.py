@@ -6,8 +6,9 @@ Invariant: the leg's end is noted once; after `stop` nothing of it is open but a
 Thread:    the router's event loop.
 
     start ─> waits for its end ─┬─ handed off ──────────────────────────> noted
-                                ├─ refused, its replica gone or crashed ─> noted; before the client's first token the
-                                │                                          decode leg is failed with `PrefillLost`
+                                ├─ refused, its replica gone or crashed ─> noted; unless the decode side has told of
+                                │                                          the hand-off, its leg is failed with
+                                │                                          `PrefillLost`
                                 └─ ended by the engines themselves ──────> noted; the decode side knows, and goes on
 """
 
@@ -22,6 +23,8 @@ from deployments.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import Finish, FinishReason, HandOff, PdLeg
+
+TRY_ENDED = "not known: the try ended first"
 
 
 class PrefillLost(MantaError):
@@ -68,6 +71,8 @@ class PrefillLeg:
     def stop(self) -> None:
         """The request has ended, or is tried again. The lease is the caller's to cancel, or to let end."""
         self._watch.cancel()
+        if self._noted.prefill_end is None:
+            self._noted.prefill_end = TRY_ENDED
         self._channel.close(self._stream)
 
     async def _wait(self) -> None:
@@ -78,8 +83,8 @@ class PrefillLeg:
         except MantaError as raised:
             error = raised
             self._end(f"{type(raised).__name__}: {raised}")
-        started = self._noted.ttft_s is not None or not self._decode.is_empty
-        if error is not None and not started:
+        told = self._noted.hand_off is not None or not self._decode.is_empty  # of pages that came, or will not
+        if error is not None and not told:
             why = f"replica {self._replica_id}, which was to compute the prompt: {type(error).__name__}: {error}"
             self._decode.fail(PrefillLost(why))
 

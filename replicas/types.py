@@ -139,7 +139,8 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOffReport:
-    """How a hand-off went, as the decode side saw it; on the delta with the first token."""
+    """How a hand-off went, as the decode side saw it: with the first token, or, where it failed, on a delta of its own
+    as soon as that is known."""
 
     transferred: bool  # False: it failed, and the prompt was computed where it decodes
     reason: str | None = None  # why it failed
@@ -222,7 +223,12 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # on the first delta, when asked for
     usage: Usage
     finish: Finish | None = None  # on the last delta of the choice
-    hand_off: HandOffReport | None = None  # with the first token, where one was tried
+    hand_off: HandOffReport | None = None  # once, where one was tried
+
+    @property
+    def is_report(self) -> bool:
+        """Nothing but the report of a hand-off: not for the client."""
+        return self.hand_off is not None and self.finish is None and not (self.token_ids or self.prompt_logprobs)
 
     def merge(self, later: "TokenDelta") -> "TokenDelta":
         """This delta and the one after it as one: what a slow consumer receives."""

@@ -104,14 +104,13 @@ class DecodeRole:
             self._desk.abort_receive(leg.ticket.room)
 
     def on_received(self, event: Received) -> NewToken | None:
-        """Returns: its first token, unless the request ended before or has to be computed here."""
+        """Returns: its first token; none where it has to be computed here; nothing for a request that has ended."""
         req = self.rooms.end(event.room)
         if req is None or req.state is not ReqState.RECEIVING:
             return None
         fault = self._fault(event.meta, req)
         if fault is not None:
-            self._fall_back(req, fault)
-            return None
+            return self._fall_back(req, fault)
         leg, meta = leg_of(req), event.meta
         if observe.enabled():
             self._observer.after_restore(req, leg.first_page * self._kv.page_size)
@@ -126,21 +125,23 @@ class DecodeRole:
         self._release_siblings(req)
         return token
 
-    def on_failed(self, event: ReceiveFailed) -> None:
+    def on_failed(self, event: ReceiveFailed) -> NewToken | None:
+        """Returns: as `on_received`."""
         req = self.rooms.find(event.room)
         if req is None:
-            return
+            return None
         leg_of(req).closing = True
-        if req.state is ReqState.RECEIVING:
-            self._fall_back(req, event.reason)
+        return self._fall_back(req, event.reason) if req.state is ReqState.RECEIVING else None
 
     def on_drained(self, room: int) -> None:
         self.rooms.end(room)
 
-    def _fall_back(self, req: Req, reason: str) -> None:
+    def _fall_back(self, req: Req, reason: str) -> NewToken:
+        """Returns: no token, so that the report goes out at once: nobody need wait for the sender any more."""
         leg_of(req).report = self._report(req, reason=reason)
         self._scheduler.compute_here(req)
         self._release_siblings(req)
+        return NewToken(req, None, None)
 
     def _release_siblings(self, req: Req) -> None:
         for sibling in self._siblings.pop(req.rid, ()):

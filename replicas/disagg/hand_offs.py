@@ -84,7 +84,8 @@ class HandOffs:
         role.rooms.require_new(hand_off.ticket.room)
 
     def poll(self) -> list[NewToken]:
-        """Take what happened at the desk. Returns: first tokens that came, and (without a token) ends of legs."""
+        """Take what happened at the desk. Returns: first tokens that came, and (without a token) ends of legs and
+        reports of hand-offs that failed."""
         made = [self._take(event) for event in self._desk.drain_events()]
         self.settle()
         return [token for token in made if token is not None]
@@ -131,7 +132,7 @@ class HandOffs:
             case Received():
                 return self._decode.on_received(event)
             case ReceiveFailed():
-                self._decode.on_failed(event)
+                return self._decode.on_failed(event)
             case ReceiveDrained():
                 self._decode.on_drained(event.room)
         return None

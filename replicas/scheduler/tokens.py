@@ -19,7 +19,7 @@ class NewToken:
     """One sampled token of one request; ``req.finish`` is set when it was its last."""
 
     req: Req
-    token_id: int | None  # None: the request wanted no output (max_new_tokens = 0), or its logits are broken
+    token_id: int | None  # None: no output was wanted, its logits are broken, or only a hand-off is to be told of
     logprob: TokenLogprob | None
 
 

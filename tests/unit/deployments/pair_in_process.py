@@ -37,7 +37,8 @@ class Desks:
 
 
 class HandOffReplica(ScriptedReplica):
-    """``prefill_hold``: a prefill leg waits for it. ``leg_ends``: a prefill leg ends so, instead of handing over."""
+    """``prefill_hold``: a prefill leg waits for it. ``leg_ends``: a prefill leg ends so, instead of handing over.
+    ``gives_up``: a decode leg ends so, before it has heard of its pages."""
 
     def __init__(
         self,
@@ -48,11 +49,13 @@ class HandOffReplica(ScriptedReplica):
         die_at: int | None = None,
         refuse: MantaError | None = None,
         leg_ends: Finish | None = None,
+        gives_up: Finish | None = None,
     ) -> None:
         super().__init__(replica_id, die_at=die_at, refuse=refuse)
         self.role = role
         self.desks = desks
         self.leg_ends = leg_ends
+        self.gives_up = gives_up
         self.pause_at: int | None = None  # a decode leg clears ``hold`` before this token
         self.dead = False
         self.prefill_hold = asyncio.Event()
@@ -94,11 +97,16 @@ class HandOffReplica(ScriptedReplica):
         client.sink([end(request, finish)])
 
     async def _receive(self, client: ChannelClient, request: GenerateRequest, room: int) -> None:
+        if self.gives_up is not None:
+            client.sink([end(request, self.gives_up)])
+            return
         came = await self.desks.room(room)
         report = HandOffReport(
             transferred=came, reason=None if came else "the peer failed",
             num_pages=2, num_bytes=2 << 20, transfer_s=0.01,
         )  # fmt: skip
+        if not came:  # told at once, as an engine does; then the prompt is computed here
+            client.sink([dataclasses.replace(end(request, None), hand_off=report)])
         wanted, first = request.sampling.max_new_tokens, len(request.resumed_ids)
         for position in range(first, wanted):
             if position == self.pause_at:
@@ -110,7 +118,7 @@ class HandOffReplica(ScriptedReplica):
                 self._die_if_dead()
             finish = Finish(reason=FinishReason.LENGTH) if position == wanted - 1 else None
             made = token(request, 0, position, finish)
-            client.sink([dataclasses.replace(made, hand_off=report if position == first else None)])
+            client.sink([dataclasses.replace(made, hand_off=report if came and position == first else None)])
             await asyncio.sleep(0)
 
     def _die_if_dead(self) -> None:
@@ -118,7 +126,7 @@ class HandOffReplica(ScriptedReplica):
             raise ReplicaGone(f"replica {self.replica_id} died")
 
 
-def end(request: GenerateRequest, finish: Finish) -> TokenDelta:
-    """The last delta of a prefill leg."""
+def end(request: GenerateRequest, finish: Finish | None) -> TokenDelta:
+    """The last delta of a prefill leg; without ``finish``, one that says nothing."""
     usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=0, cached_tokens=0)
     return TokenDelta(rid=request.rid, usage=usage, finish=finish)

@@ -187,6 +187,40 @@ async def test_a_decode_replica_that_computes_the_prompt_after_all_makes_the_pre
     assert pairs.house.dispatcher.num_retries == 0
 
 
+async def test_the_death_of_prefill_after_the_decode_replica_fell_back_takes_nothing_from_it(pairs: Pairs) -> None:
+    """It computes the prompt, and no token has come yet; the client hears of tokens only."""
+    p, d = pairs.prefill(), pairs.decode()
+    p.prefill_hold.clear()
+    d.hold.clear()
+    await pairs.add(p, d)
+    pending = asyncio.create_task(pairs.collect())
+    await until(lambda: bool(p.requests and d.requests))
+    pairs.desks.settle(room(d.requests[0]), came=False)
+    await until(lambda: p.num_aborted == 1)
+    p.die()
+    await until(lambda: pairs.tries[0].prefill_end is not None)
+    d.hold.set()
+    deltas = await pending
+    assert ids(deltas) == WHOLE
+    assert all(delta.token_ids for delta in deltas)
+    assert (pairs.house.dispatcher.num_retries, len(d.requests), d.num_aborted) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+async def test_a_decode_leg_that_ends_before_its_pages_came_ends_the_prefill_leg(
+    pairs: Pairs, reason: FinishReason
+) -> None:
+    """Its deadline passed, or its logits were broken: an answer, not a try that failed."""
+    p, d = pairs.prefill(), pairs.decode(gives_up=Finish(reason=reason, message="late"))
+    p.prefill_hold.clear()
+    await pairs.add(p, d)
+    [last] = await pairs.collect()
+    assert last.finish is not None
+    assert last.finish.reason is reason
+    await until(lambda: p.num_aborted == 1)
+    assert pairs.tries[0].prefill_end == "not known: the try ended first"
+
+
 async def test_the_death_of_prefill_after_the_first_token_changes_nothing(pairs: Pairs) -> None:
     p, d = pairs.prefill(), pairs.decode()
     await pairs.add(p, d)

@@ -233,3 +233,19 @@ def test_the_cache_is_not_flushed_under_a_peer() -> None:
     pair.run()
     assert pair.prefill.engine.flush_cache()
     assert pair.prefill.pages() == (64, 0, 0, 0, 0)
+
+
+def test_a_hand_off_that_fails_is_told_before_the_prompt_is_computed_after_all() -> None:
+    """The router needs it at once: what becomes of the prefill replica does not matter any more."""
+    pair = Pair(chunked_prefill_size=16)
+    pair.ask("a", PROMPT)
+    pair.until(pair.decode, "a", ReqState.RECEIVING)
+    pair.wire.fail(1, "cut")
+    pair.until(pair.decode, "a", ReqState.PREFILLING)
+    [told] = pair.decode.deltas[("a", 0)]
+    assert told.is_report
+    assert told.hand_off is not None
+    assert (told.hand_off.transferred, told.hand_off.reason) == (False, "cut")
+    pair.run()
+    assert all(delta.hand_off is None for delta in pair.decode.deltas[("a", 0)][1:])
+    assert pair.decode.end("a") is FinishReason.LENGTH
