@@ -5,7 +5,7 @@ Never:     moves bytes (kvtransfer/) or decides who gets memory (scheduler/preal
 Invariant: pages of a room are read by nobody before `Received`, and freed only after the room's last event.
 Thread:    engine thread only.
 
-    submit         WAITING in the PreallocQueue
+    submit         WAITING in the PreallocQueue; too long there: computed here, and the peer is told
     granted        RECEIVING: row, locked prefix and pages of the whole sequence; desk.receive(pages that are missing)
     Received       prefix to the radix cache; first token as if sampled here; RUNNING, without a forward
 
@@ -17,6 +17,8 @@ in the radix cache. Prompt logprobs and requests without output need a forward o
 """
 
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from kvtransfer import observe
 from kvtransfer.types import KvTransferDesk, KVTransferMeta, Received, ReceiveFailed, ReceiveOrder
@@ -90,6 +92,33 @@ class DecodeRole:
                     deadline_s=self._terms.room_timeout_s,
                 )
             )
+
+    def stop_waiting(self) -> list[NewToken]:
+        """Compute those here that had to wait for row and pages for too long. Returns: reports, as `on_failed`."""
+        timeout_s = self._terms.open_timeout_s
+        late = self._scheduler.legs.prealloc.older_than(self._clock() - timeout_s)
+        for req in late:
+            self._dismiss(req)
+        reason = f"no row and pages for it on the decode side within {timeout_s:.0f} s"
+        return [self._fall_back(req, reason) for req in late]
+
+    def _dismiss(self, req: Req) -> None:
+        """Tell its peer, which never heard of ``req`` from here, not to wait: open the room for no page, and abort."""
+        leg = leg_of(req)
+        leg.closing = True
+        self._desk.receive(
+            ReceiveOrder(
+                room=leg.ticket.room,
+                generation=leg.ticket.generation,
+                rid=req.rid,
+                peer=leg.ticket.prefill,
+                num_tokens=req.num_tokens,
+                first_page=req.num_tokens // self._kv.page_size,
+                pages=np.empty(0, dtype=np.int32),
+                deadline_s=self._terms.room_timeout_s,
+            )
+        )
+        self._desk.abort_receive(leg.ticket.room)
 
     def leave(self, req: Req) -> None:
         """``req`` has ended; its peer need not go on."""
@@ -170,14 +199,13 @@ class DecodeRole:
         num_bytes: int = 0,
         transfer_s: float = 0.0,
     ) -> HandOffReport:
-        granted_s = leg_of(req).granted_s
-        assert granted_s is not None
+        now_s, granted_s = self._clock(), leg_of(req).granted_s
         return HandOffReport(
             transferred=reason is None,
             reason=reason,
             num_pages=num_pages,
             num_bytes=num_bytes,
-            grant_s=granted_s - req.arrival_s,
-            wait_s=self._clock() - granted_s,
+            grant_s=(now_s if granted_s is None else granted_s) - req.arrival_s,
+            wait_s=0.0 if granted_s is None else now_s - granted_s,
             transfer_s=transfer_s,
         )

@@ -87,6 +87,7 @@ class HandOffs:
         """Take what happened at the desk. Returns: first tokens that came, and (without a token) ends of legs and
         reports of hand-offs that failed."""
         made = [self._take(event) for event in self._desk.drain_events()]
+        made += self._decode.stop_waiting()
         self.settle()
         return [token for token in made if token is not None]
 

@@ -126,6 +126,33 @@ def test_a_decode_leg_that_waits_for_its_grant_just_ends(how: str) -> None:
     assert pair.decode.pages() == (64, 0, 0, 0, 0)
 
 
+def test_a_decode_leg_that_waits_too_long_for_its_grant_is_computed_here_and_its_peer_let_go() -> None:
+    """Row and pages are another's for longer than the 180 s that the terms allow."""
+    pair = Pair(decode={"num_pages": 20})
+    pair.decode.submit(ask("other", range(60), max_new_tokens=12))
+    pair.turn()
+    pair.ask("a", PROMPT)
+    pair.clock.now_s += 179.9
+    pair.turn(pump=0)
+    assert pair.decode.state("a") is ReqState.WAITING
+    assert ("a", 0) not in pair.decode.deltas
+    pair.clock.now_s += 0.1
+    pair.turn()
+    pair.turn()
+    report = pair.decode.deltas[("a", 0)][0].hand_off
+    assert report is not None
+    assert (report.transferred, report.wait_s) == (False, 0.0)
+    assert report.reason == "no row and pages for it on the decode side within 180 s"
+    assert report.grant_s == pytest.approx(180, abs=0.1)
+    assert pair.prefill.end("a") is FinishReason.ERROR  # long before pages come free here
+    pair.run()
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
+    assert pair.decode.ids("other") == continuation(list(range(60)), 12)
+    assert pair.prefill.at_rest
+    assert pair.decode.at_rest
+    assert pair.prefill.engine.stats().num_handing_off == 0
+
+
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_a_decode_leg_that_runs_ends_like_any_other(how: str) -> None:
     pair = started(how)
@@ -316,7 +343,7 @@ def test_a_request_that_only_quarantine_keeps_out_is_refused_at_once_and_bars_no
     """30 tokens fit 24 pages, but not the 6 that are left; nobody holds any of those that could come back. Those behind
     it go on. When the peer has let go, the same request is served."""
     pair = cramped()
-    submit = pair.ask if leg else lambda rid, prompt: pair.decode.submit(ask(rid, prompt))  # noqa: E731
+    submit = pair.ask if leg else lambda rid, prompt: pair.decode.submit(ask(rid, prompt))
     submit("big", range(200, 230))
     pair.turn(pump=0)
     finish = pair.decode.deltas[("big", 0)][-1].finish
