@@ -2,7 +2,8 @@
 
 Owns:      the rank's weights, its KV pool and its copy of the ReqToTokenPool.
 Never:     schedules, or knows a request; it sees rows, slots and tokens.
-Invariant: all ranks have pools of equal size (the minimum over ranks, SPEC A04) and run equal plans in equal order.
+Invariant: K/V of a chunk is in the pool when `forward` returns, on any device: a peer may be sent it next.
+           All ranks have pools of equal size (the minimum over ranks, SPEC A04) and run equal plans in equal order.
 Thread:    the engine thread on rank 0; the worker's main thread on other ranks.
 """
 
@@ -72,7 +73,12 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> tuple[Tensor, batches.DeviceBatch]:
         """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch."""
         batch = batches.build(plan, self.table, self.device)
-        return self._model.forward(batch.input_ids, batch.meta, batch.logits_rows), batch
+        logits = self._model.forward(batch.input_ids, batch.meta, batch.logits_rows)
+        if isinstance(plan, ExtendPlan) and self.device.type == "cuda":
+            # Kernels may still be under way, and what sends pages knows no stream. Each rank waits for its own; that of
+            # rank 0, which gives the pages away, also waits for the others in the collective after the last layer.
+            torch.cuda.current_stream(self.device).synchronize()
+        return logits, batch
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step and sample; rank 0 only."""

@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from replicas.attention.base import BatchMeta
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, EngineConfig, Hardware, SchedulerConfig, resolve
+from replicas.models.llama import Llama
 from replicas.parallel import TpGroup
 from replicas.request import Req
 from replicas.runner.model_runner import ModelRunner
@@ -116,3 +119,30 @@ def test_bfloat16_runs_and_stays_near_float32(tmp_path: Path, device: str) -> No
         with torch.inference_mode():
             logits = model(torch.tensor([prompt])).logits[0, -1]
         assert token in logits.topk(2).indices.tolist()
+
+
+class _Slow:
+    """A model whose last kernel takes a second."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+
+    def forward(self, input_ids: Tensor, meta: BatchMeta, logits_rows: Tensor | None = None) -> Tensor:
+        logits = self._model.forward(input_ids, meta, logits_rows)
+        torch.cuda._sleep(2_000_000_000)
+        return logits
+
+
+@pytest.mark.parametrize("device", [DEVICES[1]])
+def test_nothing_of_a_chunk_is_under_way_when_its_step_returns(tmp_path: Path, device: str) -> None:
+    """SPEC H09: whole pages of a chunk that samples nothing are sent next, by a library that knows no stream."""
+    tiny.save("llama", tmp_path)
+    rig = make_rig(engine_config(tmp_path, device, chunk=8))
+    rig.runner._model = _Slow(rig.runner._model)  # type: ignore[assignment]
+    request = GenerateRequest(rid="a", token_ids=np.arange(20, dtype=np.int32), sampling=SamplingParams())
+    rig.scheduler.submit(Req.make(request, index=0, now_s=0.0, eos_ids=frozenset()))
+    plan = rig.scheduler.schedule()
+    assert plan is not None
+    assert not plan.sampling
+    rig.runner.run(plan)
+    assert torch.cuda.current_stream().query()
