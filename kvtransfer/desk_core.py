@@ -125,7 +125,7 @@ class DeskCore:
         )
         try:
             self._layout.require_compatible(hello.layout)
-            if not hello.ranks or [rank.rank for rank in hello.ranks] != list(range(hello.layout.tp)):
+            if [rank.rank for rank in hello.ranks] != list(range(len(hello.ranks))) or len(hello.ranks) != hello.layout.tp:
                 raise IncompatibleLayout(f"{len(hello.ranks)} ranks said hello, tp is {hello.layout.tp}")
             for port in self._ports:
                 port.connect(ranks)

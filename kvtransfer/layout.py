@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from kvtransfer.errors import IncompatibleLayout
 
+MAX_COUNT = 2**31  # page ids are int32
 MAY_DIFFER = frozenset({"tp"})  # heads are sliced then
 
 
@@ -36,6 +37,9 @@ class KvLayout:
     tp: int
 
     def __post_init__(self) -> None:
+        for field in ("num_layers", "num_kv_heads", "head_dim", "item_bytes", "page_size", "tp"):
+            if not 0 < getattr(self, field) < MAX_COUNT:
+                raise ValueError(f"{field} = {getattr(self, field)}: more than 0 and less than {MAX_COUNT} is wanted")
         if self.num_kv_heads % self.tp:
             raise ValueError(f"{self.num_kv_heads} KV heads do not split by tp = {self.tp}")
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.layout import MAX_COUNT
 from kvtransfer.types import PageIds
 
 Digests = npt.NDArray[np.uint64]  # [n] one per page
@@ -26,6 +27,12 @@ class RankInfo:
     base_address: int  # of page 0
     num_pages: int  # page 0, the sink, included
     device: int  # 0 for host memory
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.rank < MAX_COUNT and 0 <= self.device < MAX_COUNT and self.base_address >= 0):
+            raise ValueError(f"rank {self.rank}, device {self.device}, address {self.base_address}: none is negative")
+        if not 0 < self.num_pages < MAX_COUNT:
+            raise ValueError(f"{self.num_pages} pages: more than 0 and less than {MAX_COUNT} are wanted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

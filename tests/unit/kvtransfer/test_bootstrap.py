@@ -140,6 +140,27 @@ def test_two_sides_connect_and_messages_flow_both_ways() -> None:
     p.close()
 
 
+def test_a_message_that_cannot_be_served_costs_its_sender_the_connection() -> None:
+    d, p, other = Side("d"), Side("p"), Side("other")
+    links = [side.links.dial(p.hello.address, "rooms") for side in (d, other)]
+    run(d, p, other)
+
+    class Broken(Heard):
+        def heard(self, link: int, message: Message) -> None:
+            raise OverflowError("an error of ours")
+
+    p.heard = Broken(up=p.heard.up)
+    d.links.send(links[0], Ping())
+    run(d, p, other)
+    assert [name for _, name in p.heard.up] in (["d", "other"], ["other", "d"])
+    [(_, reason, refused)] = p.heard.down
+    assert "an error of ours" in reason
+    assert not refused
+    assert (d.heard.down, other.heard.down) == ([(links[0], "the peer closed the connection", False)], [])
+    for side in (d, p, other):
+        side.close()
+
+
 def test_a_probe_learns_who_listens_and_is_no_link_over_there() -> None:
     d, p = Side("d"), Side("p")
     link = p.links.dial(d.hello.address, "probe")

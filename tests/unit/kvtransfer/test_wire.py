@@ -125,6 +125,26 @@ def test_a_hello_whose_heads_do_not_split_is_refused() -> None:
         decode(json.dumps(body).encode())
 
 
+@pytest.mark.parametrize(
+    ("where", "field", "value"),
+    [
+        ("layout", "tp", -1),
+        ("layout", "page_size", 0),
+        ("layout", "num_layers", 2**31),
+        ("ranks", "num_pages", 2**62),
+        ("ranks", "num_pages", 0),
+        ("ranks", "base_address", -1),
+        ("ranks", "rank", 2**31),
+        ("ranks", "device", -1),
+    ],
+)
+def test_a_hello_with_numbers_that_cannot_be_is_refused(where: str, field: str, value: int) -> None:
+    body = json.loads(encode(HELLO)[4:])
+    (body["ranks"][0] if where == "ranks" else body["layout"])[field] = value
+    with pytest.raises(BadMessage, match=str(value)):
+        decode(json.dumps(body).encode())
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_bad_and_nothing_worse(data: bytes) -> None:
     try:
