@@ -109,13 +109,23 @@ def replica_stats(stats: EngineStats) -> dict[str, float]:
     pool = stats.pool
     return {
         "queued_tokens": float(stats.waiting_uncached_tokens),
-        "num_waiting": float(stats.num_waiting + stats.num_preallocating + stats.num_receiving),
+        "num_waiting": stats.num_waiting + _waiting_for_room(stats),
         "num_running": float(stats.num_running),
         "used_pages": float(pool.protected_pages + pool.reserved_pages + pool.quarantined_pages),
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
         "slots": float(stats.max_running_requests),
         "pool_pages": float(pool.num_pages),
     }
+
+
+def _waiting_for_room(stats: EngineStats) -> float:
+    """Of the decode legs that wait for row and pages, those that more replicas of this kind would help.
+
+    Who holds rows and pages is either running, or waits for the prefill side's queue and the transfer. For the latter,
+    and for those that wait behind them, more decode replicas would do nothing: so the former's share of them counts.
+    """
+    holding = stats.num_running + stats.num_receiving
+    return stats.num_preallocating * (stats.num_running / holding if holding else 1.0)
 
 
 def signals_of(num_replicas: int, metrics: Mapping[str, Mapping[Any, float]]) -> Signals | None:

@@ -42,13 +42,13 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
     counters = scheduler.counters
     chunked = scheduler.prefill.chunked
     parked = scheduler.legs.away.in_state(ReqState.WAITING)
-    legs = [req for req in parked if req.is_prefill_leg]  # their receivers have yet to open; then they are queued
+    # prefill legs whose receivers have yet to open wait for pages there, not for this engine: nothing of them is queued
+    num_legs = sum(req.is_prefill_leg for req in parked)
     uncached = scheduler.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
-    uncached += sum(req.num_tokens - kv.peek_len(req.ids[: req.num_tokens - 1], req.salt) for req in legs)
     return EngineStats(
         time_s=now_s,
         pool=kv.stats(),
-        num_waiting=len(scheduler.waiting) + len(parked) - len(legs),
+        num_waiting=len(scheduler.waiting) + len(parked) - num_legs,
         num_running=len(scheduler.running) + (chunked is not None),
         max_running_requests=scheduler.max_running,
         waiting_uncached_tokens=uncached,

@@ -130,8 +130,26 @@ def test_what_replicas_tell_are_numbers() -> None:
     assert all(math.isfinite(value) for value in replica_stats(stats()).values())
 
 
-def test_requests_whose_pages_are_on_their_way_are_load_and_quarantined_pages_are_taken() -> None:
-    """Of a decode replica: nothing of these is in its queue."""
+def test_who_waits_for_the_prefill_side_is_no_load_of_a_decode_replica_and_quarantined_pages_are_taken() -> None:
+    """Three wait for row and pages: one in three of those that have them runs."""
     pool = dataclasses.replace(stats().pool, free_pages=4, quarantined_pages=5, reserved_pages=1)
-    said = replica_stats(dataclasses.replace(stats(num_running=2, num_preallocating=3, num_receiving=4), pool=pool))
-    assert (said["num_running"], said["num_waiting"], said["used_pages"]) == (2, 7, 6)
+    said = replica_stats(
+        dataclasses.replace(stats(num_running=2, num_waiting=1, num_preallocating=3, num_receiving=4), pool=pool)
+    )
+    assert (said["num_running"], said["num_waiting"], said["used_pages"]) == (2, 1 + 3 * 2 / 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("num_running", "num_receiving", "wanted"),
+    [(0, 64, 1), (0, 0, 4), (64, 0, 5), (32, 32, 3)],  # 57.6 a replica
+)
+def test_decode_replicas_are_added_for_those_that_wait_for_decoding(
+    num_running: int, num_receiving: int, wanted: int
+) -> None:
+    """200 wait for row and pages, which are held by requests that run, or that wait for the prefill side."""
+    said = replica_stats(
+        stats(max_running_requests=64, num_running=num_running, num_receiving=num_receiving, num_preallocating=200)
+    )
+    signals = signals_of(1, {name: {"r0": value} for name, value in said.items()})
+    assert signals is not None
+    assert decide(signals, Objective(), least=1, most=8) == wanted

@@ -46,17 +46,19 @@ def test_pages_leave_chunk_by_chunk_and_the_states_are_those_of_the_life_cycle()
     pair.ask("a", PROMPT)
     assert (pair.prefill.state("a"), pair.decode.state("a")) == (ReqState.WAITING, ReqState.WAITING)
     waits = pair.prefill.engine.stats()
-    assert (waits.num_handing_off, waits.num_waiting, waits.waiting_uncached_tokens) == (1, 0, 45)  # work to come
+    assert (waits.num_handing_off, waits.num_waiting, waits.waiting_uncached_tokens) == (1, 0, 0)  # not opened yet
     waits = pair.decode.engine.stats()
     assert (waits.num_preallocating, waits.num_waiting, waits.waiting_uncached_tokens) == (1, 0, 0)
     pair.turn()  # granted, opened
     assert pair.decode.engine.stats().num_receiving == 1
     assert pair.decode.state("a") is ReqState.RECEIVING
     assert pair.decode.pages() == (52, 0, 0, 12, 0)
-    room, sent = pair.wire.room(1), []
+    room, sent, left = pair.wire.room(1), [], []
     for _ in range(3):
         pair.turn()
         sent.append((room.next_page, pair.prefill.state("a")))
+        left.append(pair.prefill.engine.stats().waiting_uncached_tokens)
+    assert left == [29, 13, 0]
     assert sent == [(4, ReqState.PREFILLING), (8, ReqState.PREFILLING), (12, ReqState.HANDING_OFF)]
     assert pair.prefill.pages() == (52, 0, 11, 1, 0)  # pinned until the receiver has them
     stats = pair.prefill.engine.stats()
