@@ -146,9 +146,9 @@ class ServedEngine:
         return len(rids)
 
     def raise_if_unhealthy(self) -> None:
-        """Raises: EngineDead when a step crashed, hangs, or a rank is gone."""
-        if self.loop.error is not None:
-            raise self.loop.error
+        """Raises: EngineDead when a step crashed, hangs, a rank is gone, or the transfer thread has failed."""
+        if (error := self.loop.fault) is not None:
+            raise error
 
     async def stop(self) -> None:
         if self._reporter is not None:
@@ -202,7 +202,7 @@ class ServedEngine:
             await asyncio.sleep(self._report_period_s)
 
     def _report(self, stats: EngineStats) -> ReplicaReport:
-        error = self.loop.error
+        error = self.loop.fault
         return ReplicaReport(
             stats=stats,
             error=None if error is None else str(error),

@@ -226,6 +226,11 @@ class KvTransferDesk(Protocol):
 
     def stats(self) -> TransferStats: ...
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the desk, if it was not `close`: no room will ever succeed here. Any thread."""
+        ...
+
     def close(self) -> None:
         """Say goodbye to all peers and stop. Rooms that are open end without events."""
         ...

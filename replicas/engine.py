@@ -29,7 +29,7 @@ from replicas.config import EngineConfig
 from replicas.disagg.hand_offs import HandOffs
 from replicas.disagg.rooms import HandOffTerms
 from replicas.disagg.wake import Wake
-from replicas.errors import InvalidRequest, Overloaded
+from replicas.errors import EngineDead, InvalidRequest, Overloaded
 from replicas.intake import Intake
 from replicas.observer import Observer
 from replicas.open_requests import OpenRequests
@@ -81,6 +81,7 @@ class Engine:
         self._open = OpenRequests(self.scheduler.finish)
         self._observer = Observer(kv, kv_bytes)
         self.wake = wake or Wake()
+        self._desk = desk
         self.transfer_address = desk.address if desk is not None else None  # where peers reach its desk
         self._hand_offs: HandOffs | None = None
         if desk is not None and terms is not None:
@@ -97,6 +98,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def transfer_error(self) -> EngineDead | None:
+        """Why no hand-off can succeed here any more; any thread may ask."""
+        error = None if self._desk is None else self._desk.error
+        return None if error is None else EngineDead(f"the transfer thread has failed: {error!r}")
 
     @property
     def idle_s(self) -> float | None:

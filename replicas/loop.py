@@ -54,6 +54,11 @@ class EngineLoop:
     def num_open(self) -> int:
         return len(self._sinks)
 
+    @property
+    def fault(self) -> EngineDead | None:
+        """Why this engine should be replaced: it is dead, or what it hands over and receives will never come."""
+        return self.error or self.engine.transfer_error
+
     def start(self) -> None:
         self._thread.start()
         self._watchdog.start()

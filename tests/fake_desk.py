@@ -123,6 +123,7 @@ class FakeDesk:
         self.shared_pages: Callable[[], set[int]] = set  # of its prefix cache: nothing may be written to these
         self._on_event = on_event
         self.closed = False
+        self.error: BaseException | None = None
         self._page_size = page_size
         self._events: list[TransferEvent] = []
 
