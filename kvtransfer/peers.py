@@ -6,12 +6,11 @@ Invariant: at most one dial and one link each way for an incarnation; a link bel
 Thread:    the transfer thread.
 
     want ─> dialling ──hello──> up ──lost, silent──> redialling (0.2 s ... 5 s) ──hello──> up
-                │                                         │
-                └─────── refused, or another life there ──┴──> dead ──GRACE_S──> gone
+                │                                         │                       │ its own hello
+                └─────── refused, or another life there ──┴──> doubted (inquest.py) ──proven──> dead
 
 A decode engine dials, and keeps its link up; the prefill engine, when it has lost a receiver, probes its address: only
-so does it learn of a death. Refused: nobody listens, and a desk closes its listener last, after its agents (desk.py).
-Another incarnation at the same address: the same. A peer that does not answer may hang and live: never proof.
+so does it learn of a death. A peer that does not answer may hang and live: never proof.
 """
 
 import math
@@ -19,11 +18,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvtransfer.heartbeat import Heartbeat
+from kvtransfer.inquest import Inquest
 from kvtransfer.types import PeerAddress, TransferSettings
 from kvtransfer.wire import Bye, Hello, Message, Ping
 
-GRACE_S = 1.0  # after a proven death, for what lies in our sockets to land (tcp; notes/nixl.md section 8)
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+MIN_UP_S = 0.1  # a link that was lost sooner is not dialled again at once
 FORGET_S = 600.0  # out of reach, no proof of its death, and nothing of ours depends on it
 
 Purpose = Literal["rooms", "probe"]
@@ -53,7 +53,7 @@ class PeerWatcher(Protocol):
         ...
 
     def peer_dead(self, incarnation: str, reason: str) -> None:
-        """And what it sent has landed."""
+        """All its processes are, and what they sent has landed."""
         ...
 
     def peer_forgotten(self, incarnation: str) -> None: ...
@@ -74,8 +74,9 @@ class _Peer:
     backoff_s: float = 0.0
     dial_s: float = math.inf  # when to dial next
     lost_s: float = math.inf  # since when it is out of reach
-    dead_s: float = math.inf  # since when it is proven dead
-    death: str = ""
+    up_s: float = -math.inf  # when its last link came up
+    followers: tuple[PeerAddress, ...] = ()  # processes of its other ranks
+    inquest: Inquest | None = None  # it seems to be dead
 
     @property
     def linked(self) -> bool:
@@ -94,8 +95,8 @@ class Peers:
     def want(self, address: PeerAddress, now: float) -> str:
         """Keep a link up to it from now on. Returns: why it cannot be had just now, or nothing."""
         peer = self._peers.setdefault(address.incarnation, _Peer(address=address))
-        if peer.death:
-            return peer.death
+        if peer.inquest is not None:
+            return peer.inquest.reason
         if peer.outgoing is None and not peer.wanted:
             peer.wanted = True
             if peer.dialling is not None:  # a probe: dial anew, for good
@@ -124,20 +125,25 @@ class Peers:
         """Hello was said both ways."""
         incarnation = hello.address.incarnation
         dialled = self._by_link.get(link)
+        if dialled is not None and (inquest := self._peers[dialled].inquest) is not None:
+            self._unlink(link)
+            if inquest.answered(link, incarnation, now):
+                self._revive(dialled, now)
+            return
         if dialled is not None and dialled != incarnation:
             self._unlink(link)
-            self._died(dialled, f"another process listens at {_name(hello.address)} now", now)
+            self._doubt(dialled, f"another process listens at {_name(hello.address)} now", now).desk_gone(now)
             return
         for other, known in list(self._peers.items()):
             if other != incarnation and (known.address.host, known.address.port) == (
                 hello.address.host,
                 hello.address.port,
             ):
-                self._died(other, f"another process listens at {_name(hello.address)} now", now)
+                if known.inquest is None:
+                    self._doubt(other, f"another process listens at {_name(hello.address)} now", now).desk_gone(now)
         peer = self._peers.setdefault(incarnation, _Peer(address=hello.address))
-        if peer.death:  # cannot be: it would have to say hello from the grave
-            self._unlink(link)
-            return
+        if peer.inquest is not None:
+            self._revive(incarnation, now)
         if dialled is not None and not peer.wanted:
             self._probed(link, peer, now)
             return
@@ -165,7 +171,8 @@ class Peers:
         self._beats[link] = Heartbeat(
             period_s=self._settings.heartbeat_s, misses=self._settings.heartbeat_misses, now=now
         )
-        peer.suspect, peer.backoff_s, peer.lost_s = "", 0.0, math.inf
+        peer.suspect, peer.lost_s, peer.up_s = "", math.inf, now
+        peer.followers = tuple(rank.alive_at for rank in hello.ranks if rank.alive_at is not None)
         if outgoing or not peer.wanted:
             peer.dial_s = math.inf
         self._watcher.peer_up(hello, outgoing=outgoing)
@@ -175,9 +182,11 @@ class Peers:
         incarnation = self._by_link.get(link)
         if incarnation is None:
             return
-        if refused:
+        if (inquest := self._peers[incarnation].inquest) is not None:
             self._unlink(link)
-            self._died(incarnation, f"the process is gone: {reason}", now)
+            inquest.not_answered(link, now, refused=refused)
+        elif refused:
+            self._doubt(incarnation, f"the process is gone: {reason}", now).desk_gone(now)
         elif link in self._beats:
             self._lost(link, reason, now)
         else:
@@ -197,7 +206,7 @@ class Peers:
     def drop(self, incarnation: str, reason: str, now: float) -> None:
         """Something is wrong with it: close its links, and begin anew by a hello."""
         peer = self._peers.get(incarnation)
-        if peer is None:
+        if peer is None or peer.inquest is not None:
             return
         peer.suspect = reason
         for link in (peer.outgoing, peer.incoming):
@@ -216,20 +225,23 @@ class Peers:
             elif beat.take_due(now):
                 self._links.send(link, Ping())
         for incarnation, peer in list(self._peers.items()):
-            if peer.death:
-                if now >= peer.dead_s + GRACE_S:
-                    del self._peers[incarnation]
-                    self._watcher.peer_dead(incarnation, peer.death)
+            if peer.inquest is not None and peer.inquest.proven(now):
+                self._remove(incarnation)
+                self._watcher.peer_dead(incarnation, peer.inquest.reason)
+            elif now >= peer.lost_s + FORGET_S and not peer.linked and not self._watcher.has_business(incarnation):
+                self._remove(incarnation)
+                self._watcher.peer_forgotten(incarnation)
+            elif peer.inquest is not None:
+                for address in peer.inquest.due(now):
+                    link = self._links.dial(address, "probe")
+                    peer.inquest.asked(address, link)
+                    self._by_link[link] = incarnation
             elif now >= peer.dial_s:
-                if now >= peer.lost_s + FORGET_S and not peer.linked and not self._watcher.has_business(incarnation):
-                    del self._peers[incarnation]
-                    self._watcher.peer_forgotten(incarnation)
-                else:
-                    self._dial(incarnation, peer)
+                self._dial(incarnation, peer)
 
     @property
     def next_s(self) -> float:
-        times = [peer.dead_s + GRACE_S if peer.death else peer.dial_s for peer in self._peers.values()]
+        times = [peer.dial_s if peer.inquest is None else peer.inquest.next_s for peer in self._peers.values()]
         return min([*times, *(beat.next_s for beat in self._beats.values())], default=math.inf)
 
     @property
@@ -257,22 +269,50 @@ class Peers:
             peer.incoming = None
         if not peer.linked:
             peer.lost_s = now
-        if peer.dialling is None and (outgoing or not peer.linked):
+        if now >= peer.up_s + MIN_UP_S:
+            peer.backoff_s = 0.0
+        elif outgoing:  # a link that breaks as soon as it is up
+            self._back_off(peer, now)
+        if peer.dialling is None and peer.dial_s == math.inf and (outgoing or not peer.linked):
             peer.dial_s = now if outgoing else min(peer.dial_s, now + MIN_BACKOFF_S)
         self._watcher.peer_down(incarnation, reason, outgoing=outgoing)
 
-    def _died(self, incarnation: str, reason: str, now: float) -> None:
+    def told_dead(self, incarnation: str, now: float) -> None:
+        """By somebody who knows that all its processes have ended. Its own hello within the grace says otherwise."""
+        if incarnation in self._peers:
+            self._doubt(incarnation, "the process is gone, says its supervisor", now).told(now)
+
+    def _doubt(self, incarnation: str, reason: str, now: float) -> Inquest:
+        """It seems to be dead: no room of it can go on, and each of its processes is asked."""
         peer = self._peers[incarnation]
-        if peer.death:
-            return
-        peer.death, peer.dead_s = reason, now
-        peer.dial_s = math.inf
+        if peer.inquest is not None:
+            return peer.inquest
+        inquest = peer.inquest = Inquest(peer.address, peer.followers, reason, now)
+        peer.dial_s, peer.lost_s = math.inf, min(peer.lost_s, now)
         for link in (peer.outgoing, peer.incoming, peer.dialling):
-            if link is not None and link in self._by_link:
+            if link is not None:
                 self._unlink(link)
         peer.outgoing = peer.incoming = peer.dialling = None
         for outgoing in (True, False):
             self._watcher.peer_down(incarnation, reason, outgoing=outgoing)
+        return inquest
+
+    def _revive(self, incarnation: str, now: float) -> None:
+        """It is not dead. Its rooms ask when there is a link again."""
+        peer = self._peers[incarnation]
+        if peer.inquest is not None:
+            for link in peer.inquest.links:
+                self._unlink(link)
+        peer.inquest, peer.backoff_s = None, 0.0
+        if peer.wanted:
+            peer.dial_s = now
+        else:
+            self._back_off(peer, now)
+
+    def _remove(self, incarnation: str) -> None:
+        del self._peers[incarnation]
+        for link in [link for link, of in self._by_link.items() if of == incarnation]:
+            self._unlink(link)
 
     def _dial(self, incarnation: str, peer: _Peer) -> None:
         peer.dial_s = math.inf
@@ -293,17 +333,20 @@ class Peers:
         links = [
             (link, incarnation)
             for incarnation, peer in self._peers.items()
-            for link in (peer.outgoing, peer.incoming, peer.dialling)
+            for link in (peer.outgoing, peer.incoming, peer.dialling, *(peer.inquest.links if peer.inquest else ()))
             if link is not None
         ]
         assert dict(links) == self._by_link, "links and peers disagree"
         assert len(links) == len(self._by_link), "two peers share a link"
         for peer in self._peers.values():
-            assert not peer.death or not peer.linked
+            if peer.inquest is not None:
+                assert not peer.linked
+                assert peer.dialling is None
+                assert peer.dial_s == math.inf
+                peer.inquest.check()
+                continue
             assert peer.dialling is None or peer.dial_s == math.inf
-            assert not peer.wanted or (
-                peer.outgoing is not None or peer.dialling is not None or peer.death or peer.dial_s < math.inf
-            )
+            assert not peer.wanted or peer.outgoing is not None or peer.dialling is not None or peer.dial_s < math.inf
 
 
 def _name(address: PeerAddress) -> str:

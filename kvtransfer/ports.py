@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.layout import MAX_COUNT
-from kvtransfer.types import PageIds
+from kvtransfer.types import PageIds, PeerAddress
 
 Digests = npt.NDArray[np.uint64]  # [n] one per page
 
@@ -27,6 +27,7 @@ class RankInfo:
     base_address: int  # of page 0
     num_pages: int  # page 0, the sink, included
     device: int  # 0 for host memory
+    alive_at: PeerAddress | None = None  # where its process answers until its agent is closed; None: the desk's process
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < MAX_COUNT and 0 <= self.device < MAX_COUNT and self.base_address >= 0):

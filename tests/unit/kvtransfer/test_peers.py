@@ -112,6 +112,46 @@ def test_another_life_on_the_old_address_is_the_death_of_the_first() -> None:
     assert "another process listens" in room.reasons[0] or "closed the connection" in room.reasons[0]
 
 
+@pytest.mark.parametrize("away_s", [0.15, 0.6])
+@pytest.mark.parametrize("holds", [10, 30, 45, 80])
+def test_one_refusal_is_no_death_and_who_is_back_within_the_grace_is_asked(away_s: float, holds: int) -> None:
+    """Its writes end after so many turns; a page that was reused too early would fail the network's check."""
+    net, p, d = pair()
+    net.fabric.faults.hold_checks = holds
+    room = begun(net, p, d)
+    p.send(room, 3, last=True)
+    net.run(0.1)
+    net.cut()
+    listener = net.listeners.pop(p.address.port)
+    net.run(away_s)
+    net.listeners[p.address.port] = listener
+    net.run(1.0)
+    assert room.receives[0] == "ReceiveFailed"
+    net.run(8.0)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+    assert room.sends == ["SendReady", "SendFailed", "SendDrained"]
+    assert d.core.stats().peers == 1
+    begun(net, p, d)
+
+
+def test_who_says_hello_from_the_grave_is_not_dead() -> None:
+    """Its desk cannot be dialled; it dials us."""
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.cut()
+    del net.listeners[p.address.port]
+    net.run(0.3)
+    assert room.receives == ["ReceiveFailed"]
+    net.hand_off(d, p, num_pages=2)
+    net.run(0.3)
+    net.listeners[p.address.port] = p
+    net.run(0.1)
+    assert room.receives == ["ReceiveFailed"]
+    net.run(8.0)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+    assert d.core.stats().peers == 1
+
+
 def test_an_address_that_cannot_be_reached_proves_nothing() -> None:
     net, p, d = pair()
     room = begun(net, p, d)

@@ -1,0 +1,105 @@
+"""The proof that a peer is dead: every process of it is gone, and stays gone for the grace.
+
+Owns:      for each process of one peer (its desk, and the ranks that live elsewhere): since when it is gone, and when
+           to ask next.
+Never:     dials: `Peers` does, and says what came of it.
+Invariant: a process is proven gone by two proofs GRACE_S apart with no answer of its own in between; no answer at all
+           is neither.
+
+Gone is: nobody listens at its address (a process closes its listener last, after its agent), or another life does. One
+refusal may be a restarting proxy or a firewall's mood; and what lies in our sockets wants the grace to land (tcp;
+notes/nixl.md section 8).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtransfer.types import PeerAddress
+
+GRACE_S = 1.0
+RETRY_S = 0.25  # within the grace: who is there again shall be seen
+MAX_RETRY_S = 5.0  # of a process that lives, or cannot be reached
+
+
+@dataclass(slots=True, kw_only=True)
+class _Process:
+    address: PeerAddress
+    dial_s: float  # when to ask next
+    backoff_s: float = 0.0
+    gone_s: float = math.inf  # since when
+    proven: bool = False
+    link: int | None = None  # the dial that asks
+
+    def gone(self, now: float) -> None:
+        self.gone_s, self.backoff_s = min(self.gone_s, now), 0.0
+        self.proven = now >= self.gone_s + GRACE_S
+        self.dial_s = math.inf if self.proven else min(now + RETRY_S, self.gone_s + GRACE_S)
+
+    def unproven(self, now: float) -> None:
+        """It lives, or nobody can say."""
+        self.backoff_s = min(max(2 * self.backoff_s, RETRY_S), MAX_RETRY_S)
+        self.dial_s = now + self.backoff_s
+
+
+class Inquest:
+    def __init__(self, desk: PeerAddress, followers: Sequence[PeerAddress], reason: str, now: float) -> None:
+        self.reason = reason
+        self._processes = [_Process(address=address, dial_s=now) for address in (desk, *followers)]
+        self._told_s = math.inf
+
+    def desk_gone(self, now: float) -> None:
+        """A dial of `Peers` was refused, or another life answered."""
+        self._processes[0].gone(now)
+
+    def told(self, now: float) -> None:
+        """Somebody who knows says that all of it is dead."""
+        self._told_s = min(self._told_s, now)
+
+    def due(self, now: float) -> list[PeerAddress]:
+        """Whom to ask now, by `asked`."""
+        return [each.address for each in self._processes if now >= each.dial_s]
+
+    def asked(self, address: PeerAddress, link: int) -> None:
+        [process] = [each for each in self._processes if each.address == address]
+        process.link, process.dial_s = link, math.inf
+
+    @property
+    def links(self) -> list[int]:
+        return [each.link for each in self._processes if each.link is not None]
+
+    def answered(self, link: int, incarnation: str, now: float) -> bool:
+        """Somebody is there. Returns: whether it is the peer's desk, which is not dead then."""
+        process = self._take(link)
+        if incarnation != process.address.incarnation:
+            process.gone(now)
+            return False
+        process.gone_s = math.inf
+        process.unproven(now)
+        return process is self._processes[0]
+
+    def not_answered(self, link: int, now: float, *, refused: bool) -> None:
+        process = self._take(link)
+        if refused:
+            process.gone(now)
+        else:
+            process.unproven(now)
+
+    def proven(self, now: float) -> bool:
+        return now >= self._told_s + GRACE_S or all(each.proven for each in self._processes)
+
+    @property
+    def next_s(self) -> float:
+        if all(each.proven for each in self._processes):
+            return 0.0
+        return min(self._told_s + GRACE_S, *(each.dial_s for each in self._processes))
+
+    def _take(self, link: int) -> _Process:
+        [process] = [each for each in self._processes if each.link == link]
+        process.link = None
+        return process
+
+    def check(self) -> None:
+        for each in self._processes:
+            assert each.proven or each.link is not None or each.dial_s < math.inf, f"{each.address} is not asked again"
+            assert not each.proven or each.gone_s < math.inf
