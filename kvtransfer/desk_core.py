@@ -78,6 +78,9 @@ class DeskCore:
     def abort_send(self, room: int, reason: str) -> None:
         self.sending.abort(room, reason, self.now)
 
+    def peer_is_dead(self, incarnation: str) -> None:
+        self.peers.told_dead(incarnation, self.now)
+
     # what links and ports say
 
     def link_up(self, link: int, hello: Hello) -> None:

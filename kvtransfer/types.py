@@ -220,6 +220,12 @@ class KvTransferDesk(Protocol):
         """The request cannot be served here. -> SendFailed, SendDrained, unless the last event is out already."""
         ...
 
+    def peer_is_dead(self, incarnation: str) -> None:
+        """Somebody who knows says that all processes of this peer have ended (its machine is gone: it cannot refuse).
+        After the grace its rooms drain; a hello of its own until then says otherwise. From any thread; unknown or
+        told twice is fine."""
+        ...
+
     def drain_events(self) -> list[TransferEvent]:
         """What happened since the last call, in order."""
         ...

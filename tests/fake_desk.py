@@ -156,6 +156,9 @@ class FakeDesk:
         if not self.wire.room(room).sender_over:
             self.wire.fail(room, reason)
 
+    def peer_is_dead(self, incarnation: str) -> None:
+        """Rooms here end when the wire says so."""
+
     def drain_events(self) -> list[TransferEvent]:
         events, self._events = self._events, []
         return events

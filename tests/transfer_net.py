@@ -9,7 +9,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -128,11 +128,14 @@ class Net:
         self.engines: list[SimEngine] = []
         self.rooms: list[Room] = []
         self.unreachable: set[int] = set()  # ports that nobody reaches just now
+        self.followers: dict[int, PeerAddress] = {}  # by port: processes of ranks after the first
+        self.orphans: list[SimEngine] = []  # rank 0's process is gone, the others live on
 
     def add(self, *, tp: int = 1, num_pages: int = 13, port: int | None = None) -> "SimEngine":
         engine = SimEngine(self, port or 1000 + len(self.engines), tp=tp, num_pages=num_pages)
         self.engines.append(engine)
         self.listeners[engine.address.port] = engine
+        self.followers |= {address.port: address for address in engine.followers}
         return engine
 
     @property
@@ -140,9 +143,27 @@ class Net:
         return [engine for engine in self.engines if engine.alive]
 
     def kill(self, engine: "SimEngine") -> None:
-        engine.alive = False
-        for agent in engine.pools.agents:
+        """All its processes."""
+        self.kill_rank(engine, 0)
+        self.bury(engine)
+
+    def bury(self, orphan: "SimEngine") -> None:
+        """The processes of its other ranks end too."""
+        self.orphans.remove(orphan)
+        for agent in orphan.pools.agents[1:]:
             self.fabric.kill(agent)
+        for address in orphan.followers:
+            del self.followers[address.port]
+
+    def kill_rank(self, engine: "SimEngine", rank: int) -> None:
+        """Rank 0: the others live until `bury`, and what they have posted lands. Another one: the engine ends with it
+        (a desk whose rank is lost closes the others' agents)."""
+        if rank > 0:
+            self.kill(engine)
+            return
+        engine.alive = False
+        self.orphans.append(engine)
+        self.fabric.kill(engine.pools.agents[0])
         del self.listeners[engine.address.port]
         for link, end in list(self.ends.items()):
             if end.engine is engine:
@@ -173,6 +194,9 @@ class Net:
                 self.dials.remove(dial)
             elif dial.engine.hung:
                 continue
+            elif dial.address.port in self.followers:
+                self.dials.remove(dial)
+                dial.engine.core.link_up(dial.link, self._follower_hello(dial))
             elif target is None:
                 self.dials.remove(dial)
                 dial.engine.core.link_down(dial.link, "refused", refused=True)
@@ -193,8 +217,16 @@ class Net:
             target.core.link_up(link, dial.engine.hello)
         dial.engine.core.link_up(dial.link, target.hello)
 
+    def _follower_hello(self, dial: _Dial) -> Hello:
+        return Hello(
+            address=self.followers[dial.address.port], purpose="rooms", layout=dial.engine.pools.layout, ranks=()
+        )
+
     def turn(self, *, whole: bool = True) -> None:
         """Every process that lives and does not hang has its turn; ``whole``: it hears all that was sent to it."""
+        for orphan in self.orphans:
+            for port in orphan.pools.ports[1:]:
+                port.poll()
         for engine in self.random.sample(self.living, len(self.living)):
             if not engine.hung:
                 engine.turn(whole=whole)
@@ -243,12 +275,12 @@ class SimEngine:
         self.core = DeskCore(SETTINGS, self.pools.layout, self.pools.ports, self.links, net.now)
         self._take_arrived = self.core.receiving.arrived
         self.core.receiving.arrived = self._arrived  # type: ignore[method-assign]
-        self.hello = Hello(
-            address=self.address,
-            purpose="rooms",
-            layout=self.pools.layout,
-            ranks=tuple(port.info for port in self.pools.ports),
+        self.followers = tuple(
+            PeerAddress(host="sim", port=next(net.numbers) + 10_000, incarnation=agent) for agent in self.pools.agents[1:]
         )
+        alive_at = (None, *self.followers)
+        ranks = tuple(replace(port.info, alive_at=at) for port, at in zip(self.pools.ports, alive_at, strict=True))
+        self.hello = Hello(address=self.address, purpose="rooms", layout=self.pools.layout, ranks=ranks)
         self.num_pages = num_pages
         self.free = list(range(1, num_pages))
         self.writable: Counter[int] = Counter()  # pages of rooms that come or are in quarantine

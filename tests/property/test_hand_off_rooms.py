@@ -103,6 +103,18 @@ class HandOffRooms(RuleBasedStateMachine):
         if self.net.engines[at].alive:
             self.net.kill(self.net.engines[at])
 
+    @rule(at=st.integers(0, 2), rank=st.integers(0, 1))
+    def kill_rank(self, at: int, rank: int) -> None:
+        """Rank 0's process dies; those of the others live on."""
+        engine = self.net.engines[at]
+        if engine.alive:
+            self.net.kill_rank(engine, min(rank, engine.pools.layout.tp - 1))
+
+    @rule()
+    def bury(self) -> None:
+        for orphan in list(self.net.orphans):
+            self.net.bury(orphan)
+
     @rule(flips=st.integers(0, 2), notes=st.integers(0, 1), checks=st.integers(0, 4))
     def spoil(self, flips: int, notes: int, checks: int) -> None:
         faults = self.net.fabric.faults
@@ -117,6 +129,7 @@ class HandOffRooms(RuleBasedStateMachine):
         if not hasattr(self, "net"):
             return
         self.resume()
+        self.bury()
         self.net.unreachable.clear()
         self.spoil(0, 0, 0)
         for _ in range(30):  # longer than any deadline and any backoff

@@ -102,6 +102,48 @@ def test_a_process_that_refuses_is_dead_and_its_pages_come_back_after_the_grace(
     assert all(not port._peers for port in d.pools.ports)  # the ports have forgotten it
 
 
+def test_the_death_of_rank_0_frees_no_page_while_another_rank_of_it_can_write() -> None:
+    net = Net()
+    p, d = net.add(tp=2), net.add(tp=2)
+    net.fabric.faults.hold_checks = 100
+    room = begun(net, p, d)
+    p.send(room, 3, last=True)
+    net.run(0.1)
+    net.kill_rank(p, 0)
+    net.run(10.0)  # rank 1 writes meanwhile; the network checks that no page of another has changed
+    assert room.receives == ["ReceiveFailed"]
+    assert d.core.stats().rooms_draining == 1
+    net.bury(p)
+    net.run(7.0)  # it is asked every 5 s
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+
+
+def test_who_is_told_that_a_machine_is_gone_frees_its_pages_after_the_grace() -> None:
+    """No answer at all would be no proof for ever."""
+    net, p, d = pair()
+    room = begun(net, p, d)
+    net.unreachable.add(p.address.port)
+    net.hang(p)
+    net.run(60.0, step_s=0.2)
+    assert room.receives == ["ReceiveFailed"]
+    d.core.peer_is_dead(p.address.incarnation)
+    d.core.peer_is_dead("nobody knows it")
+    net.run(0.9)
+    assert room.receives == ["ReceiveFailed"]
+    net.run(0.2)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
+
+
+def test_who_was_told_wrong_hears_it_from_the_peer_itself() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    d.core.peer_is_dead(p.address.incarnation)
+    net.run(0.5)
+    assert room.receives == ["ReceiveFailed", "ReceiveDrained"]  # it was asked, and has answered
+    assert room.sends == ["SendReady", "SendFailed", "SendDrained"]
+    assert d.core.stats().peers == 1
+
+
 def test_another_life_on_the_old_address_is_the_death_of_the_first() -> None:
     net, p, d = pair()
     room = begun(net, p, d)
