@@ -15,7 +15,7 @@ from deployments.prefill_leg import PrefillLeg
 from deployments.progress import Part, Progress
 from deployments.route_log import Try
 from replicas.errors import EngineDead, MantaError, Overloaded
-from replicas.types import TokenDelta
+from replicas.types import HandOffReport, TokenDelta
 from routing.router import Router
 from routing.types import Ending, Outcome
 
@@ -34,8 +34,10 @@ class Attempt:
         parts: list[Part],
         before: Part | None,
         progress: Progress,
+        on_report: Callable[[str, HandOffReport], None],
     ) -> None:
-        """``before``: the prefill leg, where the decision has one; ``parts`` is its decode leg then."""
+        """``before``: the prefill leg, where the decision has one; ``parts`` is its decode leg then. ``on_report``: told
+        how the hand-off from which replica went."""
         self._channel = channel
         self._router = router
         self._holder = holder
@@ -45,6 +47,7 @@ class Attempt:
         self._parts = {part.request.rid: part for part in parts}
         self._before = before
         self._progress = progress
+        self._on_report = on_report
 
     async def run(self) -> AsyncGenerator[TokenDelta, None]:
         """The deltas, as the client's own. Raises: what the try failed with."""
@@ -103,6 +106,8 @@ class Attempt:
         if report is None:
             return
         self._noted.hand_off = report
+        if self._decision.prefill_id is not None:
+            self._on_report(self._decision.prefill_id, report)
         if report.transferred:
             self._router.link.record(report.num_bytes, report.transfer_s)
         elif prefill is not None:

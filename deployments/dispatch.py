@@ -19,11 +19,12 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from deployments.attempt import Attempt
 from deployments.channel_server import ChannelServer
+from deployments.hold_out import HoldOut
 from deployments.holder import LeaseHolder
 from deployments.leases import Leases
 from deployments.prefill_leg import PrefillLost, legs_of
@@ -79,6 +80,7 @@ class Dispatcher:
         self._max_wait_s = max_wait_s  # of the queue before a new request, as estimated
         self._transfer_address = transfer_address  # of the desk of a prefill replica
         self._clock = clock
+        self._hold_out = HoldOut(clock)
         self.routes = routes if routes is not None else RouteLog()
         self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
         self.num_retries = 0
@@ -99,8 +101,9 @@ class Dispatcher:
             for number in range(self._max_tries):
                 last = LAST_TRY if 0 < number == self._max_tries - 1 else ""
                 query = query_of(request, hints, frozenset(excluded), one_replica=last)
-                decision = await self._choose(replace(query, max_wait_s=self._max_wait_s), failure)
-                noted = self.routes.add(request.rid, decision)
+                held_out = self._hold_out.now()
+                decision = await self._choose(self._bounded(query, held_out), failure)
+                noted = self.routes.add(request.rid, decision, held_out)
                 if failure is None:
                     self._refuse_if_saturated(noted)
                 left_s = None
@@ -128,7 +131,7 @@ class Dispatcher:
 
     def explain_only(self, query: RouteQuery) -> Decision:
         """The decision that `stream` would come to now; nothing is sent or remembered. Raises: NoReplica."""
-        return self._router.explain_only(replace(query, max_wait_s=self._max_wait_s))
+        return self._router.explain_only(self._bounded(query, self._hold_out.now()))
 
     def check(self) -> None:
         """Raises AssertionError if, with no request open, anything is still held for one."""
@@ -138,6 +141,9 @@ class Dispatcher:
         if self.num_open == 0:
             assert self._channel.num_streams == 0, f"{self._channel.num_streams} streams are open, no request is"
             assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
+
+    def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
+        return replace(query, max_wait_s=self._max_wait_s, excluded=query.excluded | held_out.keys())
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> Decision:
         """A decision; a request that a dying replica left undone waits for one to take over."""
@@ -171,6 +177,7 @@ class Dispatcher:
             parts=parts,
             before=before,
             progress=progress,
+            on_report=self._hold_out.take,
         )
 
     def _refuse_if_saturated(self, noted: Try) -> None:

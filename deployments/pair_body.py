@@ -35,11 +35,11 @@ def pair_body(decision: Decision) -> dict[str, Any]:
 
 
 def hand_off_body(each: Try) -> dict[str, Any]:
-    """What became of the hand-off of one try."""
+    """What became of the hand-off of one try, and which prefill replicas were not asked after earlier ones."""
     if each.decision.pair is None:
         return {}
     report = None if each.hand_off is None else dataclasses.asdict(each.hand_off)
-    return {"hand_off": report, "prefill_end": each.prefill_end}
+    return {"hand_off": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
 
 
 def _terms_body(terms: PairTerms) -> dict[str, Any]:

@@ -8,11 +8,15 @@ Thread:    the router's event loop.
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from deployments.rids import client_rid
 from replicas.types import HandOffReport
 from routing.types import Decision, Outcome
+
+NOBODY: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +29,7 @@ class Try:
     outcome: Outcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
     hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
+    held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replicas not to be asked then -> why (hold_out.py)
     prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one
 
 
@@ -50,7 +55,7 @@ class RouteLog:
         self._records: OrderedDict[str, RouteRecord] = OrderedDict()  # by rid, oldest first
         self._by_name: dict[str, str] = {}  # client's name -> rid of the most recent one called so
 
-    def add(self, rid: str, decision: Decision) -> Try:
+    def add(self, rid: str, decision: Decision, held_out: Mapping[str, str] = NOBODY) -> Try:
         """The next try of request ``rid``."""
         record = self._records.get(rid)
         if record is None:
@@ -58,7 +63,7 @@ class RouteLog:
             self._by_name[record.name] = rid
             if len(self._records) > self.capacity:
                 self._drop_oldest()
-        attempt = Try(decision=decision)
+        attempt = Try(decision=decision, held_out=held_out)
         record.tries.append(attempt)
         return attempt
 

@@ -43,7 +43,7 @@ class RouterSettings(Settings):
     retry_wait_s: float = Field(default=30.0, ge=0)  # how long a request whose replica died waits for another one
     report_period_s: float = Field(default=0.1, gt=0, le=10)  # how often replicas send cache events and statistics
     max_wait_s: float = Field(default=120.0, gt=0)  # longer queues, as estimated, are answered with 429
-    decisions_kept: int = Field(default=1000, ge=1)  # of the most recent requests, for GET /route/{rid}; 0.5 KB a replica each
+    decisions_kept: int = Field(default=1000, ge=1)  # most recent requests, for GET /route/{rid}; 0.5 KB a replica each
 
     @model_validator(mode="after")
     def _known(self) -> "RouterSettings":

@@ -93,7 +93,8 @@ class HandOffReplica(ScriptedReplica):
         await self.prefill_hold.wait()
         self._die_if_dead()
         finish = self.leg_ends or Finish(reason=FinishReason.HANDED_OFF)
-        self.desks.settle(room, came=finish.reason is FinishReason.HANDED_OFF)
+        if finish.retry_as is None:  # of an engine that crashed, its peer hears nothing
+            self.desks.settle(room, came=finish.reason is FinishReason.HANDED_OFF)
         client.sink([end(request, finish)])
 
     async def _receive(self, client: ChannelClient, request: GenerateRequest, room: int) -> None:

@@ -153,7 +153,7 @@ async def test_a_prefill_replica_that_refuses_is_passed_over(pairs: Pairs) -> No
     assert all("Overloaded: full" in retry.reason for retry in pairs.house.dispatcher.retries)
 
 
-async def test_a_prefill_engine_that_crashes_ends_the_try_and_one_that_gives_up_does_not(pairs: Pairs) -> None:
+async def test_a_prefill_engine_that_gives_up_does_not_end_the_try(pairs: Pairs) -> None:
     """What the engines tell each other needs no router: the decode side has fallen back by itself."""
     p, d = pairs.prefill(leg_ends=Finish(reason=FinishReason.ERROR, message="not opened")), pairs.decode()
     await pairs.add(p, d)
@@ -163,12 +163,13 @@ async def test_a_prefill_engine_that_crashes_ends_the_try_and_one_that_gives_up_
     assert (only.hand_off.transferred, only.hand_off.reason, only.prefill_end) == (
         False, "the peer failed", "error: not opened",
     )  # fmt: skip
-    p.leg_ends = Finish(reason=FinishReason.ERROR, message="a step crashed", retry_as="engine_dead")
-    d.hold.clear()
-    pending = asyncio.create_task(pairs.collect(rid="b1.0-me"))
-    await until(lambda: pairs.house.dispatcher.num_retries == 1)
-    d.hold.set()
-    assert ids(await pending) == WHOLE
+
+
+async def test_a_prefill_engine_that_crashes_ends_the_try(pairs: Pairs) -> None:
+    crash = Finish(reason=FinishReason.ERROR, message="a step crashed", retry_as="engine_dead")
+    p, d = pairs.prefill(leg_ends=crash), pairs.decode()
+    await pairs.add(p, d)
+    assert ids(await pairs.collect()) == WHOLE
     assert "EngineDead: a step crashed" in pairs.house.dispatcher.retries[0].reason
     assert leg(d.requests[-1]) is None
 
@@ -219,6 +220,19 @@ async def test_a_decode_leg_that_ends_before_its_pages_came_ends_the_prefill_leg
     assert last.finish.reason is reason
     await until(lambda: p.num_aborted == 1)
     assert pairs.tries[0].prefill_end == "not known: the try ended first"
+
+
+async def test_a_prefill_replica_whose_hand_offs_fail_is_not_asked_again_at_once(pairs: Pairs) -> None:
+    """It is alive and reports, but its pages do not come: a wrong address, or no way between the two."""
+    p, d = pairs.prefill(leg_ends=Finish(reason=FinishReason.ERROR, message="not opened")), pairs.decode()
+    await pairs.add(p, d)
+    for rid in ("a.0-me", "b.0-me", "c.0-me"):
+        assert ids(await pairs.collect(rid=rid)) == WHOLE
+    assert (len(p.requests), len(d.requests)) == (1, 3)
+    first, _, last = [record.tries[0] for record in pairs.house.dispatcher.routes.recent()]
+    assert (first.decision.prefill_id, last.decision.prefill_id) == ("p0", None)
+    assert hand_off_body(first)["held_out"] == {}
+    assert "a hand-off from it failed (the peer failed)" in hand_off_body(last)["held_out"]["p0"]
 
 
 async def test_the_death_of_prefill_after_the_first_token_changes_nothing(pairs: Pairs) -> None:
@@ -322,7 +336,7 @@ async def test_without_prefill_all_is_local_and_without_decode_there_is_no_repli
     pair = pairs.tries[-1].decision.pair
     assert pair is not None
     assert pair.reason is PairReason.NO_PREFILL
-    assert hand_off_body(pairs.tries[-1]) == {"hand_off": None, "prefill_end": None}
+    assert hand_off_body(pairs.tries[-1]) == {"hand_off": None, "prefill_end": None, "held_out": {}}
 
 
 async def test_a_dry_run_tells_the_pair(pairs: Pairs) -> None:
