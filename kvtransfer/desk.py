@@ -50,7 +50,8 @@ WAITING_S = 0.004  # rooms are open and nothing moves; a peer that posts a write
 IDLE_WAIT_S = 0.05  # no room is open; what the agents' own connections want can wait so long
 MIN_SELECT_S = 0.001
 DEADLINE_STEP_S = 0.002  # how exactly deadlines are kept
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 330.0  # longer than the other ranks have for theirs
+JOIN_S = 10.0  # beyond what the goodbye may take: agents that do not close
 
 Order = Callable[[DeskCore], None]
 
@@ -98,6 +99,7 @@ class KvTransfer:
         """Returns when the ports are made. Raises: what making them raised."""
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S):
+            self._stopping = True  # should they come yet, they are closed
             raise TransferError(f"the transfer agents were not ready within {START_TIMEOUT_S:g} s")
         if self._error is not None:
             raise self._error
@@ -129,6 +131,9 @@ class KvTransfer:
     def abort_send(self, room: int, reason: str) -> None:
         self._order(lambda core: core.abort_send(room, reason))
 
+    def peer_is_dead(self, incarnation: str) -> None:
+        self._order(lambda core: core.peer_is_dead(incarnation))
+
     def drain_events(self) -> list[TransferEvent]:
         events = []
         with contextlib.suppress(IndexError):
@@ -148,7 +153,9 @@ class KvTransfer:
         self._stopping = True
         if self._thread.is_alive():
             self._links.wake()
-            self._thread.join()
+            self._thread.join(self._settings.call_timeout_s + JOIN_S)
+            if self._thread.is_alive():
+                log.error("the transfer thread does not end; the pool's memory must stay until this process does")
 
     @property
     def error(self) -> BaseException | None:

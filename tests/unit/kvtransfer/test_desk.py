@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.desk import KvTransfer
+from kvtransfer.errors import TransferError
 from kvtransfer.layout import KvLayout
 from kvtransfer.local import LocalFabric
 from kvtransfer.port import AgentPort
@@ -320,3 +321,50 @@ def test_descriptors_are_flat_while_peers_come_and_go_and_all_are_given_back(mak
         if room == 0:
             first = len(os.listdir("/proc/self/fd"))
     until(lambda: len(os.listdir("/proc/self/fd")) <= first)
+
+
+def test_a_desk_that_is_told_of_a_death_by_another_thread_frees_the_rooms_pages(make: Make) -> None:
+    d = make()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and says nothing: a machine that is gone
+        address = PeerAddress(host="127.0.0.1", port=silent.getsockname()[1], incarnation="gone")
+        ticket = PdTicket(room=1, generation=0, prefill=address)
+        order = ReceiveOrder(
+            room=1,
+            generation=0,
+            rid="r",
+            peer=ticket.prefill,
+            num_tokens=TOKENS,
+            first_page=0,
+            pages=page_ids(1, 2, 3, 4),
+            deadline_s=20,
+        )
+        d.desk.receive(order)
+        teller = threading.Thread(target=d.desk.peer_is_dead, args=("gone",))
+        teller.start()
+        teller.join()
+        d.wait(ReceiveDrained, 1)
+        failed = d.wait(ReceiveFailed, 1)
+    assert isinstance(failed, ReceiveFailed)
+    assert failed.reason == "the process is gone, says its supervisor"
+
+
+def test_agents_that_do_not_come_or_do_not_end_hold_up_neither_start_nor_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtransfer.desk.START_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvtransfer.desk.JOIN_S", 0.05)
+    come = threading.Event()
+
+    def slow() -> list[AgentPort]:
+        come.wait()
+        return local_engine(LocalFabric()).ports
+
+    settings = TransferSettings(host="127.0.0.1", token=b"secret", call_timeout_s=0.05)
+    desk = KvTransfer(settings, layout(), slow, on_event=lambda: None)
+    with pytest.raises(TransferError, match="were not ready"):
+        desk.start()
+    desk.close()
+    assert "does not end" in caplog.text
+    come.set()
+    desk._thread.join(WAIT_S)  # it has closed what came too late
+    assert not desk._thread.is_alive()
