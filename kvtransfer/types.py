@@ -155,7 +155,7 @@ class TransferSettings:
     """How an engine's desk behaves; every wait has its limit here."""
 
     host: str  # address of this machine that the peers reach; the desk listens there and nowhere else
-    token: bytes  # secret of the cluster: who does not know it gets no metadata
+    token: bytes = field(repr=False)  # secret of the cluster: who does not know it gets no metadata
     verify: Verify = Verify.ALL
     transport: Literal["auto", "tcp"] = "auto"  # auto: shared memory copies (CMA) on one host, else what UCX finds
     # last bounds (heartbeats find death and hangs): the first includes decode's queue, the second prefill's

@@ -115,6 +115,7 @@ def test_engines_get_the_token_and_the_address_of_their_node() -> None:
 def test_the_token_is_never_shown() -> None:
     args = {**APART, "transfer": {"token": SECRET, "verify": "last"}}
     config = parse(args)
+    assert "cluster" not in repr(config.transfer.of_engine("10.0.0.7"))
     assert SECRET not in str(config) + repr(config) + str(config.transfer.shown()) + str(without_token(args))
     assert without_token(args)["transfer"] == {"verify": "last"}
 
