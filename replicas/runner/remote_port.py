@@ -1,8 +1,11 @@
 """Ports of ranks in other processes: orders go there, what happened comes back.
 
-Owns:      one connection for each follower, beside that of its plans; in the follower, a thread and its port.
-Never:     waits on rank 0: orders are written, events are taken as they come.
-Invariant: a follower's port is made and used on its transfer thread alone.
+Owns:      one connection for each follower, beside that of its plans; in the follower, a thread, its port, and a
+           listener that answers as long as its agent lives: peers of this engine ask there before they take it for dead.
+Never:     waits on rank 0: orders are queued, events are taken as they come. A follower that leaves the queue unread is
+           lost, as one that has died is.
+Invariant: a follower's port is made and used on its transfer thread alone; its listener closes after its agent, and
+           before the desk's.
 Thread:    `RemotePort`: rank 0's transfer thread. `serve_port`: the follower's "manta-transfer".
 
     rank 0: desk ─> RemotePort ──(method, argument)──> follower: serve_port ─> AgentPort
@@ -11,18 +14,28 @@ Thread:    `RemotePort`: rank 0's transfer thread. `serve_port`: the follower's 
 
 import logging
 import socket
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
+from typing import cast
 
 from kvtransfer.errors import PeerLost, TransferError
+from kvtransfer.link import SocketLinks
 from kvtransfer.ports import ExpectOrder, PeerRanks, PortEvent, RankInfo, RankPort, WriteFailed, WriteOrder, Written
+from kvtransfer.types import PeerAddress
+from kvtransfer.wire import Hello, Message
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner.port import PortSpec, make_port
+from replicas.runner.port_channel import PortChannel
 
 log = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.0003  # something is on its way
 IDLE_WAIT_S = 0.003  # a peer's connection to our agent still wants to be served
+HELLO_S = 300.0  # for a follower's port to say what it is
+CLOSE_S = 5.0  # for a follower to close its agent
+ALIVE_STEP_S = 0.02  # how often its listener is looked at
 
 
 class RemotePort:
@@ -30,8 +43,11 @@ class RemotePort:
     own port, which has the same layout, does."""
 
     def __init__(self, connection: Connection) -> None:
+        """Raises: TransferError when the follower does not say what it is."""
+        if not connection.poll(HELLO_S):
+            raise TransferError(f"the port of a rank was not ready within {HELLO_S:g} s")
         self.info: RankInfo = connection.recv()
-        self._connection = connection
+        self._channel = PortChannel(connection)
         self._open_orders: set[int] = set()
 
     @property
@@ -61,8 +77,8 @@ class RemotePort:
         """Raises: PeerLost when the rank has gone."""
         events: list[PortEvent] = []
         try:
-            while self._connection.poll(0):
-                events += self._connection.recv()
+            for some in self._channel.take():
+                events += cast(list[PortEvent], some)
         except (EOFError, OSError) as error:
             raise PeerLost(f"rank {self.info.rank} of this replica is gone: {error!r}") from error
         for event in events:
@@ -71,45 +87,95 @@ class RemotePort:
         return events
 
     def close(self) -> None:
-        self._connection.close()
+        """Returns when its agent is closed too, and with it its listener; at most CLOSE_S later."""
+        end_s = time.monotonic() + CLOSE_S
+        try:
+            self._channel.send(("close", ()))
+            while (left_s := end_s - time.monotonic()) > 0:
+                self._channel.wait(left_s)
+                self._channel.take()
+            log.warning("rank %d of this replica has not closed its transfer agent", self.info.rank)
+        except (EOFError, OSError):
+            log.debug("rank %d has closed its port", self.info.rank)
+        finally:
+            self._channel.close()
 
     def _send(self, method: str, *arguments: object) -> None:
         try:
-            self._connection.send((method, arguments))
+            self._channel.send((method, arguments))
         except OSError as error:
             raise PeerLost(f"rank {self.info.rank} of this replica is gone: {error!r}") from error
+
+
+class _Alive:
+    """Answers whoever asks whether this process lives; no rooms here."""
+
+    def __init__(self, spec: PortSpec, host: str, name: str) -> None:
+        self._links = SocketLinks(
+            host, token=spec.settings.token, call_timeout_s=spec.settings.call_timeout_s, now=time.monotonic()
+        )
+        self.address = PeerAddress(host=host, port=self._links.port, incarnation=name)
+        self._links.introduce(Hello(address=self.address, purpose="probe", layout=spec.layout, ranks=()))
+        self._next_s = 0.0
+
+    def serve(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + ALIVE_STEP_S
+            self._links.serve(self._links.wait(0.0), self, now)
+            self._links.expire(now)
+
+    def link_up(self, link: int, hello: Hello) -> None:
+        self._links.close(link)
+
+    def link_down(self, link: int, reason: str, *, refused: bool = False) -> None: ...
+
+    def heard(self, link: int, message: Message) -> None: ...
+
+    def close(self) -> None:
+        self._links.close_connections()
+        self._links.close_listener()
 
 
 def serve_port(
     pool: MHATokenToKVPool, rank: int, spec: PortSpec, address: tuple[str, int], authkey: bytes
 ) -> None:
-    """Be the port of rank ``rank``; returns when rank 0 hangs up."""
+    """Be the port of rank ``rank``; returns when rank 0 says so or hangs up."""
     connection = Client(address, authkey=authkey)
-    port = make_port(pool, rank, spec, host=_own_address(address))
+    host = _own_address(address)
+    port = make_port(pool, rank, spec, host=host)
+    alive = _Alive(spec, host, port.info.agent)
+    channel = None
     try:
-        connection.send(port.info)
-        _serve(port, connection)
+        connection.send(replace(port.info, alive_at=alive.address))
+        channel = PortChannel(connection)
+        _serve(port, channel, alive)
     except (EOFError, OSError):
         log.debug("rank 0 hung up")
     finally:
         port.close()
+        alive.close()  # from now on peers may take this rank for dead
+        if channel is not None:
+            channel.close()  # last: rank 0 waits for it
 
 
-def _serve(port: RankPort, connection: Connection) -> None:
+def _serve(port: RankPort, channel: PortChannel, alive: _Alive) -> None:
     expected: set[tuple[int, int]] = set()
     while True:
-        wait_s = BUSY_WAIT_S if port.num_in_flight or expected else IDLE_WAIT_S
-        while connection.poll(wait_s):
-            method, arguments = connection.recv()
+        channel.wait(BUSY_WAIT_S if port.num_in_flight or expected else IDLE_WAIT_S)
+        for method, arguments in cast(list[tuple[str, tuple[object, ...]]], channel.take()):
+            if method == "close":
+                return
             if method == "expect":
-                expected.add((arguments[0].room, arguments[0].generation))
+                order = cast(ExpectOrder, arguments[0])
+                expected.add((order.room, order.generation))
             elif method == "forget":
-                expected.discard(arguments)
+                expected.discard(cast(tuple[int, int], arguments))
             _call(port, method, arguments)
-            wait_s = 0.0
+        alive.serve()
         events = port.poll()
         if events:
-            connection.send(list(events))
+            channel.send(list(events))
 
 
 def _call(port: RankPort, method: str, arguments: tuple[object, ...]) -> None:
