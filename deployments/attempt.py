@@ -36,8 +36,8 @@ class Attempt:
         progress: Progress,
         on_report: Callable[[str, HandOffReport], None],
     ) -> None:
-        """``before``: the prefill leg, where the decision has one; ``parts`` is its decode leg then. ``on_report``: told
-        how the hand-off from which replica went."""
+        """``before``: the prefill leg, where the decision has one; ``parts`` is its decode leg then.
+        ``on_report``: told how the hand-off from that replica went."""
         self._channel = channel
         self._router = router
         self._holder = holder
@@ -79,8 +79,12 @@ class Attempt:
                 if ending is not Ending.FINISHED:
                     lease.cancel()
                 self._holder.let_end(lease)
+            report = self._noted.hand_off
             self._noted.outcome = Outcome(
-                ending=ending, cached_tokens=self._noted.cached_tokens or 0, ttft_s=self._noted.ttft_s
+                ending=ending,
+                cached_tokens=self._noted.cached_tokens or 0,
+                ttft_s=self._noted.ttft_s,
+                hand_off_failed=report is not None and not report.transferred,
             )
             self._router.done(self._decision, self._noted.outcome)
 

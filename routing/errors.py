@@ -30,7 +30,7 @@ class PredictionErrors:
             return
         self.num += 1
         weight = 1.0 / min(self.num, WINDOW)  # a plain mean until the window is full
-        tokens = outcome.cached_tokens - decision.overlap_tokens
+        tokens = outcome.cached_tokens - _predicted(decision, outcome)
         seconds = outcome.ttft_s - decision.predicted_ttft_s
         self.cached_bias_tokens += weight * (tokens - self.cached_bias_tokens)
         self.cached_abs_tokens += weight * (abs(tokens) - self.cached_abs_tokens)
@@ -38,3 +38,10 @@ class PredictionErrors:
         self.ttft_abs_s += weight * (abs(seconds) - self.ttft_abs_s)
         self.predicted_ttft_s += weight * (decision.predicted_ttft_s - self.predicted_ttft_s)
         self.actual_ttft_s += weight * (outcome.ttft_s - self.actual_ttft_s)
+
+
+def _predicted(decision: Decision, outcome: Outcome) -> int:
+    """Tokens that were to be cached where the prompt was computed in the end."""
+    if outcome.hand_off_failed and decision.pair is not None:
+        return decision.pair.chosen.cached_tokens
+    return decision.overlap_tokens

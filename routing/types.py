@@ -243,3 +243,4 @@ class Outcome:
     ending: Ending
     cached_tokens: int = 0  # prompt tokens the replica did not have to compute
     ttft_s: float | None = None  # from the decision to the first token; None if there was none
+    hand_off_failed: bool = False  # so the decode replica computed the prompt; ``cached_tokens`` are its own

@@ -163,6 +163,8 @@ async def test_a_prefill_engine_that_gives_up_does_not_end_the_try(pairs: Pairs)
     assert (only.hand_off.transferred, only.hand_off.reason, only.prefill_end) == (
         False, "the peer failed", "error: not opened",
     )  # fmt: skip
+    assert only.outcome is not None
+    assert only.outcome.hand_off_failed
 
 
 async def test_a_prefill_engine_that_crashes_ends_the_try(pairs: Pairs) -> None:

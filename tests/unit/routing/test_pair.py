@@ -206,6 +206,17 @@ def test_both_sides_are_expected_to_hold_the_prompt_afterwards() -> None:
     assert (made.num_pages("p0"), made.num_pages("d0")) == ((0, 62), (0, 62))
 
 
+@pytest.mark.parametrize(("failed", "bias"), [(False, 0.0), (True, 320.0)])
+def test_what_the_decode_replica_had_cached_is_held_against_what_was_predicted_of_it(failed: bool, bias: float) -> None:
+    """320 were cached in the end: as many as were predicted of p0, 320 more than of d0, which computes it otherwise."""
+    made = router(view("p0"), view("d0", num_running=3))
+    made.apply("p0", [PagesStored(1, page_keys(np.array(PROMPT[:320], dtype=np.int32), 16, ""))])
+    decision = made.choose(query())
+    assert (decision.prefill_id, decision.overlap_tokens) == ("p0", 320)
+    made.done(decision, Outcome(ending=Ending.FINISHED, cached_tokens=320, ttft_s=1.0, hand_off_failed=failed))
+    assert made.errors.cached_bias_tokens == bias
+
+
 def test_a_prefill_replica_that_leaves_takes_its_leg_along() -> None:
     made = router(view("p0"), view("d0", num_running=3))
     decision = made.choose(query())
