@@ -91,7 +91,8 @@ class House:
         )
         self.router_id = router_id
         self.leases = leases if leases is not None else LocalLeases()
-        self.fleet = Fleet(router=self.router, leases=self.leases)
+        # scripted replicas report when they attach and no more: that is no silence for 50 s
+        self.fleet = Fleet(router=self.router, leases=self.leases, report_period_s=10.0)
         self.channel = ChannelServer(
             self.fleet, lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost")
         )
