@@ -21,6 +21,7 @@ from deployments.leases import ReplicaInfo
 from deployments.native_types import AbortRequest
 from deployments.service import Service, service_of
 from replicas.errors import InvalidRequest, UnknownModel
+from replicas.types import EngineStats
 
 router = APIRouter()
 MAX_FLUSH_WAIT_S = 600.0
@@ -125,6 +126,13 @@ def _router_body(service: Service) -> dict[str, Any]:
     }
 
 
+def load_of(stats: EngineStats) -> int:
+    """Requests that a replica has, in whatever state. A prefill leg that is queued or runs is one of those handing off,
+    and a replica that has such legs has nothing else."""
+    computing = max(stats.num_running + stats.num_waiting, stats.num_handing_off)
+    return computing + stats.num_preallocating + stats.num_receiving
+
+
 def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
     pool = report.stats.pool
     return {
@@ -132,7 +140,7 @@ def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
         "healthy": report.error is None,
         "error": report.error,
         "num_open": report.num_open,
-        "load": report.stats.num_running + report.stats.num_waiting,
+        "load": load_of(report.stats),
         "memory_usage": {"token_capacity": pool.total_tokens, "kv_pool": info.pool},
         "max_total_num_tokens": pool.total_tokens,
         "pool_utilization": pool.utilization,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deployments.admin import load_of
 from deployments.leases import ReplicaGone
 from deployments.pair_body import hand_off_body, pair_body
 from deployments.route_log import Try
@@ -22,7 +23,7 @@ from routing.pair_types import PairReason
 from routing.types import NoReplica, Role
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
-from tests.unit.deployments.sample_values import ask
+from tests.unit.deployments.sample_values import ask, stats
 
 WHOLE = list(range(1000, 1008))
 
@@ -151,6 +152,17 @@ async def test_a_prefill_replica_that_refuses_is_passed_over(pairs: Pairs) -> No
         assert pairs.tries[-1].decision.prefill_id == "p1"
     assert full.requests
     assert all("Overloaded: full" in retry.reason for retry in pairs.house.dispatcher.retries)
+
+
+@pytest.mark.parametrize(
+    ("gauges", "load"),
+    [
+        ({"num_running": 2, "num_waiting": 1, "num_preallocating": 3, "num_receiving": 4}, 10),
+        ({"num_running": 1, "num_waiting": 1, "num_handing_off": 5}, 5),  # the same legs; three are sent, or not opened
+    ],
+)
+def test_legs_of_hand_offs_are_load_in_the_server_info(gauges: dict[str, int], load: int) -> None:
+    assert load_of(stats(**gauges)) == load
 
 
 async def test_a_prefill_engine_that_gives_up_does_not_end_the_try(pairs: Pairs) -> None:
