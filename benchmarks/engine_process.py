@@ -5,6 +5,7 @@ Never:   steps the engine: an `EngineLoop` does, as in a replica.
 Thread:  here the caller's; there the main thread reads the pipe, engine and transfer threads work.
 """
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,8 @@ from kvtransfer.types import PeerAddress, TransferSettings, Verify
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.launch import load_engine
 from replicas.loop import EngineLoop
-from replicas.types import GenerateRequest, PoolStats, TokenDelta
+from replicas.engine import Engine
+from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta
 
 ANSWER_S = 60.0
 TOKEN = b"secret of the cluster"
@@ -39,6 +41,18 @@ class _Settings:
     context_len: int
     pool_tokens: int
     probe: Probe | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    rid: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """To what was asked; all else that comes are deltas."""
+
+    value: object
 
 
 class EngineProcess:
@@ -75,33 +89,39 @@ class EngineProcess:
         self._process.start()
         theirs.close()
         self.address: PeerAddress = self._receive()
+        self._told: list[tuple[float, TokenDelta]] = []  # and not yet taken
 
     def submit(self, request: GenerateRequest) -> None:
         self._pipe.send(request)
 
+    def abort(self, rid: str) -> None:
+        self._pipe.send(_Abort(rid))
+
     def finish(self, rid: str) -> list[TokenDelta]:
-        """The deltas of the only open request, to its end (one choice)."""
+        """The deltas of a request, to its end (one choice)."""
         return [delta for _, delta in self.finish_timed(rid)]
 
     def finish_timed(self, rid: str) -> list[tuple[float, TokenDelta]]:
         """The same, each with the time at which the engine gave it away."""
-        told: list[tuple[float, TokenDelta]] = []
-        while not told or told[-1][1].finish is None:
-            time_s, deltas = self._receive()
-            told += [(time_s, delta) for delta in deltas]
-        assert {delta.rid for _, delta in told} == {rid}
-        return told
+        while True:
+            mine = [item for item in self._told if item[1].rid == rid]
+            if mine and mine[-1][1].finish is not None:
+                self._told = [item for item in self._told if item[1].rid != rid]
+                return mine
+            self._take(self._receive())
 
-    def pool(self) -> PoolStats:
-        self._pipe.send("pool")
-        stats = self._receive()
-        assert isinstance(stats, PoolStats)
+    def stats(self) -> EngineStats:
+        """Of this moment; its scheduler and pools have been checked."""
+        stats = self._ask("stats")
+        assert isinstance(stats, EngineStats)
         return stats
 
+    def pool(self) -> PoolStats:
+        return self.stats().pool
+
     def probed(self) -> Any:
-        """What the probe has to say now; while no request is open."""
-        self._pipe.send("probe")
-        return self._receive()
+        """What the probe has to say now."""
+        return self._ask("probe")
 
     def signal(self, number: signal.Signals) -> None:
         """SIGSTOP, SIGCONT or SIGKILL."""
@@ -114,9 +134,20 @@ class EngineProcess:
         """Ends it; nothing to do for one that was killed."""
         if self._process.exitcode == -signal.SIGKILL:
             return
+        self.signal(signal.SIGCONT)
         self._pipe.send(None)
         self._process.join(30)
         assert self._process.exitcode == 0, f"the engine's process ended with {self._process.exitcode}"
+
+    def _ask(self, what: str) -> Any:
+        self._pipe.send(what)
+        while not isinstance(message := self._receive(), _Answer):
+            self._take(message)
+        return message.value
+
+    def _take(self, message: tuple[float, list[TokenDelta]]) -> None:
+        time_s, deltas = message
+        self._told += [(time_s, delta) for delta in deltas]
 
     def _receive(self) -> Any:
         assert self._pipe.poll(ANSWER_S), "the engine's process does not answer"
@@ -155,9 +186,15 @@ def _main(pipe: Connection, settings: _Settings) -> None:
     while (message := pipe.recv()) is not None:
         if isinstance(message, GenerateRequest):
             loop.submit(message, sink)
+        elif isinstance(message, _Abort):
+            loop.abort(message.rid)
         elif message == "probe":
-            send(probed())
+            send(_Answer(probed()))
         else:
-            engine.scheduler.check()
-            send(engine.stats().pool)
+            send(_Answer(asyncio.run(loop.run_on_engine(_checked))))
     loop.stop()
+
+
+def _checked(engine: Engine) -> EngineStats:
+    engine.scheduler.check()
+    return engine.stats()
