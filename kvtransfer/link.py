@@ -14,6 +14,7 @@ import math
 import os
 import selectors
 import socket
+from collections import Counter
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from kvtransfer.wire import MAX_STRANGER_BYTES, Frames, Hello, Message, decode, 
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64  # connections that came in and are not through; the oldest goes
+MAX_STRANGERS = 64  # connections that came in and are not through
 MAX_UNREAD_BYTES = 64 << 20  # a peer that lives but reads nothing is given up
 READ_BYTES = 1 << 18
 DEAF_S = 1.0  # when no descriptor is left
@@ -45,10 +46,13 @@ class LinkHandler(Protocol):
 
 
 class _Connection:
-    def __init__(self, sock: socket.socket, handshake: Handshake, *, dialled: bool, deadline_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, handshake: Handshake, *, dialled: bool, deadline_s: float, host: str = ""
+    ) -> None:
         self.sock = sock
         self.handshake: Handshake | None = handshake  # None: it is through
         self.dialled = dialled
+        self.host = host  # of who came in
         self.connecting = dialled
         self.deadline_s = deadline_s  # of the handshake
         self.frames = Frames(MAX_STRANGER_BYTES)
@@ -92,7 +96,7 @@ class SocketLinks:
     def dial(self, address: PeerAddress, purpose: Purpose) -> int:
         assert self._hello is not None
         link = next(self._ids)
-        handshake = Handshake(dialling=True, token=self._token, hello=replace(self._hello, purpose=purpose))
+        handshake = Handshake(token=self._token, hello=replace(self._hello, purpose=purpose), dialled=address)
         sock = None
         try:
             sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
@@ -191,7 +195,7 @@ class SocketLinks:
     def _accept(self) -> None:
         assert self._hello is not None
         try:
-            sock, _ = self._listener.accept()
+            sock, (host, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # no descriptor is left; the caller waits in the listener's queue, and would wake us
@@ -199,19 +203,25 @@ class SocketLinks:
             self._selector.unregister(self._listener)
             self._deaf_until_s = self.now + DEAF_S
             return
-        strangers = [link for link, c in self._connections.items() if c.handshake is not None and not c.dialled]
-        if len(strangers) >= MAX_STRANGERS:
-            self.close(strangers[0])
+        self._make_room()
         link = next(self._ids)
-        handshake = Handshake(dialling=False, token=self._token, hello=self._hello)
+        handshake = Handshake(token=self._token, hello=self._hello)
         try:
             sock.setblocking(False)
-            self._add(link, _Connection(sock, handshake, dialled=False, deadline_s=self.now + self._call_timeout_s))
+            deadline_s = self.now + self._call_timeout_s
+            self._add(link, _Connection(sock, handshake, dialled=False, deadline_s=deadline_s, host=host))
         except OSError:  # it has hung up already
             sock.close()
             return
         for message in handshake.start():
             self.send(link, message)
+
+    def _make_room(self) -> None:
+        """Of too many strangers the oldest goes of the host that has most: one host cannot push out another's."""
+        strangers = [(link, c.host) for link, c in self._connections.items() if c.handshake is not None and c.host]
+        if len(strangers) >= MAX_STRANGERS:
+            [(most, _)] = Counter(host for _, host in strangers).most_common(1)
+            self.close(next(link for link, host in strangers if host == most))
 
     def _serve(self, link: int, mask: int, handler: LinkHandler) -> None:
         connection = self._connections[link]

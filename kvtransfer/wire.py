@@ -38,6 +38,7 @@ class Challenge:
     """Who listens speaks first."""
 
     nonce: str
+    address: PeerAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Answer:
     """Who dials proves that it knows the token, and asks the same."""
 
     nonce: str
+    address: PeerAddress
     mac: str
 
 

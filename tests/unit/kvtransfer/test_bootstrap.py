@@ -7,7 +7,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -28,8 +28,8 @@ def hello(name: str, port: int = 1) -> Hello:
 
 def pair(*, dial: bytes = b"secret", listen: bytes = b"secret") -> tuple[Handshake, Handshake]:
     return (
-        Handshake(dialling=True, token=dial, hello=hello("d")),
-        Handshake(dialling=False, token=listen, hello=hello("p")),
+        Handshake(token=dial, hello=hello("d"), dialled=hello("whoever").address),
+        Handshake(token=listen, hello=hello("p")),
     )
 
 
@@ -65,13 +65,37 @@ def test_a_listener_without_the_token_gets_no_metadata() -> None:
 def test_a_mac_cannot_be_sent_back_to_who_made_it() -> None:
     """The sides sign different words: a listener cannot answer with the dialler's own proof."""
     d, _ = pair()
-    [answer] = d.heard(Challenge(nonce="n"))
+    [answer] = d.heard(Challenge(nonce="n", address=hello("p").address))
     assert isinstance(answer, Answer)
     with pytest.raises(NotAuthenticated):
         d.heard(Welcome(mac=answer.mac))
 
 
-@pytest.mark.parametrize("early", [hello("x"), Ping(), Welcome(mac="m"), Challenge(nonce="n")])
+def test_a_proof_that_is_passed_on_to_another_address_is_none() -> None:
+    """M listens where d dials, and passes on what p says."""
+    p = Handshake(token=b"secret", hello=hello("p", port=2))
+    [challenge] = p.start()
+    assert isinstance(challenge, Challenge)
+    honest, fooled = (
+        Handshake(token=b"secret", hello=hello("d"), dialled=hello("m", port=1).address) for _ in range(2)
+    )
+    with pytest.raises(BadMessage, match="was dialled, and"):
+        honest.heard(challenge)
+    [answer] = fooled.heard(replace(challenge, address=replace(challenge.address, port=1)))
+    with pytest.raises(NotAuthenticated):
+        p.heard(answer)
+
+
+def test_who_has_proven_to_be_one_cannot_say_hello_as_another() -> None:
+    d, p = pair()
+    welcome, _ = p.heard(d.heard(p.start()[0])[0])
+    d.heard(welcome)
+    with pytest.raises(BadMessage, match="proven to be another"):
+        p.heard(hello("somebody"))
+    assert p.peer is None
+
+
+@pytest.mark.parametrize("early", [hello("x"), Ping(), Welcome(mac="m"), Challenge(nonce="n", address=hello("p").address)])
 def test_nothing_is_believed_before_the_proof(early: Message) -> None:
     _, p = pair()
     p.start()
@@ -237,13 +261,13 @@ WORDS = st.builds(
     st.dictionaries(st.sampled_from(["nonce", "mac", "address", "room"]), VALUES, max_size=3),
 )
 ANSWERS = st.builds(lambda nonce, mac: frame(json.dumps(ANSWER | {"nonce": nonce, "mac": mac}).encode()), HALF, HALF)
-ANSWER = {"v": 1, "t": "answer"}
+ANSWER = {"v": 1, "t": "answer", "address": {"host": "h", "port": 1, "incarnation": "i"}}
 
 
 @settings(max_examples=60, deadline=None)
 @given(said=st.lists(st.binary(max_size=40) | st.binary(max_size=40).map(frame) | WORDS | ANSWERS, max_size=3))
-@example(said=[frame(b'{"v":1,"t":"answer","nonce":"\\ud800","mac":"x"}')])
-@example(said=[frame(b'{"v":1,"t":"answer","nonce":"a","mac":"\\ud800"}')])
+@example(said=[frame(b'{"v":1,"t":"answer","address":{"host":"h","port":1,"incarnation":"i"},"nonce":"\\ud800","mac":"x"}')])
+@example(said=[frame(b'{"v":1,"t":"answer","address":{"host":"h","port":1,"incarnation":"i"},"nonce":"a","mac":"\\ud800"}')])
 @example(said=[frame(b'{"v":1,"t":"answer","nonce":' + b"[" * 900)])
 def test_whatever_a_stranger_says_costs_at_most_its_own_connection(said: list[bytes]) -> None:
     p = Side("p")
@@ -281,6 +305,24 @@ def test_many_strangers_do_not_use_up_the_descriptors() -> None:
     for _ in range(MAX_STRANGERS + 20):
         p.step()
     assert p.links.num_connections == MAX_STRANGERS
+    for stranger in strangers:
+        stranger.close()
+    p.close()
+
+
+def test_many_strangers_of_one_host_push_out_none_of_another() -> None:
+    p = Side("p")
+    with socket.socket() as slow:
+        slow.bind(("127.0.0.3", 0))
+        slow.connect(("127.0.0.1", p.links.port))
+        p.step()
+        strangers = [socket.create_connection(("127.0.0.1", p.links.port)) for _ in range(MAX_STRANGERS + 5)]
+        for _ in range(MAX_STRANGERS + 5):
+            p.step()
+        slow.setblocking(False)
+        assert slow.recv(4096)  # its challenge
+        with pytest.raises(BlockingIOError):  # and it is still connected
+            slow.recv(1)
     for stranger in strangers:
         stranger.close()
     p.close()

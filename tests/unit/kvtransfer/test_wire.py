@@ -40,8 +40,8 @@ HELLO = Hello(
 )
 OPEN = Open(room=2**63 - 1, generation=1, num_tokens=9, first_page=1, pages=(4, 2), deadline_s=1.5)
 MESSAGES: list[Message] = [
-    Challenge(nonce="n"),
-    Answer(nonce="n", mac="m"),
+    Challenge(nonce="n", address=HELLO.address),
+    Answer(nonce="n", address=HELLO.address, mac="m"),
     Welcome(mac="m"),
     HELLO,
     OPEN,
