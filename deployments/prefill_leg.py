@@ -25,6 +25,7 @@ from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import Finish, FinishReason, HandOff, PdLeg
 
 TRY_ENDED = "not known: the try ended first"
+TRANSFERRED = "handed off, says the decode replica: the try ended first"
 
 
 class PrefillLost(MantaError):
@@ -72,7 +73,8 @@ class PrefillLeg:
         """The request has ended, or is tried again. The lease is the caller's to cancel, or to let end."""
         self._watch.cancel()
         if self._noted.prefill_end is None:
-            self._noted.prefill_end = TRY_ENDED
+            report = self._noted.hand_off
+            self._noted.prefill_end = TRANSFERRED if report is not None and report.transferred else TRY_ENDED
         self._channel.close(self._stream)
 
     async def _wait(self) -> None:

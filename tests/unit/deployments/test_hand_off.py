@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.admin import load_of
+from deployments.channel_client import ChannelClient
 from deployments.leases import ReplicaGone
 from deployments.pair_body import hand_off_body, pair_body
 from deployments.route_log import Try
@@ -113,6 +114,25 @@ async def test_the_record_tells_the_pair_the_report_and_how_the_prefill_leg_ende
     assert (body["pair"]["prefill"], body["pair"]["decode"], body["pair"]["best_prefill"]) == ("p0", "d0", "p0")
     assert [each["replica"] for each in body["candidates"] if each["chosen"]] == ["p0", "d0"]
     assert pairs.house.router.link.bytes_per_s == pytest.approx((2 << 20) / 0.01)
+
+
+class LateWord(HandOffReplica):
+    """A prefill replica whose own word of the end comes after ``prefill_hold``: it is in a long step."""
+
+    async def _hand_over(self, client: ChannelClient, request: GenerateRequest, room: int) -> None:
+        self.desks.settle(room, came=True)
+        await super()._hand_over(client, request, room)
+
+
+async def test_a_prefill_leg_that_has_handed_over_is_left_to_end_by_itself(pairs: Pairs) -> None:
+    p, d = LateWord("p0", Role.PREFILL, pairs.desks), pairs.decode()
+    p.prefill_hold.clear()
+    await pairs.add(p, d)
+    assert ids(await pairs.collect()) == WHOLE
+    assert pairs.tries[0].prefill_end == "handed off, says the decode replica: the try ended first"
+    p.prefill_hold.set()
+    await until(lambda: not pairs.house.dispatcher._holder._ending)
+    assert p.num_aborted == 0
 
 
 @pytest.mark.parametrize("others", [0, 1])
