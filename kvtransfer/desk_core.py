@@ -128,7 +128,8 @@ class DeskCore:
         )
         try:
             self._layout.require_compatible(hello.layout)
-            if [rank.rank for rank in hello.ranks] != list(range(len(hello.ranks))) or len(hello.ranks) != hello.layout.tp:
+            numbers = [rank.rank for rank in hello.ranks]
+            if len(numbers) != hello.layout.tp or numbers != list(range(len(numbers))):
                 raise IncompatibleLayout(f"{len(hello.ranks)} ranks said hello, tp is {hello.layout.tp}")
             for port in self._ports:
                 port.connect(ranks)

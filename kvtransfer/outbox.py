@@ -97,12 +97,6 @@ class Outbox:
         """An order that cannot be begun."""
         self._events.append(WriteFailed(order_id=order.order_id, reason=reason, drained=True))
 
-    def cancel(self, room: int, generation: int, reason: str) -> None:
-        """Post no more of a room; its orders fail, drained when nothing of them is in flight."""
-        for opened in list(self._orders.values()):
-            if (opened.order.room, opened.order.generation) == (room, generation):
-                self._fail(opened, reason)
-
     def drop(self, incarnation: str, agents: Sequence[str], reason: str) -> None:
         """A peer is gone, and so are its ``agents``: all its orders end as failed and drained."""
         for agent in agents:

@@ -135,12 +135,8 @@ class Peers:
             self._doubt(dialled, f"another process listens at {_name(hello.address)} now", now).desk_gone(now)
             return
         for other, known in list(self._peers.items()):
-            if other != incarnation and (known.address.host, known.address.port) == (
-                hello.address.host,
-                hello.address.port,
-            ):
-                if known.inquest is None:
-                    self._doubt(other, f"another process listens at {_name(hello.address)} now", now).desk_gone(now)
+            if other != incarnation and known.inquest is None and _name(known.address) == _name(hello.address):
+                self._doubt(other, f"another process listens at {_name(hello.address)} now", now).desk_gone(now)
         peer = self._peers.setdefault(incarnation, _Peer(address=hello.address))
         if peer.inquest is not None:
             self._revive(incarnation, now)

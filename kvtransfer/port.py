@@ -146,10 +146,6 @@ class AgentPort:
             return
         self._outbox.add(order, [post for to in peer.destinations for post in self._posts(order, to)])
 
-    def cancel(self, room: int, generation: int) -> None:
-        """Post no more of a room. Its orders end as WriteFailed; drained once nothing of them is in flight."""
-        self._outbox.cancel(room, generation, "cancelled")
-
     def expect(self, order: ExpectOrder) -> None:
         self._inbox.expect(order)
 

@@ -133,11 +133,6 @@ class RankPort(Protocol):
         """-> Written or WriteFailed, at a later `poll`."""
         ...
 
-    def cancel(self, room: int, generation: int) -> None:
-        """Post no more of a room. -> WriteFailed for each order of it that has not ended; what is in flight still
-        lands, so ``drained`` may come later."""
-        ...
-
     def expect(self, order: ExpectOrder) -> None: ...
 
     def forget(self, room: int, generation: int) -> None:

@@ -175,10 +175,6 @@ class ReceivingRooms:
     def num_rooms(self) -> int:
         return len(self._rooms)
 
-    @property
-    def transferring(self) -> bool:
-        return any(room.state == KVPoll.TRANSFERRING for room in self._rooms.values())
-
     def _of(self, incarnation: str) -> list[KVReceiver]:
         return [room for room in self._rooms.values() if room.incarnation == incarnation]
 

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+META_VERSION = 1  # of KVTransferMeta
 PageIds = npt.NDArray[np.int32]  # [n] pages of one pool; the same ids on every rank
 
 
@@ -57,7 +58,7 @@ class KVTransferMeta:
     first_token: int
     first_logprob: tuple[float, tuple[tuple[int, float], ...]] | None = None  # logprob, ((token id, logprob), ...)
     cached_tokens: dict[str, int] = field(default_factory=dict)  # reused by the sender, by tier ("device", ...)
-    version: int = 1
+    version: int = META_VERSION
 
 
 # engine -> KvTransfer

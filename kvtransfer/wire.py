@@ -23,10 +23,9 @@ from typing import Any, Literal
 from kvtransfer.errors import BadMessage
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports import RankInfo
-from kvtransfer.types import KVTransferMeta, PeerAddress
+from kvtransfer.types import META_VERSION, KVTransferMeta, PeerAddress
 
 VERSION = 1
-META_VERSION = 1
 MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
 MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
 MAX_INT = 2**63 - 1

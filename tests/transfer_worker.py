@@ -85,10 +85,6 @@ class Host:
         for port in self._ports[here]:
             port.write(order)
 
-    def cancel(self, here: str, room: int) -> None:
-        for port in self._ports[here]:
-            port.cancel(room, 0)
-
     def refill(self, here: str, page: int, seed: int) -> None:
         """Other bytes in one page."""
         for pool in self._pools[here]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtransfer import observe
-from kvtransfer.types import KvTransferDesk, KVTransferMeta, Received, ReceiveFailed, ReceiveOrder
+from kvtransfer.types import META_VERSION, KvTransferDesk, KVTransferMeta, Received, ReceiveFailed, ReceiveOrder
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
 from replicas.observer import Observer
@@ -31,7 +31,6 @@ from replicas.scheduler.tokens import NewToken
 from replicas.types import HandOff, HandOffReport, PdLeg, TokenLogprob
 
 NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is computed where the answer is made"
-META_VERSION = 1  # of KVTransferMeta, as understood here
 
 
 class DecodeRole:

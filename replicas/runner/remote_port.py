@@ -1,7 +1,7 @@
 """Ports of ranks in other processes: orders go there, what happened comes back.
 
 Owns:      one connection for each follower, beside that of its plans; in the follower, a thread, its port, and a
-           listener that answers as long as its agent lives: peers of this engine ask there before they take it for dead.
+           listener that answers as long as its agent lives: peers of this engine ask there whether it is dead.
 Never:     waits on rank 0: orders are queued, events are taken as they come. A follower that leaves the queue unread is
            lost, as one that has died is.
 Invariant: a follower's port is made and used on its transfer thread alone; its listener closes after its agent, and
@@ -63,9 +63,6 @@ class RemotePort:
     def write(self, order: WriteOrder) -> None:
         self._open_orders.add(order.order_id)
         self._send("write", order)
-
-    def cancel(self, room: int, generation: int) -> None:
-        self._send("cancel", room, generation)
 
     def expect(self, order: ExpectOrder) -> None:
         self._send("expect", order)

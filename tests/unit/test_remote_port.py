@@ -34,15 +34,19 @@ def order(room: int, num_pages: int = 64) -> ExpectOrder:
     return ExpectOrder(room=room, generation=0, incarnation="i", pages=np.arange(1, num_pages + 1, dtype=np.int32))
 
 
+def expect_many(port: RemotePort) -> None:
+    for room in range(10_000):
+        port.expect(order(room))
+
+
 def test_a_follower_that_reads_nothing_is_lost_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that waited for it would not come back."""
     monkeypatch.setattr("replicas.runner.port_channel.MAX_UNREAD_BYTES", 100_000)
     here, there = connections()
     there.send(INFO)
     port = RemotePort(here)
-    with pytest.raises(PeerLost, match="rank 1 of this replica is gone.*unread"):
-        for room in range(10_000):
-            port.expect(order(room))
+    with pytest.raises(PeerLost, match=r"rank 1 of this replica is gone.*unread"):
+        expect_many(port)
     there.close()
     port.close()
 

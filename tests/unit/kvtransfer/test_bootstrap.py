@@ -6,7 +6,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -95,7 +95,9 @@ def test_who_has_proven_to_be_one_cannot_say_hello_as_another() -> None:
     assert p.peer is None
 
 
-@pytest.mark.parametrize("early", [hello("x"), Ping(), Welcome(mac="m"), Challenge(nonce="n", address=hello("p").address)])
+@pytest.mark.parametrize(
+    "early", [hello("x"), Ping(), Welcome(mac="m"), Challenge(nonce="n", address=hello("p").address)]
+)
 def test_nothing_is_believed_before_the_proof(early: Message) -> None:
     _, p = pair()
     p.start()
@@ -342,7 +344,7 @@ def no_descriptor_left() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
     taken: list[int] = []
     try:
-        with pytest.raises(OSError, match="Too many open files"):
+        with suppress(OSError):
             while True:
                 taken.append(os.dup(0))
         yield

@@ -7,7 +7,6 @@ import pytest
 
 from kvtransfer.errors import IncompatibleLayout
 from kvtransfer.local import LocalFabric
-from kvtransfer.outbox import MAX_IN_FLIGHT
 from kvtransfer.ports import Arrived, ExpectOrder, WriteFailed, WriteOrder, Written
 from kvtransfer.types import PageIds, Verify
 from tests.kv_pools import LocalEngine, connect, join_heads, local_engine, page_ids, peer_of, poll_all
@@ -224,30 +223,6 @@ def test_a_peer_that_hangs_holds_few_posts_and_does_not_hold_up_others() -> None
     expect(hung, p, page_ids(1, 2, 3, 4, 5, 6), room=1)
     poll_all([*p.ports, *hung.ports])
     np.testing.assert_array_equal(hung.pools[0][1:7], p.pools[0][1:7])
-
-
-def test_a_cancelled_order_is_drained_only_when_what_was_posted_has_ended() -> None:
-    """SPEC H19."""
-    fabric, p, d = pair(pages_per_write=1)
-    fabric.hang(d.agents[0])
-    before = d.pools[0].copy()
-    p.ports[0].write(order(d, page_ids(1, 2, 3, 4, 5, 6), page_ids(1, 2, 3, 4, 5, 6)))
-    poll_all(p.ports)
-    p.ports[0].cancel(ROOM, 0)
-    assert poll_all(p.ports) == [WriteFailed(order_id=1, reason="cancelled", drained=False)]
-    fabric.resume(d.agents[0])
-    assert poll_all(p.ports) == [WriteFailed(order_id=1, reason="cancelled", drained=True)]
-    assert p.ports[0].num_in_flight == 0
-    changed = [page for page in range(9) if not np.array_equal(d.pools[0][page], before[page])]
-    assert changed == [1, 2, 3, 4]  # the posts that were in flight landed; no other was posted
-    assert len(changed) == MAX_IN_FLIGHT
-
-
-def test_an_order_that_was_never_posted_is_drained_at_once() -> None:
-    _, p, d = pair()
-    p.ports[0].write(order(d, page_ids(1), page_ids(1)))
-    p.ports[0].cancel(ROOM, 0)
-    assert poll_all(p.ports) == [WriteFailed(order_id=1, reason="cancelled", drained=True)]
 
 
 def test_a_dead_peer_fails_all_its_orders_and_no_other() -> None:
