@@ -7,6 +7,7 @@ Thread:    the transfer thread.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer.layout import KvLayout
@@ -15,10 +16,12 @@ from kvtransfer.quarantine import Held, Quarantine, RoomKey
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.states import KVPoll
 from kvtransfer.types import ReceiveOrder, TransferEvent
-from kvtransfer.wire import Drained, Fail, ToSender
+from kvtransfer.wire import Ack, Drained, Fail, ToSender
 
 log = logging.getLogger(__name__)
 
+ACK_AGAIN_S = 60.0  # after the end of a room; a sender waits less
+MAX_ACKS = 1000
 WARN_S = 30.0  # pages in quarantine for so long, and again each time: somebody should look at the peer
 
 
@@ -38,6 +41,7 @@ class ReceivingRooms:
         self._rooms: dict[RoomKey, KVReceiver] = {}
         self._by_room: dict[int, KVReceiver] = {}
         self._layouts: dict[str, KvLayout] = {}  # of the peers that are connected
+        self._acks: deque[tuple[str, float, Ack]] = deque(maxlen=MAX_ACKS)  # of rooms that ended well
         self.quarantine = Quarantine()
         self._warned_s = 0.0
         self.received_pages = 0
@@ -79,6 +83,9 @@ class ReceivingRooms:
     def peer_up(self, incarnation: str, layout: KvLayout, now: float) -> None:
         """Connected, maybe again: rooms in quarantine ask, those that wait are opened."""
         self._layouts[incarnation] = layout
+        for of, ended_s, ack in self._acks:
+            if of == incarnation and now < ended_s + ACK_AGAIN_S:  # the first may have been lost with the connection
+                self._tell(incarnation, ack)
         for room in self._of(incarnation):
             if room.draining:
                 room.ask()
@@ -191,6 +198,8 @@ class ReceivingRooms:
                 port.forget(*key)
         if room.draining and not held:
             self.quarantine.hold(key, Held(incarnation=room.incarnation, since_s=now, num_pages=len(room.order.pages)))
+        if room.received:
+            self._acks.append((room.incarnation, now, Ack(room=key[0], generation=key[1])))
         if room.over:
             if held:
                 self.quarantine.release(key)

@@ -172,6 +172,14 @@ class KVSender:
         self._fail("the receiver gave up")
         self._settle()
 
+    def await_ack(self, until_s: float) -> bool:
+        """The connection is lost when only the acknowledgement is missing: the receiver says it again when it is back.
+        Returns: whether that is so; else it is `lost`."""
+        if self.state != KVPoll.TRANSFERRING or not self._last_taken or self._in_flight:
+            return False
+        self.deadline_s = min(self.deadline_s, until_s)
+        return True
+
     def lost(self, reason: str) -> None:
         """No connection to the receiver: it fails the room too, and asks by Abort when it is back."""
         self._fail(reason)

@@ -169,7 +169,8 @@ class SendingRooms:
 
     def receiver_down(self, incarnation: str, reason: str, now: float) -> None:
         for room in self._of(incarnation):
-            room.lost(reason)
+            if not room.await_ack(now + self._settings.call_timeout_s):
+                room.lost(reason)
         self._sweep(now)
 
     def receiver_dead(self, incarnation: str, reason: str, now: float) -> None:

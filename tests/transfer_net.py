@@ -276,7 +276,8 @@ class SimEngine:
         self._take_arrived = self.core.receiving.arrived
         self.core.receiving.arrived = self._arrived  # type: ignore[method-assign]
         self.followers = tuple(
-            PeerAddress(host="sim", port=next(net.numbers) + 10_000, incarnation=agent) for agent in self.pools.agents[1:]
+            PeerAddress(host="sim", port=next(net.numbers) + 10_000, incarnation=agent)
+            for agent in self.pools.agents[1:]
         )
         alive_at = (None, *self.followers)
         ranks = tuple(replace(port.info, alive_at=at) for port, at in zip(self.pools.ports, alive_at, strict=True))

@@ -216,6 +216,38 @@ def test_a_lost_connection_fails_the_rooms_and_is_made_again_at_once() -> None:
     begun(net, p, d)
 
 
+def test_an_acknowledgement_that_was_lost_with_the_connection_comes_again() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    p.send(room, 3, last=True)
+    for _ in range(20):
+        net.now += 0.01
+        net.turn()
+        if room.receives:
+            break
+    assert room.receives == ["Received"]
+    for end in net.ends.values():  # what it has said is not heard
+        end.inbox.clear()
+    net.cut()
+    if room.sends == ["SendReady"]:
+        net.run(0.5)
+    assert room.sends == ["SendReady", "SendDone"]
+
+
+def test_a_receiver_that_does_not_come_back_to_acknowledge_fails_the_room() -> None:
+    net, p, d = pair()
+    room = begun(net, p, d)
+    d.core.receiving.arrived = lambda *_: None  # type: ignore[method-assign]  # it never acknowledges
+    p.send(room, 3, last=True)
+    net.run(0.3)
+    net.unreachable |= {p.address.port, d.address.port}
+    net.cut()
+    net.run(SETTINGS.call_timeout_s - 0.2)
+    assert room.sends == ["SendReady"]
+    net.run(0.4)
+    assert room.sends == ["SendReady", "SendFailed", "SendDrained"]
+
+
 def test_a_prefill_engine_finds_out_that_its_receiver_is_dead() -> None:
     net, p, d = pair()
     room = begun(net, p, d)
