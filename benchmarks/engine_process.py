@@ -20,9 +20,9 @@ import torch
 
 from kvtransfer.types import PeerAddress, TransferSettings, Verify
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+from replicas.engine import Engine
 from replicas.launch import load_engine
 from replicas.loop import EngineLoop
-from replicas.engine import Engine
 from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta
 
 ANSWER_S = 60.0
