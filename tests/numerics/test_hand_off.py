@@ -293,8 +293,8 @@ def check_balance(of: Processes) -> None:
 @pytest.mark.model
 def test_two_processes_answer_as_one_over_nixl(processes: Processes) -> None:
     """24 prompts: three families of eight that begin alike, of 1, 16, 33, 100, 1, 16, 33 and 100 tokens, so that both
-    sides hold parts: the decode side 0, 0, 1, 2, 0, 1, 2 and 6 pages, of which the prefill side can use 0, 0, 1, 2, 0, 0,
-    2 and 6, since it runs one token at least. None of them was seen before."""
+    sides hold parts: the decode side 0, 0, 1, 2, 0, 1, 2 and 6 pages, of which the prefill side can use 0, 0, 1, 2, 0,
+    0, 2 and 6, since it runs one token at least. None of them was seen before."""
     pages, cached = [], []
     for seed in range(24):
         length = (1, 16, 33, 100)[seed % 4]
