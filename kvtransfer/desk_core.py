@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from kvtransfer.errors import BadMessage, IncompatibleLayout, PeerLost
 from kvtransfer.layout import KvLayout
-from kvtransfer.peers import Links, Peers
+from kvtransfer.links import Links
+from kvtransfer.peers import Peers
 from kvtransfer.ports import Arrived, PeerRanks, RankPort
 from kvtransfer.receiving import ReceivingRooms
 from kvtransfer.sending import SendingRooms

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from kvtransfer.bootstrap import Handshake
 from kvtransfer.errors import BadMessage, NotAuthenticated
-from kvtransfer.peers import Purpose
+from kvtransfer.links import Purpose
 from kvtransfer.types import PeerAddress
 from kvtransfer.wire import MAX_STRANGER_BYTES, Frames, Hello, Message, decode, encode
 
@@ -60,7 +60,7 @@ class _Connection:
 
 
 class SocketLinks:
-    """Implements `kvtransfer.peers.Links`."""
+    """Implements `kvtransfer.links.Links`."""
 
     def __init__(self, host: str, *, token: bytes, call_timeout_s: float, now: float) -> None:
         self.now = now

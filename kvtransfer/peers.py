@@ -15,52 +15,16 @@ so does it learn of a death. A peer that does not answer may hang and live: neve
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 from kvtransfer.heartbeat import Heartbeat
 from kvtransfer.inquest import Inquest
+from kvtransfer.links import Links, PeerWatcher
 from kvtransfer.types import PeerAddress, TransferSettings
 from kvtransfer.wire import Bye, Hello, Message, Ping
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 MIN_UP_S = 0.1  # a link that was lost sooner is not dialled again at once
 FORGET_S = 600.0  # out of reach, no proof of its death, and nothing of ours depends on it
-
-Purpose = Literal["rooms", "probe"]
-
-
-class Links(Protocol):
-    """Authenticated connections, by number. Calls never block, and never call back."""
-
-    def dial(self, address: PeerAddress, purpose: Purpose) -> int:
-        """-> `Peers.link_up` or `Peers.link_down` with this number, within call_timeout_s."""
-        ...
-
-    def send(self, link: int, message: Message) -> None:
-        """In order, as long as the link lives."""
-        ...
-
-    def close(self, link: int) -> None:
-        """No word of it comes any more. Idempotent."""
-        ...
-
-
-class PeerWatcher(Protocol):
-    def peer_up(self, hello: Hello, *, outgoing: bool) -> None: ...
-
-    def peer_down(self, incarnation: str, reason: str, *, outgoing: bool) -> None:
-        """The connection is lost or, if outgoing, could not be had."""
-        ...
-
-    def peer_dead(self, incarnation: str, reason: str) -> None:
-        """All its processes are, and what they sent has landed."""
-        ...
-
-    def peer_forgotten(self, incarnation: str) -> None: ...
-
-    def has_business(self, incarnation: str) -> bool:
-        """Whether something waits for its word or its death."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What two desks say over their connection: length-prefixed, versioned JSON; never pickle.
 
-Owns:      the messages, and the only code that turns them into bytes and back.
+Owns:      the messages, and what turns them into bytes and back (values: codec.py).
 Never:     believes them: who sent one, and whether its room is known, is for others to check.
 Invariant: decode(encode(m)) == m; bytes that are no message of this version raise BadMessage and nothing else.
 
@@ -9,17 +9,13 @@ Invariant: decode(encode(m)) == m; bytes that are no message of this version rai
 A frame is 4 bytes of length, big-endian, and that many of JSON: {"v": 1, "t": "open", ...}.
 """
 
-import base64
-import functools
 import json
-import math
 import struct
-import types
-import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
+from kvtransfer.codec import plain, read, read_object
 from kvtransfer.errors import BadMessage
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports import RankInfo
@@ -28,7 +24,6 @@ from kvtransfer.types import META_VERSION, KVTransferMeta, PeerAddress
 VERSION = 1
 MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
 MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
-MAX_INT = 2**63 - 1
 _LENGTH = struct.Struct(">I")
 
 
@@ -138,7 +133,7 @@ _TYPES: dict[str, type[Message]] = {
 
 def encode(message: Message) -> bytes:
     """One frame."""
-    body = {"v": VERSION, "t": type(message).__name__.lower(), **_plain(message)}
+    body = {"v": VERSION, "t": type(message).__name__.lower(), **plain(message)}
     data = json.dumps(body, separators=(",", ":")).encode()
     if len(data) > MAX_FRAME_BYTES:
         raise BadMessage(f"a {body['t']} of {len(data)} bytes, at most {MAX_FRAME_BYTES} may be sent")
@@ -147,26 +142,26 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """The message in a frame's body. Raises: BadMessage."""
-    body = _object(data)
+    body = read_object(data)
     if body.pop("v", None) != VERSION:
         raise BadMessage(f"a message of version {VERSION} is wanted: run the same release on all replicas")
     cls = _TYPES.get(str(body.pop("t", None)))
     if cls is None:
         raise BadMessage("a message of no known type")
-    message: Message = _read(cls, body, cls.__name__)
+    message: Message = read(cls, body, cls.__name__)
     return message
 
 
 def encode_meta(meta: KVTransferMeta) -> bytes:
-    return json.dumps(_plain(meta), separators=(",", ":")).encode()
+    return json.dumps(plain(meta), separators=(",", ":")).encode()
 
 
 def decode_meta(data: bytes) -> KVTransferMeta:
     """Raises: BadMessage, also for another version."""
-    body = _object(data)
+    body = read_object(data)
     if body.get("version") != META_VERSION:
         raise BadMessage(f"meta of version {body.get('version')!r}, {META_VERSION} is wanted: run the same release")
-    meta: KVTransferMeta = _read(KVTransferMeta, body, "meta")
+    meta: KVTransferMeta = read(KVTransferMeta, body, "meta")
     return meta
 
 
@@ -192,87 +187,3 @@ class Frames:
             body = bytes(self._data[_LENGTH.size : end])
             del self._data[:end]
             yield body
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(data, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise BadMessage(f"not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadMessage("a JSON object is wanted")
-    return body
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, tuple):
-        return list(value) if value and type(value[0]) is int else [_plain(item) for item in value]
-    return value
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``, a type of the messages' fields. Raises: BadMessage that names the field."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if is_dataclass(kind):
-        hints = _hints(typing.cast(type, kind))
-        if not isinstance(value, dict) or value.keys() != hints.keys():
-            raise BadMessage(f"{where}: an object of {sorted(hints)} is wanted")
-        try:
-            return typing.cast(Any, kind)(**{k: _read(hints[k], value[k], f"{where}.{k}") for k in hints})
-        except (ValueError, ZeroDivisionError) as error:  # from __post_init__
-            raise BadMessage(f"{where}: {error}") from None
-    if origin is types.UnionType:
-        if value is None and type(None) in args:
-            return None
-        return _read(next(arg for arg in args if arg is not type(None)), value, where)
-    if origin is Literal and value in args:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return _read_tuple(args, value, where)
-    if origin is dict and isinstance(value, dict):
-        return {_text(key, where): _read(args[1], item, where) for key, item in value.items()}
-    if kind is bytes and isinstance(value, str):
-        try:
-            return base64.b64decode(value, validate=True)
-        except ValueError:
-            raise BadMessage(f"{where}: base64 is wanted") from None
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    if kind is int and type(value) is int and abs(value) <= MAX_INT:
-        return value
-    if kind is bool and type(value) is bool:
-        return value
-    if kind is str and type(value) is str:
-        return _text(value, where)
-    raise BadMessage(f"{where}: {kind} is wanted, there is {type(value).__name__}")
-
-
-def _text(value: str, where: str) -> str:
-    """JSON can name half a character, which no bytes stand for."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise BadMessage(f"{where}: text is wanted, there is half a character") from None
-    return value
-
-
-def _read_tuple(args: tuple[Any, ...], value: list[Any], where: str) -> tuple[Any, ...]:
-    if args == (int, ...) and all(type(item) is int and abs(item) <= MAX_INT for item in value):
-        return tuple(value)
-    kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
-    if len(kinds) != len(value):
-        raise BadMessage(f"{where}: {len(kinds)} items are wanted, there are {len(value)}")
-    return tuple(_read(kind, item, where) for kind, item in zip(kinds, value, strict=True))

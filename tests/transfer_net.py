@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.desk_core import DeskCore
+from kvtransfer.links import Purpose
 from kvtransfer.local import LocalFabric
-from kvtransfer.peers import Purpose
 from kvtransfer.ports import Arrived
 from kvtransfer.types import (
     KVTransferMeta,

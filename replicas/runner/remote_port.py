@@ -20,11 +20,9 @@ from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from typing import cast
 
+from kvtransfer.alive import Alive
 from kvtransfer.errors import PeerLost, TransferError
-from kvtransfer.link import SocketLinks
 from kvtransfer.ports import ExpectOrder, PeerRanks, PortEvent, RankInfo, RankPort, WriteFailed, WriteOrder, Written
-from kvtransfer.types import PeerAddress
-from kvtransfer.wire import Hello, Message
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner.port import PortSpec, make_port
 from replicas.runner.port_channel import PortChannel
@@ -35,7 +33,6 @@ BUSY_WAIT_S = 0.0003  # something is on its way
 IDLE_WAIT_S = 0.003  # a peer's connection to our agent still wants to be served
 HELLO_S = 300.0  # for a follower's port to say what it is
 CLOSE_S = 5.0  # for a follower to close its agent
-ALIVE_STEP_S = 0.02  # how often its listener is looked at
 
 
 class RemotePort:
@@ -104,36 +101,6 @@ class RemotePort:
             raise PeerLost(f"rank {self.info.rank} of this replica is gone: {error!r}") from error
 
 
-class _Alive:
-    """Answers whoever asks whether this process lives; no rooms here."""
-
-    def __init__(self, spec: PortSpec, host: str, name: str) -> None:
-        self._links = SocketLinks(
-            host, token=spec.settings.token, call_timeout_s=spec.settings.call_timeout_s, now=time.monotonic()
-        )
-        self.address = PeerAddress(host=host, port=self._links.port, incarnation=name)
-        self._links.introduce(Hello(address=self.address, purpose="probe", layout=spec.layout, ranks=()))
-        self._next_s = 0.0
-
-    def serve(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_s:
-            self._next_s = now + ALIVE_STEP_S
-            self._links.serve(self._links.wait(0.0), self, now)
-            self._links.expire(now)
-
-    def link_up(self, link: int, hello: Hello) -> None:
-        self._links.close(link)
-
-    def link_down(self, link: int, reason: str, *, refused: bool = False) -> None: ...
-
-    def heard(self, link: int, message: Message) -> None: ...
-
-    def close(self) -> None:
-        self._links.close_connections()
-        self._links.close_listener()
-
-
 def serve_port(
     pool: MHATokenToKVPool, rank: int, spec: PortSpec, address: tuple[str, int], authkey: bytes
 ) -> None:
@@ -141,7 +108,7 @@ def serve_port(
     connection = Client(address, authkey=authkey)
     host = _own_address(address)
     port = make_port(pool, rank, spec, host=host)
-    alive = _Alive(spec, host, port.info.agent)
+    alive = Alive(spec.settings, spec.layout, host=host, name=port.info.agent)
     channel = None
     try:
         connection.send(replace(port.info, alive_at=alive.address))
@@ -156,7 +123,7 @@ def serve_port(
             channel.close()  # last: rank 0 waits for it
 
 
-def _serve(port: RankPort, channel: PortChannel, alive: _Alive) -> None:
+def _serve(port: RankPort, channel: PortChannel, alive: Alive) -> None:
     expected: set[tuple[int, int]] = set()
     while True:
         channel.wait(BUSY_WAIT_S if port.num_in_flight or expected else IDLE_WAIT_S)

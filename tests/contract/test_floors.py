@@ -50,7 +50,7 @@ FLOORS: dict[str, set[str]] = {
         "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
         "kvtransfer.layout",
         "kvtransfer.payload", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.port",
-        "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent",
+        "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent", "kvtransfer.alive",
     },
     "replicas.observer": {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.observe", "kvtransfer.payload",

@@ -262,8 +262,8 @@ WORDS = st.builds(
     st.sampled_from(TYPES),
     st.dictionaries(st.sampled_from(["nonce", "mac", "address", "room"]), VALUES, max_size=3),
 )
-ANSWERS = st.builds(lambda nonce, mac: frame(json.dumps(ANSWER | {"nonce": nonce, "mac": mac}).encode()), HALF, HALF)
 ANSWER = {"v": 1, "t": "answer", "address": {"host": "h", "port": 1, "incarnation": "i"}}
+ANSWERS = st.builds(lambda nonce, mac: frame(json.dumps(ANSWER | {"nonce": nonce, "mac": mac}).encode()), HALF, HALF)
 
 
 @settings(max_examples=60, deadline=None)
