@@ -21,8 +21,12 @@ class Cramped:
         self._finish = finish
         self._answered: list[Req] = []
 
-    def answer(self, head: Req) -> bool:
-        """``head`` found no memory while nobody holds any; whether it is ended now."""
+    def answer(self, *heads: Req | None) -> bool:
+        """``heads`` found no memory while nobody holds any; whether one is ended now."""
+        ended = [self._answer(head) for head in heads if head is not None]
+        return any(ended)
+
+    def _answer(self, head: Req) -> bool:
         pool = self._kv.stats()
         detained = pool.quarantined_pages + pool.protected_pages  # nobody holds a lock but for a peer that reads
         if not detained:

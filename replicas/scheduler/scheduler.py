@@ -113,8 +113,7 @@ class Scheduler:
         return self._take_token(req, token_id, logprob)
 
     def compute_here(self, req: Req) -> None:
-        """The K/V of a RECEIVING request will not come, or is not what it should be, or one that waits for its grant is
-        not to wait any longer: it waits to be computed."""
+        """The K/V of a decode leg, granted or not, will not come or is wrong: it waits to be computed."""
         self.legs.remove(req)
         if req.state is ReqState.RECEIVING:
             self.legs.let_go(req, keep=False)
@@ -158,9 +157,7 @@ class Scheduler:
         if not len(self.running):
             self._ratio.idle()
             if not self.legs.holding and self.prefill.chunked is None:
-                for head in (batch.short, self.legs.prealloc.short):
-                    if head is not None and self.cramped.answer(head):
-                        self.made_progress = True
+                self.made_progress = self.cramped.answer(batch.short, self.legs.prealloc.short)
             return None
         self.made_progress = True
         arrays = self.running.prepare()
