@@ -1,0 +1,158 @@
+"""Same answer from two processes as from one engine, over NIXL (SPEC H16; DESIGN.md section 3).
+
+48 prompts over CMA and tcp; {miss, D holds part, D holds all, P holds part} x {one chunk, many} x {page 1, 16} x ranks
+{1:1, 2:1, 1:2} x {CMA, tcp}: 192; SmolLM2 1:1 (104) and 3:1 (8): 352 in all.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.engine_process import EngineProcess
+from replicas.engine import Engine
+from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from tests.embedded import MODEL
+from tests.numerics.handing_over import (
+    CACHED,
+    GREEDY,
+    SEEDED,
+    alone,
+    check_held,
+    legs,
+    make_engine,
+    same,
+    save_models,
+    tiny_prompt,
+    warm_part,
+)
+
+SHORT = replace(GREEDY, max_new_tokens=3)
+SHORT_SEEDED = replace(SEEDED, max_new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@dataclass
+class Processes:
+    prefill: EngineProcess
+    decode: EngineProcess
+    unified: Engine
+
+
+@pytest.fixture(scope="module", params=["cma", "tcp"])
+def processes(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Processes]:
+    yield from start_processes(str(folders["gqa"]), request.param, prefill_tp=1, decode_tp=1)
+
+
+@pytest.fixture(
+    scope="module",
+    params=list(itertools.product(("cma", "tcp"), (1, 16), ((1, 1), (2, 1), (1, 2)))),
+    ids=lambda p: f"{p[0]}-page{p[1]}-{p[2][0]}to{p[2][1]}",
+)
+def cell(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Processes]:
+    """Chunks of 32 tokens."""
+    transport, page, (prefill_tp, decode_tp) = request.param
+    model = str(folders["gqa"])
+    yield from start_processes(model, transport, page=page, prefill_tp=prefill_tp, decode_tp=decode_tp)
+
+
+@pytest.fixture(scope="module")
+def smol_processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    prefill_tp, decode_tp = request.param
+    yield from start_processes(MODEL, "cma", prefill_tp=prefill_tp, decode_tp=decode_tp)
+
+
+def start_processes(
+    model: str, transport: str, *, prefill_tp: int, decode_tp: int, page: int = 16
+) -> Iterator[Processes]:
+    ends = [EngineProcess(model, page=page, chunk=32, transport=transport, tp=tp) for tp in (prefill_tp, decode_tp)]
+    unified = make_engine(model, page, 32, None)
+    yield Processes(ends[0], ends[1], unified)
+    unified.close()
+    for end in ends:
+        end.close()
+
+
+def check_processes(
+    of: Processes, prompt: np.ndarray, sampling: SamplingParams, *, salt: str = ""
+) -> list[TokenDelta]:
+    """Returns: what the client is told."""
+    request = GenerateRequest(
+        rid="asked", token_ids=prompt, sampling=sampling, return_logprobs=True, top_logprobs=3, cache_salt=salt
+    )
+    prefill, decode = legs(request, of.prefill.address)
+    of.prefill.submit(prefill)
+    of.decode.submit(decode)
+    two = of.decode.finish("asked")
+    assert of.prefill.finish("asked")[-1].finish == Finish(reason=FinishReason.HANDED_OFF)
+    assert of.unified.flush_cache()
+    same(two, alone(of.unified, request))
+    return two
+
+
+def check_balance(of: Processes) -> None:
+    for end in (of.prefill, of.decode):
+        pool = end.pool()
+        assert pool.free_pages + pool.evictable_pages == pool.num_pages
+
+
+@pytest.mark.model
+def test_two_processes_answer_as_one_over_nixl(processes: Processes) -> None:
+    """24 prompts: three families of eight that begin alike, of 1, 16, 33, 100, 1, 16, 33 and 100 tokens, so that both
+    sides hold parts: the decode side 0, 0, 1, 2, 0, 1, 2 and 6 pages, of which the prefill side can use 0, 0, 1, 2, 0,
+    0, 2 and 6, since it runs one token at least. None of them was seen before."""
+    pages, cached = [], []
+    for seed in range(24):
+        length = (1, 16, 33, 100)[seed % 4]
+        prompt = tiny_prompt(length, seed // 8)
+        told = check_processes(processes, prompt, (GREEDY, SEEDED)[seed % 2])
+        report = told[0].hand_off
+        assert report is not None
+        assert {delta.usage.prompt_tokens for delta in told} == {length}
+        assert {delta.usage.cached_tokens for delta in told} == {told[-1].usage.cached_tokens}
+        pages.append(-(-length // 16) - report.num_pages)
+        cached.append(told[-1].usage.cached_tokens // 16)
+    assert pages == [0, 0, 1, 2, 0, 1, 2, 6] * 3
+    assert cached == [0, 0, 1, 2, 0, 0, 2, 6] * 3
+    check_balance(processes)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_matrix_over_nixl(cell: Processes) -> None:
+    """16 prompts for each of 12 pairs of processes: 24 tokens are one chunk, 64 and 100 many; 64 are whole pages. With
+    unequal ranks heads are sliced."""
+    page = cell.unified.kv.page_size
+    for i, (cached, length) in enumerate(itertools.product(CACHED, (1, 24, 64, 100))):
+        sampling, prompt, salt = (GREEDY, SEEDED)[i % 2], tiny_prompt(length, i), f"{cached} {length}"
+        who, part = warm_part(prompt, cached)
+        warm = GenerateRequest(
+            rid="warm", token_ids=part, sampling=replace(GREEDY, max_new_tokens=1), cache_salt=salt
+        )
+        for end in [getattr(cell, name) for name in who if name != "unified"]:
+            end.submit(warm)
+            end.finish("warm")
+        check_held(check_processes(cell, prompt, sampling, salt=salt), prompt, cached, page)
+    check_balance(cell)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("smol_processes", "num_prompts"), [((1, 1), 104), ((3, 1), 8)], indirect=["smol_processes"], ids=["1to1", "3to1"]
+)
+def test_two_smollm2_processes_answer_as_one_over_nixl(smol_processes: Processes, num_prompts: int) -> None:
+    """104 prompts from one rank to one, 8 from three to one: every window of a text that begins 3 tokens on."""
+    text = "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
+    ids = smol_processes.unified.tokenizer.encode(text * 20)
+    for i in range(num_prompts):
+        length = (1, 16, 33, 20)[i % 4]
+        check_processes(smol_processes, ids[3 * i : 3 * i + length], (SHORT, SHORT_SEEDED)[i // 4 % 2])
+    check_balance(smol_processes)
