@@ -157,7 +157,8 @@ class Scheduler:
         if not len(self.running):
             self._ratio.idle()
             if not self.legs.holding and self.prefill.chunked is None:
-                self.made_progress = self.cramped.answer(batch.short, self.legs.prealloc.short)
+                heads = [head for head in (batch.short, self.legs.prealloc.short) if head is not None]
+                self.made_progress = self.cramped.answer(heads, now_s=now_s)
             return None
         self.made_progress = True
         arrays = self.running.prepare()

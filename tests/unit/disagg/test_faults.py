@@ -7,6 +7,7 @@ import pytest
 
 from kvtransfer.types import Received, SendReady
 from replicas.request import ReqState
+from replicas.scheduler.cramped import PATIENCE_S
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
 from replicas.types import FinishReason
 from tests.fakes import continuation
@@ -339,12 +340,15 @@ def cramped() -> Pair:
 
 
 @pytest.mark.parametrize("leg", [False, True], ids=["whole", "decode leg"])
-def test_a_request_that_only_quarantine_keeps_out_is_refused_at_once_and_bars_nobody(leg: bool) -> None:
+def test_a_request_that_only_quarantine_keeps_out_is_refused_after_a_while_and_bars_nobody(leg: bool) -> None:
     """30 tokens fit 24 pages, but not the 6 that are left; nobody holds any of those that could come back. Those behind
     it go on. When the peer has let go, the same request is served."""
     pair = cramped()
     submit = pair.ask if leg else lambda rid, prompt: pair.decode.submit(ask(rid, prompt))
     submit("big", range(200, 230))
+    pair.turn(pump=0)
+    assert pair.decode.end("big") is None  # a peer that lives lets go soon
+    pair.clock.now_s += PATIENCE_S
     pair.turn(pump=0)
     finish = pair.decode.deltas[("big", 0)][-1].finish
     assert finish is not None
@@ -353,6 +357,7 @@ def test_a_request_that_only_quarantine_keeps_out_is_refused_at_once_and_bars_no
     submit("next", range(300, 330))
     pair.decode.submit(ask("small", [3, 4, 5]))
     for _ in range(20):
+        pair.clock.now_s += PATIENCE_S / 10
         pair.turn(pump=0)
     assert pair.decode.end("next") is FinishReason.ERROR
     assert pair.decode.ids("small") == continuation([3, 4, 5], 8)
@@ -375,6 +380,7 @@ def test_a_request_whose_own_pages_are_in_quarantine_is_refused_where_the_rest_i
     pair.until(pair.decode, "a", ReqState.RECEIVING, pump=1)
     pair.wire.fail(1)
     for _ in range(20):
+        pair.clock.now_s += PATIENCE_S / 10
         pair.turn()
     assert pair.decode.end("a") is FinishReason.ERROR
     assert pair.decode.pages() == (2, 0, 0, 0, 12)
@@ -394,9 +400,27 @@ def test_a_request_waits_for_pages_that_others_hold_beside_the_quarantine() -> N
     pair.decode.submit(ask("big", range(200, 230)))
     while pair.decode.end("runs") is None:
         assert pair.decode.end("big") is None
+        pair.clock.now_s += PATIENCE_S
         pair.turn(pump=0)
     pair.turn(pump=0)
+    pair.clock.now_s += PATIENCE_S
+    pair.turn(pump=0)
     assert pair.decode.end("big") is FinishReason.ERROR
+
+
+def test_a_request_whose_own_pages_come_back_soon_is_computed_here() -> None:
+    """As above, but the peer lets go half of the patience later."""
+    pair = Pair(decode={"num_pages": 14})
+    pair.wire.draining = False
+    pair.ask("a", PROMPT)
+    pair.until(pair.decode, "a", ReqState.RECEIVING, pump=1)
+    pair.wire.fail(1)
+    pair.turn()
+    pair.clock.now_s += PATIENCE_S / 2
+    pair.turn()
+    pair.wire.resume_draining()
+    pair.run()
+    assert pair.decode.ids("a") == continuation(PROMPT, 8)
 
 
 def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
