@@ -42,8 +42,9 @@ lint: install-test ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: install-test model ## Measure kernels, caches and the engine; JSON under bench_results/
+bench: install-test model ## Measure kernels, caches, the engine, hand-offs and what long prompts do; JSON under bench_results/
 	@$(BIN)/python -m benchmarks --json bench_results/latest.json
+	@$(BIN)/python -m benchmarks.live_stalls --json bench_results/live_stalls.json
 
 simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
 	@$(BIN)/python -m benchmarks.simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \
