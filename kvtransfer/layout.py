@@ -63,16 +63,20 @@ class KvLayout:
         text = "|".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name not in MAY_DIFFER)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def require_compatible(self, theirs: "KvLayout") -> None:
-        """Raises: IncompatibleLayout that names every field that differs, both values, and what to do."""
-        differing = [
+    def differences(self, theirs: "KvLayout", *, may_differ: frozenset[str]) -> str:
+        """Every other field in which the two differ, with both values; empty when there is none."""
+        return "; ".join(
             f"{f.name}: {getattr(self, f.name)!r} here, {getattr(theirs, f.name)!r} there"
             for f in fields(self)
-            if f.name not in MAY_DIFFER and getattr(self, f.name) != getattr(theirs, f.name)
-        ]
+            if f.name not in may_differ and getattr(self, f.name) != getattr(theirs, f.name)
+        )
+
+    def require_compatible(self, theirs: "KvLayout") -> None:
+        """Raises: IncompatibleLayout that names every field that differs, both values, and what to do."""
+        differing = self.differences(theirs, may_differ=MAY_DIFFER)
         if differing:
             raise IncompatibleLayout(
-                f"KV pages cannot be exchanged: {'; '.join(differing)}. Serve the same model with the same dtype and "
+                f"KV pages cannot be exchanged: {differing}. Serve the same model with the same dtype and "
                 "page size on prefill and decode replicas"
             )
         if max(self.tp, theirs.tp) % min(self.tp, theirs.tp):

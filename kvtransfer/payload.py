@@ -6,7 +6,7 @@ Never:     knows a file (kvtransfer/replay.py) or a device (replicas/runner/kv_a
 Invariant: a payload holds all heads: what is read with any page size and tp is written with any other, bit for bit.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -72,13 +72,9 @@ def payload_shape(layout: KvLayout, num_tokens: int) -> tuple[int, int, int, int
 
 def require_same_meaning(here: KvLayout, there: KvLayout) -> None:
     """Raises: IncompatibleLayout that names every field in which a payload of ``there`` means something else here."""
-    differing = [
-        f"{f.name}: {getattr(here, f.name)!r} here, {getattr(there, f.name)!r} there"
-        for f in fields(KvLayout)
-        if f.name not in MAY_DIFFER and getattr(here, f.name) != getattr(there, f.name)
-    ]
+    differing = here.differences(there, may_differ=MAY_DIFFER)
     if differing:
         raise IncompatibleLayout(
-            f"these K/V bytes cannot be used here: {'; '.join(differing)}. Load the model that made them, with the "
+            f"these K/V bytes cannot be used here: {differing}. Load the model that made them, with the "
             "same dtype"
         )

@@ -47,7 +47,10 @@ class Eligible:
         """Those that ``query`` permits."""
         if not query.excluded and query.allowed is None:
             return self
-        at = [at for at, view in enumerate(self.views) if query.permits(view.replica_id)]
+        return self.those([at for at, view in enumerate(self.views) if query.permits(view.replica_id)])
+
+    def those(self, at: list[int]) -> "Eligible":
+        """Those at the positions ``at``."""
         return replace(
             self,
             views=[self.views[i] for i in at],

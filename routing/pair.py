@@ -126,12 +126,12 @@ def prefill_side(eligible: Eligible, *, num_tokens: int) -> Eligible:
         if view.role is Role.PREFILL and (view.pool_pages == 0 or view.pool_pages * view.page_size > num_tokens)
     ]
     # they run no decode steps; what stands for one that has not measured is the mean of those that do
-    return replace(_those(eligible, at), decode_step_s=np.zeros(len(at)))
+    return replace(eligible.those(at), decode_step_s=np.zeros(len(at)))
 
 
 def decode_side(eligible: Eligible) -> Eligible:
     """And the others."""
-    return _those(eligible, [at for at, view in enumerate(eligible.views) if view.role is not Role.PREFILL])
+    return eligible.those([at for at, view in enumerate(eligible.views) if view.role is not Role.PREFILL])
 
 
 def with_pressure(prefills: Candidates) -> Candidates:
@@ -158,16 +158,6 @@ def _missing_tokens(standing: Standing, own_tokens: Ints) -> Floats:
     """Of ours, those that no free page is there for; 0 where the pool was not told."""
     missing: Floats = standing.utilization * standing.pool_tokens + own_tokens - standing.pool_tokens
     return np.where(standing.pool_tokens > 0, np.maximum(missing, 0.0), 0.0)
-
-
-def _those(eligible: Eligible, at: list[int]) -> Eligible:
-    return replace(
-        eligible,
-        views=[eligible.views[i] for i in at],
-        columns=eligible.columns[at],
-        prefill_tokens_per_s=eligible.prefill_tokens_per_s[at],
-        decode_step_s=eligible.decode_step_s[at],
-    )
 
 
 def _soonest(prefills: Candidates, turn: Turn, max_wait_s: float) -> int:

@@ -21,7 +21,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtransfer import observe
-from kvtransfer.types import META_VERSION, KvTransferDesk, KVTransferMeta, Received, ReceiveFailed, ReceiveOrder
+from kvtransfer.types import (
+    META_VERSION,
+    KvTransferDesk,
+    KVTransferMeta,
+    PageIds,
+    Received,
+    ReceiveFailed,
+    ReceiveOrder,
+)
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
 from replicas.observer import Observer
@@ -79,18 +87,8 @@ class DecodeRole:
             leg, holding = leg_of(req), req.holding
             assert holding is not None
             leg.first_page = holding.prefix_len // self._kv.page_size
-            self._desk.receive(
-                ReceiveOrder(
-                    room=leg.ticket.room,
-                    generation=leg.ticket.generation,
-                    rid=req.rid,
-                    peer=leg.ticket.prefill,
-                    num_tokens=req.num_tokens,
-                    first_page=leg.first_page,
-                    pages=self._kv.pages(req, leg.first_page, -(-req.num_tokens // self._kv.page_size)),
-                    deadline_s=self._terms.room_timeout_s,
-                )
-            )
+            pages = self._kv.pages(req, leg.first_page, -(-req.num_tokens // self._kv.page_size))
+            self._open(req, leg.first_page, pages)
 
     def stop_waiting(self) -> list[NewToken]:
         """Compute those here that had to wait for row and pages for too long. Returns: reports, as `on_failed`."""
@@ -105,19 +103,24 @@ class DecodeRole:
         """Tell its peer, which never heard of ``req`` from here, not to wait: open the room for no page, and abort."""
         leg = leg_of(req)
         leg.closing = True
+        self._open(req, req.num_tokens // self._kv.page_size, np.empty(0, dtype=np.int32))
+        self._desk.abort_receive(leg.ticket.room)
+
+    def _open(self, req: Req, first_page: int, pages: PageIds) -> None:
+        """Have pages [first_page, first_page + n) of the sequence written to ``pages`` [n]."""
+        ticket = leg_of(req).ticket
         self._desk.receive(
             ReceiveOrder(
-                room=leg.ticket.room,
-                generation=leg.ticket.generation,
+                room=ticket.room,
+                generation=ticket.generation,
                 rid=req.rid,
-                peer=leg.ticket.prefill,
+                peer=ticket.prefill,
                 num_tokens=req.num_tokens,
-                first_page=req.num_tokens // self._kv.page_size,
-                pages=np.empty(0, dtype=np.int32),
+                first_page=first_page,
+                pages=pages,
                 deadline_s=self._terms.room_timeout_s,
             )
         )
-        self._desk.abort_receive(leg.ticket.room)
 
     def leave(self, req: Req) -> None:
         """``req`` has ended; its peer need not go on."""

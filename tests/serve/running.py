@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,15 @@ class Running:
             assert took_s < within_s, f"not within {within_s:.1f} s"
             threading.Event().wait(0.02)
         return time.monotonic() - started_s
+
+
+@contextmanager
+def serving(folder: Path, **settings: Any) -> Iterator[Running]:
+    """The application of `Running`, started; asserts at the end that Ctrl-C stopped all of it."""
+    running = Running(folder, **settings)
+    try:
+        running.start()
+        yield running
+    finally:
+        left = running.stop()
+    assert left == [], "Ctrl-C must stop all that it started, ranks included"

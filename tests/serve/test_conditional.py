@@ -7,25 +7,20 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(
+    with serving(
         tmp_path_factory.mktemp("conditional"),
         base="docs/examples/disaggregated.yaml",
         cache={"max_total_tokens": 12_000},
-    )
-    try:
-        running.start()
+    ) as running:
         running.until(lambda: len(running.states()) == 2, 60)
         yield running
-    finally:
-        left = running.stop()
-    assert left == [], "Ctrl-C must stop all that it started"
 
 
 def ask(app: Running, text: str, *, name: str, max_tokens: int = 8) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = "SmolLM2-135M-Instruct"
@@ -23,20 +23,15 @@ MODEL = "SmolLM2-135M-Instruct"
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(
+    with serving(
         tmp_path_factory.mktemp("disaggregated"),
         base="docs/examples/disaggregated.yaml",
         replicas={"cpus": 1, "health_period_s": 1},
         cache={"max_total_tokens": 12_000},
         router={"retry_wait_s": 90},
         transfer={"hand_off": "always"},
-    )
-    try:
-        running.start()
+    ) as running:
         yield running
-    finally:
-        left = running.stop()
-    assert left == [], "Ctrl-C must stop all that it started"
 
 
 def replica(app: Running, role: str) -> dict[str, Any]:

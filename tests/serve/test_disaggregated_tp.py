@@ -5,27 +5,22 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(
+    with serving(
         tmp_path_factory.mktemp("disaggregated_tp"),
         base="docs/examples/disaggregated.yaml",
         cache={"max_total_tokens": 4_000},
         prefill={"tp": 3, "cpus": 0.3},
         transfer={"hand_off": "always"},
-    )
-    try:
-        running.start()
+    ) as running:
         running.until(lambda: len(running.states()) == 2, 60)
         yield running
-    finally:
-        left = running.stop()
-    assert left == [], "Ctrl-C must stop all that it started, ranks included"
 
 
 def test_three_ranks_hand_over_to_one_and_the_answer_is_the_same(app: Running) -> None:

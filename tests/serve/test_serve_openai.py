@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 NAME = "SmolLM2-135M-Instruct"
@@ -22,18 +22,13 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(
+    with serving(
         tmp_path_factory.mktemp("serve"),
         replicas={"count": 2, "cpus": 1, "health_period_s": 1},
         cache={"max_total_tokens": 16_000},
         router={"policy": "round_robin"},
-    )
-    try:
-        running.start()
+    ) as running:
         yield running
-    finally:
-        left = running.stop()
-    assert left == [], "Ctrl-C must stop all that it started"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
@@ -25,18 +25,13 @@ BACK_S = 60.0
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(
+    with serving(
         tmp_path_factory.mktemp("routing"),
         replicas={"count": 2, "cpus": 1, "health_period_s": 1},
         cache={"max_total_tokens": 16_000},
         router={"policy": "estimated_ttft"},
-    )
-    try:
-        running.start()
+    ) as running:
         yield running
-    finally:
-        left = running.stop()
-    assert left == [], "Ctrl-C must stop all that it started"
 
 
 def prompt(topic: str, question: str = "") -> str:

@@ -7,25 +7,20 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(
+    with serving(
         tmp_path_factory.mktemp("serve_tp"),
         replicas={"count": 1, "cpus": 0.5, "health_period_s": 1},
         cache={"max_total_tokens": 4_000},
         parallel={"tp": 3},
-    )
-    try:
-        running.start()
+    ) as running:
         yield running
-    finally:
-        left = running.stop()
-    assert left == [], "Ctrl-C must stop all that it started, ranks included"
 
 
 def ranks(app: Running) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
@@ -19,19 +19,14 @@ BURST = 48
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(
+    with serving(
         tmp_path_factory.mktemp("two_routers"),
         replicas={"count": 2, "cpus": 1, "health_period_s": 1},
         cache={"max_total_tokens": 16_000},
         scheduler={"max_running_requests": RUNNING, "max_queued_requests": QUEUED},
         router={"policy": "estimated_ttft", "count": 2},
-    )
-    try:
-        running.start()
+    ) as running:
         yield running
-    finally:
-        left = running.stop()
-    assert left == [], "Ctrl-C must stop all that it started"
 
 
 def prompt(topic: str, question: str = "") -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtransfer.checksum import destination_spans, kv_hashes, page_digests, source_spans
+from kvtransfer.checksum import destination_spans, page_digests, source_spans
 from kvtransfer.layout import head_slices
 from kvtransfer.memory import KvMemory
 from tests.kv_pools import layout, page_ids, random_pools
@@ -54,32 +54,6 @@ def test_pages_of_a_device_are_read_through_the_reader() -> None:
     np.testing.assert_array_equal(
         page_digests(device, page_ids(3, 1), WHOLE), page_digests(memory, page_ids(3, 1), WHOLE)
     )
-
-
-@pytest.mark.parametrize("num_tokens", [0, 3, 4, 7])
-def test_hashes_of_tokens_are_equal_in_other_pages_and_ignore_what_lies_behind(num_tokens: int) -> None:
-    one, pool = memory_of()
-    other, moved = memory_of(seed=1)
-    moved[[4, 2]] = pool[[1, 3]]
-    used = num_tokens % 4
-    if used:
-        moved[[4, 2][num_tokens // 4], :, :, :, used:] = 0.5  # tokens that are not part of it
-    assert kv_hashes(one, page_ids(1, 3), num_tokens) == kv_hashes(other, page_ids(4, 2), num_tokens)
-
-
-def test_k_and_v_are_told_apart() -> None:
-    memory, pool = memory_of()
-    before = kv_hashes(memory, page_ids(1, 2), 7)
-    pool[2, 1, 0, 5, 2, 7] += 1  # K of token 6, the last layer's last head
-    after = kv_hashes(memory, page_ids(1, 2), 7)
-    assert after.k_hash != before.k_hash
-    assert after.v_hash == before.v_hash
-
-
-def test_more_tokens_than_the_pages_hold_are_refused() -> None:
-    memory, _ = memory_of()
-    with pytest.raises(ValueError, match="9 tokens are wanted of 2 pages of 4"):
-        kv_hashes(memory, page_ids(1, 2), 9)
 
 
 def test_a_pool_of_another_shape_is_refused_as_the_memory_of_a_layout() -> None:
