@@ -151,6 +151,17 @@ class HandOffReport:
     transfer_s: float = 0.0  # of it, from the first page to the last
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """What one choice of a request spent where, in seconds, on the engine that ran it; consecutive, so that they sum to
+    the time from arrival to the end. On the last delta of the choice; the prefill leg of a hand-off tells its own."""
+
+    queue_s: float = 0.0  # until the first step that computed something of it, or, of a decode leg, row and pages
+    prefill_s: float = 0.0  # from then to the first token; of a decode leg that received its K/V, 0
+    transfer_s: float = 0.0  # from row and pages until the K/V had come; of a prefill leg, after its last step
+    decode_s: float = 0.0  # after the first token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """One tokenised request. Made once, in the router; the engine never sees text of the prompt."""
@@ -224,6 +235,7 @@ class TokenDelta:
     usage: Usage
     finish: Finish | None = None  # on the last delta of the choice
     hand_off: HandOffReport | None = None  # once, where one was tried
+    stages: StageTimes | None = None  # on the last delta of a choice that the engine had accepted
 
     @property
     def is_report(self) -> bool:
@@ -244,6 +256,7 @@ class TokenDelta:
             usage=later.usage,
             finish=later.finish,
             hand_off=self.hand_off or later.hand_off,
+            stages=later.stages,
         )
 
 
@@ -325,3 +338,30 @@ class EngineStats:
     num_receiving: int = 0  # decode legs whose K/V is on its way
     num_handing_off: int = 0  # prefill legs that wait for their receiver, are sending, or drain
     transfer: TransferStats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TallyCounts:
+    """A `Tally` at one moment."""
+
+    bounds: tuple[float, ...]  # upper bounds, rising
+    counts: tuple[int, ...]  # [len(bounds) + 1] values in each bucket; the last is above every bound
+    total: float  # sum of all values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTallies:
+    """Distributions that one engine has seen since its start; they only grow. Metrics are made of them elsewhere."""
+
+    prefill_step_s: TallyCounts
+    decode_step_s: TallyCounts
+    prefill_batch_requests: TallyCounts
+    decode_batch_requests: TallyCounts
+    prefill_batch_tokens: TallyCounts
+    decode_batch_tokens: TallyCounts
+    evicted_idle_s: TallyCounts  # time since the last use of tree nodes that were evicted for room
+    # hand-offs; empty where the engine takes part in none
+    grant_s: TallyCounts  # decode legs: until row and pages were granted
+    wait_s: TallyCounts  # decode legs: from then until all had come, or failed
+    post_s: TallyCounts  # each write of pages: NIXL's own time to post it
+    wire_s: TallyCounts  # each write of pages: NIXL's own time until it was there

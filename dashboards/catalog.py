@@ -1,0 +1,197 @@
+"""Every metric of Manta, once. What is not here can be neither emitted nor plotted.
+
+Owns:      the names. Emission (deployments/metrics), docs/metrics.md, boards, rules and tests derive from it.
+Never:     imports a metrics client.
+Invariant: no label whose values grow with requests, users, prompts or time: no ids of requests, salts, texts or paths.
+           ``replica`` and ``target`` name processes; the series of one that left are removed.
+
+Capacity of a pool = free + evictable + protected + reserved + quarantined. Utilisation counts what a new request cannot
+have: (protected + reserved + quarantined) / capacity; occupancy is 1 - free / capacity.
+"""
+
+from collections.abc import Mapping
+
+from dashboards.metric import OPEN, Kind, Metric, Process
+
+COUNTER, GAUGE, HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+REPLICA, ROUTER, OBSERVATORY = Process.REPLICA, Process.ROUTER, Process.OBSERVATORY
+
+TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)  # fmt: skip
+ITL = (.001, .0025, .005, .0075, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .5, 1, 2.5)  # fmt: skip
+DURATION = tuple(0.01 * 2**i for i in range(16))  # to 327.68 s
+STAGE = (.0001, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60)  # fmt: skip
+FAST = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, .001, .0025, .005, .01, .05)  # fmt: skip
+TOKENS = tuple(float(4**i) for i in range(11))  # to 1,048,576
+BATCH = tuple(float(2**i) for i in range(11))  # to 1,024
+RATIO = (.01, .1, .2, .3, .4, .5, .6, .7, .8, .9, 1)  # fmt: skip
+AGE = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
+
+TIERS = ("L1",)  # L1: the device's KV pool; others join when they exist
+POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
+PHASES = ("prefill", "decode")
+STAGES = ("route", "queue", "prefill", "transfer", "decode")
+ENDPOINTS = ("chat", "completions", "generate", "tokens")
+OUTCOMES = ("ok", "error", "cancelled", "shed", "timeout")
+ROLES = ("unified", "prefill", "decode")
+SIGNALS = ("queue", "kv_pool", "slots")
+
+
+def _metric(
+    process: Process,
+    kind: Kind,
+    name: str,
+    help: str,
+    labels: Mapping[str, tuple[str, ...]] | None = None,
+    *,
+    unit: str = "",
+    buckets: tuple[float, ...] = (),
+    disaggregated: bool = False,
+) -> Metric:
+    return Metric(
+        name=name,
+        kind=kind,
+        help=help,
+        process=process,
+        unit=unit,
+        labels=labels or {},
+        buckets=buckets,
+        disaggregated=disaggregated,
+    )
+
+
+_EVERY = [
+    _metric(Process.EVERY, GAUGE, "build_info", "Always 1; versions as labels.", {"version": OPEN, "ray": OPEN},
+            unit="info"),
+]  # fmt: skip
+
+_REPLICA = [
+    _metric(REPLICA, GAUGE, "replica_info", "Always 1; static facts of this replica, for joins.",
+            {"node": OPEN, "accelerator": OPEN, "tensor_parallel": OPEN, "page_size_tokens": OPEN, "kv_dtype": OPEN,
+             "transfer_backend": OPEN}, unit="info"),
+    _metric(REPLICA, GAUGE, "replica_start_seconds", "How long this replica's start took, by phase.",
+            {"phase": ("load_weights", "warm_up", "total")}, unit="seconds"),
+    _metric(REPLICA, GAUGE, "scheduler_requests", "Requests in this replica, by state.",
+            {"state": ("waiting", "running", "preallocating", "receiving", "handing_off")}, unit="requests"),
+    _metric(REPLICA, GAUGE, "scheduler_running_limit_requests", "Most requests that can run at once.", unit="requests"),
+    _metric(REPLICA, GAUGE, "scheduler_queued_tokens", "Prompt tokens that wait to be computed and no cache holds.",
+            unit="tokens"),
+    _metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", "Requests of one forward step.", {"phase": PHASES},
+            unit="requests", buckets=BATCH),
+    _metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", "New tokens of one forward step.", {"phase": PHASES},
+            unit="tokens", buckets=TOKENS),
+    _metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", "Duration of one forward step.", {"phase": PHASES},
+            unit="seconds", buckets=STAGE),
+    _metric(REPLICA, COUNTER, "scheduler_tokens_total", "Tokens computed, reused from the cache, and generated.",
+            {"kind": ("prefill_computed", "prefill_cached", "decode")}),
+    _metric(REPLICA, COUNTER, "scheduler_busy_seconds_total", "Time in forward steps; its rate is the busy share.",
+            {"phase": PHASES}),
+    _metric(REPLICA, COUNTER, "scheduler_retractions_total",
+            "Running requests that went back to the queue because the pool was full."),
+    _metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V retractions gave up."),
+    _metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by how.",
+            {"outcome": ("finished", "aborted", "error")}),
+    _metric(REPLICA, GAUGE, "kv_pool_capacity_tokens", "Size of the pool in tokens.", {"tier": TIERS}, unit="tokens"),
+    _metric(REPLICA, GAUGE, "kv_pool_capacity_bytes", "Size of the pool in bytes, all ranks.", {"tier": TIERS},
+            unit="bytes"),
+    _metric(REPLICA, GAUGE, "kv_pool_tokens", "Token slots by state; the states sum to the capacity.",
+            {"tier": TIERS, "state": POOL_STATES}, unit="tokens"),
+    _metric(REPLICA, GAUGE, "kv_pool_utilization_ratio",
+            "Share of the pool that a new request cannot have: protected, reserved and quarantined.", {"tier": TIERS},
+            unit="ratio"),
+    _metric(REPLICA, COUNTER, "kv_pool_alloc_failures_total", "Allocations that failed even after eviction.",
+            {"tier": TIERS}),
+    _metric(REPLICA, COUNTER, "cache_lookup_tokens_total", "Prompt tokens looked up in the prefix cache."),
+    _metric(REPLICA, COUNTER, "cache_hit_tokens_total", "Prompt tokens that were reused, by tier.", {"tier": TIERS}),
+    _metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left the prefix cache, by why.",
+            {"tier": TIERS, "reason": ("capacity", "flush")}),
+    _metric(REPLICA, HISTOGRAM, "cache_evicted_idle_seconds",
+            "Time since the last use of nodes evicted for room; small values mean that the pool is too small.",
+            {"tier": TIERS}, unit="seconds", buckets=AGE),
+    _metric(REPLICA, GAUGE, "cache_nodes", "Nodes of the prefix tree.", {"tier": TIERS}),
+]  # fmt: skip
+
+_TRANSFER = [
+    _metric(REPLICA, COUNTER, "transfers_total", "Hand-offs that ended in this replica, by how.",
+            {"direction": ("send", "receive"), "outcome": ("ok", "failed")}, disaggregated=True),
+    _metric(REPLICA, COUNTER, "transfer_bytes_total", "K/V bytes moved.", {"direction": ("send", "receive")},
+            disaggregated=True),
+    _metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
+            "Parts of a hand-off: grant (until the receiver had row and pages), wait (from then until all had come), "
+            "post and wire (one NIXL write, as its telemetry says).",
+            {"phase": ("grant", "wait", "post", "wire")}, unit="seconds", buckets=STAGE, disaggregated=True),
+    _metric(REPLICA, GAUGE, "transfers_in_flight", "Hand-offs in progress; draining ones have failed and their pages "
+            "are not yet safe to reuse.", {"direction": ("send", "receive", "draining")}, disaggregated=True),
+    _metric(REPLICA, GAUGE, "transfer_oldest_drain_seconds", "How long the oldest draining hand-off has been waiting.",
+            unit="seconds", disaggregated=True),
+    _metric(REPLICA, GAUGE, "transfer_peers", "Replicas that this one is connected to for hand-offs.",
+            disaggregated=True),
+    _metric(REPLICA, COUNTER, "transfer_digest_mismatches_total", "Pages that came and were not what was sent.",
+            disaggregated=True),
+    _metric(REPLICA, COUNTER, "transfer_late_messages_total", "Messages of rooms that had ended; dropped.",
+            disaggregated=True),
+]  # fmt: skip
+
+_REQUESTS = [
+    _metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; shed: refused because all queues are "
+            "too long.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
+    _metric(ROUTER, GAUGE, "requests_in_flight", "Requests that are open.", {"endpoint": ENDPOINTS}),
+    _metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to its first output token.",
+            {"endpoint": ENDPOINTS}, unit="seconds", buckets=TTFT),
+    _metric(ROUTER, HISTOGRAM, "inter_token_latency_seconds", "Gap between deltas of one answer, per token.",
+            unit="seconds", buckets=ITL),
+    _metric(ROUTER, HISTOGRAM, "request_duration_seconds", "From a request's arrival to its last token.",
+            {"endpoint": ENDPOINTS}, unit="seconds", buckets=DURATION),
+    _metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "What a finished request spent in each stage.",
+            {"stage": STAGES}, unit="seconds", buckets=STAGE),
+    _metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Length of prompts.", unit="tokens", buckets=TOKENS),
+    _metric(ROUTER, HISTOGRAM, "request_output_tokens", "Length of answers.", unit="tokens", buckets=TOKENS),
+    _metric(ROUTER, COUNTER, "slo_requests_total", "Finished requests judged against each objective.",
+            {"slo": ("ttft", "itl"), "met": ("true", "false")}),
+]  # fmt: skip
+
+_ROUTING = [
+    _metric(ROUTER, COUNTER, "router_decisions_total", "Decisions, by policy and why the winner won.",
+            {"policy": OPEN, "reason": OPEN}),
+    _metric(ROUTER, HISTOGRAM, "router_decision_duration_seconds", "Time of one decision.", unit="seconds",
+            buckets=FAST),
+    _metric(ROUTER, COUNTER, "router_prompt_tokens_total", "Prompt tokens of routed requests."),
+    _metric(ROUTER, COUNTER, "router_best_overlap_tokens_total", "Longest prefix known at any candidate."),
+    _metric(ROUTER, COUNTER, "router_predicted_overlap_tokens_total", "Prefix expected at the chosen replica."),
+    _metric(ROUTER, COUNTER, "router_actual_overlap_tokens_total", "Prefix that the chosen replica then reused."),
+    _metric(ROUTER, HISTOGRAM, "router_overlap_error_ratio", "Difference of predicted and actual prefix over the "
+            "prompt's tokens; sign: what was predicted was over, under, or exact.",
+            {"sign": ("over", "under", "exact")}, unit="ratio", buckets=RATIO),
+    _metric(ROUTER, HISTOGRAM, "router_ttft_error_seconds", "Difference of predicted and actual time to first token.",
+            {"sign": ("over", "under")}, unit="seconds", buckets=STAGE),
+    _metric(ROUTER, GAUGE, "router_index_tokens", "Tokens that the prefix index holds for a replica: told by its "
+            "events, or expected from decisions.", {"target": OPEN, "source": ("confirmed", "expected")},
+            unit="tokens"),
+    _metric(ROUTER, GAUGE, "router_report_age_seconds", "Age of a replica's last report.", {"target": OPEN},
+            unit="seconds"),
+    _metric(ROUTER, COUNTER, "router_cache_event_gaps_total", "Times that a replica's cache events were missed."),
+    _metric(ROUTER, COUNTER, "router_cache_snapshots_total", "Snapshots of replicas' caches that came."),
+    _metric(ROUTER, GAUGE, "router_replicas", "Replicas that this router knows, by state.",
+            {"target_role": ROLES, "state": ("starting", "accepting", "draining", "unhealthy")}, unit="replicas"),
+    _metric(ROUTER, COUNTER, "router_retries_total", "Tries that failed and were made again elsewhere, by error.",
+            {"reason": ("replica_gone", "engine_dead", "overloaded", "prefill_lost")}),
+    _metric(ROUTER, COUNTER, "router_pair_decisions_total", "Whether the prompt was to be handed over, by why.",
+            {"reason": OPEN}, disaggregated=True),
+    _metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished tries; failed: computed at the decode "
+            "replica instead.", {"outcome": ("transferred", "failed")}, disaggregated=True),
+]  # fmt: skip
+
+_OBSERVATORY = [
+    _metric(OBSERVATORY, GAUGE, "autoscaler_replicas", "Replicas: running, wanted, and the bounds.",
+            {"target_role": ROLES, "kind": ("running", "desired", "minimum", "maximum")}, unit="replicas"),
+    _metric(OBSERVATORY, GAUGE, "autoscaler_pressure_ratio", "Load over what the replicas carry within the limits; "
+            "above 1 asks for more.", {"target_role": ROLES, "signal": SIGNALS}, unit="ratio"),
+    _metric(OBSERVATORY, COUNTER, "autoscaler_decisions_total", "Changes of the wanted number of replicas.",
+            {"target_role": ROLES, "direction": ("up", "down")}),
+    _metric(OBSERVATORY, GAUGE, "observatory_viewers", "Live views that are open."),
+    _metric(OBSERVATORY, HISTOGRAM, "observatory_poll_duration_seconds", "Time to ask all routers for their state.",
+            unit="seconds", buckets=STAGE),
+]  # fmt: skip
+
+METRICS: tuple[Metric, ...] = (*_EVERY, *_REPLICA, *_TRANSFER, *_REQUESTS, *_ROUTING, *_OBSERVATORY)
+CATALOG: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+assert len(CATALOG) == len(METRICS), "a metric is in the catalogue twice"

@@ -1,0 +1,1 @@
+"""Emission of the catalogue's metrics (dashboards/catalog.py) by each process, on a port of its own."""

@@ -1,0 +1,49 @@
+"""What a router tells the observatory about itself, its replicas and its requests, once a second.
+
+Owns:   the form of what travels between the two (pickled by Ray).
+Never:  holds a prompt's text or ids.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.frames import ReplicaReport
+from deployments.leases import ReplicaInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A process that serves its metrics over HTTP."""
+
+    address: str  # host:port, as other nodes reach it
+    role: str  # unified, prefill, decode, router, observatory
+    process_id: str  # the replica label of its series
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenReplica:
+    """One replica as a router sees it."""
+
+    replica_id: str
+    role: str
+    state: str  # starting, accepting, draining, unhealthy
+    info: ReplicaInfo | None  # None while starting
+    report: ReplicaReport | None  # the last; None before the first
+    report_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterView:
+    """The answer of `RouterIngress.observe(since)`."""
+
+    router_id: str
+    node_id: str
+    target: Target | None  # None where metrics are off
+    model: str  # served name
+    mode: str  # unified, disaggregated
+    num_open: int
+    replicas: tuple[SeenReplica, ...]
+    requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first
+    seq: int  # to be given as ``since`` next; 0 asks for all that are kept
+    autoscaling: dict[str, dict[str, float]]  # role -> settings of its rule (min_replicas, max_replicas, objectives)
