@@ -113,7 +113,7 @@ ONLY: dict[str, set[str]] = {
     "nixl": {"kvtransfer.agent"},
     "grafana_foundation_sdk": {"dashboards"},
     "opentelemetry": {"deployments"},
-    "rich": {"deployments"},
+    "rich": {"deployments", "replicas.runner.weights"},
     "flashinfer": {"replicas.attention", "replicas.runner.sampler"},
     "numba": {"replicas.kernels", "replicas.attention", "replicas.layers"},
     "llvmlite": {"replicas.kernels"},
