@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu lint bench simulate model install install-test clean
+.PHONY: help serve test test-gpu lint bench simulate dashboards model install install-test tools-test clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -26,13 +26,16 @@ $(VENV)/.installed-test: $(VENV)/.installed
 install: $(VENV)/.installed ## Make .venv and install the project
 install-test: $(VENV)/.installed-test
 
+tools-test: $(VENV)/.installed-test # Prometheus, of Debian's package; where it cannot be had, its tests are skipped
+	@$(BIN)/python -m tools.debian promtool prometheus >/dev/null
+
 model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 	@$(BIN)/python -m tools.embedded_model
 
 serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
-test: install-test model ## Run all tests
+test: install-test tools-test model ## Run all tests
 	@$(BIN)/python -m pytest
 
 test-gpu: ## Run the tests that need a GPU; needs no Ray
@@ -52,5 +55,9 @@ simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on 
 		--policy estimated_ttft --policy oracle \
 		--json bench_results/simulate.json --plot bench_results/simulate.svg
 
+dashboards: install-test ## Write the boards, the rules and docs/metrics.md anew, from dashboards/catalog.py
+	@$(BIN)/python -m dashboards build
+	@$(BIN)/python -m dashboards docs
+
 clean: ## Remove .venv, models and results
-	@rm -rf $(VENV) models bench_results .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) .tools models bench_results .pytest_cache .mypy_cache .ruff_cache
