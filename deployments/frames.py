@@ -27,6 +27,7 @@ from replicas.types import (
     FinishReason,
     HandOffReport,
     PoolStats,
+    StageTimes,
     TokenDelta,
     TokenLogprob,
     Usage,
@@ -46,6 +47,7 @@ class FrameKind(enum.IntEnum):
 
 _KINDS = frozenset(FrameKind)
 _HAND_OFF = [field.name for field in dataclasses.fields(HandOffReport)]
+_STAGES = [field.name for field in dataclasses.fields(StageTimes)]
 
 
 class BadFrame(ValueError):
@@ -162,11 +164,12 @@ def _delta_to_row(delta: TokenDelta) -> list[Any]:
         [_logprob_to_row(logprob) for logprob in delta.logprobs],
         [_logprob_to_row(logprob) for logprob in delta.prompt_logprobs],
         None if delta.hand_off is None else dataclasses.astuple(delta.hand_off),
+        None if delta.stages is None else _stages_to_row(delta.stages),
     ]
 
 
 def _row_to_delta(row: list[Any]) -> TokenDelta:
-    rid, index, token_ids, text, usage, finish, logprobs, prompt_logprobs, hand_off = row
+    rid, index, token_ids, text, usage, finish, logprobs, prompt_logprobs, hand_off, stages = row
     prompt, completion, cached, retractions = usage
     return TokenDelta(
         rid=rid,
@@ -180,7 +183,16 @@ def _row_to_delta(row: list[Any]) -> TokenDelta:
         logprobs=tuple(_row_to_logprob(*logprob) for logprob in logprobs),
         prompt_logprobs=tuple(_row_to_logprob(*logprob) for logprob in prompt_logprobs),
         hand_off=None if hand_off is None else HandOffReport(**dict(zip(_HAND_OFF, hand_off, strict=True))),
+        stages=None if stages is None else _row_to_stages(*stages),
     )
+
+
+def _stages_to_row(stages: StageTimes) -> list[float]:
+    return [stages.queue_s, stages.prefill_s, stages.transfer_s, stages.decode_s]
+
+
+def _row_to_stages(queue_s: float, prefill_s: float, transfer_s: float, decode_s: float) -> StageTimes:
+    return StageTimes(queue_s=queue_s, prefill_s=prefill_s, transfer_s=transfer_s, decode_s=decode_s)
 
 
 def _finish_to_row(finish: Finish) -> list[Any]:

@@ -42,6 +42,7 @@ class ReplicaInfo:
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks
     transfer: PeerAddress | None = None  # where its desk listens; None where it takes part in no hand-off
+    metrics: str | None = None  # host:port that serves its metrics; None where they are off
 
 
 class Leases(Protocol):

@@ -52,6 +52,13 @@ class RouterSettings(Settings):
         return self
 
 
+class ObservabilitySettings(Settings):
+    metrics: bool = True  # each replica and router serves its own on a port of its own
+    metrics_port: int = Field(default=0, ge=0, le=65535)  # 0: any that is free; processes of one node cannot share one
+    ttft_objective_s: float = Field(default=2.0, gt=0)  # finished requests are counted as met or missed, for alerts
+    itl_objective_s: float = Field(default=0.1, gt=0)  # of a request's mean
+
+
 class AppConfig(Settings):
     """All of it."""
 
@@ -66,6 +73,7 @@ class AppConfig(Settings):
     prefill: RoleSettings = RoleSettings()
     decode: RoleSettings = RoleSettings()
     transfer: TransferGroup = TransferGroup()
+    observability: ObservabilitySettings = ObservabilitySettings()
 
     @model_validator(mode="after")
     def _of_its_mode(self) -> "AppConfig":
@@ -139,4 +147,5 @@ _GROUPS: dict[str, type[Settings]] = {
     "decode": RoleSettings,
     "decode.autoscaling": AutoscalingSettings,
     "transfer": TransferGroup,
+    "observability": ObservabilitySettings,
 }

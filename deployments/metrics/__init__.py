@@ -1,1 +1,1 @@
-"""Emission of the catalogue's metrics (dashboards/catalog.py) by each process, on a port of its own."""
+"""Metrics of a process: the catalogue's entries as a Prometheus client's objects, and their own HTTP port."""

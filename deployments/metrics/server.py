@@ -1,0 +1,74 @@
+"""A process's metrics over HTTP, on a port of their own: whoever scrapes must meet this process and no other.
+
+Owns:      one listening socket and its thread; each scrape has a thread of its own for as long as it lasts.
+Never:     answers on an event loop: a scrape of a busy process waits for nobody, and nobody waits for it.
+Invariant: after `close` nothing listens.
+
+Text format 0.0.4, or OpenMetrics where asked for; gzip where accepted (the client library's WSGI app).
+"""
+
+import socket
+import socketserver
+import threading
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from replicas.errors import InvalidConfig
+
+READ_S = 10.0  # a client that says nothing for so long is not waited for
+
+
+class MetricsServer:
+    """Listens from its making on."""
+
+    def __init__(self, registry: CollectorRegistry, *, host: str, port: int = 0) -> None:
+        """``host``: this node's address, as others reach it. ``port``: 0 takes any that is free.
+
+        Raises: InvalidConfig when the port is taken.
+        """
+        try:
+            self._server = _Server((host, port), _family_of(host))
+        except OSError as error:
+            raise InvalidConfig(
+                f"observability.metrics_port = {port}: {host}:{port} cannot be listened on ({error.strerror}); with "
+                "several processes on a node each needs a port of its own: leave it at 0"
+            ) from error
+        self._server.set_app(make_wsgi_app(registry))
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{self._server.server_port}"  # host:port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="manta-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening; may be called again."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = READ_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a line each."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
+        self.address_family = family
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without the base's look-up of the host's full name, which can take seconds where no name server answers."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
