@@ -56,11 +56,16 @@ def decide(signals: Signals, objective: Objective, *, least: int, most: int) -> 
 
 def load(signals: Signals, objective: Objective) -> float:
     """Replicas that the load fills up to the limits, as a fraction; the tightest of the three limits counts."""
-    return max(
-        _per(signals.queued_tokens, signals.prefill_tokens_per_s * objective.ttft_s),
-        _per(signals.used_pages, signals.pool_pages * objective.pool_high),
-        _per(signals.num_requests, signals.slots * objective.running_high),
-    )
+    return max(loads(signals, objective).values())
+
+
+def loads(signals: Signals, objective: Objective) -> dict[str, float]:
+    """The same by what asks for them: the queue, the KV pools, the running slots."""
+    return {
+        "queue": _per(signals.queued_tokens, signals.prefill_tokens_per_s * objective.ttft_s),
+        "kv_pool": _per(signals.used_pages, signals.pool_pages * objective.pool_high),
+        "slots": _per(signals.num_requests, signals.slots * objective.running_high),
+    }
 
 
 def holding(signals: Signals) -> int:

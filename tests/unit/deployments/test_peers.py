@@ -63,7 +63,7 @@ class Handle:
 
 def peers(*calls: Call, error: Exception | None = None) -> RayPeers:
     found = RayPeers(app_name="app", deployment_name="routers", answer_s=SOON_S)
-    found._handle = Handle(*calls, error=error)
+    found._routers.handle = Handle(*calls, error=error)
     return found
 
 
