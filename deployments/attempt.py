@@ -106,10 +106,13 @@ class Attempt:
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._clock() - self._decision.time_s
             self._noted.cached_tokens = delta.usage.cached_tokens
+        if delta.stages is not None:
+            self._noted.times.tell(delta.stages)
         report = delta.hand_off
         if report is None:
             return
         self._noted.hand_off = report
+        self._noted.times.handed_over = report.transferred
         if self._decision.prefill_id is not None:
             self._on_report(self._decision.prefill_id, report)
         if report.transferred:

@@ -1,6 +1,7 @@
 """Brings one request to an end: choose, lease, stream; and when a replica dies, go on with another one.
 
-Owns:      the tries of each open request, what was decided for each and why it failed (route_log.py).
+Owns:      the tries of each open request, what was decided for each and why it failed (route_log.py). Whoever wants
+           to know of requests is told by following.py.
 Never:     parses HTTP; keeps a request open that its client has left.
 Invariant: the deltas of `stream` are those of one undisturbed generation: no id lost, doubled or reordered; every
            decision is reported done; the tries are bounded. A request that was sent is never refused afterwards.
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from deployments.attempt import Attempt
 from deployments.channel_server import ChannelServer
+from deployments.following import Following, RequestWatch, Unwatched
 from deployments.hold_out import HoldOut
 from deployments.holder import LeaseHolder
 from deployments.leases import Leases
@@ -31,6 +33,7 @@ from deployments.prefill_leg import PrefillLost, legs_of
 from deployments.progress import Progress
 from deployments.route_log import RouteLog, Try
 from deployments.route_request import NO_HINTS, RouteHints, Saturated, query_of
+from deployments.timeline import Arrival
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
@@ -68,6 +71,7 @@ class Dispatcher:
         retry_wait_s: float = 30.0,
         max_wait_s: float = math.inf,
         routes: RouteLog | None = None,
+        watch: RequestWatch | None = None,
         transfer_address: Callable[[str], PeerAddress | None] = lambda replica_id: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,11 +89,13 @@ class Dispatcher:
         self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
         self.num_retries = 0
         self.num_open = 0
+        self.watch: RequestWatch = watch if watch is not None else Unwatched()
 
     async def stream(
-        self, request: GenerateRequest, hints: RouteHints = NO_HINTS
+        self, request: GenerateRequest, hints: RouteHints = NO_HINTS, arrival: Arrival | None = None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of ``request``; closing the iterator aborts it.
+        """The deltas of ``request``; closing the iterator aborts it. ``arrival``: of the HTTP request it came with;
+        without one it arrives now.
 
         Raises: what the replica refused it with; NoReplica; Saturated; the last try's error when all failed.
         """
@@ -98,34 +104,36 @@ class Dispatcher:
         failure: MantaError | None = None
         self.num_open += 1
         try:
-            for number in range(self._max_tries):
-                last = LAST_TRY if 0 < number == self._max_tries - 1 else ""
-                query = query_of(request, hints, frozenset(excluded), one_replica=last)
-                held_out = self._hold_out.now()
-                decision = await self._choose(self._bounded(query, held_out), failure)
-                noted = self.routes.add(request.rid, decision, held_out)
-                if failure is None:
-                    self._refuse_if_saturated(noted)
-                left_s = None
-                if request.deadline_s is not None:
-                    left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
-                attempt = self._attempt(noted, progress, number=number, deadline_s=left_s)
-                try:
-                    async with contextlib.aclosing(attempt.run()) as deltas:
-                        async for delta in deltas:
-                            yield delta
-                    return
-                except MantaError as error:
-                    noted.failure = f"{type(error).__name__}: {error}"
-                    if not error.retryable:
-                        raise
-                    failure = error
-                    lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
-                    assert lost is not None
-                    excluded.add(lost)
-                    self._record(request, number, lost, error, progress)
-            assert failure is not None
-            raise failure
+            with self._follow(request, arrival, started_s) as following:
+                for number in range(self._max_tries):
+                    last = LAST_TRY if 0 < number == self._max_tries - 1 else ""
+                    query = query_of(request, hints, frozenset(excluded), one_replica=last)
+                    held_out = self._hold_out.now()
+                    decision, since_s = await self._choose(self._bounded(query, held_out), failure)
+                    noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
+                    if failure is None:
+                        self._refuse_if_saturated(noted)
+                    left_s = None
+                    if request.deadline_s is not None:
+                        left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
+                    attempt = self._attempt(noted, progress, number=number, deadline_s=left_s)
+                    try:
+                        async with contextlib.aclosing(attempt.run()) as deltas:
+                            async for delta in deltas:
+                                following.saw(delta)
+                                yield delta
+                        return
+                    except MantaError as error:
+                        noted.failure = f"{type(error).__name__}: {error}"
+                        if not error.retryable:
+                            raise
+                        failure = error
+                        lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
+                        assert lost is not None
+                        excluded.add(lost)
+                        self._record(request, number, lost, error, progress)
+                assert failure is not None
+                raise failure
         finally:
             self.num_open -= 1
 
@@ -145,12 +153,17 @@ class Dispatcher:
     def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
         return replace(query, max_wait_s=self._max_wait_s, excluded=query.excluded | held_out.keys())
 
-    async def _choose(self, query: RouteQuery, failure: MantaError | None) -> Decision:
-        """A decision; a request that a dying replica left undone waits for one to take over."""
+    def _follow(self, request: GenerateRequest, arrival: Arrival | None, now_s: float) -> Following:
+        came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
+        return Following(request, came, routes=self.routes, watch=self.watch, clock=self._clock)
+
+    async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
+        """A decision, and when it was begun; a request that a dying replica left undone waits for one to take over."""
         give_up_s = self._clock() + self._retry_wait_s
         while True:
+            since_s = self._clock()
             try:
-                return self._router.choose(query)
+                return self._router.choose(query), since_s
             except NoReplica as error:
                 if failure is None:
                     raise

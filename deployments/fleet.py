@@ -21,6 +21,7 @@ from deployments.cache_sync import CacheSync
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import Leases, ReplicaInfo
+from deployments.observatory.view import SeenReplica
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from routing.router import Router
@@ -47,8 +48,11 @@ class Fleet:
         leases: Leases,
         report_period_s: float = 0.1,
         clock: Callable[[], float] = time.monotonic,
+        role_of: Callable[[str], Role] = lambda replica_id: Role.UNIFIED,
     ) -> None:
+        """``role_of``: of a member that has not attached yet."""
         self._router = router
+        self._role_of = role_of
         self._silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
         self._stale_s = max(STALE_S, self._silent_s)
         self._leases = leases
@@ -137,6 +141,23 @@ class Fleet:
     def cache_pages(self) -> dict[str, tuple[int, int]]:
         """By replica: how many pages it is believed to hold, confirmed by its events and only expected."""
         return {view.replica_id: self._router.num_pages(view.replica_id) for view in self._router.views}
+
+    def seen(self) -> tuple[SeenReplica, ...]:
+        """Every member, by id; one that has not attached or reported yet is starting."""
+        self._update()
+        now_s, states = self._clock(), {view.replica_id: view.state for view in self._router.views}
+        found = []
+        for each in sorted(self._members):
+            info, (heard_s, report) = self._infos.get(each), self._reports.get(each, (now_s, None))
+            role = self._role_of(each) if info is None else info.role
+            age_s = None if report is None else now_s - heard_s
+            state = states.get(each, "starting")
+            found.append(
+                SeenReplica(
+                    replica_id=each, role=role.value, state=state, info=info, report=report, report_age_s=age_s
+                )
+            )
+        return tuple(found)
 
     def describe(self) -> str:
         """One clause on the state of all, for errors and /health."""

@@ -95,6 +95,7 @@ class PrefillLeg:
         while True:
             for delta in await self._stream.take():
                 if delta.finish is not None:
+                    self._noted.times.prefill = delta.stages
                     return delta.finish
 
     def _end(self, how: str) -> None:

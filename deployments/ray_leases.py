@@ -16,8 +16,11 @@ from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaGone, ReplicaInfo
 from deployments.request_router import PIN
+from deployments.roles import DEPLOYMENTS
+from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
 from replicas.types import GenerateRequest
+from routing.types import Role
 
 T = TypeVar("T")
 
@@ -35,6 +38,11 @@ class RayLeases:
         self._members[deployment] = members
         return frozenset().union(*self._members.values())
 
+    def role_of(self, replica_id: str) -> Role:
+        """Of a replica that runs, by the deployment it is of."""
+        at = next((name for name, members in self._members.items() if replica_id in members), "")
+        return next((role for role, name in DEPLOYMENTS.items() if at.endswith(f"/{name}")), Role.UNIFIED)
+
     async def attach(self, replica_id: str, address: ChannelAddress) -> ReplicaInfo:
         return cast(ReplicaInfo, await self._call(replica_id, "attach", address))
 
@@ -46,6 +54,9 @@ class RayLeases:
 
     async def report(self, replica_id: str) -> ReplicaReport:
         return cast(ReplicaReport, await self._call(replica_id, "report"))
+
+    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
+        return cast(CacheTree, await self._call(replica_id, "cache_tree", max_depth, min_tokens))
 
     async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
         return cast(bool, await self._call(replica_id, "flush_cache", timeout_s))

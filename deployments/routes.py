@@ -16,6 +16,7 @@ from deployments.http_errors import RETRY_AFTER_S, error_body
 from deployments.openai_format import number
 from deployments.pair_body import hand_off_body, pair_body
 from deployments.peers import newer
+from deployments.request_row import times_body
 from deployments.rids import new_rid
 from deployments.route_log import RouteRecord, Try
 from deployments.route_request import query_of
@@ -120,6 +121,7 @@ def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "time": record.time_s,
         "replica": last.decision.replica_id,
         "outcome": "running" if last.outcome is None else last.outcome.ending.value,
+        **times_body(record),
         "num_retries": len(record.tries) - 1,
         "tries": [_try_body(each) for each in record.tries],
         "explanation": "\n".join(explain(each.decision, each.outcome) for each in record.tries),

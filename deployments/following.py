@@ -1,0 +1,147 @@
+"""Follows one request from its first decision to its end: its record, its times, and who wants to hear of it.
+
+Owns:      nothing of the request itself: what happens there happens in dispatch.py and attempt.py, and is told here.
+Never:     changes what a client gets; raises.
+Invariant: a watch hears ``opened`` and ``ended`` once each for a request, however it ends.
+Thread:    the router's event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol
+
+from deployments.route_log import RouteLog, RouteRecord, Try
+from deployments.route_request import Saturated
+from deployments.timeline import Arrival, Timeline
+from replicas.errors import InvalidRequest, Overloaded
+from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
+from routing.types import Decision
+
+CLIENT_CLOSED, TIMED_OUT = 499, 504  # http_status of what ended early
+ENDINGS: Mapping[str, str] = {"ok": "finished", "cancelled": "aborted", "shed": "refused"}  # of a record; else failed
+
+
+class RequestWatch(Protocol):
+    """Hears of every request of this router. Each call is short: it runs between tokens."""
+
+    @property
+    def on_gap(self) -> Callable[[float, int], None] | None:
+        """Told of each delta: seconds per token since the one before, and tokens."""
+        ...
+
+    def opened(self, endpoint: str) -> None: ...
+    def decided(self, decision: Decision, *, took_s: float, failure: Exception | None) -> None:
+        """``failure``: of the try before, whose request goes elsewhere now."""
+        ...
+
+    def began(self, noted: Try) -> None:
+        """The first token has come."""
+        ...
+
+    def tried(self, noted: Try) -> None:
+        """A try has ended, well or not."""
+        ...
+
+    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None:
+        """``outcome`` is one of the catalogue's OUTCOMES."""
+        ...
+
+    def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None:
+        """An HTTP request that came to no prompt: refused before, or asked for no generation."""
+        ...
+
+
+class Unwatched:
+    """Nobody listens."""
+
+    on_gap: Callable[[float, int], None] | None = None
+
+    def opened(self, endpoint: str) -> None: ...
+    def decided(self, decision: Decision, *, took_s: float, failure: Exception | None) -> None: ...
+    def began(self, noted: Try) -> None: ...
+    def tried(self, noted: Try) -> None: ...
+    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None: ...
+    def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None: ...
+
+
+class Following:
+    """One request; a context manager around all its tries."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        arrival: Arrival,
+        *,
+        routes: RouteLog,
+        watch: RequestWatch,
+        clock: Callable[[], float],
+    ) -> None:
+        self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=watch.on_gap)
+        self._request = request
+        self._routes = routes
+        self._watch = watch
+        self._clock = clock
+        self._record: RouteRecord | None = None
+        self._try: Try | None = None
+
+    def __enter__(self) -> "Following":
+        self.timeline.arrival.num_prompts += 1
+        self._watch.opened(self.timeline.arrival.endpoint)
+        return self
+
+    def decided(
+        self, decision: Decision, held_out: Mapping[str, str], *, since_s: float, failure: Exception | None
+    ) -> Try:
+        """The next try is about to be sent. ``since_s``: when choosing began."""
+        self._close_try()
+        now_s = self._clock()
+        self._try = self._routes.add(self._request.rid, decision, self.timeline, held_out)
+        self._record = self._routes.get(self._request.rid)
+        self.timeline.sent(self._try.times, now_s)
+        self._watch.decided(decision, took_s=now_s - since_s, failure=failure)
+        return self._try
+
+    def saw(self, delta: TokenDelta) -> None:
+        """A delta on its way to the client."""
+        if self.timeline.saw(delta, self._clock()):
+            assert self._try is not None
+            self._watch.began(self._try)
+            self._changed()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_try()
+        self.timeline.end(self._clock())
+        outcome = outcome_of(self.timeline.worst if self.timeline.is_whole else None, error)
+        if self._record is not None:
+            refused = isinstance(error, InvalidRequest)
+            self._record.ending = "refused" if refused else ENDINGS.get(outcome, "failed")
+            self._changed()
+        self._watch.ended(self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
+
+    def _close_try(self) -> None:
+        if self._try is not None:
+            self._watch.tried(self._try)
+            self._try = None
+
+    def _changed(self) -> None:
+        if self._record is not None:
+            self._routes.changed(self._record)
+
+
+def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
+    """How a request ended, in the catalogue's words. ``finish``: the worst of its choices, if all have ended."""
+    if finish is not None:
+        if finish.reason is FinishReason.ERROR:
+            return "error"
+        if finish.reason is FinishReason.ABORT:
+            return "timeout" if finish.http_status == TIMED_OUT else "cancelled"
+        return "ok"
+    if error is None or isinstance(error, GeneratorExit | asyncio.CancelledError):
+        return "cancelled"
+    if isinstance(error, Saturated | Overloaded):
+        return "shed"
+    status = getattr(error, "http_status", 500)
+    return {CLIENT_CLOSED: "cancelled", TIMED_OUT: "timeout"}.get(status, "error")
