@@ -1,24 +1,57 @@
-"""``python -m deployments serve [CONFIG]`` and ``python -m deployments check [CONFIG]``."""
+"""``python -m deployments COMMAND``: serve, check; and, of a Manta that runs, top, explain."""
 
 import argparse
+import os
 import sys
 
 from deployments import ray_env
 
 DEFAULT = "serve_config.yaml"
+URL = "http://127.0.0.1:8000"
 
 
 def main() -> int:
+    args = _parser().parse_args()
+    if args.command == "top":
+        from deployments.terminal import top
+
+        options = top.Options(once=args.once, as_json=args.json, interval_s=args.interval)
+        return top.run(args.url, args.key, options)
+    if args.command == "explain":
+        from deployments.terminal import explain
+
+        return explain.run(args.url, args.rid, args.key, as_json=args.json)
+    ray_env.prepare()
+    from deployments import serve  # imports Ray, which reads the environment; the others do without
+
+    return serve.run(args.config) if args.command == "serve" else serve.check(args.config)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deployments", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (("serve", "serve until interrupted"), ("check", "check the settings and leave")):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("config", nargs="?", default=DEFAULT, help=f"settings file ({DEFAULT})")
-    args = parser.parse_args()
-    ray_env.prepare()
-    from deployments import serve  # imports Ray, which reads the environment
+    top = commands.add_parser("top", help="a live table of replicas, pools and rates")
+    top.add_argument("--once", action="store_true", help="print one and leave")
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two (1)")
+    explain = commands.add_parser("explain", help="why a recent request went where it went, and where its time went")
+    explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
+    for command in (top, explain):
+        command.add_argument("--url", default=URL, help=f"where Manta answers ({URL})")
+        command.add_argument("--json", action="store_true", help="the answer as it came")
+        command.add_argument(
+            "--key", default=os.environ.get("MANTA_ADMIN_KEY"), help="admin key (or MANTA_ADMIN_KEY in the environment)"
+        )
+    return parser
 
-    return serve.run(args.config) if args.command == "serve" else serve.check(args.config)
+
+def _interval(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"must be between 0.1 and 3600 s, got {text}")
+    return value
 
 
 if __name__ == "__main__":

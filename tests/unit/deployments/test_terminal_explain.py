@@ -1,0 +1,199 @@
+"""`explain`: whole blocks of text for what the routers answer, and real answers of a router."""
+
+import asyncio
+import http.server
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from deployments.routes import own_route
+from deployments.terminal import ask, explain, explain_view
+from tests.unit.deployments import sample_values
+from tests.unit.deployments.in_process import House, ScriptedReplica
+
+
+def candidate(replica: str, *, chosen: bool, **changed: Any) -> dict[str, Any]:
+    terms = {"queue_s": 0.0, "own_s": 0.2, "decode_s": 0.01, "pressure_s": 0.0, "behind_s": 0.0, "ttft_s": 0.21}
+    return {
+        "replica": replica, "role": "unified", "chosen": chosen, "cached_tokens": 1400, "num_requests": 3,
+        "queued_tokens": 0, "own_tokens": 309, "prefill_tokens_per_s": 1500.0, "pool_utilization": 0.4,
+        "report_age_s": 0.1, **terms, **changed,
+    }  # fmt: skip
+
+
+def tried(**changed: Any) -> dict[str, Any]:
+    return {
+        "replica": "a1", "policy": "estimated_ttft", "reason": "soonest_first_token", "num_tokens": 1709,
+        "predicted": {"cached_tokens": 1400, "ttft_s": 0.21}, "best_overlap": {},
+        "candidates": [
+            candidate("a1", chosen=True),
+            candidate("b2", chosen=False, cached_tokens=1704, own_tokens=5, queued_tokens=900, queue_s=0.6,
+                      ttft_s=0.81, own_s=0.2, behind_s=1.5),
+        ],
+        "actual": {"cached_tokens": 1400, "ttft_s": 0.25}, "outcome": "finished", "failure": None, **changed,
+    }  # fmt: skip
+
+
+def answer(*tries: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    said = [f"f00.0-me (1709 prompt tokens) went to {t['replica']} by estimated_ttft: soonest.\n  t" for t in tries]
+    return {
+        "rid": "me", "internal_rid": "f00.0-me", "router": "r1", "time": 1763722000.1, "replica": "a1",
+        "outcome": "finished", "num_retries": len(tries) - 1, "tries": list(tries), "explanation": "\n".join(said),
+        **changed,
+    }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+BLOCK = """\
+me: finished, 1 try, 2025-11-21 10:46:40, router r1
+
+me (1709 prompt tokens) went to a1 by estimated_ttft: soonest.
+
+   candidate  role     cached  to do  queued  tok/s   queue     own  decode  pressure  = TTFT  others  requests  pool
+>  a1         unified    1.4k    309       0   1.5k    0 ms  200 ms   10 ms      0 ms  210 ms    0 ms         3  40 %
+   b2         unified    1.7k      5     900   1.5k  600 ms  200 ms   10 ms      0 ms  810 ms  1.50 s         3  40 %
+
+It finished. First token after 250 ms (210 ms predicted); 1400 of 1709 prompt tokens were cached (1400 predicted).
+
+stage      time  of 1.00 s
+route     10 ms  [                                                ]   1 %
+queue     40 ms  [==                                              ]   4 %
+prefill  200 ms  [  ==========                                    ]  20 %
+decode   750 ms  [            ====================================]  75 %"""
+
+
+def test_a_finished_request_is_its_sentence_its_candidates_its_end_and_where_its_time_went() -> None:
+    stages = {"route_s": 0.01, "queue_s": 0.04, "prefill_s": 0.2, "transfer_s": 0.0, "decode_s": 0.75}
+    assert explain_view.plain(answer(tried(), stages=stages, total_s=1.0)) == BLOCK
+
+
+def test_without_stages_the_rest_is_told() -> None:
+    assert explain_view.plain(answer(tried())) == BLOCK.rpartition("\n\n")[0]
+
+
+def test_each_try_tells_why_it_failed() -> None:
+    lost = tried(failure="ReplicaGone: replica a1 died", candidates=[])
+    blocks = explain_view.plain(answer(lost, tried(replica="b2", candidates=[]))).split("\n\n")
+    assert blocks[0].startswith("me: finished, 2 tries,")
+    assert blocks[1:3] == [
+        "Try 1: me (1709 prompt tokens) went to a1 by estimated_ttft: soonest.",
+        "It failed: ReplicaGone: replica a1 died",
+    ]
+    assert blocks[3].startswith("Try 2: me (1709 prompt tokens) went to b2")
+
+
+def test_a_request_without_a_token_says_so() -> None:
+    running = tried(outcome="running", actual={"cached_tokens": None, "ttft_s": None})
+    assert "It is running; no token came yet." in explain_view.plain(answer(running, outcome="running"))
+
+
+TERMS = {
+    "replica_id": "d1", "cached_tokens": 0, "own_tokens": 1709, "transfer_pages": 107, "transfer_bytes": 78_000_000,
+    "ttft_s": 1.2, "stall_s": 2.0, "transfer_s": 0.05, "overhead_s": 0.01, "pressure_s": 0.0, "load_s": 0.0,
+    "local_cost_s": 3.2, "receive_cost_s": 0.06,
+}  # fmt: skip
+PAIR = {
+    "prefill": "p1", "decode": "d1", "reason": "cheaper", "why": None, "best_prefill": "p1", "prefill_s": 1.1,
+    "hand_off_cost_s": 1.16, "local_cost_s": 3.2, "link_bytes_per_s": 1e9, "link_measured": True,
+    "decode_replicas": [TERMS],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (
+            {"transferred": True, "reason": None, "num_pages": 107, "num_bytes": 78_000_000, "grant_s": 0.002,
+             "wait_s": 1.2, "transfer_s": 0.06},
+            "Hand-off: 107 pages, 78MB in 60 ms (room after 2.0 ms, all there 1.20 s later)",
+        ),
+        (
+            {"transferred": False, "reason": "peer silent", "num_pages": 0, "num_bytes": 0, "grant_s": 0.0,
+             "wait_s": 0.0, "transfer_s": 0.0},
+            "Hand-off failed: peer silent; the prompt was computed where it decodes",
+        ),
+    ],
+)  # fmt: skip
+def test_a_hand_off_tells_its_costs_and_how_it_went(report: dict[str, Any], said: str) -> None:
+    body = answer(tried(pair=PAIR, hand_off=report, prefill_end=None, held_out={"p2": "hand-offs from it failed"}))
+    blocks = explain_view.plain(body).split("\n\n")
+    assert blocks[3:6] == [
+        "The prompt is handed over by p1 (cheaper): handing over costs 1.16 s, computing in place 3.20 s.",
+        "   decode replica  cached  to receive  transfer   stall  load  in place  received\n"
+        ">  d1                   0        78MB     50 ms  2.00 s  0 ms    3.20 s     60 ms",
+        f"Not asked: p2, hand-offs from it failed\n{said}",
+    ]
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    made = House()
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def test_what_a_router_really_answers_can_be_told(house: House) -> None:
+    """The form of `own_route` and this view do not drift apart."""
+    for replica in (ScriptedReplica("r0", die_at=0), ScriptedReplica("r1")):
+        house.add(replica)
+    async with asyncio.timeout(5):
+        while house.fleet.num_ready < 2:
+            await asyncio.sleep(0.005)
+    async for _ in house.dispatcher.stream(sample_values.ask(rid="a1.0-me")):
+        pass
+    body = own_route(house.dispatcher, "me")
+    assert body is not None
+    text = explain_view.plain(json.loads(json.dumps(body)))
+    assert "Try 1: me (4 prompt tokens) went to r0 by round_robin: " in text
+    assert "It failed: ReplicaGone" in text
+    assert "Try 2: me (4 prompt tokens) went to r1 by round_robin: " in text
+    assert "0 of 4 prompt tokens were cached (0 predicted)." in text
+
+
+class _Router(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        known = self.path == "/route/me%401/x"
+        error = {"error": {"message": "no decision is kept for 'you'"}}
+        payload = json.dumps(answer(tried()) if known else error).encode()
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Router)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_command_prints_text_or_json_and_an_unknown_request_is_exit_status_1(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain.run(url, "me@1/x", None, as_json=False) == 0
+    assert capsys.readouterr().out == explain_view.plain(answer(tried())) + "\n"
+    assert explain.run(url, "me@1/x", None, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == answer(tried())
+    assert explain.run(url, "you", None, as_json=False) == ask.NOT_THERE
+    assert capsys.readouterr().err == "no decision is kept for 'you'\n"
