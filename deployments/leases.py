@@ -9,6 +9,7 @@ from typing import Protocol
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from kvtransfer.types import PeerAddress
+from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
 from replicas.types import GenerateRequest
 from routing.types import Role
@@ -62,6 +63,10 @@ class Leases(Protocol):
 
     async def report(self, replica_id: str) -> ReplicaReport:
         """Its statistics as of now."""
+        ...
+
+    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
+        """The largest subtrees of its prefix cache, for people; no token ids."""
         ...
 
     async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:

@@ -24,6 +24,7 @@ from deployments.schema import AppConfig, parse
 from deployments.served_engine import ServedEngine
 from deployments.tp import RayWorkers
 from kvtransfer.types import TransferSettings
+from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
 from replicas.launch import load_engine
 from replicas.loop import EngineLoop
@@ -78,6 +79,9 @@ class ModelReplica:
 
     async def report(self) -> ReplicaReport:
         return await self._served.report()
+
+    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
+        return await self._served.cache_tree(max_depth, min_tokens)
 
     async def flush_cache(self, timeout_s: float) -> bool:
         return await self._served.flush_cache(timeout_s)

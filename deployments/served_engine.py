@@ -24,6 +24,7 @@ from deployments.frames import ReplicaReport, encode_report
 from deployments.leases import ReplicaGone, ReplicaInfo
 from deployments.rids import client_rid
 from kvtransfer.types import PeerAddress
+from replicas.cache.tree_view import CacheTree
 from replicas.errors import EngineDead, MantaError
 from replicas.loop import EngineLoop
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
@@ -128,6 +129,12 @@ class ServedEngine:
                 return self._report(await self.loop.run_on_engine(lambda engine: engine.stats()))
         except (TimeoutError, EngineDead):
             return self._report(self.loop.stats())
+
+    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
+        """The largest subtrees of the prefix cache, between two steps. Raises: EngineDead."""
+        return await self.loop.run_on_engine(
+            lambda engine: engine.cache_tree(max_depth=max_depth, min_tokens=min_tokens)
+        )
 
     async def flush_cache(self, timeout_s: float) -> bool:
         """Forget every cached prefix; waits ``timeout_s`` for requests to end, and returns False if they do not."""

@@ -39,6 +39,7 @@ from kvtransfer.types import (
     TransferEvent,
     TransferSettings,
     TransferStats,
+    WriteTimes,
 )
 from kvtransfer.wire import Hello
 
@@ -51,6 +52,7 @@ IDLE_WAIT_S = 0.05  # no room is open; what the agents' own connections want can
 MIN_SELECT_S = 0.001
 DEADLINE_STEP_S = 0.002  # how exactly deadlines are kept
 START_TIMEOUT_S = 330.0  # longer than the other ranks have for theirs
+MAX_WRITE_TIMES = 4096  # that wait to be taken
 JOIN_S = 10.0  # beyond what the goodbye may take: agents that do not close
 
 Order = Callable[[DeskCore], None]
@@ -85,6 +87,7 @@ class KvTransfer:
         self._receiving: dict[int, bool] = {}  # rooms whose last event the engine has not taken -> whether they failed
         self._sending: dict[int, bool] = {}
         self._stats = TransferStats()
+        self._write_times: collections.deque[WriteTimes] = collections.deque(maxlen=MAX_WRITE_TIMES)
         self._started = threading.Event()
         self._stopping = False
         self._error: BaseException | None = None
@@ -147,6 +150,9 @@ class KvTransfer:
 
     def stats(self) -> TransferStats:
         return self._stats
+
+    def drain_write_times(self) -> list[WriteTimes]:
+        return [self._write_times.popleft() for _ in range(len(self._write_times))]
 
     def close(self) -> None:
         """Ends rooms without events: waits until nothing is on its way, at most call_timeout_s, and says goodbye."""
@@ -262,6 +268,7 @@ class KvTransfer:
 
     def _publish(self, core: DeskCore) -> None:
         self._stats = core.stats()
+        self._write_times.extend(core.sending.take_write_times())
         if core.events:
             self._events.extend(core.events)
             core.events.clear()

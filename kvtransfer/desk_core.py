@@ -213,6 +213,7 @@ class DeskCore:
             sent_bytes=sending.sent_bytes,
             sent_pages=sending.sent_pages,
             received_pages=receiving.received_pages,
+            received_bytes=receiving.received_bytes,
             sends_done=sending.num_done,
             sends_failed=sending.num_failed,
             receives_done=receiving.num_done,

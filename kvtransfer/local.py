@@ -8,6 +8,7 @@ Thread:    an agent belongs to one thread; agents of several threads may share a
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from kvtransfer.layout import PageSlice
 from kvtransfer.memory import KvMemory
 from kvtransfer.ports import group_runs
 from kvtransfer.transfer_agent import RemotePool, Transfer
-from kvtransfer.types import PageIds
+from kvtransfer.types import PageIds, WriteTimes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,15 +176,23 @@ class _LocalWrite:
         self.landed = False
         self.checks_left = fabric.faults.hold_checks
         self._fabric = fabric
+        self._began_s = self._post_s = 0.0
 
     def post(self) -> bool:
         self.slices = self.source.require_peer(self.agent).slices
-        return self._fabric.advance(self)
+        self._began_s = time.monotonic()
+        landed = self._fabric.advance(self)
+        self._post_s = time.monotonic() - self._began_s
+        return landed
 
     def check(self) -> bool:
         if not self.landed:
             self.source.require_peer(self.agent)
         return self._fabric.advance(self)
+
+    def times(self) -> WriteTimes:
+        """As measured here, real time; asked for at once when it has landed."""
+        return WriteTimes(post_s=self._post_s, wire_s=max(time.monotonic() - self._began_s, self._post_s))
 
     def release(self) -> None:
         """Nothing to give back; what waits for a hung agent still lands."""

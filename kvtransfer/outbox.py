@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvtransfer.errors import PeerLost
 from kvtransfer.ports import Digests, PortEvent, WriteFailed, WriteOrder, Written
 from kvtransfer.transfer_agent import TERMINAL, Transfer, TransferAgent, TransferState
-from kvtransfer.types import PageIds
+from kvtransfer.types import PageIds, WriteTimes
 
 MAX_IN_FLIGHT = 4  # posts for each agent of a peer; a post ends with the peer's next turn, which may be late
 POSTS_PER_POLL = 2
@@ -30,6 +30,7 @@ class OpenOrder:
 
     order: WriteOrder
     num_bytes: int = 0  # written so far
+    times: list[WriteTimes] = field(default_factory=list)  # of its writes that are done, where the library says
     num_queued: int = 0  # posts
     num_in_flight: int = 0
     reason: str | None = None  # why it failed
@@ -173,7 +174,7 @@ class Outbox:
     def _finish(self, post: Post) -> None:
         assert post.transfer is not None
         opened = post.open_order
-        state, reason = post.transfer.state, post.transfer.reason
+        state, reason, times = post.transfer.state, post.transfer.reason, post.transfer.times
         post.transfer.release()
         self._in_flight.remove(post)
         self._load[post.agent] -= 1
@@ -182,6 +183,7 @@ class Outbox:
         opened.num_in_flight -= 1
         if state is TransferState.DONE:
             opened.num_bytes += post.num_bytes
+            opened.times += [] if times is None else [times]
         else:
             self._break(opened.order.incarnation, f"the write to {post.agent} failed: {reason}")
         self._end_if_over(opened)
@@ -207,6 +209,6 @@ class Outbox:
             return
         del self._orders[order_id]
         if opened.reason is None:
-            self._events.append(Written(order_id=order_id, num_bytes=opened.num_bytes))
+            self._events.append(Written(order_id=order_id, num_bytes=opened.num_bytes, times=tuple(opened.times)))
         else:
             self._events.append(WriteFailed(order_id=order_id, reason=opened.reason, drained=True))

@@ -5,14 +5,14 @@ Invariant: page ids are the same on every rank; a rank writes only the heads tha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.layout import MAX_COUNT
-from kvtransfer.types import PageIds, PeerAddress
+from kvtransfer.types import PageIds, PeerAddress, WriteTimes
 
 Digests = npt.NDArray[np.uint64]  # [n] one per page
 
@@ -77,6 +77,7 @@ class Written:
 
     order_id: int
     num_bytes: int
+    times: tuple[WriteTimes, ...] = field(default=(), compare=False)  # of each of its writes, where that is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

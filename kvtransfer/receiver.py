@@ -60,7 +60,7 @@ class KVReceiver:
         self._parts: dict[tuple[int, int], _Part] = {}  # by (rank here, rank of the peer)
         self._meta: KVTransferMeta | None = None
         self._first_s = 0.0
-        self._num_bytes = 0
+        self.num_bytes = 0  # that have come, of all ranks
 
     @property
     def incarnation(self) -> str:
@@ -124,7 +124,7 @@ class KVReceiver:
             return f"rank {event.src_rank} of the peer wrote pages [{event.page_offset}, {end}) twice"
         part.seen[event.page_offset : end] = True
         part.last = part.last or event.last
-        self._num_bytes += event.num_bytes
+        self.num_bytes += event.num_bytes
         if event.last and event.src_rank == 0 and self._meta is None:
             return self._take_meta(event.meta)
         return ""
@@ -149,7 +149,7 @@ class KVReceiver:
         self.over = True
         self._emit(
             Received(
-                room=self.order.room, meta=meta, transfer_s=max(now - self._first_s, 0.0), num_bytes=self._num_bytes
+                room=self.order.room, meta=meta, transfer_s=max(now - self._first_s, 0.0), num_bytes=self.num_bytes
             )
         )
         self._tell(self.incarnation, Ack(room=self.order.room, generation=self.order.generation))

@@ -45,6 +45,7 @@ class ReceivingRooms:
         self.quarantine = Quarantine()
         self._warned_s = 0.0
         self.received_pages = 0
+        self.received_bytes = 0
         self.num_done = 0
         self.num_failed = 0
         self.num_mismatches = 0
@@ -150,6 +151,7 @@ class ReceivingRooms:
         room.arrived(rank, event, now)
         if room.received:
             self.received_pages += len(room.order.pages)
+            self.received_bytes += room.num_bytes
         self._settle(room, now)
 
     # the loop

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports import PeerRanks, RankPort, WriteFailed, Written
 from kvtransfer.sender import KVSender
-from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, TransferEvent, TransferSettings
+from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, TransferEvent, TransferSettings, WriteTimes
 from kvtransfer.wire import Abort, Drained, Fail, Open, Posted, ToReceiver, ToSender
 from kvtransfer.writes import Writes
 
@@ -237,6 +237,11 @@ class SendingRooms:
     @property
     def sent_pages(self) -> int:
         return self._writes.sent_pages
+
+    def take_write_times(self) -> list[WriteTimes]:
+        """Of writes that have ended since the last call, of all ranks."""
+        times, self._writes.times = self._writes.times, []
+        return times
 
     @property
     def num_rooms(self) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.layout import PageSlice
-from kvtransfer.types import PageIds
+from kvtransfer.types import PageIds, WriteTimes
 
 
 class TransferState(enum.Enum):
@@ -51,6 +51,10 @@ class NativeTransfer(Protocol):
         """Is it done? Also moves it: a note leaves at the check that finds the data gone."""
         ...
 
+    def times(self) -> WriteTimes | None:
+        """Once it is done and before it is released: how long it took. None where the library does not say."""
+        ...
+
     def release(self) -> None: ...
 
 
@@ -61,6 +65,7 @@ class Transfer:
         self.peer = peer
         self.state = TransferState.NEW
         self.reason = ""  # why it failed
+        self.times: WriteTimes | None = None  # once it is done
         self._native: NativeTransfer | None = native
 
     def post(self) -> TransferState:
@@ -93,6 +98,7 @@ class Transfer:
             self._move(TransferState.FAILED)
             return self.state
         if done:
+            self.times = self._native.times()
             self._move(TransferState.DONE)
         elif first:
             self._move(TransferState.POSTED)

@@ -169,6 +169,14 @@ class TransferSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriteTimes:
+    """How long one write of pages took, by the transfer library's own clock."""
+
+    post_s: float  # to post it; over CMA that is the copy
+    wire_s: float  # until it was there, the post included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
     """Counters only grow; gauges are as of now."""
 
@@ -179,6 +187,7 @@ class TransferStats:
     sent_bytes: int = 0
     sent_pages: int = 0
     received_pages: int = 0
+    received_bytes: int = 0
     sends_done: int = 0
     sends_failed: int = 0
     receives_done: int = 0
@@ -232,6 +241,10 @@ class KvTransferDesk(Protocol):
         ...
 
     def stats(self) -> TransferStats: ...
+
+    def drain_write_times(self) -> list[WriteTimes]:
+        """Of the writes that have ended well since the last call; the oldest are lost where nobody asks for long."""
+        ...
 
     @property
     def error(self) -> BaseException | None:

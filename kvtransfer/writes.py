@@ -18,6 +18,7 @@ from kvtransfer import observe
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports import RankPort, WriteFailed, WriteOrder, Written
 from kvtransfer.sender import KVSender
+from kvtransfer.types import WriteTimes
 
 MAX_WRITES = 2  # on their way to one receiver: the next is posted while the last one ends
 
@@ -42,6 +43,7 @@ class Writes:
     def __init__(self, layout: KvLayout, ports: Sequence[RankPort], *, pages_per_write: int) -> None:
         self.sent_bytes = 0
         self.sent_pages = 0
+        self.times: list[WriteTimes] = []  # of writes that have ended, until the desk takes them
         self._layout = layout
         self._ports = ports
         self._pages_per_write = pages_per_write
@@ -103,6 +105,7 @@ class Writes:
             return None
         if isinstance(event, Written):
             self.sent_bytes += event.num_bytes
+            self.times += event.times
             self.sent_pages += order.num_pages if order.rank == 0 else 0
             self._observe(order, event.num_bytes)
         if isinstance(event, Written) or event.drained:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from replicas.detokenizer import Detokenizer
 from replicas.request import Req
 from replicas.scheduler.tokens import NewToken, stop_reason
+from replicas.stages import stage_times
 from replicas.tokenizer import Tokenizer
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 
@@ -83,6 +84,7 @@ class Choice:
             usage=req.usage(),
             finish=req.finish,
             hand_off=report,
+            stages=None if req.finish is None else stage_times(req),
         )
 
     def _num_shown(self, finish: Finish | None) -> int:

@@ -16,7 +16,7 @@ every step, and by `poll` while nothing runs.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvtransfer import observe
@@ -24,11 +24,13 @@ from kvtransfer.payload import KvBytes
 from kvtransfer.types import KvTransferDesk
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
+from replicas.cache.tree_view import CacheTree
 from replicas.choice import Choice
 from replicas.config import EngineConfig
 from replicas.disagg.hand_offs import HandOffs
 from replicas.disagg.rooms import HandOffTerms
 from replicas.disagg.wake import Wake
+from replicas.distributions import Distributions
 from replicas.errors import EngineDead, InvalidRequest, Overloaded
 from replicas.intake import Intake
 from replicas.observer import Observer
@@ -38,7 +40,7 @@ from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
 from replicas.stats import StepClock, snapshot
 from replicas.tokenizer import Tokenizer
-from replicas.types import EngineStats, Finish, FinishReason, GenerateRequest, TokenDelta
+from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
 
 CacheEvents = tuple[CacheEvent, ...]  # in order
 Execute = Callable[[StepPlan], StepResult]  # runs a plan on all ranks
@@ -62,9 +64,10 @@ class Engine:
         desk: KvTransferDesk | None = None,
         terms: HandOffTerms | None = None,
         wake: Wake | None = None,
+        start_times: Mapping[str, float] | None = None,
     ) -> None:
         """``desk``, ``terms``: of a replica that takes part in hand-offs; `close` closes the desk. ``wake``: what the
-        desk calls when it has news.
+        desk calls when it has news. ``start_times``: seconds of load_weights, warm_up and total, as far as known.
         """
         assert (desk is None) == (terms is None), "a desk comes with its terms"
         self.config = config
@@ -76,7 +79,9 @@ class Engine:
         self._close = close
         self.dead_rank = dead_rank  # a sentence when another rank is gone; any thread may ask
         self.kv_bytes = kv_bytes  # of all ranks; for replay.py
+        self.start_times = dict(start_times or {})
         self._steps = StepClock()
+        self._distributions = Distributions()
         self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_desk=desk is not None)
         self._open = OpenRequests(self.scheduler.finish)
         self._observer = Observer(kv, kv_bytes)
@@ -93,6 +98,7 @@ class Engine:
                 vocab_size=config.model.vocab_size,
                 clock=clock,
                 observer=self._observer,
+                distributions=self._distributions,
             )
 
     @property
@@ -177,8 +183,10 @@ class Engine:
         deltas += [self._open.push(token) for token in tokens]
         if observe.enabled():
             self._observer.after_step(plan, tokens)
-        num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else len(plan.rows)
-        self._steps.record(self._clock() - started_s, num_new, is_extend=isinstance(plan, ExtendPlan))
+        is_extend, num_rows, step_s = isinstance(plan, ExtendPlan), len(plan.rows), self._clock() - started_s
+        num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
+        self._steps.record(step_s, num_new, is_extend=is_extend)
+        self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
         return deltas
 
     def poll(self) -> list[TokenDelta]:
@@ -207,6 +215,11 @@ class Engine:
         """What is cached now, for a reader that lost events; engine thread only."""
         return self.kv.snapshot()
 
+    def cache_tree(self, *, max_depth: int = 6, max_nodes: int = 400, min_tokens: int = 0) -> CacheTree:
+        """The largest subtrees of the prefix cache, without token ids or text; engine thread only, which stands still
+        for it (cache/tree_view.py says how long)."""
+        return self.kv.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)
+
     def describe(self) -> str:
         """The pool in one line."""
         pool = self.kv.stats()
@@ -220,6 +233,10 @@ class Engine:
         if self._hand_offs is None:
             return stats
         return replace(stats, num_handing_off=self._hand_offs.num_sending, transfer=self._hand_offs.stats())
+
+    def tallies(self) -> EngineTallies:
+        """Distributions since the start; any thread. Those of writes are as of the last `stats`."""
+        return self._distributions.read(evicted_idle_s=self.kv.evicted_idle_s)
 
     def close(self) -> None:
         """Let go of peers and of the other ranks; the engine must not be used afterwards."""

@@ -5,6 +5,7 @@ Never:     decides settings (config.resolve) or sizes (memory/sizing); starts fo
 """
 
 import logging
+import time
 from typing import Literal
 
 from kvtransfer.types import TransferSettings
@@ -46,6 +47,7 @@ def load_engine(
     Raises: InvalidConfig (UnsupportedModel) with what is wrong and what is allowed; EngineDead when a rank does not
             come up; TransferError or OSError when the transfer library or its address is not to be had.
     """
+    started_s = time.monotonic()
     model_config = load_model_config(model, dtype=dtype, context_len=context_len)
     config = resolve(
         model_config,
@@ -90,6 +92,7 @@ def load_engine(
         desk=desk,
         terms=terms,
         wake=wake,
+        start_times={**runner.start_times, "total": time.monotonic() - started_s},
     )
     log.info("KV pool: %s", engine.describe())
     return engine

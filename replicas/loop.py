@@ -21,7 +21,7 @@ from replicas.engine import CacheEvents, Engine
 from replicas.errors import EngineDead, MantaError
 from replicas.inbox import Inbox
 from replicas.sinks import Sink, Sinks
-from replicas.types import EngineStats, GenerateRequest, TokenDelta
+from replicas.types import EngineStats, EngineTallies, GenerateRequest, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,10 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """The snapshot of the last step, or of the last half second when idle; any thread."""
         return self._stats
+
+    def tallies(self) -> EngineTallies:
+        """Distributions since the start; any thread."""
+        return self.engine.tallies()
 
     def take_cache_events(self) -> CacheEvents:
         """Cache events since the last call, in order; any thread, one reader."""

@@ -75,6 +75,7 @@ class Leg:
     first_page: int = 0  # pages of the sequence before this one are the receiver's own
     next_page: int = 0  # prefill leg: pages before this one are sent, or need not be
     granted_s: float | None = None  # decode leg: when it got row and pages
+    failed_s: float | None = None  # decode leg: when its K/V, asked for, was known not to come
     report: HandOffReport | None = None  # decode leg: how it went; until the caller has been told
 
 
@@ -108,8 +109,9 @@ class Req:
     num_retractions: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
+    admitted_s: float | None = None  # its first step was scheduled, or its K/V had come
     first_token_s: float | None = None
-    admitted_s: float | None = None
+    ended_s: float | None = None
 
     @staticmethod
     def make(request: GenerateRequest, *, index: int, now_s: float, eos_ids: frozenset[int]) -> "Req":

@@ -64,6 +64,7 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
         lookup_tokens=counters.lookup_tokens,
         decode_tokens=counters.decode_tokens,
         evicted_tokens=kv.evicted_tokens,
+        flushed_tokens=kv.flushed_tokens,
         num_extend_steps=steps.num_extend,
         num_decode_steps=steps.num_decode,
         extend_s=steps.extend_s,

@@ -235,7 +235,7 @@ class TokenDelta:
     usage: Usage
     finish: Finish | None = None  # on the last delta of the choice
     hand_off: HandOffReport | None = None  # once, where one was tried
-    stages: StageTimes | None = None  # on the last delta of a choice that the engine had accepted
+    stages: StageTimes | None = None  # on the last delta of a choice, unless the engine itself has died
 
     @property
     def is_report(self) -> bool:
@@ -338,6 +338,7 @@ class EngineStats:
     num_receiving: int = 0  # decode legs whose K/V is on its way
     num_handing_off: int = 0  # prefill legs that wait for their receiver, are sending, or drain
     transfer: TransferStats | None = None
+    flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

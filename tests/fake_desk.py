@@ -25,6 +25,7 @@ from kvtransfer.types import (
     SendReady,
     TransferEvent,
     TransferStats,
+    WriteTimes,
 )
 from tests.fakes import FakeDevice
 
@@ -126,6 +127,7 @@ class FakeDesk:
         self.error: BaseException | None = None
         self._page_size = page_size
         self._events: list[TransferEvent] = []
+        self.write_times: list[WriteTimes] = []  # a test's to fill
 
     def receive(self, order: ReceiveOrder) -> None:
         room = self.wire.room(order.room)
@@ -165,6 +167,10 @@ class FakeDesk:
 
     def stats(self) -> TransferStats:
         return TransferStats()
+
+    def drain_write_times(self) -> list[WriteTimes]:
+        times, self.write_times = self.write_times, []
+        return times
 
     def close(self) -> None:
         self.closed = True

@@ -54,6 +54,7 @@ class Bench:
             context_len=context_len,
             prefix_cache=prefix_cache,
             eviction="lru",
+            clock=self.clock,
         )
         config = replace(SchedulerConfig(chunked_prefill_size=16), **scheduler)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.kv, config, max_running=max_running, clock=self.clock)
@@ -156,6 +157,7 @@ def fake_engine(
         prefix_cache=prefix_cache,
         eviction="lru",
         record_events=record_events,
+        clock=clock,
     )
     wake = Wake()
     engine = Engine(

@@ -13,7 +13,8 @@ Thread:    scheduler thread only.
                                                                         where a peer may still read or write them
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,11 +23,12 @@ from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
+from replicas.cache.tree_view import CacheTree
 from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, Slots
 from replicas.memory.table import ReqToTokenPool, Write
 from replicas.request import Holding, Req
-from replicas.types import PoolStats, TokenIds
+from replicas.types import PoolStats, TallyCounts, TokenIds
 
 
 class KvCache:
@@ -42,6 +44,7 @@ class KvCache:
         prefix_cache: str = "radix",
         eviction: str = "lru",
         record_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = PageStore(
             num_pages=num_pages,
@@ -49,6 +52,7 @@ class KvCache:
             prefix_cache=prefix_cache,
             eviction=eviction,
             record_events=record_events,
+            clock=clock,
         )
         self._allocator, self._cache = self._store.allocator, self._store.cache
         self._table = ReqToTokenPool(max_requests, context_len)
@@ -78,7 +82,17 @@ class KvCache:
 
     @property
     def evicted_tokens(self) -> int:
+        """For room."""
         return self._store.evicted_tokens
+
+    @property
+    def flushed_tokens(self) -> int:
+        return self._store.flushed_tokens
+
+    @property
+    def evicted_idle_s(self) -> TallyCounts:
+        """Time since the last use of what was evicted for room; any thread."""
+        return self._store.evicted_idle_s()
 
     @property
     def alloc_failures(self) -> int:
@@ -235,7 +249,7 @@ class KvCache:
             rids = sorted({holder.rid for holder in (*self._holders.values(), *self._store.quarantine)})
             named = ", ".join(rids[:8]) + (f" and {len(rids) - 8} more" if len(rids) > 8 else "")
             raise InvalidRequest(f"the cache is in use by {named}: flush it when they have finished, or abort them")
-        self._allocator.free(self._cache.reset())
+        self._store.flush()
 
     def drain_table_writes(self) -> tuple[Write, ...]:
         """(row, start, slots) of every change of the table since the last call; for the next plan."""
@@ -248,6 +262,10 @@ class KvCache:
     def snapshot(self) -> CacheSnapshot:
         """What is cached now, for a reader that lost events."""
         return self._store.snapshot()
+
+    def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
+        """The largest subtrees of the prefix cache, for people."""
+        return self._store.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)
 
     def check(self, reqs: Sequence[Req]) -> None:
         """Assert every invariant of the pools, given all requests that hold something. O(pool)."""

@@ -29,6 +29,7 @@ class TreeNode:
     salt: str
     created: int  # tick
     last_access: int  # tick
+    used_s: float = 0.0  # when that was
     children: dict[bytes, "TreeNode"] = field(default_factory=dict)
     lock_ref: int = 0  # requests that pin it; every root has 1 of its own (SPEC E03)
     hit_count: int = 0

@@ -6,32 +6,47 @@ Invariant: free + evictable + protected + reserved + quarantined == capacity; re
 Thread:    scheduler thread only.
 """
 
+from collections.abc import Callable
+
 from replicas.cache.base import PrefixCache
 from replicas.cache.chunk import ChunkCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import RadixCache
+from replicas.cache.tree_view import CacheTree, empty_tree
+from replicas.distributions import IDLE_S
 from replicas.errors import PagesExhausted
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
-from replicas.types import PoolStats
+from replicas.tally import Tally
+from replicas.types import PoolStats, TallyCounts
 
 
 class PageStore:
     """Allocator, prefix cache and quarantine of one engine."""
 
     def __init__(
-        self, *, num_pages: int, page_size: int, prefix_cache: str, eviction: str, record_events: bool
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: str,
+        eviction: str,
+        record_events: bool,
+        clock: Callable[[], float],
     ) -> None:
         if prefix_cache not in ("radix", "chunk"):
             raise ValueError(f"unknown prefix cache {prefix_cache!r}; allowed: radix, chunk")
         self.page_size = page_size
         self.reuses_prefixes = prefix_cache == "radix"
         self._events = EventLog() if record_events and self.reuses_prefixes else None
-        self._radix = RadixCache(page_size, policy=eviction, events=self._events) if self.reuses_prefixes else None
+        self._radix = (
+            RadixCache(page_size, policy=eviction, events=self._events, clock=clock) if self.reuses_prefixes else None
+        )
         self.cache: PrefixCache = self._radix or ChunkCache()
         self.allocator = PagedTokenToKVPoolAllocator(num_pages, page_size)
         self.quarantine = Quarantine()
-        self.evicted_tokens = 0
+        self.evicted_tokens = 0  # for room
+        self.flushed_tokens = 0  # by `flush`
         self.alloc_failures = 0
 
     @property
@@ -67,6 +82,16 @@ class PageStore:
         self.allocator.free(freed)
         self.evicted_tokens += len(freed) * self.page_size
 
+    def flush(self) -> None:
+        """Empty the prefix cache, of which nothing may be locked."""
+        freed = self.cache.reset()
+        self.allocator.free(freed)
+        self.flushed_tokens += len(freed) * self.page_size
+
+    def evicted_idle_s(self) -> TallyCounts:
+        """Time since the last use of what was evicted for room; any thread."""
+        return self._radix.evicted_idle_s.read() if self._radix is not None else Tally(IDLE_S).read()
+
     def release_quarantined(self, receipt: Detained) -> None:
         """Nobody reads or writes the pages of ``receipt`` any more."""
         self.quarantine.remove(receipt)
@@ -97,3 +122,9 @@ class PageStore:
         if self._radix is None or self._events is None:
             return CacheSnapshot(seq=0, stored=())
         return self._radix.snapshot()
+
+    def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
+        """The largest subtrees of the prefix cache; an empty tree where nothing is reused."""
+        if self._radix is None:
+            return empty_tree(self.page_size)
+        return self._radix.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)

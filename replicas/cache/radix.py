@@ -8,7 +8,8 @@ Thread:    scheduler thread only.
 Source:    SGLang radix cache (Zheng et al. 2024, arXiv:2312.07104, section 3), paged, with page ids for values.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,7 +19,10 @@ from replicas.cache.base import NO_PAGES, Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
 from replicas.cache.node import TreeNode, first_page, walk
+from replicas.cache.tree_view import CacheTree, cache_tree
+from replicas.distributions import IDLE_S
 from replicas.memory.allocator import Pages
+from replicas.tally import Tally
 from replicas.types import TokenIds
 
 
@@ -26,9 +30,18 @@ class RadixCache:
     """Implements PrefixCache. Costs: match O(length / SIMD + nodes on the path); insert the same plus O(new pages);
     evict O(freed pages + victims log nodes)."""
 
-    def __init__(self, page_size: int, *, policy: str = "lru", events: EventLog | None = None) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        policy: str = "lru",
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.page_size = page_size
         self.events = events  # None: nothing is recorded or hashed
+        self.evicted_idle_s = Tally(IDLE_S)  # time since the last use of what `evict` took
+        self._clock = clock
         self._queue = EvictionQueue(policy)
         self._roots: dict[str, TreeNode] = {}  # by salt; a root lives while it has children
         self._nowhere = TreeNode.root("")  # what an empty match locks when its salt has no root
@@ -56,12 +69,13 @@ class RadixCache:
         Args:    token_ids: [n] contiguous int32. count_hit: False where a request looks up its own insertion.
         """
         self._tick += 1
+        now_s = self._clock()
         node = self._roots.get(salt, self._nowhere)
         parts: list[Pages] = []
         length = 0
         for child, common in self._path(token_ids, salt):
             node = child if common == len(child.pages) else self._split_node(child, common)
-            node.last_access = self._tick
+            node.last_access, node.used_s = self._tick, now_s
             node.hit_count += count_hit
             parts.append(node.pages)
             length += common
@@ -80,6 +94,7 @@ class RadixCache:
         if not len(pages):
             return 0
         self._tick += 1
+        now_s = self._clock()
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = TreeNode.root(salt)
@@ -89,9 +104,9 @@ class RadixCache:
             # a sequence that ends inside an edge changes nothing; one that leaves it there needs a branch
             splits = common < len(child.pages) and length < len(pages)
             node = self._split_node(child, common) if splits else child
-            node.last_access = self._tick
+            node.last_access, node.used_s = self._tick, now_s
         if length < len(pages):
-            self._add_leaf(node, token_ids[length * self.page_size :].copy(), pages[length:].copy())
+            self._add_leaf(node, token_ids[length * self.page_size :].copy(), pages[length:].copy(), now_s)
         return length * self.page_size
 
     def inc_lock_ref(self, node: TreeNode) -> Lock:
@@ -124,14 +139,17 @@ class RadixCache:
     def evict(self, num_pages: int) -> Pages:
         """Forget ``num_pages`` pages of unlocked leaves by policy (SPEC E12), or all there are.
 
-        A leaf longer than what is wanted loses its tail only. Returns: ids of the freed pages.
+        A leaf longer than what is wanted loses its tail only; its idle time counts each time. Returns: ids of the freed
+        pages.
         """
         freed: list[Pages] = []
         missing = num_pages
+        now_s = self._clock()
         while missing > 0 and (leaf := self._queue.pop()) is not None:
             pages = self._cut_tail(leaf, missing) if len(leaf.pages) > missing else self._remove_leaf(leaf)
             freed.append(pages)
             missing -= len(pages)
+            self.evicted_idle_s.add(now_s - leaf.used_s)
         return np.concatenate(freed) if freed else NO_PAGES
 
     def reset(self) -> Pages:
@@ -162,6 +180,19 @@ class RadixCache:
                 )
             )
         return CacheSnapshot(seq=seq, stored=tuple(stored))
+
+    def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
+        """The largest subtrees, for people. O(nodes), bounded: see cache/tree_view.py."""
+        return cache_tree(
+            self._roots.values(),
+            page_size=self.page_size,
+            num_pages=self._evictable + self._protected,
+            num_nodes=self._num_nodes,
+            now_s=self._clock(),
+            max_depth=max_depth,
+            max_nodes=max_nodes,
+            min_tokens=min_tokens,
+        )
 
     def all_pages(self) -> Pages:
         parts = [node.pages for node in self._nodes()]
@@ -200,9 +231,15 @@ class RadixCache:
         self._num_nodes += 1
         return node.split(at, self.page_size)
 
-    def _add_leaf(self, parent: TreeNode, key: TokenIds, pages: Pages) -> None:
+    def _add_leaf(self, parent: TreeNode, key: TokenIds, pages: Pages, now_s: float) -> None:
         leaf = TreeNode(
-            key=key, pages=pages, parent=parent, salt=parent.salt, created=self._tick, last_access=self._tick
+            key=key,
+            pages=pages,
+            parent=parent,
+            salt=parent.salt,
+            created=self._tick,
+            last_access=self._tick,
+            used_s=now_s,
         )
         parent.children[first_page(key, self.page_size)] = leaf
         self._num_nodes += 1

@@ -32,6 +32,7 @@ from kvtransfer.types import (
 )
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
+from replicas.distributions import Distributions
 from replicas.observer import Observer
 from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
@@ -54,9 +55,11 @@ class DecodeRole:
         vocab_size: int,
         clock: Callable[[], float],
         observer: Observer,
+        distributions: Distributions,
     ) -> None:
         self._desk = desk
         self._observer = observer
+        self._distributions = distributions
         self._scheduler = scheduler
         self._kv = kv
         self._terms = terms
@@ -202,7 +205,7 @@ class DecodeRole:
         transfer_s: float = 0.0,
     ) -> HandOffReport:
         now_s, granted_s = self._clock(), leg_of(req).granted_s
-        return HandOffReport(
+        report = HandOffReport(
             transferred=reason is None,
             reason=reason,
             num_pages=num_pages,
@@ -211,3 +214,5 @@ class DecodeRole:
             wait_s=0.0 if granted_s is None else now_s - granted_s,
             transfer_s=transfer_s,
         )
+        self._distributions.hand_off(report, granted=granted_s is not None)
+        return report

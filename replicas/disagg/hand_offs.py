@@ -27,6 +27,7 @@ from replicas.cache.kv import KvCache
 from replicas.disagg.decode_role import DecodeRole
 from replicas.disagg.prefill_role import PrefillRole
 from replicas.disagg.rooms import HandOffTerms
+from replicas.distributions import Distributions
 from replicas.errors import InvalidRequest
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
@@ -48,12 +49,21 @@ class HandOffs:
         vocab_size: int,
         clock: Callable[[], float],
         observer: Observer,
+        distributions: Distributions,
     ) -> None:
         self._desk = desk
+        self._distributions = distributions
         self._scheduler = scheduler
         self._prefill = PrefillRole(desk, scheduler, kv, terms, observer=observer)
         self._decode = DecodeRole(
-            desk, scheduler, kv, terms, vocab_size=vocab_size, clock=clock, observer=observer
+            desk,
+            scheduler,
+            kv,
+            terms,
+            vocab_size=vocab_size,
+            clock=clock,
+            observer=observer,
+            distributions=distributions,
         )
 
     @property
@@ -115,6 +125,8 @@ class HandOffs:
             (self._prefill if req.is_prefill_leg else self._decode).leave(req)
 
     def stats(self) -> TransferStats:
+        """Also takes the times of the writes that have ended since the last call."""
+        self._distributions.writes(self._desk.drain_write_times())
         return self._desk.stats()
 
     def close(self) -> None:

@@ -47,7 +47,8 @@ class ModelRunner:
         self._model = model_class(config.model.architecture)(config.model, tp, _Unsized(self))
         load_weights(self._model, config.model, tp)
         self.weight_bytes = weight_bytes(self._model)
-        log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, time.monotonic() - started_s)
+        load_s = time.monotonic() - started_s
+        log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, load_s)
         self.pool_size = self._size_pool(free_before)
         self.max_running = sizing.max_running_requests(
             self.pool_size.num_tokens, config.model.context_len, config.scheduler.max_running_requests
@@ -63,7 +64,7 @@ class ModelRunner:
             num_threads=config.num_threads,
         )
         self._sampler = Sampler(config.model.vocab_size, self.device)
-        self._warm_up()
+        self.start_times = {"load_weights": load_s, "warm_up": self._warm_up()}  # s, by phase
 
     @property
     def attention(self) -> AttentionBackend:
@@ -118,8 +119,11 @@ class ModelRunner:
             device=self.device,
         )
 
-    def _warm_up(self) -> None:
-        """Compile and touch what the first request would otherwise wait for; writes only to the dummy page 0."""
+    def _warm_up(self) -> float:
+        """Compile and touch what the first request would otherwise wait for; writes only to the dummy page 0.
+
+        Returns: how long it took.
+        """
         started_s = time.monotonic()
         slots = np.zeros(2, dtype=np.int32)
         ids = np.zeros(2, dtype=np.int32)
@@ -136,7 +140,9 @@ class ModelRunner:
                 sampling=(),
             )
         )
-        log.info("warm-up: %.1f s", time.monotonic() - started_s)
+        warm_up_s = time.monotonic() - started_s
+        log.info("warm-up: %.1f s", warm_up_s)
+        return warm_up_s
 
 
 class _Unsized:

@@ -116,6 +116,8 @@ class Scheduler:
         """The K/V of a decode leg, granted or not, will not come or is wrong: it waits to be computed."""
         self.legs.remove(req)
         if req.state is ReqState.RECEIVING:
+            assert req.leg is not None
+            req.leg.failed_s = self._clock()
             self.legs.let_go(req, keep=False)
             req.move(ReqState.WAITING)
         self.waiting.add(req)
@@ -134,7 +136,7 @@ class Scheduler:
         if req.holding is not None:
             self.legs.let_go(req, keep=finish.reason is not FinishReason.ERROR)
         req.move(ReqState.FINISHED)
-        req.finish = finish
+        req.finish, req.ended_s = finish, self._clock()
         self.counters.count_end(finish.reason)
         self.legs.ended(req)
 

@@ -26,13 +26,15 @@ FLOORS: dict[str, set[str]] = {
     "replicas.parallel": {"replicas.errors"},
     "replicas.stats": {"replicas.scheduler", "replicas.cache", "replicas.request", "replicas.types"},
     "replicas.tally": {"replicas.types"},
+    "replicas.distributions": {"replicas.tally", "replicas.types", "kvtransfer.types"},
+    "replicas.stages": {"replicas.request", "replicas.types"},
     "replicas.token_bytes": {"replicas.types", "replicas.errors"},
     "replicas.tokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors", "replicas.config"},
     "replicas.detokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors"},
     "replicas.memory": {"replicas.types", "replicas.errors", "replicas.config", "kvtransfer.layout"},
     "replicas.cache": {
         "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
-        "kvtransfer.pages", "kvtransfer.stores",
+        "replicas.tally", "replicas.distributions", "kvtransfer.pages", "kvtransfer.stores",
     },
     "replicas.scheduler.plan": {"replicas.types"},  # a leaf: the runner knows plans, not the scheduler
     "replicas.scheduler": {
@@ -57,11 +59,12 @@ FLOORS: dict[str, set[str]] = {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.observe", "kvtransfer.payload",
     },
     "replicas.disagg": {
-        "replicas.observer", "replicas.scheduler", "replicas.cache", "replicas.request", "replicas.types",
-        "replicas.errors", "kvtransfer.observe", "kvtransfer.types",
+        "replicas.observer", "replicas.distributions", "replicas.scheduler", "replicas.cache", "replicas.request",
+        "replicas.types", "replicas.errors", "kvtransfer.observe", "kvtransfer.types",
     },
     "replicas.choice": {
-        "replicas.scheduler", "replicas.request", "replicas.tokenizer", "replicas.detokenizer", "replicas.types",
+        "replicas.scheduler", "replicas.request", "replicas.stages", "replicas.tokenizer", "replicas.detokenizer",
+        "replicas.types",
     },
     "replicas.open_requests": {
         "replicas.choice", "replicas.scheduler", "replicas.request", "replicas.types",
@@ -70,8 +73,8 @@ FLOORS: dict[str, set[str]] = {
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",
         "replicas.request", "replicas.tokenizer", "replicas.choice", "replicas.open_requests", "replicas.intake",
-        "replicas.disagg", "replicas.stats", "replicas.config", "replicas.observer", "replicas.types",
-        "replicas.errors", "kvtransfer.observe", "kvtransfer.payload", "kvtransfer.types",
+        "replicas.disagg", "replicas.stats", "replicas.distributions", "replicas.config", "replicas.observer",
+        "replicas.types", "replicas.errors", "kvtransfer.observe", "kvtransfer.payload", "kvtransfer.types",
     },
     "replicas.inbox": {"replicas.types"},
     "replicas.sinks": {"replicas.types", "replicas.errors"},
@@ -131,7 +134,8 @@ ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours
 # importing any module of these must not load torch, not even through another module
 HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request", "replicas.stats",
-    "replicas.sinks", "replicas.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator",
+    "replicas.tally", "replicas.distributions", "replicas.stages", "replicas.sinks", "replicas.detokenizer",
+    "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
 )  # fmt: skip
 

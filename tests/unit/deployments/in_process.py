@@ -20,6 +20,7 @@ from deployments.frames import ReplicaReport, encode_report
 from deployments.leases import ReplicaGone, ReplicaInfo
 from kvtransfer.pages import PageKeys, page_keys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
+from replicas.cache.tree_view import CacheTree, empty_tree
 from replicas.errors import MantaError
 from replicas.types import Finish, FinishReason, GenerateRequest
 from routing.router import Router
@@ -37,6 +38,7 @@ class Replica(Protocol):
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None: ...
     async def send_snapshot(self, router_id: str) -> None: ...
     async def report(self) -> ReplicaReport: ...
+    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree: ...
     async def flush_cache(self, timeout_s: float) -> bool: ...
     async def abort(self, name: str | None) -> int: ...
 
@@ -64,6 +66,9 @@ class LocalLeases:
 
     async def report(self, replica_id: str) -> ReplicaReport:
         return await self._find(replica_id).report()
+
+    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
+        return await self._find(replica_id).cache_tree(max_depth, min_tokens)
 
     async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
         return await self._find(replica_id).flush_cache(timeout_s)
@@ -211,6 +216,9 @@ class ScriptedReplica:
         assert self._client is not None
         for _ in range(num):
             self._client.report(encode_report(await self.report()))
+
+    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
+        return empty_tree(PAGE_SIZE)
 
     async def flush_cache(self, timeout_s: float) -> bool:
         return True

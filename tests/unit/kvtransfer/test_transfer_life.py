@@ -3,6 +3,9 @@
 import pytest
 
 from kvtransfer.transfer_agent import Transfer, TransferState
+from kvtransfer.types import WriteTimes
+
+TIMES = WriteTimes(post_s=0.001, wire_s=0.003)
 
 
 class ScriptedWrite:
@@ -22,6 +25,10 @@ class ScriptedWrite:
             raise answer
         return answer
 
+    def times(self) -> WriteTimes | None:
+        assert not self.released, "the library crashes here"
+        return TIMES
+
     def release(self) -> None:
         self.released += 1
 
@@ -35,6 +42,7 @@ def test_a_transfer_is_posted_polled_to_the_end_and_released() -> None:
     assert transfer.poll() is TransferState.DONE  # and the library is not asked again
     transfer.release()
     assert (transfer.state, native.released) == (TransferState.RELEASED, 1)
+    assert transfer.times == TIMES  # asked for before the release
 
 
 @pytest.mark.parametrize("answers", [(OSError("gone"),), (False, OSError("gone"))])
