@@ -25,8 +25,15 @@ class RayPeers:
         self._answer_s = answer_s
 
     async def find_route(self, name: str) -> Found:
+        return await self._find("find_route", name)
+
+    async def find_request(self, name: str) -> Found:
+        """As `find_route`, with the request's row and page keys (observatory/router_view.py)."""
+        return await self._find("find_request", name)
+
+    async def _find(self, method: str, name: str) -> Found:
         try:
-            answers = await self._routers.ask("find_route", name, within_s=self._answer_s)
+            answers = await self._routers.ask(method, name, within_s=self._answer_s)
         except NobodyAsked as error:
             log.warning("the other routers were not asked about %r: %s", name, error)
             return Found(unanswered=f"the other routers could not be asked ({error})")

@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -30,7 +31,10 @@ from deployments.dispatch import Dispatcher
 from deployments.fleet import Fleet
 from deployments.http_app import make_app
 from deployments.leases import ReplicaGone
+from deployments.metrics.router_metrics import RouterMetrics
 from deployments.model_face import read_face
+from deployments.observatory.router_view import request_body, router_view
+from deployments.observatory.view import RouterView, Target
 from deployments.peers import Alone, Peers
 from deployments.places import local_path
 from deployments.ray_leases import RayLeases
@@ -41,6 +45,7 @@ from deployments.routes import own_route
 from deployments.schema import AppConfig, parse
 from deployments.service import Service
 from deployments.transfer_settings import without_token
+from replicas.cache.tree_view import CacheTree
 from replicas.tokenizer import Tokenizer
 from routing.router import Router
 
@@ -57,8 +62,10 @@ class RouterIngress:
         self, settings: dict[str, Any], *replicas: DeploymentHandle
     ) -> None:
         logs.into_serve()
-        config = parse(settings)
+        self._config = config = parse(settings)
         context = ray.get_runtime_context()
+        self._node_id = context.get_node_id()
+        self._target: Target | None = None  # where its metrics are served
         router = Router(
             policy=config.router.policy,
             rng=Random(secrets.randbits(64)),
@@ -67,12 +74,17 @@ class RouterIngress:
             always_hand_off=config.transfer.hand_off == "always",
         )
         leases = RayLeases()
-        self._fleet = Fleet(router=router, leases=leases, report_period_s=config.router.report_period_s)
+        self._fleet = Fleet(
+            router=router, leases=leases, report_period_s=config.router.report_period_s, role_of=leases.role_of
+        )
         self._channel = ChannelServer(self._fleet, lost_error=_lost_error)
         router_id = serve.get_replica_context().replica_id.unique_id
         address = await self._channel.start(
-            router_id=router_id, node_id=context.get_node_id(), host=ray.util.get_node_ip_address()
+            router_id=router_id, node_id=self._node_id, host=ray.util.get_node_ip_address()
         )
+        metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
+        self._metrics = metrics.served(host=address.host, node_id=address.node_id)
+        self.metrics_target = None if self._metrics is None else self._metrics.target  # None where they are off
         self._fleet.start(address)
         for handle in replicas:
             self._listen(handle, leases)
@@ -86,8 +98,9 @@ class RouterIngress:
             max_wait_s=config.router.max_wait_s,
             routes=RouteLog(config.router.decisions_kept),
             transfer_address=self._fleet.transfer_address,
+            watch=metrics.watch,
         )
-        self._service = _service(config, settings, dispatcher, self._fleet, leases, _peers(config))
+        self._service = _service(config, settings, dispatcher, self._fleet, leases, _peers(config), metrics.shown)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
 
@@ -98,7 +111,26 @@ class RouterIngress:
         """Called by the other routers (ray_peers.py)."""
         return own_route(self._service.dispatcher, name)
 
+    async def find_request(self, name: str) -> dict[str, Any] | None:
+        """Called by the observatory, as are the two that follow."""
+        return request_body(self._service.dispatcher, name)
+
+    async def observe(self, since: dict[str, int]) -> RouterView:
+        return router_view(
+            dispatcher=self._service.dispatcher,
+            fleet=self._fleet,
+            config=self._config,
+            node_id=self._node_id,
+            target=self.metrics_target,
+            since=since,
+        )
+
+    async def cache_tree(self, replica_id: str, max_depth: int, min_tokens: int) -> CacheTree:
+        return await self._service.leases.cache_tree(replica_id, max_depth=max_depth, min_tokens=min_tokens)
+
     async def __del__(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
         await self._fleet.stop()
         await self._channel.stop()
 
@@ -136,7 +168,13 @@ def _peers(config: AppConfig) -> Peers:
 
 
 def _service(
-    config: AppConfig, settings: dict[str, Any], dispatcher: Dispatcher, fleet: Fleet, leases: RayLeases, peers: Peers
+    config: AppConfig,
+    settings: dict[str, Any],
+    dispatcher: Dispatcher,
+    fleet: Fleet,
+    leases: RayLeases,
+    peers: Peers,
+    registry: CollectorRegistry,
 ) -> Service:
     return Service(
         model=read_face(config.model),
@@ -152,9 +190,11 @@ def _service(
             "router": config.router.model_dump(),
             "replicas": config.replicas.model_dump(),
             "mode": config.mode,
+            "observability": config.observability.model_dump(),
             **_role_settings(config),
         },
         peers=peers,
+        registry=registry,
         max_body_bytes=config.router.max_body_bytes,
         version=importlib.metadata.version("manta"),
     )

@@ -1,0 +1,98 @@
+"""The observatory in a Ray Serve replica: the HTTP ingress of its application, polling from its first second.
+
+Owns:      the parts and their life; the port of its own metrics, opened when a router has said what the model is called
+           and that it serves its own.
+Never:     is on a request's way.
+Thread:    Serve's event loop for this replica.
+"""
+
+import asyncio
+import functools
+import time
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+
+from dashboards.metric import Process
+from deployments import logs
+from deployments.metrics.emitter import Emitter, Identity
+from deployments.metrics.server import MetricsServer
+from deployments.observatory import serve_details
+from deployments.observatory.admin_key import AdminKey
+from deployments.observatory.emission import Emission
+from deployments.observatory.http_app import make_app
+from deployments.observatory.page_files import read_files
+from deployments.observatory.parts import Parts
+from deployments.observatory.routers import RayRouters
+from deployments.observatory.settings import parse
+from deployments.observatory.state import State
+from deployments.observatory.view import RouterView, Target
+from deployments.observatory.viewers import Viewers
+from deployments.observatory.watch import Watch
+
+ROLE = "observatory"
+
+
+@serve.ingress()  # the app is made by __serve_build_asgi_app__
+class Observatory:
+    """Made by app.py."""
+
+    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        logs.into_serve()
+        settings = parse(args)
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._state = State(on_scaling=self._scaled)
+        self._viewers = Viewers(lambda: self._state.snapshot)
+        self._routers = RayRouters(settings.application)
+        self._key = AdminKey(settings.key)
+        self._emission: Emission | None = None
+        self._server: MetricsServer | None = None
+        self._target: Target | None = None
+        watch = Watch(
+            routers=self._routers,
+            look=functools.partial(serve_details.ask, settings.application),
+            state=self._state,
+            viewers=self._viewers,
+            on_poll=self._polled,
+            on_view=self._serve_metrics,
+        )
+        self._watching = asyncio.create_task(watch.run())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(
+            Parts(
+                state=self._state,
+                routers=self._routers,
+                viewers=self._viewers,
+                key=self._key,
+                files=read_files(),
+                own_target=lambda: self._target,
+                clock=time.time,
+            )
+        )
+
+    async def __del__(self) -> None:
+        self._watching.cancel()
+        if self._server is not None:
+            self._server.close()
+
+    def _serve_metrics(self, view: RouterView) -> None:
+        if self._server is not None or view.target is None:
+            return
+        emitter = Emitter(Process.OBSERVATORY, Identity(model=view.model, role=ROLE, replica=self._id))
+        self._emission = Emission(
+            emitter, targets=lambda: self._state.scaling.targets, num_viewers=lambda: self._viewers.num_open
+        )
+        self._server = MetricsServer(emitter.registry, host=ray.util.get_node_ip_address())
+        node_id = ray.get_runtime_context().get_node_id()
+        self._target = Target(address=self._server.address, role=ROLE, process_id=self._id, node_id=node_id)
+
+    def _polled(self, took_s: float) -> None:
+        if self._emission is not None:
+            self._emission.polled(took_s)
+
+    def _scaled(self, role: str, direction: str) -> None:
+        if self._emission is not None:
+            self._emission.scaled(role, direction)

@@ -1,0 +1,42 @@
+"""What the observatory's HTTP routes need, in one value.
+
+Thread: the observatory's event loop.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from starlette.requests import HTTPConnection
+
+from deployments.observatory.admin_key import AdminKey
+from deployments.observatory.fan_in import Fetch, fetch_text
+from deployments.observatory.page_files import PageFile
+from deployments.observatory.routers import Routers
+from deployments.observatory.state import State
+from deployments.observatory.view import Target
+from deployments.observatory.viewers import Viewers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The routes find it in ``app.state.parts``."""
+
+    state: State
+    routers: Routers
+    viewers: Viewers
+    key: AdminKey
+    files: Mapping[str, PageFile]
+    own_target: Callable[[], Target | None]  # where the observatory's own metrics are served
+    clock: Callable[[], float]  # seconds since 1970
+    fetch: Fetch = field(default=fetch_text)
+
+    def targets(self) -> list[Target]:
+        """Who serves metrics, the observatory too."""
+        own = self.own_target()
+        return [*self.state.merged.targets(self.clock()), *([own] if own is not None else [])]
+
+
+def parts_of(request: HTTPConnection) -> Parts:
+    parts = request.app.state.parts
+    assert isinstance(parts, Parts)
+    return parts

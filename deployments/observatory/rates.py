@@ -1,0 +1,48 @@
+"""Rates per second from counters that only grow, over the last seconds.
+
+Owns:      the recent samples of each source.
+Invariant: no rate is negative: a counter that went back belongs to a new life of its source, and all begins anew.
+"""
+
+from collections import deque
+from collections.abc import Collection
+
+WINDOW_S = 5.0
+Counters = tuple[int, ...]
+
+
+class Rates:
+    """Sources by name, each with the same counters."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._samples: dict[str, deque[tuple[float, Counters]]] = {}
+
+    def add(self, source: str, now_s: float, counters: Counters) -> None:
+        samples = self._samples.setdefault(source, deque())
+        if samples and any(new < old for new, old in zip(counters, samples[-1][1], strict=True)):
+            samples.clear()
+        samples.append((now_s, counters))
+        while len(samples) > 2 and now_s - samples[1][0] >= self._window_s:
+            samples.popleft()
+
+    def of(self, source: str) -> tuple[float, ...] | None:
+        """Per second; None before the second sample."""
+        samples = self._samples.get(source, deque())
+        if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
+            return None
+        (first_s, first), (last_s, last) = samples[0], samples[-1]
+        return tuple((new - old) / (last_s - first_s) for new, old in zip(last, first, strict=True))
+
+    def keep(self, sources: Collection[str]) -> None:
+        """Forget all others."""
+        for gone in self._samples.keys() - set(sources):
+            del self._samples[gone]
+
+    def check(self) -> None:
+        """Raises AssertionError if samples are out of order, or a counter goes back within them."""
+        for samples in self._samples.values():
+            times = [time_s for time_s, _ in samples]
+            assert times == sorted(times)
+            for (_, old), (_, new) in zip(samples, list(samples)[1:], strict=False):
+                assert all(a <= b for a, b in zip(old, new, strict=True))
