@@ -1,0 +1,1 @@
+"""The boards: what each shows, panel by panel."""

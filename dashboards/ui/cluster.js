@@ -1,0 +1,102 @@
+// The cluster: a card for each replica, by role and node, with its pools and load; the routers; transfers (transfers.js).
+
+import { html, useRef } from "./vendor/htm/preact_standalone.js";
+import { count, rate, seconds, shortId } from "./format.js";
+import { Notice, Panel, once } from "./panel.js";
+import { Legend, PoolBar, STATES } from "./pools.js";
+import { TransferLines, TransferTable } from "./transfers.js";
+
+const GROUPS = { prefill: "Prefill", decode: "Decode", unified: "Replicas" };
+const OLD_REPORT_S = 3;
+
+export const Cluster = once(({ mode, replicas, routers, links, chosen, onChoose }) => {
+  const split = mode === "disaggregated";
+  const frame = useRef(null);
+  const roles = split ? ["prefill", "decode"] : ["unified"];
+  const groups = roles.map((role) => [role, replicas.filter((each) => (split ? each.role === role : true)).sort(byNode)]);
+  const note = split ? "KV pools now; width of a line = rate of KV transfer" : "KV pools now";
+  return html`<${Panel} id="cluster" title="Cluster" note=${note}>
+    ${!replicas.some((each) => each.state === "accepting") && html`<${Waiting} replicas=${replicas} routers=${routers} />`}
+    <div class=${split ? "groups split" : "groups"} ref=${frame}>
+      ${groups.map(
+        ([role, members]) => html`<div class="group" key=${role}>
+          <h3>${GROUPS[role]} <span class="note">${members.length}</span></h3>
+          <ul class="cards">
+            ${members.map(
+              (each) =>
+                html`<${Card} key=${each.id} replica=${each} split=${split} chosen=${each.id === chosen} onChoose=${onChoose} />`,
+            )}
+          </ul>
+        </div>`,
+      )}
+      ${split && html`<${TransferLines} links=${links} frame=${frame} order=${replicas} />`}
+    </div>
+    ${split && html`<${TransferTable} links=${links} />`}
+    <${Legend} entries=${STATES} label="States of a pool" />
+    <${Routers} routers=${routers} />
+  <//>`;
+});
+
+const Card = once(({ replica, split, chosen, onChoose }) => {
+  const { rates } = replica;
+  const work = [
+    ["running", replica.running_limit ? `${count(replica.running)} / ${count(replica.running_limit)}` : count(replica.running)],
+    ["waiting", count(replica.waiting)],
+    ["queued tokens", count(replica.queued_tokens)],
+    ...(split && replica.role === "prefill" ? [["handing off", count(replica.handing_off)]] : []),
+    ...(split && replica.role === "decode" ? [["receiving", `${count(replica.receiving)} + ${count(replica.preallocating)}`]] : []),
+    ["computed tok/s", count(rates?.prefill_tokens_per_s)],
+    ["reused tok/s", count(rates?.cached_tokens_per_s)],
+    ["decoded tok/s", count(rates?.decode_tokens_per_s)],
+    ["decode step", seconds(replica.decode_step_s)],
+  ];
+  const hints = { receiving: "receiving K/V, and waiting for pages to receive it in", "queued tokens": "of prompts, not computed yet" };
+  return html`<li class=${`card ${replica.state}${chosen ? " chosen" : ""}`} data-replica=${replica.id}>
+    <div class="card-head">
+      <span class="dot" aria-hidden="true"></span>
+      <button type="button" class="card-name" aria-pressed=${chosen} title=${replica.id} onClick=${() => onChoose(replica.id)}>
+        ${shortId(replica.id)}
+      </button>
+      <span class="state">${replica.state}</span>
+      <span class="note node" title=${`node ${replica.node}`}>${shortId(replica.node)}</span>
+    </div>
+    ${replica.error && html`<p class="warn">${replica.error}</p>`}
+    ${replica.report_age_s > OLD_REPORT_S && html`<p class="warn">last report ${seconds(replica.report_age_s)} ago</p>`}
+    ${replica.pools?.map((pool) => html`<${PoolBar} key=${pool.tier} pool=${pool} />`)}
+    <dl class="facts">
+      ${work.map(([name, value]) => html`<div key=${name} title=${hints[name]}><dt>${name}</dt><dd>${value}</dd></div>`)}
+    </dl>
+  </li>`;
+});
+
+function Routers({ routers }) {
+  if (!routers.length) return null;
+  return html`<p class="routers">
+    <strong>Routers</strong>
+    ${routers.map(
+      (each) => html`<span key=${each.id} class=${each.answering ? "" : "warn"} title=${`${each.id} on node ${each.node}`}>
+        ${shortId(each.id)}: ${each.answering ? `${rate(each.open)} open` : "no answer"}
+      </span>`,
+    )}
+  </p>`;
+}
+
+// What is being waited for until a request can be served.
+function Waiting({ replicas, routers }) {
+  if (!routers.length) return html`<${Notice} title="No router has answered yet.">
+    <p>Routers start first, then replicas. <code>serve status</code> shows what Ray Serve is starting.</p>
+  <//>`;
+  if (!replicas.length) return html`<${Notice} title="No replicas yet.">
+    <p>The router answers and waits for the first replica: it needs a place in the cluster, then loads the model's weights.
+      <code>serve status</code> says whether Ray finds the CPUs and GPUs that it asks for.</p>
+  <//>`;
+  const states = replicas.map((each) => each.state);
+  const told = [...new Set(states)].map((state) => `${states.filter((each) => each === state).length} ${state}`).join(", ");
+  return html`<${Notice} title=${`No replica takes requests now: ${told}.`}>
+    <p>${states.includes("starting") ? "A starting replica loads the model's weights and warms up." : "Ray Serve replaces what is unhealthy."}</p>
+  <//>`;
+}
+
+function byNode(a, b) {
+  return a.node < b.node ? -1 : a.node > b.node ? 1 : a.id < b.id ? -1 : 1;
+}

@@ -1,0 +1,55 @@
+// Numbers and names as a person reads them. Pure. Nothing known is a dash.
+
+const NONE = "–";
+
+export function count(value) {
+  if (value == null) return NONE;
+  if (value < 10000) return Math.round(value).toLocaleString("en");
+  return value < 999500 ? `${short(value / 1e3)}k` : `${short(value / 1e6)}M`;
+}
+
+export function seconds(value) {
+  if (value == null) return NONE;
+  if (value < 0.9995) return `${short(value * 1e3)} ms`;
+  return value < 120 ? `${value < 9.995 ? value.toFixed(2) : value.toFixed(1)} s` : `${Math.round(value / 60)} min`;
+}
+
+export function millis(value) {
+  if (value == null) return NONE;
+  const ms = value * 1e3;
+  return ms !== 0 && Math.abs(ms) < 9.95 ? ms.toFixed(1) : Math.round(ms).toLocaleString("en");
+}
+
+export function percent(ratio) {
+  return ratio == null ? NONE : `${Math.round(ratio * 100)} %`;
+}
+
+export function rate(value) {
+  return value == null ? NONE : short(value);
+}
+
+export function bytes(value) {
+  if (value == null) return NONE;
+  const step = value >= 1e9 ? [1e9, "GB"] : value >= 1e6 ? [1e6, "MB"] : value >= 1e3 ? [1e3, "kB"] : [1, "B"];
+  return `${short(value / step[0])} ${step[1]}`;
+}
+
+export function clock(time) {
+  return new Date(time * 1e3).toLocaleTimeString("en-GB");
+}
+
+// An id short enough for a table: what stands after the last '#', at most 13 characters of it. Show the whole one on hover.
+export function shortId(id) {
+  if (!id) return NONE;
+  const name = id.slice(id.lastIndexOf("#") + 1);
+  return name.length <= 13 ? name : `${name.slice(0, 6)}…${name.slice(-6)}`;
+}
+
+// A request as its client called it: an internal name has 16 digits and the number of the try before it.
+export function requestName(rid) {
+  return rid.replace(/^[0-9a-f]{16}\.\d+(c\d+)?-/, "");
+}
+
+function short(value) {
+  return value >= 99.95 || value === 0 ? String(Math.round(value)) : value >= 9.95 ? value.toFixed(1).replace(/\.0$/, "") : value.toFixed(1);
+}
