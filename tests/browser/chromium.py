@@ -1,0 +1,109 @@
+"""Debian's headless Chromium under selenium, and what the tests of pages ask of it. Fetched without root if need be.
+
+Owns:      the driver's flags, and pictures under the git-ignored ``test_artifacts/``.
+Never:     lets a page reach another host than this one.
+"""
+
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
+
+from tools.debian import ensure, environment
+
+PICTURES = pathlib.Path(__file__).parents[2] / "test_artifacts"
+PATIENCE_S = 20  # machines with two cores are busy at times
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--force-device-scale-factor=1",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)  # fmt: skip
+
+
+def open_chromium(profile: pathlib.Path) -> "Page | None":
+    """None where Chromium or its driver is not to be had (an error with MANTA_REQUIRE_TOOLS set)."""
+    packages = ("chromium", "chromium-common", "fonts-dejavu-core")
+    browser = ensure(packages, "chromium", dependencies=True)
+    driver = ensure(("chromium-driver",), "chromedriver", dependencies=True)
+    if browser is None or driver is None:
+        return None
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(browser)
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = Service(str(driver), env=environment(browser, environment(driver, dict(os.environ))))
+    return Page(webdriver.Chrome(options=options, service=service))
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    def open(self, url: str, *, width: int = 1440, height: int = 1000, theme: str = "light") -> None:
+        """Opens ``url`` from scratch and waits until it is drawn. ``theme``: what the system prefers."""
+        self.resize(width, height)
+        self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.driver.get("about:blank")
+        self.driver.get(url)
+        self.until(lambda: self.js("return document.documentElement.dataset.ready"), f"{url} to be drawn")
+
+    def resize(self, width: int, height: int) -> None:
+        self.command(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+
+    def command(self, name: str, **arguments: Any) -> Any:
+        return self.driver.execute_cdp_cmd(name, arguments)
+
+    def js(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def until(self, holds: Callable[[], Any], wanted: str) -> Any:
+        """The first true answer of ``holds``. Raises: TimeoutException, which says what was wanted and what is shown."""
+        try:
+            return WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: holds())
+        except Exception as error:
+            shown = self.js("return document.body?.innerText ?? ''")[:600]
+            raise AssertionError(f"waited {PATIENCE_S} s for {wanted}; the page shows:\n{shown}") from error
+
+    def all(self, selector: str) -> list[WebElement]:
+        found: list[WebElement] = self.driver.find_elements(By.CSS_SELECTOR, selector)
+        return found
+
+    def one(self, selector: str) -> WebElement:
+        self.until(lambda: self.all(selector), f"an element {selector}")
+        return self.all(selector)[0]
+
+    def text(self, selector: str) -> str:
+        """As it is in the document: joined words of what matches, hidden or not."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.innerText).join('\\n')"
+        found: str = self.js(script, selector)
+        return found
+
+    def says(self, selector: str, words: str) -> None:
+        """Waits until ``words`` stand there."""
+        self.until(lambda: words in " ".join(self.text(selector).split()), f"{words!r} in {selector}")
+
+    def picture(self, name: str) -> None:
+        """The whole page as a PNG."""
+        PICTURES.mkdir(exist_ok=True)
+        size = self.js("return [innerWidth, document.documentElement.scrollHeight]")
+        self.resize(size[0], size[1])
+        self.driver.save_screenshot(str(PICTURES / f"{name}.png"))
+
+    def complaints(self) -> list[str]:
+        """What the page has logged as warnings or errors since the last call."""
+        logged: list[dict[str, str]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return [each["message"] for each in logged if each["level"] in ("WARNING", "SEVERE")]
+
+    def close(self) -> None:
+        self.driver.quit()
