@@ -1,8 +1,9 @@
-"""Everything that is not a generation: health, models, server and model facts, cache, aborts, build metrics.
+"""Everything that is not a generation: health, models, server and model facts, cache, aborts, this router's metrics.
 
 Never: changes a replica but through flush and abort.
 """
 
+import asyncio
 import dataclasses
 import math
 import os
@@ -11,7 +12,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Info, generate_latest
+from prometheus_client.exposition import choose_encoder
 
 from deployments.body import read_body
 from deployments.fleet import ANSWER_S
@@ -193,9 +194,9 @@ async def abort_request(request: Request) -> dict[str, Any]:
 @router.get("/metrics")
 @router.get("/prometheus/metrics")
 async def metrics(request: Request) -> Response:
-    """What was built; not a pool's state, which a scrape through the router could not tell apart by replica."""
-    service = service_of(request)
-    registry = CollectorRegistry()
-    build = Info("manta_build", "Version and model of this router", registry=registry)
-    build.info({"version": service.version, "model_name": service.model.name})
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    """This router's own metrics, or with several routers only what was built: a scrape through the load balancer would
+    meet another one each time. Replicas serve theirs themselves, on ports of their own; the observatory names all."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    # on another thread: some of the values are asked of this event loop
+    text = await asyncio.to_thread(encode, service_of(request).registry)
+    return Response(text, media_type=content_type)

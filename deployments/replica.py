@@ -18,6 +18,8 @@ from deployments.autoscaling import replica_stats
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaInfo
+from deployments.metrics.process import ServedMetrics
+from deployments.metrics.replica_metrics import replica_emitter
 from deployments.places import local_path
 from deployments.roles import config_of
 from deployments.schema import AppConfig, parse
@@ -57,14 +59,16 @@ class ModelReplica:
         )
         loop = EngineLoop(engine)
         loop.start()
-        replica_id = serve.get_replica_context().replica_id.unique_id
+        replica_id, node_id = serve.get_replica_context().replica_id.unique_id, context.get_node_id()
+        self._metrics = _metrics(config, loop, role=Role(role), replica_id=replica_id, node_id=node_id)
         self._served = ServedEngine(
             loop,
             replica_id=replica_id,
-            node_id=context.get_node_id(),
+            node_id=node_id,
             report_period_s=config.router.report_period_s,
             role=Role(role),
             transfer=engine.transfer_address,
+            metrics=None if self._metrics is None else self._metrics.target.address,
         )
         log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())
 
@@ -98,9 +102,23 @@ class ModelReplica:
         self._served.raise_if_unhealthy()
 
     async def __del__(self) -> None:
+        metrics = getattr(self, "_metrics", None)
+        if metrics is not None:
+            metrics.close()
         served = getattr(self, "_served", None)  # the constructor may have failed
         if served is not None:
             await served.stop()
+
+
+def _metrics(
+    config: AppConfig, loop: EngineLoop, *, role: Role, replica_id: str, node_id: str
+) -> ServedMetrics | None:
+    """Raises: InvalidConfig when their port is taken."""
+    if not config.observability.metrics:
+        return None
+    emitter = replica_emitter(loop, model=config.model.name, role=role, replica_id=replica_id, node_id=node_id)
+    host, port = ray.util.get_node_ip_address(), config.observability.metrics_port
+    return ServedMetrics(emitter, host=host, port=port, node_id=node_id)
 
 
 def _transfer(config: AppConfig, role: Role) -> TransferSettings | None:

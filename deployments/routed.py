@@ -16,10 +16,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.arrivals import arrival_of
 from deployments.rids import check_name
 from deployments.route_log import RouteLog, RouteRecord, Try
 from deployments.route_request import NO_HINTS, RouteHints
 from deployments.service import Service, service_of
+from deployments.timeline import Arrival
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta
 
@@ -33,19 +35,20 @@ MOST_REPLICAS = 1024
 class Routed:
     """Starts the generations of one HTTP request and remembers which they were."""
 
-    def __init__(self, service: Service, hints: RouteHints = NO_HINTS) -> None:
+    def __init__(self, service: Service, arrival: Arrival, hints: RouteHints = NO_HINTS) -> None:
         self._service = service
+        self._arrival = arrival
         self._hints = hints
         self.rids: list[str] = []
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         self.rids.append(request.rid)
-        return self._service.dispatcher.stream(request, self._hints)
+        return self._service.dispatcher.stream(request, self._hints, self._arrival)
 
 
 def routed_of(request: Request) -> Routed:
     """For one HTTP request; its header is written from what is started here. Raises: InvalidRequest for bad hints."""
-    routed = Routed(service_of(request), hints_of(request.headers))
+    routed = Routed(service_of(request), arrival_of(request), hints_of(request.headers))
     request.state.routed = routed
     return routed
 

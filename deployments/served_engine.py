@@ -48,11 +48,13 @@ class ServedEngine:
         report_period_s: float = REPORT_PERIOD_S,
         role: Role = Role.UNIFIED,
         transfer: PeerAddress | None = None,
+        metrics: str | None = None,
     ) -> None:
         self.loop = loop
         self.replica_id = replica_id
         self._role = role
         self._transfer = transfer  # where the engine's desk listens
+        self._metrics = metrics  # host:port
         self._report_period_s = report_period_s
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
@@ -239,6 +241,7 @@ class ServedEngine:
             role=self._role,
             page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
             transfer=self._transfer,
+            metrics=self._metrics,
         )
 
 

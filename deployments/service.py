@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
 from deployments.dispatch import Dispatcher
@@ -46,6 +47,7 @@ class Service:
     leases: Leases
     settings: dict[str, Any]  # the configuration as given, for /get_server_info
     peers: Peers = field(default_factory=Alone)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
     max_body_bytes: int = 4 << 20
     version: str = "0.1.0"
     started_s: float = field(default_factory=time.time)
