@@ -6,6 +6,7 @@ Never: holds state of its own; everything is in ``app.state.service``.
 from fastapi import FastAPI
 
 from deployments import admin, chat, completions, http_errors, native, routes, token_routes
+from deployments.arrivals import Arrivals
 from deployments.request_ids import RequestIds
 from deployments.routed import RouteHeaders
 from deployments.service import Service
@@ -21,4 +22,5 @@ def make_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     app.add_middleware(http_errors.Unforeseen)
     app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)
     app.add_middleware(RequestIds, echo=echo_request_id)
+    app.add_middleware(Arrivals, watch=service.dispatcher.watch)
     return app
