@@ -33,6 +33,8 @@ from deployments.http_app import make_app
 from deployments.leases import ReplicaGone
 from deployments.metrics.router_metrics import RouterMetrics
 from deployments.model_face import read_face
+from deployments.observatory.router_view import request_body, router_view
+from deployments.observatory.view import RouterView
 from deployments.peers import Alone, Peers
 from deployments.places import local_path
 from deployments.ray_leases import RayLeases
@@ -43,6 +45,7 @@ from deployments.routes import own_route
 from deployments.schema import AppConfig, parse
 from deployments.service import Service
 from deployments.transfer_settings import without_token
+from replicas.cache.tree_view import CacheTree
 from replicas.tokenizer import Tokenizer
 from routing.router import Router
 
@@ -59,8 +62,9 @@ class RouterIngress:
         self, settings: dict[str, Any], *replicas: DeploymentHandle
     ) -> None:
         logs.into_serve()
-        config = parse(settings)
+        self._config = config = parse(settings)
         context = ray.get_runtime_context()
+        self._node_id = context.get_node_id()
         router = Router(
             policy=config.router.policy,
             rng=Random(secrets.randbits(64)),
@@ -75,7 +79,7 @@ class RouterIngress:
         self._channel = ChannelServer(self._fleet, lost_error=_lost_error)
         router_id = serve.get_replica_context().replica_id.unique_id
         address = await self._channel.start(
-            router_id=router_id, node_id=context.get_node_id(), host=ray.util.get_node_ip_address()
+            router_id=router_id, node_id=self._node_id, host=ray.util.get_node_ip_address()
         )
         metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
         self._metrics = metrics.served(host=address.host, node_id=address.node_id)
@@ -105,6 +109,23 @@ class RouterIngress:
     async def find_route(self, name: str) -> dict[str, Any] | None:
         """Called by the other routers (ray_peers.py)."""
         return own_route(self._service.dispatcher, name)
+
+    async def find_request(self, name: str) -> dict[str, Any] | None:
+        """Called by the observatory, as are the two that follow."""
+        return request_body(self._service.dispatcher, name)
+
+    async def observe(self, since: dict[str, int]) -> RouterView:
+        return router_view(
+            dispatcher=self._service.dispatcher,
+            fleet=self._fleet,
+            config=self._config,
+            node_id=self._node_id,
+            target=self.metrics_target,
+            since=since,
+        )
+
+    async def cache_tree(self, replica_id: str, max_depth: int, min_tokens: int) -> CacheTree:
+        return await self._service.leases.cache_tree(replica_id, max_depth=max_depth, min_tokens=min_tokens)
 
     async def __del__(self) -> None:
         if self._metrics is not None:

@@ -28,6 +28,7 @@ from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from deployments.app import checked
+from deployments.observatory import settings as observatory
 from deployments.roles import DEPLOYMENTS, roles_of
 from deployments.schema import AppConfig
 from replicas.errors import InvalidConfig
@@ -36,6 +37,7 @@ from routing.types import Role
 OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
 LOOK_S = 0.5
 IMPORT_PATH = "deployments.app:build"
+OBSERVATORY = "deployments.observatory.app:build"
 
 
 def run(config_path: str) -> int:
@@ -91,7 +93,18 @@ def read(config_path: str) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
     for application in schema.applications:
         if application.import_path == IMPORT_PATH:
             configs[application.name], _ = checked(application.args)
+    for application in schema.applications:
+        if application.import_path == OBSERVATORY:
+            _check_observatory(application.args, among=list(configs))
     return schema, configs
+
+
+def _check_observatory(args: Mapping[str, Any], *, among: list[str]) -> None:
+    """Raises: InvalidConfig, also where what it is to watch is not in the file."""
+    watched = observatory.parse(observatory.with_key(args)).application
+    if watched not in among:
+        known = ", ".join(among) or "none"
+        raise InvalidConfig(f"args of the observatory:\n  application: {watched!r} is not in this file; known: {known}")
 
 
 def check_port(host: str, port: int) -> None:
@@ -182,21 +195,26 @@ def _announce(
     applications: dict[str, ApplicationStatusOverview],
     say: Callable[[str], None],
 ) -> None:
-    host = "127.0.0.1" if schema.http_options.host == "0.0.0.0" else schema.http_options.host
-    for application in schema.applications:
-        config = configs.get(application.name)
-        if config is None:
-            continue
+    urls = {each.name: _url(schema, each.route_prefix) for each in schema.applications}
+    for name, config in configs.items():
         counts = {
-            role: applications[application.name].deployments[DEPLOYMENTS[role]].replica_states.get("RUNNING", 0)
+            role: applications[name].deployments[DEPLOYMENTS[role]].replica_states.get("RUNNING", 0)
             for role in roles_of(config)
         }
-        prefix = (application.route_prefix or "/").rstrip("/")
-        url = f"http://{host}:{schema.http_options.port}{prefix}"
-        for line in _pools(url):
+        for line in _pools(urls[name]):
             say(line)
-        say(f"ready: {config.model.name} on {counted(counts)} at {url}/v1")
-        print(f"\nTry it:\n\n{curl(url, config.model.name)}\n\nCtrl-C stops everything.\n", flush=True)
+        say(f"ready: {config.model.name} on {counted(counts)} at {urls[name]}/v1")
+    for application in schema.applications:
+        if application.import_path == OBSERVATORY:
+            say(f"watch it: {urls[application.name]}/")
+    for name, config in configs.items():
+        print(f"\nTry it:\n\n{curl(urls[name], config.model.name)}\n\nCtrl-C stops everything.\n", flush=True)
+
+
+def _url(schema: ServeDeploySchema, route_prefix: str | None) -> str:
+    """Without a slash at its end."""
+    host = "127.0.0.1" if schema.http_options.host == "0.0.0.0" else schema.http_options.host
+    return f"http://{host}:{schema.http_options.port}{(route_prefix or '/').rstrip('/')}"
 
 
 def counted(counts: Mapping[Role, int]) -> str:

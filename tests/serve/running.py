@@ -35,12 +35,17 @@ def free_port() -> int:
 class Running:
     """The application of a file of the project with some settings changed."""
 
-    def __init__(self, folder: Path, *, base: str = "serve_config.yaml", **changes: dict[str, Any]) -> None:
-        """``base``: the file to start from, of the project; ``changes``: settings by group."""
+    def __init__(
+        self, folder: Path, *, base: str = "serve_config.yaml", observatory: bool = False, **changes: dict[str, Any]
+    ) -> None:
+        """``base``: the file to start from, of the project; ``observatory``: whether it runs too; ``changes``: settings
+        by group."""
         self.port = free_port()
         self.mark = secrets.token_hex(8)
         config = yaml.safe_load((ROOT / base).read_text())
         config["http_options"]["port"] = self.port
+        if not observatory:
+            del config["applications"][1:]
         args = config["applications"][0]["args"]
         for group, settings in changes.items():
             args.setdefault(group, {}).update(settings)

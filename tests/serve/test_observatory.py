@@ -1,0 +1,132 @@
+"""The observatory on a real local Ray: it shows what runs, and whatever becomes of it, requests go on."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.running import Running, serving
+
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
+SHARED = "A long story about pages and trees, told slowly. " * 12
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(
+        tmp_path_factory.mktemp("observatory"),
+        observatory=True,
+        replicas={"count": 2, "cpus": 0.5, "health_period_s": 1},
+        cache={"max_total_tokens": 8_000},
+        router={"policy": "estimated_ttft"},
+    ) as running:
+        yield running
+
+
+def get(app: Running, path: str, **options: Any) -> httpx.Response:
+    return httpx.get(f"{app.url}/manta{path}", timeout=30, **options)
+
+
+def state(app: Running) -> dict[str, Any]:
+    return dict(get(app, "/api/state").json())
+
+
+def ask(app: Running, text: str, name: str = "", max_tokens: int = 4) -> int:
+    body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    headers = {"X-Request-Id": name} if name else {}
+    return httpx.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120).status_code
+
+
+def row_of(app: Running, rid: str) -> dict[str, Any] | None:
+    return next((row for row in state(app)["requests"] if row["rid"] == rid), None)
+
+
+def accepting(app: Running) -> list[str]:
+    return [each["id"] for each in state(app)["replicas"] if each["state"] == "accepting"]
+
+
+def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -> None:
+    app.until(lambda: len(accepting(app)) == 2 and state(app)["autoscaling"]["targets"] != [], 15)
+    seen = state(app)
+    assert f"watch it: {app.url}/manta/" in app.log.read_text()
+    assert [router["answering"] for router in seen["routers"]] == [True]
+    assert (seen["model"], seen["mode"]) == ("SmolLM2-135M-Instruct", "unified")
+    for replica in seen["replicas"]:
+        [pool] = replica["pools"]
+        states = ("free", "evictable", "protected", "reserved", "quarantined")
+        assert sum(pool[name] for name in states) == pool["capacity"] == 8_000
+        assert replica["report_age_s"] < 2
+    [target] = seen["autoscaling"]["targets"]
+    counts = [target[name] for name in ("role", "running", "desired", "minimum", "maximum")]
+    assert counts == ["unified", 2, 2, 2, 2]
+
+
+def test_a_request_is_shown_with_its_stages_its_explanation_and_its_path_in_the_tree(app: Running) -> None:
+    assert ask(app, SHARED + "One?", "first") == 200
+    assert ask(app, SHARED + "Two?", "second") == 200
+    app.until(lambda: (row_of(app, "second") or {}).get("stages") is not None, 10)
+    row = row_of(app, "second")
+    assert row is not None
+    assert (row["outcome"], row["output_tokens"], row["tries"]) == ("finished", 4, 1)
+    assert row["cached_tokens"] >= 96
+    assert sum(row["stages"].values()) == pytest.approx(row["total_s"], abs=1e-6)
+    told = get(app, "/api/requests/second").json()
+    assert told["route"]["replica"] == told["row"]["replica"] == row["replica"]
+    assert len(told["route"]["tries"][0]["candidates"]) == 2
+    tree = get(app, "/api/tree", params={"replica": row["replica"], "depth": 4}).json()
+    [trunk] = [node for node in tree["root"]["children"] if node["key"] in told["page_keys"]]
+    assert trunk["tokens"] >= 96  # the prefix that both share
+    assert tree["tokens"] >= trunk["subtree_tokens"]
+
+
+def test_what_is_not_there_is_said_in_the_houses_words(app: Running) -> None:
+    unknown = get(app, "/api/tree", params={"replica": "nobody"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "replica_not_found")
+    assert get(app, "/api/requests/nobody").json()["error"]["code"] == "request_not_found"
+    assert get(app, "").status_code == 307  # without its slash the page's links would lead elsewhere
+    assert get(app, "").headers["location"] == "/manta/"
+
+
+def test_events_begin_with_the_state_and_go_on_with_deltas(app: Running) -> None:
+    names, versions = [], []
+    with httpx.stream("GET", f"{app.url}/manta/api/events", timeout=30) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        for line in stream.iter_lines():
+            if line.startswith("event: "):
+                names.append(line.removeprefix("event: "))
+            elif line.startswith("data: "):
+                versions.append(json.loads(line.removeprefix("data: "))["version"])
+            if len(versions) == 3:
+                break
+    assert names == ["state", "delta", "delta"]
+    assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
+
+
+def test_a_replica_that_dies_leaves_the_state_and_another_one_comes(app: Running) -> None:
+    gone = next(each for each in app.states() if each["replica"]["replica_id"] == accepting(app)[0])["replica"]
+    os.kill(gone["pid"], signal.SIGKILL)
+    left_s = app.until(lambda: gone["replica_id"] not in accepting(app), 10)
+    app.until(lambda: len(accepting(app)) == 2, 60)
+    print(f"gone from the state after {left_s:.1f} s")
+
+
+def test_the_observatorys_death_disturbs_no_request_and_it_comes_back(app: Running) -> None:
+    [pid] = [pid for pid, command in app.processes().items() if "Observatory" in command]
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, app, f"{SHARED} {number}", max_tokens=24) for number in range(8)]
+        os.kill(pid, signal.SIGKILL)
+        assert [answer.result() for answer in answers] == [200] * 8
+    killed_s = time.monotonic()
+
+    def back() -> bool:
+        answer = get(app, "/api/state")
+        return answer.status_code == 200 and len(answer.json()["replicas"]) == 2 and len(answer.json()["requests"]) >= 8
+
+    app.until(back, 30)
+    print(f"back {time.monotonic() - killed_s:.1f} s after the last answer")
