@@ -116,7 +116,15 @@ def _metrics(
     """Raises: InvalidConfig when their port is taken."""
     if not config.observability.metrics:
         return None
-    emitter = replica_emitter(loop, model=config.model.name, role=role, replica_id=replica_id, node_id=node_id)
+    emitter = replica_emitter(
+        loop.engine,
+        stats=loop.stats,
+        tallies=loop.tallies,
+        model=config.model.name,
+        role=role,
+        replica_id=replica_id,
+        node_id=node_id,
+    )
     host, port = ray.util.get_node_ip_address(), config.observability.metrics_port
     return ServedMetrics(emitter, host=host, port=port, node_id=node_id)
 

@@ -4,20 +4,32 @@ Owns:   which of the engine's settings are facts of the replica.
 Thread: any; scrapes read snapshots.
 """
 
+from collections.abc import Callable
+
 from dashboards.metric import Process
 from deployments.metrics.emitter import Emitter, Identity
 from deployments.metrics.process import emitter_of
 from deployments.metrics.replica_figures import ReplicaFacts, tell_replica
-from replicas.loop import EngineLoop
+from replicas.engine import Engine
+from replicas.types import EngineStats, EngineTallies
 from routing.types import Role
 
 
-def replica_emitter(loop: EngineLoop, *, model: str, role: Role, replica_id: str, node_id: str) -> Emitter:
-    """An emitter of everything about ``loop``'s engine; metrics of hand-offs where it takes part in any."""
-    has_desk = loop.stats().transfer is not None
+def replica_emitter(
+    engine: Engine,
+    *,
+    stats: Callable[[], EngineStats],
+    tallies: Callable[[], EngineTallies],
+    model: str,
+    role: Role,
+    replica_id: str,
+    node_id: str,
+) -> Emitter:
+    """An emitter of everything about ``engine``; metrics of hand-offs where it takes part in any. ``stats`` and
+    ``tallies`` are its own as of now, from any thread (`EngineLoop`'s)."""
+    has_desk = stats().transfer is not None
     identity = Identity(model=model, role=role.value, replica=replica_id)
     emitter = emitter_of(Process.REPLICA, identity, disaggregated=has_desk)
-    engine = loop.engine
     config = engine.config
     cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
     facts = ReplicaFacts(
@@ -30,5 +42,5 @@ def replica_emitter(loop: EngineLoop, *, model: str, role: Role, replica_id: str
         transfer_backend="nixl" if has_desk else "none",
         start_times=engine.start_times,
     )
-    tell_replica(emitter, facts, loop.stats, loop.tallies)
+    tell_replica(emitter, facts, stats, tallies)
     return emitter

@@ -1,0 +1,57 @@
+"""A process's metrics over HTTP."""
+
+import gzip
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from dashboards.metric import Process
+from deployments.metrics.emitter import Identity
+from deployments.metrics.process import ServedMetrics, emitter_of
+from deployments.metrics.server import MetricsServer
+from deployments.observatory.view import Target
+from replicas.errors import InvalidConfig
+
+EMITTER = emitter_of(Process.ROUTER, Identity(model="m", role="router", replica="abc"), disaggregated=False)
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    server = MetricsServer(EMITTER.registry, host="127.0.0.1")
+    yield server
+    server.close()
+
+
+def get(address: str, **headers: str) -> tuple[str, bytes]:
+    request = urllib.request.Request(f"http://{address}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.headers["Content-Type"], answer.read()
+
+
+def test_it_answers_text_or_openmetrics_and_compressed_as_asked(server: MetricsServer) -> None:
+    kind, plain = get(server.address)
+    assert kind.startswith("text/plain; version=0.0.4")
+    assert b'manta_build_info{model="m",ray="2.60.0",replica="abc",role="router",version="' in plain
+    kind, packed = get(server.address, Accept="application/openmetrics-text;version=1.0.0", **{"Accept-Encoding": "gzip"})
+    assert kind.startswith("application/openmetrics-text")
+    assert gzip.decompress(packed).endswith(b"# EOF\n")
+
+
+def test_each_takes_a_free_port_and_says_which() -> None:
+    both = [ServedMetrics(EMITTER, host="127.0.0.1", port=0, node_id="n1") for _ in range(2)]
+    first, second = (each.target for each in both)
+    assert first.address != second.address
+    assert first == Target(address=first.address, role="router", process_id="abc", node_id="n1")
+    for each in both:
+        each.close()
+        each.close()
+    with pytest.raises(urllib.error.URLError):
+        get(first.address)
+
+
+def test_a_port_that_is_taken_says_what_to_do(server: MetricsServer) -> None:
+    port = int(server.address.rsplit(":", 1)[1])
+    with pytest.raises(InvalidConfig, match=f"metrics_port = {port}: .* each needs a port of its own: leave it at 0"):
+        MetricsServer(EMITTER.registry, host="127.0.0.1", port=port)
