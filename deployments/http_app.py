@@ -10,9 +10,10 @@ from deployments.arrivals import Arrivals
 from deployments.request_ids import RequestIds
 from deployments.routed import RouteHeaders
 from deployments.service import Service
+from deployments.tracing import Traces, Tracing
 
 
-def make_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
+def make_app(service: Service, *, echo_request_id: bool = True, tracing: Tracing | None = None) -> FastAPI:
     """The app; ``service`` must be ready to answer. ``echo_request_id``: False where a proxy in front does it."""
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -21,6 +22,8 @@ def make_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)
     app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)
+    if tracing is not None:
+        app.add_middleware(Traces, tracing=tracing, routes=service.dispatcher.routes)
     app.add_middleware(RequestIds, echo=echo_request_id)
     app.add_middleware(Arrivals, watch=service.dispatcher.watch)
     return app

@@ -57,6 +57,9 @@ class ObservabilitySettings(Settings):
     metrics_port: int = Field(default=0, ge=0, le=65535)  # 0: any that is free; processes of one node cannot share one
     ttft_objective_s: float = Field(default=2.0, gt=0)  # finished requests are counted as met or missed, for alerts
     itl_objective_s: float = Field(default=0.1, gt=0)  # of a request's mean
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://")  # None: OTEL_EXPORTER_OTLP_ENDPOINT, or off
+    trace_ratio: float = Field(default=0.01, ge=0, le=1)  # of requests that come without a traceparent
+    log_format: Literal["text", "json"] = "text"
 
 
 class AppConfig(Settings):

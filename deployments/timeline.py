@@ -120,6 +120,11 @@ class Timeline:
         return self._num_left == 0
 
     @property
+    def finish_reasons(self) -> list[str]:
+        """Of the choices that have ended, in the order of their ends."""
+        return [finish.reason.value for finish in self._finishes]
+
+    @property
     def worst(self) -> Finish | None:
         """Of the finishes, the one that says least well; None while none has come."""
         return max(self._finishes, key=_badness, default=None)

@@ -1,0 +1,245 @@
+"""Traces of real requests, as an OTLP receiver gets them: real exporter, real bytes."""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+
+from deployments import tracing
+from deployments.http_app import make_app
+from deployments.service import Service
+from deployments.tracing import Tracing
+from replicas.errors import InvalidConfig
+
+pytestmark = pytest.mark.model
+SECRET = "The password of the harbour is swordfish"
+CHAT = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
+
+
+class Receiver(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server.bodies.append(body)
+        server.paths.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Collector:
+    """What came in, decoded."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.url = f"http://127.0.0.1:{server.server_port}"
+
+    @property
+    def resources(self) -> list[Any]:
+        requests = [ExportTraceServiceRequest.FromString(body) for body in self.server.bodies]
+        return [spans for request in requests for spans in request.resource_spans]
+
+    @property
+    def spans(self) -> dict[str, Any]:
+        """By name; of one request."""
+        found = [span for each in self.resources for scope in each.scope_spans for span in scope.spans]
+        assert len({span.name for span in found}) == len(found)
+        return {span.name: span for span in found}
+
+
+def values(attributes: Any) -> dict[str, Any]:
+    """Attributes as Python has them."""
+    found = {}
+    for each in attributes:
+        kind = each.value.WhichOneof("value")
+        value = getattr(each.value, kind)
+        found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return found
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    server.bodies, server.paths = [], []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield Collector(server)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+class Traced:
+    """A client of an app that traces; what it did is sent when it is left."""
+
+    def __init__(self, service: Service, url: str, ratio: float) -> None:
+        self.tracing = Tracing(tracing.otlp(url), ratio=ratio, model="smol", router_id="r1", version="0.1.0")
+        transport = httpx.ASGITransport(app=make_app(service, tracing=self.tracing))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://manta", timeout=60)
+
+    async def __aenter__(self) -> httpx.AsyncClient:
+        return self.client
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+        await self.tracing.stop()
+
+
+@pytest.fixture
+async def clean() -> AsyncIterator[None]:
+    """The process's own provider is nobody's, before and after."""
+    assert not isinstance(trace.get_tracer_provider(), TracerProvider)
+    yield
+    assert not isinstance(trace.get_tracer_provider(), TracerProvider)
+
+
+async def test_a_chat_is_one_span_with_its_stages_under_it(
+    service: Service, collector: Collector, clean: None
+) -> None:
+    before_ns = time.time_ns()
+    async with Traced(service, collector.url, 1.0) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "me"})
+    assert collector.server.paths == ["/v1/traces"]
+    [resource] = collector.resources
+    named = values(resource.resource.attributes)
+    assert (named["service.name"], named["service.instance.id"]) == ("manta", "r1")
+    spans = collector.spans
+    assert sorted(spans) == ["chat smol", "manta.decode", "manta.prefill", "manta.queue", "manta.route"]
+    root = spans.pop("chat smol")
+    told = values(root.attributes)
+    usage = answer.json()["usage"]
+    assert told.pop("manta.ttft_s") > 0
+    assert told == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "manta",
+        "gen_ai.request.model": "smol",
+        "gen_ai.response.id": "me",
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": 4,
+        "manta.outcome": "finished",
+        "http.response.status_code": 200,
+    }
+    assert (root.kind, root.parent_span_id, root.status.code) == (2, b"", 0)  # SERVER, no parent, unset
+    assert answer.headers["traceparent"] == f"00-{root.trace_id.hex()}-{root.span_id.hex()}-03"  # random, sampled
+    assert {span.parent_span_id for span in spans.values()} == {root.span_id}
+    assert {span.trace_id for span in spans.values()} == {root.trace_id}
+    order = [spans[f"manta.{name}"] for name in ("route", "queue", "prefill", "decode")]
+    for earlier, later in itertools.pairwise(order):
+        assert earlier.end_time_unix_nano == later.start_time_unix_nano
+    assert before_ns <= root.start_time_unix_nano <= order[0].start_time_unix_nano
+    assert values(spans["manta.route"].attributes)["manta.route.policy"] == "round_robin"
+    assert values(spans["manta.decode"].attributes) == {
+        "manta.request": "me", "manta.replica": "r0", "manta.output_tokens": 4}  # fmt: skip
+
+
+async def test_no_prompt_text_leaves(service: Service, collector: Collector) -> None:
+    """Neither of the prompt, nor of an answer, nor of an error that names what the client sent."""
+    async with Traced(service, collector.url, 1.0) as client:
+        said = (await client.post("/v1/chat/completions", json=CHAT)).json()["choices"][0]["message"]["content"]
+        await client.post("/generate", json={"text": SECRET, "sampling_params": {"stop": SECRET * 100}})
+    sent = b"".join(collector.server.bodies)
+    assert b"manta.route" in sent
+    assert said.strip().encode() not in sent
+    assert not [word for word in SECRET.split() if len(word) > 4 and word.encode() in sent]
+
+
+@pytest.mark.parametrize(("flag", "ratio", "sampled"), [("01", 0.0, True), ("00", 1.0, False)])
+async def test_the_callers_trace_goes_on_and_its_sampled_flag_decides(
+    service: Service, collector: Collector, flag: str, ratio: float, sampled: bool
+) -> None:
+    async with Traced(service, collector.url, ratio) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": f"{PARENT}-{flag}"})
+    version, trace_id, span_id, flags = answer.headers["traceparent"].split("-")
+    assert (version, trace_id, flags) == ("00", "0af7651916cd43dd8448eb211c80319c", flag)
+    assert span_id != "b7ad6b7169203331"
+    if sampled:
+        assert collector.spans["chat smol"].parent_span_id.hex() == "b7ad6b7169203331"
+        assert collector.spans["chat smol"].span_id.hex() == span_id
+    else:
+        assert collector.server.bodies == []
+
+
+async def test_the_ratio_decides_without_a_caller_and_a_bad_header_is_none(
+    service: Service, collector: Collector
+) -> None:
+    async with Traced(service, collector.url, 0.0) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": "00-zz-1-01"})
+    assert answer.headers["traceparent"].endswith("-02")  # random, not sampled
+    assert collector.server.bodies == []
+
+
+async def test_an_error_has_its_span_and_header_and_other_routes_have_none(
+    service: Service, collector: Collector
+) -> None:
+    async with Traced(service, collector.url, 1.0) as client:
+        refused = await client.post("/v1/completions", json={"prompt": [], "max_tokens": -1})
+        healthy = await client.get("/health")
+    assert refused.status_code == 400
+    assert "traceparent" not in healthy.headers
+    [span] = collector.spans.values()
+    assert span.name == "text_completion smol"
+    assert refused.headers["traceparent"].split("-")[2] == span.span_id.hex()
+    assert values(span.attributes)["http.response.status_code"] == 400
+    assert span.status.code == 0  # the client's doing: not an error of ours
+
+
+async def test_a_stream_and_several_prompts_are_one_span_each(service: Service, collector: Collector) -> None:
+    async with Traced(service, collector.url, 1.0) as client:
+        prompts = {"prompt": ["a b c", "d e f g"], "max_tokens": 2, "stream": True, "ignore_eos": True}
+        answer = await client.post("/v1/completions", json=prompts)
+        assert answer.text.endswith("data: [DONE]\n\n")
+    names = [span.name for each in collector.resources for scope in each.scope_spans for span in scope.spans]
+    assert sorted(names) == ["manta.decode"] * 2 + ["manta.prefill"] * 2 + ["manta.queue"] * 2 + ["manta.route"] * 2 + [
+        "text_completion smol"
+    ]
+    [root] = [s for r in collector.resources for c in r.scope_spans for s in c.spans if s.name.startswith("text")]
+    assert values(root.attributes)["gen_ai.usage.output_tokens"] == 4
+
+
+async def test_where_ray_serves_own_tracing_runs_its_span_is_the_parent(
+    service: Service, collector: Collector, clean: None
+) -> None:
+    """No second global provider: whoever set one keeps it."""
+    serves = TracerProvider().get_tracer("serve").start_span("router")
+    async with Traced(service, collector.url, 0.0) as client:
+        with trace.use_span(serves):
+            await client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": f"{PARENT}-00"})
+    assert collector.spans["chat smol"].parent_span_id.hex() == f"{serves.get_span_context().span_id:016x}"
+
+
+async def test_a_receiver_that_is_away_disturbs_no_request(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # seconds that the end is waited for
+    traced = Traced(service, "http://127.0.0.1:1", 1.0)
+    async with asyncio.timeout(30):
+        answer = await traced.client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200
+    async with asyncio.timeout(30):
+        await traced.tracing.stop()
+    await traced.client.aclose()
+
+
+def test_tracing_is_off_unless_an_endpoint_is_configured() -> None:
+    assert not tracing.configured(None, {})
+    assert tracing.configured("http://collector:4318", {})
+    assert tracing.configured(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"})
+
+
+def test_a_missing_exporter_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(InvalidConfig, match=r"pip install 'manta\[otel\]'"):
+        tracing.otlp("http://collector:4318")
