@@ -94,7 +94,20 @@ def audit_tree(roots: Collection[TreeNode], page_size: int) -> tuple[int, int, i
         pages.append(node.pages)
     everything = np.concatenate(pages) if pages else np.empty(0)
     assert len(np.unique(everything)) == len(everything), "a page is in the tree twice"
+    _audit_sums(roots)
     return evictable, protected, num_nodes
+
+
+def _audit_sums(roots: Collection[TreeNode]) -> None:
+    below: Counter[int] = Counter()
+    pages_below: Counter[int] = Counter()
+    for node in [*reversed(list(walk(roots))), *roots]:  # children before parents
+        counted = (pages_below[id(node)], below[id(node)])
+        kept = (node.below_pages, node.below_nodes)
+        assert counted == kept, f"pages, nodes below a node: {counted} are there, {kept} on its books"
+        if node.parent is not None:
+            below[id(node.parent)] += 1 + node.below_nodes
+            pages_below[id(node.parent)] += len(node.pages) + node.below_pages
 
 
 def _path(node: TreeNode) -> list[TreeNode]:

@@ -1,7 +1,8 @@
 """TreeNode: one edge of the radix tree and what is known about it.
 
 Invariant: key holds whole pages, pages one id for each; a child is filed under the bytes of its key's first page;
-           a root has neither key nor parent, and is never evicted.
+           a root has neither key nor parent, and is never evicted; below_pages and below_nodes are the sums over all
+           descendants.
 """
 
 import dataclasses
@@ -33,6 +34,8 @@ class TreeNode:
     children: dict[bytes, "TreeNode"] = field(default_factory=dict)
     lock_ref: int = 0  # requests that pin it; every root has 1 of its own (SPEC E03)
     hit_count: int = 0
+    below_pages: int = 0  # of all nodes below it
+    below_nodes: int = 0
     queued: bool = False  # it has an entry in the eviction queue
     page_keys: PageKeys | None = None  # [n] while events are recorded
 
@@ -60,7 +63,16 @@ class TreeNode:
         parent.children[first_page(head.key, page_size)] = head
         head.children[first_page(self.key, page_size)] = self
         self.parent = head
+        head.below_pages, head.below_nodes = self.below_pages + len(self.pages), self.below_nodes + 1
         return head
+
+    def grew(self, num_pages: int, num_nodes: int) -> None:
+        """So many more pages and nodes are below it now; those above it hear of it too. O(depth)."""
+        step: TreeNode | None = self
+        while step is not None:
+            step.below_pages += num_pages
+            step.below_nodes += num_nodes
+            step = step.parent
 
     def keep(self, start: int, end: int, page_size: int) -> None:
         """Shrink to pages [start, end) of itself."""

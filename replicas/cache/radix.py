@@ -182,7 +182,7 @@ class RadixCache:
         return CacheSnapshot(seq=seq, stored=tuple(stored))
 
     def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
-        """The largest subtrees, for people. O(nodes), bounded: see cache/tree_view.py."""
+        """The largest subtrees, for people; cache/tree_view.py says for how long."""
         return cache_tree(
             self._roots.values(),
             page_size=self.page_size,
@@ -229,7 +229,10 @@ class RadixCache:
     def _split_node(self, node: TreeNode, at: int) -> TreeNode:
         """Put a new parent with the first ``at`` pages above ``node`` (SPEC E06); sizes do not change."""
         self._num_nodes += 1
-        return node.split(at, self.page_size)
+        head = node.split(at, self.page_size)
+        assert head.parent is not None
+        head.parent.grew(0, 1)
+        return head
 
     def _add_leaf(self, parent: TreeNode, key: TokenIds, pages: Pages, now_s: float) -> None:
         leaf = TreeNode(
@@ -243,6 +246,7 @@ class RadixCache:
         )
         parent.children[first_page(key, self.page_size)] = leaf
         self._num_nodes += 1
+        parent.grew(len(pages), 1)
         self._evictable += len(pages)
         self._queue.add(leaf)
         if self.events is not None:
@@ -255,6 +259,7 @@ class RadixCache:
         assert parent is not None
         del parent.children[first_page(leaf.key, self.page_size)]
         leaf.parent = None
+        parent.grew(-len(leaf.pages), -1)
         self._num_nodes -= 1
         self._forget(leaf, 0)
         if parent.evictable:
@@ -266,6 +271,8 @@ class RadixCache:
     def _cut_tail(self, leaf: TreeNode, num_pages: int) -> Pages:
         keep = len(leaf.pages) - num_pages
         pages = leaf.pages[keep:]
+        assert leaf.parent is not None
+        leaf.parent.grew(-num_pages, 0)
         self._forget(leaf, keep)
         leaf.keep(0, keep, self.page_size)
         self._queue.add(leaf)

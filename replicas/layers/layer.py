@@ -36,12 +36,13 @@ class Layer:
         """This layer and all below it, with their names."""
         yield prefix, self
         for name, part in self.parts().items():
-            yield from part.walk(_join(prefix, name))
+            yield from part.walk(full_name(prefix, name))
 
     def weights(self) -> dict[str, Put]:
         """Every weight of the tree under its full name in the checkpoint."""
-        return {_join(prefix, name): put for prefix, layer in self.walk() for name, put in layer.slots().items()}
+        return {full_name(prefix, name): put for prefix, layer in self.walk() for name, put in layer.slots().items()}
 
 
-def _join(prefix: str, name: str) -> str:
+def full_name(prefix: str, name: str) -> str:
+    """The name of weight or part ``name`` of the layer that is called ``prefix``."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
