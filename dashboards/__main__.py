@@ -1,7 +1,7 @@
 """``python -m dashboards``: write the generated files, export them for Prometheus and Grafana, check them.
 
-    build            boards and rules anew from the catalogue       docs    docs/metrics.md
-    export DIR       settings, rules and boards for your servers     check   names and syntax; with --prometheus also data
+    build         boards and rules anew from the catalogue      docs     docs/metrics.md
+    export DIR    settings, rules and boards for your servers   check    names, syntax; with --prometheus also data
 """
 
 import argparse
@@ -46,7 +46,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prometheus", metavar="URL", help="ask it every query and expect data; send traffic meanwhile")
+    parser.add_argument("--prometheus", metavar="URL", help="ask it every query, expect data; send traffic meanwhile")
     parser.add_argument("--disaggregated", action="store_true", help="prefill and decode are apart: their panels too")
     parser.add_argument("--autoscaled", action="store_true", help="an autoscaler runs: its panels too")
     parser.add_argument("--window", default="1m", help="for Grafana's $__rate_interval (default: %(default)s)")

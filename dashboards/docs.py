@@ -21,11 +21,13 @@ STATE_MEANS = {
     "quarantined": "of a failed hand-off whose sender might still write there; nobody may have it",
 }
 STAGE_MEANS = {
-    "route": "from the request's arrival at the router until its replica was chosen and asked",
-    "queue": "until the replica's scheduler took it up",
-    "prefill": "until its prompt was computed",
-    "transfer": "until its K/V was at the decode replica; 0 where nothing was handed over",
-    "decode": "until its last token",
+    "route": "from the request's arrival until the try that answered it was sent: reading, tokenising, choosing, and "
+    "earlier tries",
+    "queue": "waiting at the replica, and the way to it and back",
+    "prefill": "from the first step that computed some of its prompt to the first token",
+    "transfer": "the way of its K/V from the prefill replica, and waiting for a place at the decode replica; 0 where "
+    "nothing was handed over",
+    "decode": "from the first token to the last",
 }
 INTRODUCTION = f"""\
 # Metrics

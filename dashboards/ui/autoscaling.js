@@ -24,7 +24,7 @@ export const Autoscaling = once(({ autoscaling }) => {
 function Target({ target }) {
   const { role, running, desired, minimum, maximum, pressure } = target;
   return html`<div class="target">
-    <p><strong>${role}</strong>: ${running} running, ${desired} wanted <span class="note">(${minimum} to ${maximum})</span></p>
+    <p><strong>${role}</strong>: ${running} running, ${desired} wanted <span class="note">(${minimum === maximum ? "fixed" : `${minimum} to ${maximum}`})</span></p>
     ${Object.entries(pressure ?? {}).map(([name, value]) => html`<div class="pressure" key=${name}>
       <span>${SIGNALS[name] ?? name}</span>
       <span class="bar" role="img" aria-label=${`${SIGNALS[name] ?? name}: ${percent(value)} of what is allowed`}>

@@ -13,8 +13,8 @@ const DEPTHS = [2, 4, 6, 8, 12, 20];
 const KINDS = [
   ["locked", "a request uses it now"],
   ["evictable", "given up when room is needed; paler the longer it was not used"],
-  ["rest", "nodes too small or too deep to be shown"],
-  ["on-path", "holds a part of the chosen request's prompt"],
+  ["left out", "nodes too small or too deep to be shown"],
+  ["chosen request", "holds a part of the chosen request's prompt"],
 ];
 
 export const CacheTree = once(({ replicas, chosen, onChoose, pageKeys }) => {

@@ -17,13 +17,11 @@ export function Candidates({ each }) {
   const highest = Math.max(...each.candidates.map((one) => one.ttft_s ?? 0), 1e-9);
   const roles = new Set(each.candidates.map((one) => one.role)).size > 1;
   const columns = [
-    ["replica", (one) => html`<${Id} id=${one.replica} />`],
-    roles && ["role", (one) => one.role],
+    ["replica", (one) => html`<${Id} id=${one.replica} />${roles && html`<br /><span class="note">${one.role}</span>`}`],
     number("cached", (one) => count(one.cached_tokens), "prompt tokens held there"),
     number("to do", (one) => count(one.own_tokens), "prompt tokens to compute there"),
     ...TERMS.map(([name, meaning]) => number(name, (one) => millis(one[`${name}_s`]), meaning)),
-    number("= TTFT", (one) => millis(one.ttft_s), "expected time to the first token", true),
-    ["terms", (one) => html`<${Bar} one=${one} highest=${highest} />`],
+    number("= TTFT", (one) => html`<strong>${millis(one.ttft_s)}</strong><${Bar} one=${one} highest=${highest} />`, "expected"),
     number("others", (one) => millis(one.behind_s), "what it takes from others"),
     number("queued", (one) => count(one.queued_tokens), "prompt tokens of others, not computed yet"),
     number("reqs", (one) => count(one.num_requests)),

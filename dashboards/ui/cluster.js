@@ -1,7 +1,7 @@
 // The cluster: a card for each replica, by role and node, with its pools and load; the routers; transfers (transfers.js).
 
 import { html, useRef } from "./vendor/htm/preact_standalone.js";
-import { count, rate, seconds, shortId } from "./format.js";
+import { count, seconds, shortId } from "./format.js";
 import { Notice, Panel, once } from "./panel.js";
 import { Legend, PoolBar, STATES } from "./pools.js";
 import { TransferLines, TransferTable } from "./transfers.js";
@@ -17,7 +17,7 @@ export const Cluster = once(({ mode, replicas, routers, links, chosen, onChoose 
   const note = split ? "KV pools now; width of a line = rate of KV transfer" : "KV pools now";
   return html`<${Panel} id="cluster" title="Cluster" note=${note}>
     ${!replicas.some((each) => each.state === "accepting") && html`<${Waiting} replicas=${replicas} routers=${routers} />`}
-    <div class=${split ? "groups split" : "groups"} ref=${frame}>
+    ${replicas.length > 0 && html`<div class=${split ? "groups split" : "groups"} ref=${frame}>
       ${groups.map(
         ([role, members]) => html`<div class="group" key=${role}>
           <h3>${GROUPS[role]} <span class="note">${members.length}</span></h3>
@@ -30,9 +30,9 @@ export const Cluster = once(({ mode, replicas, routers, links, chosen, onChoose 
         </div>`,
       )}
       ${split && html`<${TransferLines} links=${links} frame=${frame} order=${replicas} />`}
-    </div>
-    ${split && html`<${TransferTable} links=${links} />`}
-    <${Legend} entries=${STATES} label="States of a pool" />
+    </div>`}
+    ${split && replicas.length > 0 && html`<${TransferTable} links=${links} />`}
+    ${replicas.length > 0 && html`<${Legend} entries=${STATES} label="States of a pool" />`}
     <${Routers} routers=${routers} />
   <//>`;
 });
@@ -42,15 +42,16 @@ const Card = once(({ replica, split, chosen, onChoose }) => {
   const work = [
     ["running", replica.running_limit ? `${count(replica.running)} / ${count(replica.running_limit)}` : count(replica.running)],
     ["waiting", count(replica.waiting)],
-    ["queued tokens", count(replica.queued_tokens)],
+    ["queued", count(replica.queued_tokens)],
     ...(split && replica.role === "prefill" ? [["handing off", count(replica.handing_off)]] : []),
     ...(split && replica.role === "decode" ? [["receiving", `${count(replica.receiving)} + ${count(replica.preallocating)}`]] : []),
+    ["pool tokens", count(replica.pools?.[0]?.capacity)],
     ["computed tok/s", count(rates?.prefill_tokens_per_s)],
     ["reused tok/s", count(rates?.cached_tokens_per_s)],
     ["decoded tok/s", count(rates?.decode_tokens_per_s)],
     ["decode step", seconds(replica.decode_step_s)],
   ];
-  const hints = { receiving: "receiving K/V, and waiting for pages to receive it in", "queued tokens": "of prompts, not computed yet" };
+  const hints = { receiving: "receiving K/V, and waiting for pages to receive it in", queued: "prompt tokens not computed yet" };
   return html`<li class=${`card ${replica.state}${chosen ? " chosen" : ""}`} data-replica=${replica.id}>
     <div class="card-head">
       <span class="dot" aria-hidden="true"></span>
@@ -75,7 +76,7 @@ function Routers({ routers }) {
     <strong>Routers</strong>
     ${routers.map(
       (each) => html`<span key=${each.id} class=${each.answering ? "" : "warn"} title=${`${each.id} on node ${each.node}`}>
-        ${shortId(each.id)}: ${each.answering ? `${rate(each.open)} open` : "no answer"}
+        ${shortId(each.id)}: ${each.answering ? `${count(each.open)} open` : "no answer"}
       </span>`,
     )}
   </p>`;

@@ -25,7 +25,7 @@ export function percent(ratio) {
 }
 
 export function rate(value) {
-  return value == null ? NONE : short(value);
+  return value == null ? NONE : value > 0 && value < 0.95 ? value.toFixed(2) : short(value);
 }
 
 export function bytes(value) {
@@ -51,5 +51,6 @@ export function requestName(rid) {
 }
 
 function short(value) {
-  return value >= 99.95 || value === 0 ? String(Math.round(value)) : value >= 9.95 ? value.toFixed(1).replace(/\.0$/, "") : value.toFixed(1);
+  if (value >= 99.5 || value === 0) return String(Math.round(value));
+  return value >= 9.95 ? value.toFixed(1).replace(".0", "") : value.toFixed(1);
 }

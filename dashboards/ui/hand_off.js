@@ -15,18 +15,16 @@ const REASONS = {
 
 const COLUMNS = [
   ["replica", (one) => html`<${Id} id=${one.replica_id} />`],
-  number("cached", (one) => count(one.cached_tokens)),
-  number("to do", (one) => count(one.own_tokens)),
-  number("TTFT", (one) => millis(one.ttft_s), "computed there"),
-  number("stall", (one) => millis(one.stall_s), "what its requests lose meanwhile"),
-  number("load", (one) => millis(one.load_s), "slower steps beside those that run there"),
-  number("= computed", (one) => millis(one.local_cost_s), "cost of computing the prompt there", true),
+  number("cached", (one) => count(one.cached_tokens), "tokens of the prompt held there"),
   number("to move", (one) => bytes(one.transfer_bytes)),
+  number("load", (one) => millis(one.load_s), "slower steps beside those that run there; in both sums"),
+  number("TTFT", (one) => millis(one.ttft_s), "first token, computed there"),
+  number("stall", (one) => millis(one.stall_s), "what its requests lose meanwhile"),
+  number("= computed", (one) => html`<strong>${millis(one.local_cost_s)}</strong>`, "load + TTFT + stall"),
   number("transfer", (one) => millis(one.transfer_s)),
   number("fixed", (one) => millis(one.overhead_s)),
   number("pressure", (one) => millis(one.pressure_s), "wait for pages or a place"),
-  number("load", (one) => millis(one.load_s)),
-  number("= received", (one) => millis(one.receive_cost_s), "cost of receiving it, without the prefill replica's part", true),
+  number("= received", (one) => html`<strong>${millis(one.receive_cost_s)}</strong>`, "load + transfer + fixed + pressure, without the prefill replica's part"),
 ];
 
 export function PairTable({ pair }) {
@@ -49,12 +47,12 @@ export function HandOff({ each }) {
   const { hand_off: report, prefill_end: end, held_out: held } = each;
   const skipped = Object.entries(held ?? {});
   return html`
-    ${report && html`<p class=${report.transferred ? "pair-line" : "pair-line warn"}>
-      ${report.transferred
+    ${(report || end) && html`<p class=${report?.transferred === false ? "pair-line warn" : "pair-line"}>
+      ${report && (report.transferred
         ? `${count(report.num_pages)} pages (${bytes(report.num_bytes)}) came over: `
-        : `The hand-off failed (${report.reason}); the prompt was computed where it decodes: `}
-      room after ${seconds(report.grant_s)}, all there ${seconds(report.wait_s)} later, ${seconds(report.transfer_s)} from first page to last.
+        : `The hand-off failed (${report.reason}); the prompt was computed where it decodes: `)}
+      ${report && `room after ${seconds(report.grant_s)}, all there ${seconds(report.wait_s)} later, ${seconds(report.transfer_s)} from first page to last. `}
+      ${end && `The prefill leg: ${end}.`}
     </p>`}
-    ${end && html`<p class="pair-line">The prefill leg: ${end}.</p>`}
     ${skipped.length > 0 && html`<p class="pair-line warn">Not asked after earlier failures: ${skipped.map(([id, why]) => `${shortId(id)} (${why})`).join(", ")}.</p>`}`;
 }

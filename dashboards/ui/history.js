@@ -49,9 +49,9 @@ function dataOf(history, ids) {
 
 function options(ids, width, place) {
   const style = getComputedStyle(place);
-  const ink = style.color;
+  const agos = width < 420 ? [300, 150, 0] : [300, 240, 180, 120, 60, 0];
   const colours = Array.from({ length: NUM_COLOURS }, (_, index) => colourOf(place, `series-${index}`));
-  const axis = { stroke: ink, grid: { stroke: colourOf(place, "grid"), width: 1 }, ticks: { show: false }, font: `11px ${style.fontFamily}` };
+  const axis = { stroke: style.color, grid: { stroke: colourOf(place, "grid"), width: 1 }, ticks: { show: false }, font: `11px ${style.fontFamily}` };
   return {
     width,
     height: HEIGHT,
@@ -60,7 +60,7 @@ function options(ids, width, place) {
     padding: [10, 14, 0, 0],
     scales: { x: { range: (_plot, _min, max) => [max - WINDOW_S, max] }, y: { range: [0, 1] } },
     axes: [
-      { ...axis, size: 26, splits: (plot) => [300, 240, 180, 120, 60, 0].map((ago) => plot.scales.x.max - ago), values: (plot, at) => at.map((each) => agoOf(plot.scales.x.max - each)) },
+      { ...axis, size: 26, splits: (plot) => agos.map((ago) => plot.scales.x.max - ago), values: (plot, at) => at.map((each) => agoOf(Math.round(plot.scales.x.max - each))) },
       { ...axis, size: 48, splits: () => [0, 0.25, 0.5, 0.75, 1], values: (_plot, at) => at.map(percent) },
     ],
     series: [
@@ -86,5 +86,5 @@ function colourOf(place, name) {
 }
 
 function agoOf(secondsAgo) {
-  return secondsAgo < 1 ? "now" : `−${Math.round(secondsAgo / 60)} min`;
+  return secondsAgo < 1 ? "now" : `−${secondsAgo / 60} min`;
 }

@@ -50,8 +50,9 @@ function App({ state, link }) {
 
 function Panels({ state, selection, row, details, stable, theme, old }) {
   const { replicas, requests, model } = state;
+  const wanted = selection.replica ?? row?.prefill ?? row?.replica;
   const first = replicas.find((each) => each.state === "accepting") ?? replicas[0];
-  const chosen = replicas.some((each) => each.id === selection.replica) ? selection.replica : first?.id;
+  const chosen = replicas.some((each) => each.id === wanted) ? wanted : first?.id;
   const now = requests.some((each) => each.outcome === "running") ? state.time : 0;
   return html`<main class=${old ? "old" : ""}>
     <div class="column">

@@ -16,9 +16,8 @@ export function PoolBar({ pool }) {
   const used = share("protected") + share("reserved") + share("quarantined");
   const said = STATES.map(([state]) => `${state} ${percent(share(state))}`).join(", ");
   return html`<div class="pool">
-    <p class="pool-line">
-      <span>${pool.tier} <strong>${percent(used)}</strong> in use, ${percent(share("evictable"))} evictable</span>
-      <span class="note">${count(pool.capacity)} tokens</span>
+    <p class="pool-line" title=${`${count(pool.capacity)} tokens`}>
+      ${pool.tier} <strong>${percent(used)}</strong> in use, ${percent(share("evictable"))} evictable
     </p>
     <div class="bar" role="img" aria-label=${`${pool.tier} pool of ${count(pool.capacity)} tokens: ${said}`}>
       ${STATES.map(([state]) => {

@@ -4,6 +4,7 @@ import { html, useState } from "./vendor/htm/preact_standalone.js";
 import { clock, count, percent, requestName, seconds, shortId } from "./format.js";
 import { Notice, Panel, Scroller, once } from "./panel.js";
 import { Legend } from "./pools.js";
+import { Id } from "./table.js";
 import { STAGES, Waterfall } from "./waterfall.js";
 
 const OUTCOMES = ["running", "finished", "aborted", "failed", "refused"];
@@ -32,7 +33,7 @@ export const Requests = once(({ requests, replicas, model, now, chosen, onChoose
     ${shown.length === 0 ? html`<${Notice} title="No request of the last ${requests.length} is like that." />` : html`
     <${Scroller} label="Latest requests" tall>
       <table class="requests">
-        <thead><tr><th>request</th><th class="num wide">prompt</th><th class="num">reused</th><th class="num wide">output</th>
+        <thead><tr><th>request</th><th class="num wide">prompt</th><th class="num wide">reused</th><th class="num wide">output</th>
           <th>went to</th><th class="num">TTFT</th><th class="stages-head">stages</th></tr></thead>
         <tbody>
           ${shown.map((row) => html`<${Row} key=${row.rid} row=${row} chosen=${row.rid === chosen} onChoose=${onChoose}
@@ -52,7 +53,7 @@ const Row = once(({ row, chosen, onChoose, scale, now }) => {
     <td class="request-cell"><button type="button" class="request-name" aria-pressed=${chosen} title=${row.rid}>${name}</button>
       <span class=${`outcome ${row.outcome}`}>${told}</span></td>
     <td class="num wide">${count(row.prompt_tokens)}</td>
-    <td class="num">${percent(reused)}</td>
+    <td class="num wide">${percent(reused)}</td>
     <td class="num wide">${count(row.output_tokens)}</td>
     <td><${Way} row=${row} /></td>
     <td class="num">${seconds(row.ttft_s)}</td>
@@ -61,8 +62,7 @@ const Row = once(({ row, chosen, onChoose, scale, now }) => {
 });
 
 function Way({ row }) {
-  if (row.prefill) return html`<span title=${`${row.prefill} → ${row.replica}`}>${shortId(row.prefill)} → ${shortId(row.replica)}</span>`;
-  return html`<span title=${row.replica}>${shortId(row.replica)}</span>`;
+  return html`${row.prefill && html`<${Id} id=${row.prefill} /><br />→ `}<${Id} id=${row.replica} />`;
 }
 
 function NoRequests({ model }) {

@@ -41,14 +41,14 @@ const COLUMNS = [
   ["from", (link) => html`<${Id} id=${link.from} />`],
   ["to", (link) => html`<${Id} id=${link.to} />`],
   number("rate", (link) => `${bytes(link.bytes_per_s)}/s`),
-  number("hand-offs/s", (link) => rate(link.hand_offs_per_s)),
-  number("failed/s", (link) => rate(link.failed_per_s)),
+  number("per s", (link) => rate(link.hand_offs_per_s)),
+  number("failed", (link) => rate(link.failed_per_s)),
 ];
 
 export const TransferTable = once(({ links }) => {
   if (!links.length) return html`<p class="note">No K/V was handed over in the last 10 s.</p>`;
-  return html`<${Table} kind="transfers" columns=${COLUMNS} rows=${links} keyOf=${(link) => `${link.from} ${link.to}`}
-    caption="KV transfers, last 10 s" />`;
+  return html`<div class="transfers"><${Table} columns=${COLUMNS} rows=${links} keyOf=${(link) => `${link.from} ${link.to}`}
+    caption="KV transfers, last 10 s" /></div>`;
 });
 
 function told(link) {

@@ -1,0 +1,17 @@
+// Grafana's published types, as JSON can be checked against them: a string enum takes its values as plain strings.
+import type { Dashboard as Whole } from '@grafana/schema';
+import type * as Bars from '@grafana/schema/dist/esm/raw/composable/bargauge/panelcfg/x/BarGaugePanelCfg_types.gen';
+import type * as Heat from '@grafana/schema/dist/esm/raw/composable/heatmap/panelcfg/x/HeatmapPanelCfg_types.gen';
+import type * as Stat from '@grafana/schema/dist/esm/raw/composable/stat/panelcfg/x/StatPanelCfg_types.gen';
+import type * as Lines from '@grafana/schema/dist/esm/raw/composable/timeseries/panelcfg/x/TimeSeriesPanelCfg_types.gen';
+
+type Plain<T> = T extends string ? `${T}` : T extends object ? { [K in keyof T]: Plain<T[K]> } : T;
+
+export type Dashboard = Plain<Whole>;
+// of each type of panel: its options, and the drawing settings of its fields
+export interface Parts {
+  timeseries: { options: Plain<Lines.Options>; custom: Plain<Lines.FieldConfig> };
+  stat: { options: Plain<Partial<Stat.Options>>; custom: {} };
+  bargauge: { options: Plain<Partial<Bars.Options>>; custom: {} };
+  heatmap: { options: Plain<Partial<Heat.Options>>; custom: Plain<Heat.FieldConfig> };
+}

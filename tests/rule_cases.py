@@ -1,0 +1,149 @@
+"""When each alert fires and when not: series minute by minute, and what is expected of them, for ``promtool test rules``.
+
+``0+10x30`` is promtool's: 0, 10, 20 ... thirty more times; ``1x5`` is 1 six times; stale ends a series.
+"""
+
+from dataclasses import dataclass, field
+
+Series = dict[str, str]  # series -> its values, one a minute
+
+M = 'model="m"'
+A = f'{M},role="decode",replica="a"'
+B = f'{M},role="decode",replica="b"'
+C = f'{M},role="decode",replica="c"'
+ROUTER = f'{M},role="router",replica="r1"'
+OBSERVATORY = f'{M},role="observatory",replica="o"'
+IN_A = {"model": "m", "role": "decode", "replica": "a"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Quiet at ``quiet_at``, and firing with these labels and this summary at ``fires_at``; None: never."""
+
+    alert: str
+    series: Series
+    quiet_at: str
+    fires_at: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    summary: str = ""
+
+
+def replicas(role: str, values: str) -> Series:
+    return {f'manta_router_replicas{{{ROUTER},target_role="{role}",state="accepting"}}': values}
+
+
+def requests(**outcomes: str) -> Series:
+    return {
+        f'manta_requests_total{{{ROUTER},endpoint="chat",outcome="{outcome}"}}': values
+        for outcome, values in outcomes.items()
+    }
+
+
+def judged(slo: str, met: str, missed: str) -> Series:
+    name = f'manta_slo_requests_total{{{ROUTER},slo="{slo}"'
+    return {f'{name},met="true"}}': met, f'{name},met="false"}}': missed}
+
+
+def pool(labels: str, values: str) -> Series:
+    return {f'manta_kv_pool_capacity_tokens{{{labels},tier="L1"}}': values}
+
+
+def scaled(running: int) -> Series:
+    name = f'manta_autoscaler_replicas{{{OBSERVATORY},target_role="decode"'
+    return {
+        f'{name},kind="running"}}': f"{running}x20",
+        f'{name},kind="maximum"}}': "4x20",
+        f'manta_autoscaler_pressure_ratio{{{OBSERVATORY},target_role="decode",signal="queue"}}': "1.5x20",
+    }
+
+
+def reused(predicted: str, actual: str) -> Series:
+    return {
+        f"manta_router_predicted_overlap_tokens_total{{{ROUTER}}}": predicted,
+        f"manta_router_actual_overlap_tokens_total{{{ROUTER}}}": actual,
+    }
+
+
+BURN = {"labels": {"model": "m"}, "quiet_at": "2m", "fires_at": "3m"}
+CASES = (
+    Case(alert="NoRouter", series={f'manta_build_info{{{ROUTER},version="1"}}': "1 1 1 1 stale"},
+         quiet_at="4m", fires_at="5m",
+         summary="No router is scraped: nobody answers requests, or Prometheus does not find them."),
+    Case(alert="NoReadyReplica", series={**replicas("unified", "1 1 1 0x9"), **replicas("decode", "0x9")},
+         quiet_at="3m", fires_at="4m", labels={"model": "m", "replica": "r1"},
+         summary="Router r1 knows no replica of m that accepts requests."),
+    Case(alert="NoReadyReplica", series={**replicas("unified", "0x9"), **replicas("decode", "1x9")}, quiet_at="9m"),
+    Case(alert="NoPrefillReplica", series={**replicas("prefill", "1 1 1 0x9"), **replicas("decode", "1x9")},
+         quiet_at="3m", fires_at="4m", labels={"model": "m", "replica": "r1"},
+         summary="m has decode replicas and no prefill replica: they compute the prompts, and answers stall."),
+    Case(alert="NoPrefillReplica", series={**replicas("prefill", "0x9"), **replicas("decode", "0x9")}, quiet_at="9m"),
+    Case(alert="TargetDown", series={'up{job="manta",instance="10.0.0.1:9101",node="n1"}': "1 1 1 0x9"},
+         quiet_at="3m", fires_at="4m", labels={"job": "manta", "instance": "10.0.0.1:9101", "node": "n1"},
+         summary="10.0.0.1:9101 does not answer Prometheus."),
+    Case(alert="PoolVanished", series={**pool(A, "1000x20 stale"), **pool(B, "1000x40")},
+         quiet_at="25m", fires_at="26m", labels=IN_A,
+         summary="The pool of replica a (decode) is gone, and no other came for it."),
+    Case(alert="PoolVanished", series=pool(A, "1000x20 stale"), quiet_at="25m", fires_at="26m", labels=IN_A,
+         summary="The pool of replica a (decode) is gone, and no other came for it."),
+    Case(alert="PoolVanished", quiet_at="30m",  # another came for it
+         series={**pool(A, "1000x20 stale"), **pool(B, "1000x40"), **pool(C, "_x22 1000x20")}),
+    Case(alert="PoolVanished", quiet_at="30m",  # the autoscaler took it away
+         series={**pool(A, "1000x20 stale"), **pool(B, "1000x40"),
+                 f'manta_autoscaler_decisions_total{{{OBSERVATORY},target_role="decode",direction="down"}}': "0x19 1x20"}),
+    Case(alert="RequestErrors", series=requests(ok="0+90x30", error="0+6x30", timeout="0+4x30"),
+         quiet_at="5m", fires_at="6m", labels={"model": "m"},
+         summary="10% of the requests to m end with an error or a timeout."),
+    Case(alert="RequestErrors", series=requests(ok="0+90x30", cancelled="0+10x30"), quiet_at="20m"),
+    Case(alert="RequestsShed", series=requests(ok="0+90x30", shed="0+10x30"),
+         quiet_at="2m", fires_at="3m", labels={"model": "m"},
+         summary="10% of the requests to m are refused: queues are too long."),
+    Case(alert="TtftObjectiveBurn", series=judged("ttft", "0+50x9", "0+50x9"), **BURN,
+         summary="50% of the requests to m miss the first-token objective."),
+    Case(alert="TtftObjectiveBurn", quiet_at="65m",  # five bad minutes after a good hour
+         series=judged("ttft", "0+100x60 6000x9", "0x60 100+100x9")),
+    Case(alert="ItlObjectiveBurn", series=judged("itl", "0+50x9", "0+50x9"), **BURN,
+         summary="50% of the requests to m miss the inter-token objective."),
+    Case(alert="AutoscalerAtMaximum", series=scaled(running=4), quiet_at="9m", fires_at="10m",
+         labels={"model": "m", "target_role": "decode"},
+         summary="decode replicas of m are at their maximum, and the load asks for more."),
+    Case(alert="AutoscalerAtMaximum", series=scaled(running=3), quiet_at="20m"),
+    Case(alert="KvPoolNearlyFull", series={f'manta_kv_pool_utilization_ratio{{{A},tier="L1"}}': "0.5 0.97x9"},
+         quiet_at="2m", fires_at="3m", labels=IN_A,
+         summary="97% of the KV pool of a cannot be had by new requests."),
+    Case(alert="RetractionsHigh",
+         series={f"manta_scheduler_retracted_tokens_total{{{A}}}": "0+20x30",
+                 f'manta_scheduler_tokens_total{{{A},kind="decode"}}': "0+100x30"},
+         quiet_at="5m", fires_at="6m", labels=IN_A,
+         summary="a gives up 20% as many tokens as it computes: its pool is too small for what runs."),
+    Case(alert="KvTransferFailures",
+         series={f'manta_transfers_total{{{A},direction="receive",outcome="ok"}}': "0+90x30",
+                 f'manta_transfers_total{{{A},direction="receive",outcome="failed"}}': "0+10x30"},
+         quiet_at="5m", fires_at="6m", labels={"model": "m"},
+         summary="10% of the hand-offs of m fail; prompts are computed twice."),
+    Case(alert="KvTransferDamaged", series={f"manta_transfer_digest_mismatches_total{{{A}}}": "0 0 0 1x9"},
+         quiet_at="2m", fires_at="3m", labels=IN_A,
+         summary="a received K/V that is not what was sent. It was not used."),
+    Case(alert="QuarantineDoesNotEnd", series={f"manta_transfer_oldest_drain_seconds{{{A}}}": "0+60x20"},
+         quiet_at="6m", fires_at="7m", labels=IN_A,
+         summary="A failed hand-off has kept pages of a for 7m 0s."),
+    Case(alert="RouterIndexStale", series=reused(predicted="0+6000x30", actual="0+3000x30"),
+         quiet_at="11m", fires_at="12m", labels={"model": "m"},
+         summary="Only 50% of the reuse that routers of m predict comes true."),
+    Case(alert="RouterIndexStale", series=reused(predicted="0+60x30", actual="0+30x30"), quiet_at="30m"),
+    Case(alert="RouterReportsOld", series={f'manta_router_report_age_seconds{{{ROUTER},target="a"}}': "0+20x9"},
+         quiet_at="2m", fires_at="3m", labels={"model": "m", "target": "a"},
+         summary="The routers' newest report of replica a is 1m 0s old."),
+)  # fmt: skip
+
+# recording rule -> series, minute, labels of what it records, value
+RECORDED: dict[str, tuple[Series, str, dict[str, str], float]] = {
+    "replica:manta_kv_pool_occupancy:ratio": (
+        {f'manta_kv_pool_tokens{{{A},tier="L1",state="free"}}': "250x5",
+         f'manta_kv_pool_tokens{{{A},tier="L1",state="evictable"}}': "750x5"}, "3m", IN_A, 0.75),
+    "model:manta_cache_hit_tokens:ratio_rate5m": (
+        {f'manta_cache_hit_tokens_total{{{A},tier="L1"}}': "0+60x9",
+         f"manta_cache_lookup_tokens_total{{{A}}}": "0+240x9"}, "8m", {"model": "m"}, 0.25),
+    **{f"model:manta_{slo}_objective_missed:ratio_rate{window}": (
+        judged(slo, "0+180x80", "0+60x80"), "70m", {"model": "m"}, 0.25)
+       for slo in ("ttft", "itl") for window in ("5m", "1h")},
+}  # fmt: skip
