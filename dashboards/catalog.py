@@ -31,7 +31,7 @@ POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 PHASES = ("prefill", "decode")
 STAGES = ("route", "queue", "prefill", "transfer", "decode")
 ENDPOINTS = ("chat", "completions", "generate", "tokens")
-OUTCOMES = ("ok", "error", "cancelled", "shed", "timeout")
+OUTCOMES = ("ok", "error", "invalid", "cancelled", "shed", "timeout")
 ROLES = ("unified", "prefill", "decode")
 SIGNALS = ("queue", "kv_pool", "slots")
 
@@ -132,8 +132,8 @@ _TRANSFER = [
 ]  # fmt: skip
 
 _REQUESTS = [
-    _metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; shed: refused because all queues are "
-            "too long.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
+    _metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; invalid: the client's mistake; shed: "
+            "refused because all queues are too long.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
     _metric(ROUTER, GAUGE, "requests_in_flight", "Requests that are open.", {"endpoint": ENDPOINTS}),
     _metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to its first output token.",
             {"endpoint": ENDPOINTS}, unit="seconds", buckets=TTFT),

@@ -1,4 +1,4 @@
-"""When each alert fires and when not: series minute by minute, and what is expected of them, for ``promtool test rules``.
+"""When each alert fires and when not: series minute by minute and what is expected, for ``promtool test rules``.
 
 ``0+10x30`` is promtool's: 0, 10, 20 ... thirty more times; ``1x5`` is 1 six times; stale ends a series.
 """
@@ -89,7 +89,7 @@ CASES = (
          series={**pool(A, "1000x20 stale"), **pool(B, "1000x40"), **pool(C, "_x22 1000x20")}),
     Case(alert="PoolVanished", quiet_at="30m",  # the autoscaler took it away
          series={**pool(A, "1000x20 stale"), **pool(B, "1000x40"),
-                 f'manta_autoscaler_decisions_total{{{OBSERVATORY},target_role="decode",direction="down"}}': "0x19 1x20"}),
+                 f'manta_autoscaler_decisions_total{{{OBSERVATORY},direction="down"}}': "0x19 1x20"}),
     Case(alert="RequestErrors", series=requests(ok="0+90x30", error="0+6x30", timeout="0+4x30"),
          quiet_at="5m", fires_at="6m", labels={"model": "m"},
          summary="10% of the requests to m end with an error or a timeout."),

@@ -26,9 +26,9 @@ NOW = Row(
         ),
         Panel(
             title="Failed or refused",
-            shows="Share of requests that ended neither well nor by their client's wish.",
+            shows="Share of requests that ended neither well nor by their client's wish or mistake.",
             act="Requests by outcome says which kind: shed wants more replicas, error wants a look into the logs.",
-            lines=(Line(share_without("ok", "cancelled"), "share"),),
+            lines=(Line(share_without("ok", "cancelled", "invalid"), "share"),),
             shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.01, 0.05), width=4, height=5,
         ),
         Panel(

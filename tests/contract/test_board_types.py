@@ -1,4 +1,4 @@
-"""The boards have the types that Grafana publishes: settings it does not know are found before somebody opens a board."""
+"""The boards have the types that Grafana publishes: what it does not know is found before somebody opens a board."""
 
 import json
 import os
