@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from deployments import logs, tracing
 from deployments.capacity import auto_count, replica_bytes
 from deployments.model_face import read_face
 from deployments.places import check_model_path, local_path, weights_bytes
@@ -54,6 +55,7 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         health_check_period_s=config.replicas.health_period_s,
         health_check_timeout_s=config.replicas.health_timeout_s,
+        **logs.options(config.observability.log_format),
     )
     application: Application = router.bind(settings, *replicas)
     return application
@@ -72,6 +74,7 @@ def checked(args: dict[str, Any]) -> tuple[AppConfig, dict[str, Any]]:
 def check_config(config: AppConfig) -> None:
     """Raises: InvalidConfig for what this model or any machine cannot do."""
     check_model_path(config.model.path)
+    tracing.check(config.observability)
     read_face(config.model)
     path = local_path(config.model.path)
     if not Path(path).is_dir():
@@ -108,6 +111,7 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
             "num_gpus": replicas.gpus,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(max(1, math.floor(replicas.cpus)))}},
         },
+        **logs.options(config.observability.log_format),
     }
     if tp > 1:
         bundle = {"CPU": replicas.cpus} | ({"GPU": replicas.gpus} if replicas.gpus else {})

@@ -1,23 +1,59 @@
 """Our log lines in Serve's log files, where operators look (``serve`` folder of Ray's logs, one file per replica).
 
-With MANTA_OBSERVE=1 in the replicas' environment (``runtime_env``) hand-offs and decode steps are among them, a JSON
-line each (kvtransfer/observe.py); every prompt's K/V is read and hashed for it, so not while speed counts.
+With observability.log_format: json each line is one JSON object: Serve's own encoding, with the logger's name, and the
+request that the line was written for. With MANTA_OBSERVE=1 in the replicas' environment (``runtime_env``) hand-offs and
+decode steps are among them, a JSON line each (kvtransfer/observe.py); every prompt's K/V is read and hashed for it, so
+not while speed counts.
 """
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Literal
 
 from kvtransfer import observe
 
 OURS = ("deployments", "replicas", "routing", "kvtransfer")
+_REQUEST: ContextVar[str | None] = ContextVar("request", default=None)  # what the client calls it
+_RID: ContextVar[str | None] = ContextVar("rid", default=None)  # one try of it (rids.py)
 
 
 def into_serve() -> None:
     """Call once in each Serve replica, after Serve has set its own logging up."""
     serve = logging.getLogger("ray.serve")
+    for handler in serve.handlers:
+        handler.addFilter(_named)  # after Serve's, which would name the request as its proxy does
     for name in OURS:
         logger = logging.getLogger(name)
         logger.handlers = list(serve.handlers)
         logger.setLevel(logging.INFO)
         logger.propagate = False
     observe.enable(os.environ.get("MANTA_OBSERVE") == "1")
+
+
+def options(log_format: Literal["text", "json"]) -> dict[str, Any]:
+    """Of a Serve deployment; none for text, so that what the file says of logging elsewhere holds."""
+    if log_format == "text":
+        return {}
+    return {"logging_config": {"encoding": "JSON", "additional_log_standard_attrs": ["name"]}}
+
+
+@contextlib.contextmanager
+def about(*, request: str | None = None, rid: str | None = None) -> Iterator[None]:
+    """Lines written inside, in tasks started inside too, carry these names. About 1 us."""
+    names = [(variable, variable.set(value)) for variable, value in ((_REQUEST, request), (_RID, rid)) if value]
+    try:
+        yield
+    finally:
+        for variable, token in names:
+            variable.reset(token)
+
+
+def _named(record: logging.LogRecord) -> bool:
+    """A filter that lets every line through."""
+    for attribute, value in (("request_id", _REQUEST.get()), ("rid", _RID.get())):
+        if value is not None:
+            setattr(record, attribute, value)
+    return True

@@ -76,7 +76,8 @@ class ModelReplica:
         return await self._served.attach(address)
 
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
-        return await self._served.generate(router_id, request)
+        with logs.about(rid=request.rid):
+            return await self._served.generate(router_id, request)
 
     async def send_snapshot(self, router_id: str) -> None:
         await self._served.send_snapshot(router_id)

@@ -1,4 +1,4 @@
-"""The name of each HTTP request: the client's X-Request-Id or a new one, echoed in the answer.
+"""The name of each HTTP request: the client's X-Request-Id or a new one, echoed in the answer and in log lines.
 
 Thread: the router's event loop; pure ASGI, so that streams pass through untouched.
 """
@@ -7,6 +7,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments import logs
 from deployments.rids import check_name, clean_name
 
 HEADER = "x-request-id"
@@ -31,7 +32,8 @@ class RequestIds:
                 MutableHeaders(scope=message)[HEADER] = name
             await send(message)
 
-        await self._app(scope, receive, named)
+        with logs.about(request=name):
+            await self._app(scope, receive, named)
 
 
 def name_of(request: Request, rid: str | None = None) -> str:

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments import logs, membership
+from deployments import logs, membership, tracing
 from deployments.channel_server import ChannelServer
 from deployments.dispatch import Dispatcher
 from deployments.fleet import Fleet
@@ -100,11 +100,14 @@ class RouterIngress:
             watch=metrics.watch,
         )
         self._service = _service(config, settings, dispatcher, self._fleet, leases, _peers(config), metrics.shown)
+        self._tracing = tracing.of_router(
+            config.observability, model=config.model.name, router_id=router_id, version=self._service.version
+        )
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self._service, echo_request_id=False)  # Serve's proxy echoes it
+        return make_app(self._service, echo_request_id=False, tracing=self._tracing)  # Serve's proxy echoes it
 
     async def find_route(self, name: str) -> dict[str, Any] | None:
         """Called by the other routers (ray_peers.py)."""
@@ -132,6 +135,8 @@ class RouterIngress:
             self._metrics.close()
         await self._fleet.stop()
         await self._channel.stop()
+        if self._tracing is not None:
+            await self._tracing.stop()
 
     def _listen(self, handle: DeploymentHandle, leases: RayLeases) -> None:
         """Hear of the running replicas. Serve's router of the handle is made here, before the first request."""

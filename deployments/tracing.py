@@ -27,6 +27,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.route_log import RouteLog, RouteRecord
+from deployments.schema import ObservabilitySettings
 from deployments.span_tree import OPERATIONS, PROVIDER, span_tree
 from deployments.timeline import Arrival
 from replicas.errors import InvalidConfig
@@ -54,6 +55,20 @@ def otlp(endpoint: str | None) -> SpanProcessor:
             f"installed ({error}): pip install 'manta[otel]', or take the endpoint away"
         ) from error
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None))
+
+
+def check(settings: ObservabilitySettings) -> None:
+    """Raises: InvalidConfig where traces are to be sent and cannot be."""
+    if configured(settings.otlp_endpoint):
+        otlp(settings.otlp_endpoint).shutdown()
+
+
+def of_router(settings: ObservabilitySettings, *, model: str, router_id: str, version: str) -> "Tracing | None":
+    """None where tracing is off. Raises: InvalidConfig as `check`."""
+    if not configured(settings.otlp_endpoint):
+        return None
+    processor = otlp(settings.otlp_endpoint)
+    return Tracing(processor, ratio=settings.trace_ratio, model=model, router_id=router_id, version=version)
 
 
 class Tracing:
