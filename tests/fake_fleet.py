@@ -5,6 +5,7 @@ Never:     knows HTTP (fake_observatory.py does), a clock, or a replica.
 Invariant: pools sum to their capacity, stages to their total; the same seed gives the same fleet.
 """
 
+import hashlib
 import random
 from typing import Any
 
@@ -56,6 +57,12 @@ class FakeFleet:
         new["history"] = self.history.series()
         self.state = new
         return changes(old, new, used)
+
+    def become_starting(self) -> None:
+        """As before the first report: names and states only."""
+        rows = [{key: None for key in row} | {"id": row["id"], "role": row["role"], "node": row["node"]} for row in self.state["replicas"]]
+        rates = dict.fromkeys(("prefill_tokens_per_s", "cached_tokens_per_s", "decode_tokens_per_s"), 0.0)
+        self.state["replicas"] = [row | {"state": "starting", "pools": [], "rates": rates} for row in rows]
 
     def request(self) -> Json:
         """Row of a new request that has finished."""
@@ -139,12 +146,7 @@ def _target(role: str, number: int) -> Json:
 
 
 def _key(*parts: object) -> str:
-    return f"{abs(hash_of(' '.join(map(str, parts)))):016x}"
-
-
-def hash_of(text: str) -> int:
-    """Alike in every process."""
-    return int.from_bytes(text.encode()[:24].ljust(24, b"\0"), "big") % (1 << 61)
+    return hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).hexdigest()
 
 
 def _node(name: str, tokens: int, children: list[Json], *, locked: bool = False, idle_s: float = 3.0) -> Json:

@@ -14,7 +14,7 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
         f"its first token is expected soonest. {row['predicted_tokens']} tokens are predicted to be cached there, "
         "and the first token after 0.120 s."
     )
-    best = next(each["replica"] for each in candidates)
+    best = next(each["replica"] for each in candidates if not each["chosen"])
     attempt = {
         "replica": row["replica"], "policy": row["policy"], "reason": row["reason"], "num_tokens": row["prompt_tokens"],
         "predicted": {"cached_tokens": row["predicted_tokens"], "ttft_s": 0.12},

@@ -31,7 +31,7 @@ function mergeRequests(before, rows) {
 }
 
 function appendHistory(before, time, newest) {
-  const first = before.times.findIndex((each) => time - each <= WINDOW_S);
+  const first = before.times.findIndex((each) => time - each < WINDOW_S);
   const dropped = first < 0 ? before.times.length : first;
   const times = [...before.times.slice(dropped), time];
   const used = {};

@@ -38,14 +38,15 @@ export function describe({ node, rest, parent }) {
 }
 
 export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
-  const [active, setActive] = useState("root");
+  const active = useRef("root"); // the node that Tab reaches; keys may come faster than it is drawn
+  const [moves, setMoves] = useState(0);
   const [zoomed, setZoomed] = useState("root");
   const frame = useRef(null);
   const moved = useRef(false);
   const cells = cellsOf(tree.root);
   const byId = new Map(cells.map((each) => [each.id, each]));
   const zoom = byId.get(zoomed) ?? cells[0];
-  const current = byId.has(active) ? active : "root";
+  const current = byId.has(active.current) ? active.current : "root";
   const at = (share) => Math.min(width, Math.max(0, ((share - zoom.x) / zoom.width) * width));
   const drawn = cells.map((cell) => ({ cell, left: at(cell.x), right: at(cell.x + cell.width) }))
     .filter(({ left, right, cell }) => right - left >= THINNEST || cell.id === current);
@@ -53,14 +54,19 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
   useLayoutEffect(() => {
     if (moved.current) frame.current.querySelector('[tabindex="0"]')?.focus();
     moved.current = false;
-  }, [active]);
+  }, [moves]);
+  const go = (id) => {
+    active.current = id;
+    setMoves((before) => before + 1);
+  };
   const cellOf = (event) => byId.get(event.target.closest("[data-id]")?.dataset.id);
   const onKey = (event) => {
-    const to = neighbour(byId.get(current), event.key, drawn);
+    const from = byId.get(active.current) ?? cells[0];
+    const to = neighbour(from, event.key, drawn);
     if (to) {
       moved.current = true;
-      setActive(to.id);
-    } else if (event.key === "Enter") setZoomed(current);
+      go(to.id);
+    } else if (event.key === "Enter") setZoomed(from.id);
     else if (event.key === "Escape") setZoomed("root");
     else return;
     event.preventDefault();
@@ -69,7 +75,7 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
   const choose = (event) => {
     const cell = cellOf(event);
     if (!cell) return;
-    setActive(cell.id);
+    go(cell.id);
     setZoomed(cell.rest || cell.id === zoomed ? "root" : cell.id);
   };
   return html`<svg class="icicle" ref=${frame} width=${width} height=${rows * ROW} role="tree" aria-label=${label}

@@ -1,0 +1,36 @@
+"""One Chromium and one fake observatory for all tests of this folder."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.chromium import Page, open_chromium
+from tests.fake_fleet import FakeFleet
+from tests.fake_observatory import FakeObservatory, fleets
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    page = open_chromium(tmp_path_factory.mktemp("chromium"))
+    if page is None:
+        pytest.skip("needs Chromium and chromedriver (Debian: chromium chromium-driver), and they could not be fetched")
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[FakeObservatory]:
+    own = {name: FakeFleet(unified=2, ticks=8) for name in ("live", "lost", "locked", "treeless")}
+    starting = FakeFleet(unified=2)
+    starting.become_starting()
+    server = FakeObservatory(fleets() | own | {"starting": starting})
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def page(browser: Page) -> Iterator[Page]:
+    """The tab; nothing may have been logged as an error, unless the test has taken it with `complaints`."""
+    browser.complaints()
+    yield browser
+    assert browser.complaints() == []

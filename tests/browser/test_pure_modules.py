@@ -1,0 +1,31 @@
+"""The page's modules that need no browser, under node; and that the server's deltas mean what the page takes them for."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from deployments.observatory.deltas import applied
+from tools.debian import REQUIRED
+
+HERE = pathlib.Path(__file__).parent
+CASES: list[dict[str, Any]] = json.loads((HERE / "delta_cases.json").read_text())
+WHOLE = {"model": "", "mode": "", "period_s": 1.0, "routers": [], "links": [], "totals": {}, "autoscaling": {}}
+
+
+def test_the_pages_pure_modules_under_node() -> None:
+    node = shutil.which("node")
+    if node is None:
+        assert not os.environ.get(REQUIRED), f"{REQUIRED} is set and there is no node on PATH: install nodejs"
+        pytest.skip("needs node on PATH (Debian: nodejs)")
+    done = subprocess.run([node, "--test", str(HERE / "pure.test.mjs")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_page_and_server_agree_on_what_a_delta_means(case: dict[str, Any]) -> None:
+    assert applied(WHOLE | case["before"], case["delta"]) == WHOLE | case["after"]
