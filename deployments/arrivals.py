@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.following import CLIENT_CLOSED, TIMED_OUT, RequestWatch
+from deployments.following import CLIENT_CLOSED, RequestWatch, outcome_of_status
 from deployments.timeline import Arrival
 
 # by the end of the path: what stands before it is the application's route prefix
@@ -23,7 +23,6 @@ ENDPOINTS: Mapping[str, str] = {
     "/tokenize": "tokens",
     "/detokenize": "tokens",
 }
-SHED = (429, 503)
 
 
 class Arrivals:
@@ -62,15 +61,6 @@ def arrival_of(request: Request) -> Arrival:
     arrival = request.state.arrival
     assert isinstance(arrival, Arrival)
     return arrival
-
-
-def outcome_of_status(status: int) -> str:
-    """How an HTTP request without a prompt ended, in the catalogue's words."""
-    if status < 400:
-        return "ok"
-    if status in SHED:
-        return "shed"
-    return {CLIENT_CLOSED: "cancelled", TIMED_OUT: "timeout"}.get(status, "error")
 
 
 def _endpoint(scope: Scope) -> str | None:

@@ -14,12 +14,20 @@ from typing import Protocol
 from deployments.route_log import RouteLog, RouteRecord, Try
 from deployments.route_request import Saturated
 from deployments.timeline import Arrival, Timeline
-from replicas.errors import InvalidRequest, Overloaded
+from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from routing.types import Decision
 
 CLIENT_CLOSED, TIMED_OUT = 499, 504  # http_status of what ended early
-ENDINGS: Mapping[str, str] = {"ok": "finished", "cancelled": "aborted", "shed": "refused"}  # of a record; else failed
+# outcome -> how a record says it ended
+ENDINGS: Mapping[str, str] = {
+    "ok": "finished",
+    "cancelled": "aborted",
+    "shed": "refused",
+    "invalid": "refused",
+    "error": "failed",
+    "timeout": "failed",
+}
 
 
 class RequestWatch(Protocol):
@@ -116,8 +124,7 @@ class Following:
         self.timeline.end(self._clock())
         outcome = outcome_of(self.timeline.worst if self.timeline.is_whole else None, error)
         if self._record is not None:
-            refused = isinstance(error, InvalidRequest)
-            self._record.ending = "refused" if refused else ENDINGS.get(outcome, "failed")
+            self._record.ending = ENDINGS[outcome]
             self._changed()
         self._watch.ended(self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
 
@@ -143,5 +150,13 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
         return "cancelled"
     if isinstance(error, Saturated | Overloaded):
         return "shed"
-    status = getattr(error, "http_status", 500)
-    return {CLIENT_CLOSED: "cancelled", TIMED_OUT: "timeout"}.get(status, "error")
+    return outcome_of_status(getattr(error, "http_status", 500))
+
+
+def outcome_of_status(status: int) -> str:
+    """How an HTTP status says that a request ended, in the catalogue's words; which refusals are shed, the error tells."""
+    if status < 400:
+        return "ok"
+    if status in (CLIENT_CLOSED, TIMED_OUT):
+        return "cancelled" if status == CLIENT_CLOSED else "timeout"
+    return "invalid" if status < 500 else "error"

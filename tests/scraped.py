@@ -7,10 +7,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Scraped:
-    """One scrape of a registry."""
+    """One scrape, of a registry or as text."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.text = generate_latest(registry).decode()
+    def __init__(self, told: CollectorRegistry | str) -> None:
+        self.text = told if isinstance(told, str) else generate_latest(told).decode()
         self.families = {family.name: family for family in text_string_to_metric_families(self.text)}
         self.samples = [sample for family in self.families.values() for sample in family.samples]
 

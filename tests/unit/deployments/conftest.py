@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
+from dashboards.metric import Process
 from deployments.http_app import make_app
+from deployments.metrics.emitter import Identity
+from deployments.metrics.process import emitter_of
 from deployments.model_face import read_face
 from deployments.schema import ModelSettings
 from deployments.served_engine import ServedEngine
@@ -19,6 +22,7 @@ from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
 
 POOL_TOKENS = 12_000
+ROUTER = Identity(model="SmolLM2-135M-Instruct", role="router", replica="router")
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +59,7 @@ def service(house: House, engine_loop: EngineLoop) -> Service:
         fleet=house.fleet,
         leases=house.leases,
         settings={},
+        registry=emitter_of(Process.ROUTER, ROUTER, disaggregated=False).registry,
     )
 
 

@@ -143,6 +143,7 @@ class ScriptedReplica:
         self.replica_id = replica_id
         self.die_at = die_at
         self.refuse = refuse
+        self.finish = Finish(reason=FinishReason.LENGTH)  # how a request ends after its last token
         self.requests: list[GenerateRequest] = []
         self.num_aborted = 0
         self.hold = asyncio.Event()  # generation waits for it
@@ -204,7 +205,7 @@ class ScriptedReplica:
             if position == self.die_at:
                 client.close()
                 raise ReplicaGone(f"replica {self.replica_id} died")
-            finish = Finish(reason=FinishReason.LENGTH) if position == wanted - 1 else None
+            finish = self.finish if position == wanted - 1 else None
             client.sink([token(request, index, position, finish) for index in range(request.sampling.n)])
             await asyncio.sleep(0)
 

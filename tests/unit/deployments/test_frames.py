@@ -25,7 +25,7 @@ from deployments.frames import (
     encode_report,
 )
 from kvtransfer.types import TransferStats
-from replicas.types import Finish, FinishReason, HandOffReport, TokenDelta, TokenLogprob, Usage
+from replicas.types import Finish, FinishReason, HandOffReport, StageTimes, TokenDelta, TokenLogprob, Usage
 from tests.unit.deployments.sample_values import stats
 
 DELTA = TokenDelta(
@@ -37,6 +37,7 @@ DELTA = TokenDelta(
     prompt_logprobs=(TokenLogprob(token_id=1, logprob=None),),
     usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1, num_retractions=4),
     finish=Finish(reason=FinishReason.STOP, matched="\n", message=None, http_status=200),
+    stages=StageTimes(queue_s=0.5, prefill_s=0.25, transfer_s=0.125, decode_s=2.0),
 )
 
 

@@ -160,4 +160,4 @@ async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) 
 async def test_metrics_are_prometheus_text(client: httpx.AsyncClient) -> None:
     answer = await client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
-    assert 'manta_build_info{model_name="SmolLM2-135M-Instruct"' in answer.text
+    assert 'manta_build_info{model="SmolLM2-135M-Instruct"' in answer.text

@@ -34,7 +34,8 @@ def test_it_answers_text_or_openmetrics_and_compressed_as_asked(server: MetricsS
     kind, plain = get(server.address)
     assert kind.startswith("text/plain; version=0.0.4")
     assert b'manta_build_info{model="m",ray="2.60.0",replica="abc",role="router",version="' in plain
-    kind, packed = get(server.address, Accept="application/openmetrics-text;version=1.0.0", **{"Accept-Encoding": "gzip"})
+    wanted = {"Accept": "application/openmetrics-text;version=1.0.0", "Accept-Encoding": "gzip"}
+    kind, packed = get(server.address, **wanted)
     assert kind.startswith("application/openmetrics-text")
     assert gzip.decompress(packed).endswith(b"# EOF\n")
 

@@ -1,0 +1,104 @@
+"""An engine's statistics as metrics."""
+
+import dataclasses
+
+import pytest
+
+from dashboards.catalog import POOL_STATES
+from dashboards.metric import Process
+from deployments.metrics.emitter import Emitter, Identity
+from deployments.metrics.replica_figures import ReplicaFacts, tell_replica
+from kvtransfer.types import TransferStats
+from replicas.distributions import Distributions
+from replicas.types import EngineStats, EngineTallies, PoolStats
+from tests.harness import ask, fake_engine, finish_all
+from tests.pair import Pair
+from tests.scraped import Scraped
+from tests.unit.deployments.sample_values import stats
+
+FACTS = ReplicaFacts(
+    node_id="n1",
+    accelerator="cpu",
+    tp=3,
+    page_bytes=1000,
+    page_size=16,
+    kv_dtype="float32",
+    transfer_backend="none",
+    start_times={"load_weights": 1.5, "total": 4.0},
+)
+POOL = PoolStats(
+    page_size=16, num_pages=100, free_pages=40, evictable_pages=30, protected_pages=20, reserved_pages=7,
+    quarantined_pages=3,
+)  # fmt: skip
+
+
+def tallies() -> EngineTallies:
+    engine, _ = fake_engine()
+    return Distributions().read(evicted_idle_s=engine.tallies().evicted_idle_s)
+
+
+def scrape(now: EngineStats, seen: EngineTallies | None = None) -> Scraped:
+    who = Identity(model="m", role="unified", replica="r0")
+    emitter = Emitter(Process.REPLICA, who, disaggregated=now.transfer is not None)
+    tell_replica(emitter, FACTS, lambda: now, lambda: seen if seen is not None else tallies())
+    return Scraped(emitter.registry)
+
+
+def test_the_states_of_the_pool_sum_to_its_capacity() -> None:
+    """SPEC D14. 100 pages of 16 tokens; 30 of them cannot be had by a new request."""
+    seen = scrape(dataclasses.replace(stats(), pool=POOL))
+    states = seen.values("kv_pool_tokens", "state")
+    assert states == {"free": 640, "evictable": 480, "protected": 320, "reserved": 112, "quarantined": 48}
+    assert tuple(states) == POOL_STATES
+    assert sum(states.values()) == seen.value("kv_pool_capacity_tokens", tier="L1") == 1600
+    assert seen.value("kv_pool_capacity_bytes", tier="L1") == 100_000
+    assert seen.value("kv_pool_utilization_ratio", tier="L1") == pytest.approx(0.3)
+
+
+def test_facts_are_labels_and_unknown_start_times_are_not_told() -> None:
+    seen = scrape(stats())
+    facts = {"node": "n1", "accelerator": "cpu", "tensor_parallel": "3", "page_size_tokens": "16",
+             "kv_dtype": "float32", "transfer_backend": "none", "replica": "r0", "role": "unified",
+             "model": "m"}  # fmt: skip
+    assert seen.value("replica_info", **facts) == 1
+    assert seen.values("replica_start_seconds", "phase") == {"load_weights": 1.5, "total": 4.0}
+
+
+def test_what_an_engine_did_is_counted() -> None:
+    """Two prompts of 12 tokens, the second all but its last 4-token page cached; 8 tokens each."""
+    engine, _ = fake_engine()
+    for rid in ("a", "b"):
+        engine.submit(ask(rid, range(1, 13)))
+        finish_all(engine)
+    seen = scrape(engine.stats(), engine.tallies())
+    assert seen.values("scheduler_tokens_total", "kind") == {"prefill_computed": 16, "prefill_cached": 8, "decode": 14}
+    assert seen.value("cache_lookup_tokens_total") == 24
+    assert seen.value("cache_hit_tokens_total", tier="L1") == 8
+    assert seen.value("scheduler_finished_requests_total", outcome="finished") == 2
+    assert seen.values("scheduler_batch_requests_count", "phase") == {"prefill": 2, "decode": 14}
+    assert seen.value("scheduler_batch_tokens_sum", phase="prefill") == 16
+    assert seen.value("scheduler_step_duration_seconds_count", phase="decode") == 14
+    assert engine.flush_cache()
+    assert scrape(engine.stats()).total("cache_evicted_tokens_total", reason="flush") > 0
+
+
+def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:
+    assert "manta_transfer" not in scrape(stats()).text
+    desk = TransferStats(
+        rooms_receiving=2, rooms_draining=1, peers=3, sent_bytes=500, sends_done=4, receives_failed=5,
+        oldest_drain_s=1.5,
+    )  # fmt: skip
+    seen = scrape(dataclasses.replace(stats(), transfer=desk))
+    assert seen.values("transfers_in_flight", "direction") == {"send": 0, "receive": 2, "draining": 1}
+    assert seen.value("transfers_total", direction="receive", outcome="failed") == 5
+    assert seen.value("transfer_bytes_total", direction="send") == 500
+    assert seen.value("transfer_oldest_drain_seconds") == 1.5
+
+
+def test_what_a_decode_replica_waited_for_a_hand_off_is_counted() -> None:
+    pair = Pair()
+    pair.ask("a", range(1, 13))
+    pair.run()
+    seen = scrape(pair.decode.engine.stats(), pair.decode.engine.tallies())
+    waits = seen.values("transfer_duration_seconds_count", "phase")
+    assert (waits["grant"], waits["wait"]) == (1, 1)

@@ -1,0 +1,190 @@
+"""What happens to requests, as a router's metrics tell it."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dashboards.catalog import ENDPOINTS, STAGES
+from dashboards.metric import Process
+from deployments.metrics.emitter import Emitter, Identity
+from deployments.metrics.router_events import RETRIES, RouterEvents
+from deployments.metrics.router_figures import RouterFigures
+from deployments.route_request import Saturated
+from deployments.timeline import Arrival
+from replicas.errors import InvalidRequest, MantaError
+from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
+from routing.types import NoReplica, Role
+from tests.scraped import Scraped
+from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
+from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
+from tests.unit.deployments.sample_values import ask, stats
+from tests.unit.deployments.test_route_log import ready
+
+
+class Watched:
+    """A house whose requests are counted."""
+
+    def __init__(self, *, apart: bool = False) -> None:
+        self.house = House(max_wait_s=10.0, always_hand_off=apart)
+        who = Identity(model="m", role="router", replica="router")
+        self.emitter = Emitter(Process.ROUTER, who, disaggregated=apart)
+        self.house.dispatcher.watch = RouterEvents(
+            self.emitter, ttft_objective_s=5.0, itl_objective_s=1e-9, disaggregated=apart
+        )
+
+    async def scrape(self) -> Scraped:
+        """From another thread, as the server does."""
+        return await asyncio.to_thread(Scraped, self.emitter.registry)
+
+    async def run(self, request: GenerateRequest, endpoint: str = "chat") -> list[TokenDelta]:
+        arrival = Arrival(endpoint=endpoint, arrived_s=self.house.dispatcher._clock())
+        return [delta async for delta in self.house.dispatcher.stream(request, arrival=arrival)]
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Watched]:
+    watched = Watched()
+    await watched.house.start()
+    RouterFigures(watched.emitter, watched.house.fleet, page_size=PAGE_SIZE)
+    yield watched
+    await watched.house.stop()
+
+
+async def test_a_request_that_ends_well_is_counted_in_everything_once(watched: Watched) -> None:
+    """4 tokens of prompt, 8 of output: a gap before each but those that came first together. Both objectives are
+    judged; no gap is within a nanosecond."""
+    await ready(watched.house, ScriptedReplica("r0"))
+    first, *_ = await watched.run(ask())
+    seen = await watched.scrape()
+    assert seen.value("requests_total", endpoint="chat", outcome="ok") == 1
+    assert seen.total("requests_total") == 1
+    assert seen.total("requests_in_flight") == 0
+    for name in ("time_to_first_token_seconds", "request_duration_seconds"):
+        assert seen.value(f"{name}_count", endpoint="chat") == 1
+    assert seen.value("inter_token_latency_seconds_count") == 8 - len(first.token_ids)
+    assert (seen.value("request_prompt_tokens_sum"), seen.value("request_output_tokens_sum")) == (4, 8)
+    assert seen.values("request_stage_duration_seconds_count", "stage") == dict.fromkeys(STAGES, 1)
+    total_s = seen.value("request_duration_seconds_sum", endpoint="chat")
+    assert seen.total("request_stage_duration_seconds_sum") == pytest.approx(total_s)
+    assert seen.value("slo_requests_total", slo="ttft", met="true") == 1
+    assert seen.value("slo_requests_total", slo="itl", met="false") == 1
+    assert seen.value("router_decisions_total", policy="round_robin", reason="only_candidate") == 1
+    assert seen.value("router_decision_duration_seconds_count") == 1
+
+
+async def test_a_retry_is_counted_by_its_error_and_the_request_once(watched: Watched) -> None:
+    await ready(watched.house, ScriptedReplica("r0", die_at=3), ScriptedReplica("r1"))
+    first, *_ = await watched.run(ask())
+    seen = await watched.scrape()
+    assert seen.value("router_retries_total", reason="replica_gone") == 1
+    assert seen.total("router_retries_total") == 1
+    assert seen.total("router_decisions_total") == 2
+    assert seen.total("requests_total") == 1
+    assert seen.value("router_prompt_tokens_total") == 4  # its first token came once
+    assert seen.value("inter_token_latency_seconds_count") == 8 - len(first.token_ids)
+
+
+def test_every_error_that_is_tried_again_has_its_label() -> None:
+    def below(kind: type[MantaError]) -> set[type[MantaError]]:
+        return {kind}.union(*(below(each) for each in kind.__subclasses__()))
+
+    retryable = {kind for kind in below(MantaError) if kind.retryable}
+    ours = {kind for kind in retryable if kind.__module__.startswith(("deployments.", "replicas."))}
+    assert ours == set(RETRIES)
+
+
+async def test_how_a_request_ended_is_told_by_its_outcome(watched: Watched) -> None:
+    """A client that leaves, a deadline, a crash of the numbers, a full house, none at all, and a refusal."""
+    house = watched.house
+    with pytest.raises(NoReplica):
+        await watched.run(ask(rid="a.0-none"))
+    await ready(house, replica := ScriptedReplica("r0"))
+    stream = house.dispatcher.stream(ask(rid="b.0-left"))
+    async with contextlib.aclosing(stream):
+        await anext(stream)
+    replica.finish = Finish(reason=FinishReason.ABORT, http_status=504)
+    await watched.run(ask(rid="c.0-late"))
+    replica.finish = Finish(reason=FinishReason.ERROR, http_status=500)
+    await watched.run(ask(rid="d.0-broken"))
+    replica.finish = Finish(reason=FinishReason.ABORT, http_status=499)
+    await watched.run(ask(rid="e.0-aborted"))
+    replica.refuse = InvalidRequest("n: too many")
+    with pytest.raises(InvalidRequest):
+        await watched.run(ask(rid="f.0-wrong"))
+    replica.stats = stats(waiting_uncached_tokens=10**6, prefill_tokens_per_s=1.0)
+    await replica.send_reports(1)
+    async with asyncio.timeout(5):
+        while house.router.views[0].queued_uncached_tokens == 0:
+            await asyncio.sleep(0.005)
+    with pytest.raises(Saturated):
+        await watched.run(ask(rid="g.0-full"))
+    seen = await watched.scrape()
+    assert seen.values("requests_total", "outcome") == {
+        "ok": 0, "error": 2, "invalid": 1, "cancelled": 2, "shed": 1, "timeout": 1
+    }  # fmt: skip
+    assert seen.values("requests_in_flight", "endpoint") == dict.fromkeys(ENDPOINTS, 0)
+    assert seen.value("request_output_tokens_count") == 0  # of those that end ok alone
+    assert [record.ending for record in house.dispatcher.routes.recent()] == [
+        "aborted", "failed", "failed", "aborted", "refused", "refused",
+    ]  # fmt: skip
+
+
+async def test_best_predicted_and_actual_prefix_are_counted_together(watched: Watched) -> None:
+    """40 tokens, of which r0 told of 2 pages, 32 tokens; it says that it reused none of them."""
+    await ready(watched.house, replica := ScriptedReplica("r0"))
+    request = ask(num_tokens=40)
+    replica.store(request.token_ids.tolist())
+    async with asyncio.timeout(5):
+        while watched.house.router.num_pages("r0")[0] < 2:
+            await asyncio.sleep(0.005)
+    await watched.run(request)
+    seen = await watched.scrape()
+    names = ["prompt", "best_overlap", "predicted_overlap", "actual_overlap"]
+    assert [seen.value(f"router_{name}_tokens_total") for name in names] == [40, 32, 32, 0]
+    assert seen.value("router_overlap_error_ratio_sum", sign="over") == pytest.approx(0.8)
+    assert seen.total("router_overlap_error_ratio_count") == 1
+    assert seen.total("router_ttft_error_seconds_count") == 1
+    assert seen.value("router_index_tokens", target="r0", source="confirmed") == 32
+    assert seen.value("router_cache_snapshots_total") == 1
+
+
+async def test_series_of_a_replica_that_left_are_gone(watched: Watched) -> None:
+    house = watched.house
+    await ready(house, ScriptedReplica("r0"), ScriptedReplica("r1"))
+    seen = await watched.scrape()
+    assert set(seen.values("router_index_tokens", "target")) == {"r0", "r1"}
+    assert seen.value("router_replicas", target_role="unified", state="accepting") == 2
+    house.remove("r0")
+    seen = await watched.scrape()
+    assert set(seen.values("router_index_tokens", "target")) == {"r1"}
+    assert set(seen.values("router_report_age_seconds", "target")) == {"r1"}
+    assert seen.value("router_replicas", target_role="unified", state="accepting") == 1
+
+
+async def test_a_member_that_has_not_attached_is_starting(watched: Watched) -> None:
+    watched.house.fleet.set_members(["r9"])
+    seen = await watched.scrape()
+    assert seen.value("router_replicas", target_role="unified", state="starting") == 1
+    assert seen.total("router_replicas") == 1
+
+
+@pytest.mark.parametrize("came", [True, False])
+async def test_hand_offs_and_why_they_were_decided_are_counted(came: bool) -> None:
+    watched, desks = Watched(apart=True), Desks()
+    await watched.house.start()
+    ends = None if came else Finish(reason=FinishReason.ERROR, http_status=500)
+    watched.house.add(HandOffReplica("p0", Role.PREFILL, desks, leg_ends=ends))
+    watched.house.add(HandOffReplica("d0", Role.DECODE, desks))
+    async with asyncio.timeout(5):
+        while len(watched.house.router.views) < 2:
+            await asyncio.sleep(0.005)
+    await watched.run(dataclasses.replace(ask(), rid="a.0-me"))
+    seen = await watched.scrape()
+    assert seen.value("router_pair_decisions_total", reason="hand_off_always") == 1
+    expected = {"transferred": 1, "failed": 0} if came else {"transferred": 0, "failed": 1}
+    assert seen.values("router_hand_offs_total", "outcome") == expected
+    assert seen.value("requests_total", endpoint="chat", outcome="ok") == 1
+    await watched.house.stop()
