@@ -101,8 +101,8 @@ def load_model_config(
 def load_weights(model: Llama, config: ModelConfig, tp: TpGroup, *, progress: Progress | None = None) -> None:
     """Fill ``model`` from the safetensors of ``config.path``: this rank's slices, on its device, in ``config.dtype``.
 
-    Args:    progress: told after each layer; None shows a bar on a terminal and nothing elsewhere. Rank 0 also logs each
-             tenth, with the bytes of the checkpoint.
+    Args:    progress: told after each layer; None shows a bar on a terminal and nothing elsewhere. Rank 0 also logs
+             each tenth, with the bytes of the checkpoint.
     Raises:  InvalidConfig that lists what is missing or unexpected.
     """
     folder = Path(config.path)

@@ -1,6 +1,7 @@
 """Reading a model's folder: what is taken from it, and what is said when it is not right."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ def test_a_sharded_checkpoint_gives_the_logits_of_a_whole_one(llama: Path, tmp_p
     assert len(safetensors_files(sharded)) == 3
     whole, parts = (open_model(f).prefill(tiny.PROMPTS, chunk=100)[0] for f in (llama, sharded))
     assert_close_in_range(parts, whole, 1e-6)
+
+
+def test_loading_is_told_in_tenths_of_the_checkpoint(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every weight is counted once, under its own layer."""
+    with caplog.at_level(logging.INFO, logger="replicas.runner.weights"):
+        open_model(llama)
+    said = [record.getMessage() for record in caplog.records if "loading weights" in record.getMessage()]
+    assert 2 <= len(said) <= 10
+    assert said[-1].startswith("loading weights: 100 % (")
 
 
 def test_a_missing_shard_is_named(llama: Path) -> None:

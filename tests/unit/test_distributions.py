@@ -43,8 +43,9 @@ def test_steps_are_counted_by_phase_with_their_requests_and_tokens() -> None:
     finish_all(engine)
     tallies, stats = engine.tallies(), engine.stats()
     assert (stats.num_extend_steps, stats.num_decode_steps) == (1, 3)
-    assert [num(getattr(tallies, f"prefill_{name}")) for name in ("step_s", "batch_requests", "batch_tokens")] == [1] * 3
-    assert [num(getattr(tallies, f"decode_{name}")) for name in ("step_s", "batch_requests", "batch_tokens")] == [3] * 3
+    for name in ("step_s", "batch_requests", "batch_tokens"):
+        assert num(getattr(tallies, f"prefill_{name}")) == 1, name
+        assert num(getattr(tallies, f"decode_{name}")) == 3, name
     assert (tallies.prefill_batch_requests.total, tallies.prefill_batch_tokens.total) == (2, 13)
     assert (tallies.decode_batch_requests.total, tallies.decode_batch_tokens.total) == (6, 6)
     assert tallies.prefill_step_s.total == pytest.approx(stats.extend_s)

@@ -34,6 +34,7 @@ async def test_generate_yields_the_answer() -> None:
     assert [token for delta in deltas for token in delta.token_ids] == continuation(PROMPT, 8)
     assert deltas[-1].finish is not None
     assert loop.num_open == 0
+    assert sum(loop.tallies().decode_step_s.counts) == 7  # asked from this thread, of the engine's
     loop.stop()
 
 

@@ -45,6 +45,15 @@ async def test_a_queue_found_full_by_the_engine_thread_is_told_at_once(house: Ho
             [delta async for delta in house.dispatcher.stream(ask(n=4))]
 
 
+async def test_a_replica_shows_its_cache_as_a_tree(house: House, served: ServedEngine) -> None:
+    house.add(served)
+    assert await house.fleet.wait_ready(5)
+    [delta async for delta in house.dispatcher.stream(ask(num_tokens=9, max_new_tokens=4))]  # 12 tokens are computed
+    tree = await house.leases.cache_tree("r0", max_depth=1, min_tokens=1)
+    (node,) = tree.root.children
+    assert (tree.page_size, tree.tokens, node.subtree_tokens) == (4, 12, 12)
+
+
 async def test_two_overlapping_attaches_leave_one_connection_that_works(house: House, served: ServedEngine) -> None:
     """Membership that flaps asks twice; the end of a connection that was replaced must not take the live one along."""
     assert house.address is not None

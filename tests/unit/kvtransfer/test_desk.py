@@ -146,6 +146,10 @@ def test_pages_and_meta_arrive_in_two_chunks_and_both_sides_end_well(make: Make,
     assert p.of(1) == ["SendReady", "SendDone"]
     assert d.of(1) == ["Received"]
     assert (p.desk.stats().sends_done, d.desk.stats().receives_done) == (1, 1)
+    assert (d.desk.stats().received_pages, d.desk.stats().received_bytes) == (4, 4 * 3072)
+    # over each pair of ranks one write, or two where the first chunk was gone when the second came
+    assert len(p.desk.drain_write_times()) in range(max(p_tp, d_tp), 2 * max(p_tp, d_tp) + 1)
+    assert p.desk.drain_write_times() == d.desk.drain_write_times() == []
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -24,7 +24,10 @@ def test_a_large_layer_is_one_line_for_all_its_tenths() -> None:
     log.add(55_000_000)
     log.add(4_000_000)
     log.add(41_000_000)
-    assert said == ["loading weights: 55 % (55 of 100 MB, 110 MB/s)", "loading weights: 100 % (100 of 100 MB, 200 MB/s)"]
+    assert said == [
+        "loading weights: 55 % (55 of 100 MB, 110 MB/s)",
+        "loading weights: 100 % (100 of 100 MB, 200 MB/s)",
+    ]
 
 
 def test_a_checkpoint_without_bytes_says_nothing() -> None:
