@@ -66,8 +66,8 @@ def test_values_are_matched_or_left_out() -> None:
         (lambda: Kit(window="five minutes"), "wanted .* or a duration"),
         (lambda: compare(RULE.gauge("cache_nodes"), "=>", 1), "is no comparison"),
         (
-            lambda: ratio(RULE.rate("cache_lookup_tokens_total"), RULE.rate("cache_lookup_tokens_total", by=["replica"])),
-            r"\['replica'\] are missing",
+            lambda: ratio(RULE.rate("cache_lookup_tokens_total"), RULE.rate("cache_hit_tokens_total", by=["tier"])),
+            r"\['tier'\] are missing",
         ),
         (
             lambda: both(RULE.gauge("cache_nodes"), RULE.gauge("cache_nodes", by=["model"]), on=["model"]),
