@@ -17,9 +17,9 @@ from ray import serve
 
 from dashboards.metric import Process
 from deployments import logs
-from deployments.metrics.emitter import Emitter, Identity
-from deployments.metrics.server import MetricsServer
-from deployments.observatory import serve_details
+from deployments.metrics.emitter import Identity
+from deployments.metrics.process import ServedMetrics, emitter_of
+from deployments.observatory import ask_serve
 from deployments.observatory.admin_key import AdminKey
 from deployments.observatory.emission import Emission
 from deployments.observatory.http_app import make_app
@@ -28,7 +28,7 @@ from deployments.observatory.parts import Parts
 from deployments.observatory.routers import RayRouters
 from deployments.observatory.settings import parse
 from deployments.observatory.state import State
-from deployments.observatory.view import RouterView, Target
+from deployments.observatory.view import RouterView
 from deployments.observatory.viewers import Viewers
 from deployments.observatory.watch import Watch
 
@@ -48,11 +48,10 @@ class Observatory:
         self._routers = RayRouters(settings.application)
         self._key = AdminKey(settings.key)
         self._emission: Emission | None = None
-        self._server: MetricsServer | None = None
-        self._target: Target | None = None
+        self._metrics: ServedMetrics | None = None
         watch = Watch(
             routers=self._routers,
-            look=functools.partial(serve_details.ask, settings.application),
+            look=functools.partial(ask_serve.ask, settings.application),
             state=self._state,
             viewers=self._viewers,
             on_poll=self._polled,
@@ -68,26 +67,26 @@ class Observatory:
                 viewers=self._viewers,
                 key=self._key,
                 files=read_files(),
-                own_target=lambda: self._target,
+                own_target=lambda: None if self._metrics is None else self._metrics.target,
                 clock=time.time,
             )
         )
 
     async def __del__(self) -> None:
         self._watching.cancel()
-        if self._server is not None:
-            self._server.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _serve_metrics(self, view: RouterView) -> None:
-        if self._server is not None or view.target is None:
+        if self._metrics is not None or view.target is None:
             return
-        emitter = Emitter(Process.OBSERVATORY, Identity(model=view.model, role=ROLE, replica=self._id))
+        identity = Identity(model=view.model, role=ROLE, replica=self._id)
+        emitter = emitter_of(Process.OBSERVATORY, identity, disaggregated=view.mode == "disaggregated")
         self._emission = Emission(
             emitter, targets=lambda: self._state.scaling.targets, num_viewers=lambda: self._viewers.num_open
         )
-        self._server = MetricsServer(emitter.registry, host=ray.util.get_node_ip_address())
         node_id = ray.get_runtime_context().get_node_id()
-        self._target = Target(address=self._server.address, role=ROLE, process_id=self._id, node_id=node_id)
+        self._metrics = ServedMetrics(emitter, host=ray.util.get_node_ip_address(), port=0, node_id=node_id)
 
     def _polled(self, took_s: float) -> None:
         if self._emission is not None:

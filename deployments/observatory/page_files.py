@@ -5,6 +5,7 @@ Never:     follows a path that a client gives: it is looked up among what was fo
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import dashboards
 
 FOLDER = Path(dashboards.__path__[0]) / "ui"
 INDEX = "index.html"
+LOGIN = "login.html"
 KINDS = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -57,3 +59,9 @@ def read_files(folder: Path = FOLDER) -> dict[str, PageFile]:
         etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
         found[name.as_posix()] = PageFile(body=body, content_type=kind, etag=etag)
     return found
+
+
+def login_needs(files: Mapping[str, PageFile]) -> set[str]:
+    """The files that the login page names."""
+    login = files.get(LOGIN)
+    return set() if login is None else set(re.findall(r'(?:href|src)="ui/([^"]+)"', login.body.decode()))

@@ -19,7 +19,10 @@ class Rates:
         self._samples: dict[str, deque[tuple[float, Counters]]] = {}
 
     def add(self, source: str, now_s: float, counters: Counters) -> None:
+        """``now_s``: when the counters were read; what is older than the last sample adds nothing."""
         samples = self._samples.setdefault(source, deque())
+        if samples and now_s <= samples[-1][0]:
+            return
         if samples and any(new < old for new, old in zip(counters, samples[-1][1], strict=True)):
             samples.clear()
         samples.append((now_s, counters))

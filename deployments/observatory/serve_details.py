@@ -1,19 +1,14 @@
 """What Ray Serve says of the application: which replicas there are, and how many it wants of each deployment.
 
-Never:  keeps anything; waits longer than it is told to.
-Thread: `ask` blocks; call it on a thread.
+Pure; ask_serve.py asks.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.serve.context import _get_global_client
-
 from deployments.roles import DEPLOYMENTS
 
-ANSWER_S = 5.0
 ROUTER = "router"
 _ROLES = {name: role.value for role, name in DEPLOYMENTS.items()} | {"Router": ROUTER}
 
@@ -37,15 +32,6 @@ class ServeDetails:
 
     def running(self, role: str) -> int:
         return sum(each.role == role and each.state == "RUNNING" for each in self.replicas)
-
-
-def ask(application: str) -> ServeDetails:
-    """As of now. `serve.status()` is public, but does not say how many replicas are wanted; what it is made of does."""
-    client = _get_global_client(raise_if_no_controller_running=False)
-    if client is None:
-        return ServeDetails()
-    details = ray.get(client._controller.get_serve_instance_details.remote(), timeout=ANSWER_S)
-    return details_of(details, application)
 
 
 def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:

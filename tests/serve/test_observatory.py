@@ -52,7 +52,8 @@ def accepting(app: Running) -> list[str]:
 
 
 def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -> None:
-    app.until(lambda: len(accepting(app)) == 2 and state(app)["autoscaling"]["targets"] != [], 15)
+    app.until(lambda: len(accepting(app)) == 2, 15)
+    app.until(lambda: [each["running"] for each in state(app)["autoscaling"]["targets"]] == [2], 15)
     seen = state(app)
     assert f"watch it: {app.url}/manta/" in app.log.read_text()
     assert [router["answering"] for router in seen["routers"]] == [True]
