@@ -1,0 +1,298 @@
+"""The observatory over HTTP, without Ray: what each path answers, and to whom."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from deployments.leases import ReplicaGone
+from deployments.observatory.admin_key import COOKIE, LASTS_S, AdminKey
+from deployments.observatory.api import api
+from deployments.observatory.http_app import make_app
+from deployments.observatory.page_files import FOLDER, read_files
+from deployments.observatory.pages import open_pages, pages
+from deployments.observatory.parts import Parts
+from deployments.observatory.routers import NoRouter
+from deployments.observatory.state import State
+from deployments.observatory.view import RouterView, Target
+from deployments.observatory.viewers import Viewers
+from deployments.peers import Found
+from kvtransfer.pages import PageKey
+from replicas.cache.tree_view import CacheTree, LeftOut, NodeView
+from tests.harness import Clock
+from tests.unit.deployments.observed import details, listed, row, seen, view
+
+KEY = "open sesame"
+ROOT = "/manta"  # where Serve puts the application
+PROTECTED = ["/", "/ui/main.js", "/sd", "/metrics", "/api/state", "/api/events", "/api/tree", "/api/requests/x"]
+OPEN = ["/login", "/ui/style.css"]
+
+
+def node(tokens: int, *children: NodeView, key: PageKey | None = None, left_out: LeftOut | None = None) -> NodeView:
+    below = sum(child.subtree_tokens for child in children) + (left_out.tokens if left_out else 0)
+    return NodeView(
+        tokens=tokens, subtree_tokens=tokens + below, subtree_nodes=1 + len(children), hits=3, locked=False,
+        idle_s=1.25, key=key, children=children, left_out=left_out,
+    )  # fmt: skip
+
+
+class ListedRouters:
+    """`Routers` that know one request and one tree."""
+
+    def __init__(self) -> None:
+        self.found = Found()
+        self.error: Exception | None = None
+        self.asked: list[tuple[str, int, int]] = []
+
+    async def observe(self, since: Any) -> list[RouterView]:
+        return []
+
+    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
+        self.asked.append((replica_id, max_depth, min_tokens))
+        if self.error is not None:
+            raise self.error
+        root = node(0, node(64, key=2**63 + 5, left_out=LeftOut(nodes=2, tokens=32)))
+        return CacheTree(page_size=16, tokens=96, nodes=3, shown=1, root=root)
+
+    async def find_request(self, name: str) -> Found:
+        return self.found
+
+
+class Site:
+    """The app and what is behind it."""
+
+    def __init__(self, key: str | None = None) -> None:
+        self.clock = Clock()
+        self.clock.now_s = 1000.0
+        self.state = State()
+        self.routers = ListedRouters()
+        self.texts = {"a:1000": "# HELP manta_x X.\n# TYPE manta_x gauge\nmanta_x 1.0\n"}
+        self.parts = Parts(
+            state=self.state,
+            routers=self.routers,
+            viewers=Viewers(lambda: self.state.snapshot),
+            key=AdminKey(key),
+            files=read_files(),
+            own_target=lambda: Target(address="own:1", role="observatory", process_id="own", node_id="nn"),
+            clock=self.clock,
+            fetch=self._fetch,
+        )
+        self.state.advance([view("one", seen("a"), rows=(row("x"),))], details(listed("a"), unified=1), 1000.0)
+
+    async def _fetch(self, address: str) -> str:
+        if address not in self.texts:
+            raise ConnectionError(f"{address} is not there")
+        return self.texts[address]
+
+    def client(self, parts: Parts | None = None) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=make_app(parts or self.parts), root_path=ROOT)
+        return httpx.AsyncClient(transport=transport, base_url=f"http://host{ROOT}")
+
+
+@pytest.fixture
+async def site() -> Site:
+    return Site()
+
+
+@pytest.fixture
+async def client(site: Site) -> AsyncIterator[httpx.AsyncClient]:
+    async with site.client() as client:
+        yield client
+
+
+async def test_the_state_is_answered_whole(site: Site, client: httpx.AsyncClient) -> None:
+    assert (await client.get("/api/state")).json() == site.state.snapshot
+
+
+async def test_discovery_has_an_entry_a_process_with_its_node_and_no_job(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/sd")).json() == [
+        {"targets": ["a:1000"], "labels": {"node": "here"}},
+        {"targets": ["one:1000"], "labels": {"node": "0123456789abcdef"}},
+        {"targets": ["own:1"], "labels": {"node": "nn"}},
+    ]
+
+
+async def test_a_replica_that_left_is_out_of_discovery_with_the_next_poll(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    site.state.advance([view("one")], details(unified=1), 1001.0)
+    assert [each["targets"] for each in (await client.get("/sd")).json()] == [["one:1000"], ["own:1"]]
+
+
+async def test_metrics_of_who_answers_come_and_the_silent_are_named(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert answer.text == (
+        "# HELP manta_x X.\n# TYPE manta_x gauge\nmanta_x 1.0\n"
+        "# router one at one:1000 did not answer: ConnectionError\n"
+        "# observatory own at own:1 did not answer: ConnectionError\n"
+    )
+
+
+async def test_a_tree_is_asked_of_a_router_and_its_keys_are_hex(site: Site, client: httpx.AsyncClient) -> None:
+    body = (await client.get("/api/tree", params={"replica": "a", "depth": 3, "min_tokens": 32})).json()
+    assert site.routers.asked == [("a", 3, 32)]
+    [child] = body["root"]["children"]
+    assert child == {
+        "tokens": 64, "subtree_tokens": 96, "subtree_nodes": 1, "hits": 3, "locked": False, "idle_s": 1.2,
+        "key": "8000000000000005", "children": [], "left_out": {"nodes": 2, "tokens": 32},
+    }  # fmt: skip
+    assert (body["replica"], body["page_size"], body["tokens"], body["nodes"], body["shown"]) == ("a", 16, 96, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "says"),
+    [
+        ("replica=b", 404, "there is no replica 'b'; there are: a"),
+        ("", 404, "there is no replica ''"),
+        ("replica=a&depth=0", 400, "depth: must be a number from 1 to 64, got '0'"),
+        ("replica=a&depth=" + "9" * 5000, 400, "depth: must be a number"),
+        ("replica=a&min_tokens=-1", 400, "min_tokens: must be a number from 0"),
+    ],
+)
+async def test_a_tree_that_cannot_be_had_is_refused_with_the_reason(
+    client: httpx.AsyncClient, query: str, status: int, says: str
+) -> None:
+    answer = await client.get(f"/api/tree?{query}")
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [NoRouter("no router answered"), ReplicaGone("replica a is gone")])
+async def test_a_tree_without_a_router_or_replica_to_tell_it_is_503(
+    site: Site, client: httpx.AsyncClient, error: Exception
+) -> None:
+    site.routers.error = error
+    answer = await client.get("/api/tree?replica=a")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["message"] == str(error)
+
+
+async def test_a_request_comes_with_row_keys_and_route(site: Site, client: httpx.AsyncClient) -> None:
+    site.routers.found = Found(body={"time": 1.0, "row": {"rid": "x"}, "page_keys": ["0f"], "route": {"replica": "a"}})
+    told = {"row": {"rid": "x"}, "page_keys": ["0f"], "route": {"replica": "a"}}
+    assert (await client.get("/api/requests/x")).json() == told
+
+
+async def test_a_request_that_routers_forgot_is_told_as_far_as_it_is_shown(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    body = (await client.get("/api/requests/x")).json()
+    assert (body["row"]["rid"], body["page_keys"], body["route"]) == ("x", [], None)
+    gone = await client.get("/api/requests/other")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
+    site.routers.found = Found(unanswered="1 of 2 routers did not answer within 2 s (TimeoutError)")
+    silent = await client.get("/api/requests/other")
+    assert (silent.status_code, silent.json()["error"]["code"]) == (503, "routers_silent")
+
+
+async def test_without_a_key_everything_is_open(client: httpx.AsyncClient) -> None:
+    for path in [*OPEN[1:], *(path for path in PROTECTED if path not in ("/api/events", "/api/tree"))]:
+        assert (await client.get(path)).status_code == 200, path
+    assert (await client.get("/login")).headers["location"] == "/manta/"
+
+
+async def test_with_a_key_every_path_but_the_login_asks_for_it() -> None:
+    site = Site(KEY)
+    served = {route.path.split("{")[0] for part in (pages, open_pages, api) for route in part.routes
+              if isinstance(route, APIRoute)}  # fmt: skip
+    assert served == {path.removesuffix("x").replace("/ui/main.js", "/ui/") for path in [*PROTECTED, "/login"]}
+    async with site.client() as client:
+        for path in PROTECTED:
+            refused = await client.get(path)
+            assert refused.status_code == 401, path
+            assert refused.headers["www-authenticate"].startswith("Bearer")
+            assert refused.json()["error"]["type"] == "authentication_error"
+            led = await client.get(path, headers={"Accept": "text/html,*/*"})
+            assert (led.status_code, led.headers["location"]) == (303, "/manta/login")
+        assert [(await client.get(path)).status_code for path in OPEN] == [200, 200]
+        wrong = {"Authorization": f"Bearer {KEY}!"}
+        assert (await client.get("/sd", headers=wrong)).status_code == 401
+        right = {"Authorization": f"Bearer {KEY}"}
+        assert (await client.get("/sd", headers=right)).status_code == 200
+
+
+async def test_a_login_gives_a_cookie_that_opens_everything_for_a_while_and_does_not_hold_the_key() -> None:
+    site = Site(KEY)
+    async with site.client() as client:
+        refused = await client.post("/login", data={"key": "wrong <b>"})
+        assert refused.status_code == 401
+        assert "That is not the key." in refused.text
+        assert (await client.post("/login", content=b"key=" + b"x" * 5000)).status_code == 413
+        answer = await client.post("/login", data={"key": KEY})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/manta/")
+        cookie = answer.headers["set-cookie"]
+        assert all(part in cookie for part in ("HttpOnly", "SameSite=strict", "Path=/manta/", f"Max-Age={LASTS_S}"))
+        assert KEY not in cookie
+        assert "Secure" not in cookie  # over plain HTTP it would never come back
+        assert (await client.get("/api/state")).status_code == 200
+        site.clock.now_s += LASTS_S + 1
+        assert (await client.get("/api/state")).status_code == 401
+
+
+def test_a_cookie_is_good_only_for_the_key_and_the_time_it_was_made_for() -> None:
+    key = AdminKey(KEY)
+    value = key.login(1000.0)
+    assert key.admits({}, {COOKIE: value}, 1000.0)
+    expires, mac = value.split(".")
+    for other in (f"{int(expires) + 1}.{mac}", f"{expires}.{mac[:-1]}", "", ".", f"{expires}.é", mac):
+        assert not key.admits({}, {COOKIE: other}, 1000.0), other
+    assert not AdminKey("another key").admits({}, {COOKIE: value}, 1000.0)
+
+
+async def test_no_answer_with_a_key_holds_it() -> None:
+    site = Site(KEY)
+    async with site.client() as client:
+        for path in ("/login", "/api/state", "/sd", "/metrics"):
+            assert KEY not in (await client.get(path, headers={"Authorization": f"Bearer {KEY}"})).text
+    assert KEY not in repr(site.parts)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/", "text/html"), ("/ui/main.js", "text/javascript"), ("/ui/style.css", "text/css"),
+     ("/ui/icon.svg", "image/svg+xml")],
+)  # fmt: skip
+async def test_files_come_with_their_kind_and_are_not_sent_again(
+    client: httpx.AsyncClient, path: str, kind: str
+) -> None:
+    answer = await client.get(path)
+    assert answer.headers["content-type"].startswith(kind)
+    assert answer.headers["cache-control"] == "no-cache"
+    assert "script-src 'self';" in answer.headers["content-security-policy"]
+    again = await client.get(path, headers={"If-None-Match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("path", ["/ui/none.js", "/ui/../page_files.py", "/ui/%2e%2e/catalog.py", "/ui/"])
+async def test_nothing_but_the_known_files_is_served(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+    assert answer.status_code == 404
+    assert answer.json()["object"] == "error"
+
+
+def test_hidden_files_and_other_kinds_are_not_read(tmp_path: Path) -> None:
+    for name in ("a.js", "b.py", ".hidden.js", "deep/c.css", ".git/d.js"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x")
+    assert sorted(read_files(tmp_path)) == ["a.js", "deep/c.css"]
+    assert read_files(tmp_path / "none") == {}
+    assert {"index.html", "login.html", "main.js"} <= read_files(FOLDER).keys()
+
+
+async def test_the_path_without_its_slash_leads_to_it(site: Site) -> None:
+    transport = httpx.ASGITransport(app=make_app(site.parts), root_path=ROOT)
+    async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+        answer = await client.get(ROOT)
+        assert (answer.status_code, answer.headers["location"]) == (307, "/manta/")
+
+
+async def test_without_the_views_files_that_is_said(site: Site) -> None:
+    async with site.client(replace(site.parts, files={})) as client:
+        assert "are not installed" in (await client.get("/")).text
+        assert (await client.get("/api/state")).status_code == 200

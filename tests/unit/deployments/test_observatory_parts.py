@@ -1,0 +1,247 @@
+"""Fan-in, viewers, polling and settings of the observatory, each by itself."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dashboards.metric import Process
+from deployments.metrics.emitter import Emitter, Identity
+from deployments.observatory import fan_in
+from deployments.observatory.deltas import applied
+from deployments.observatory.emission import Emission
+from deployments.observatory.fan_in import merge
+from deployments.observatory.figures import quantile, short
+from deployments.observatory.serve_details import ServeDetails
+from deployments.observatory.settings import parse, with_key
+from deployments.observatory.state import State
+from deployments.observatory.view import RouterView, Target
+from deployments.observatory.viewers import MOST_WAITING, TooManyViewers, Viewers
+from deployments.observatory.watch import Watch
+from replicas.errors import InvalidConfig
+from tests.unit.deployments.observed import details, listed, seen, view
+from tests.unit.deployments.test_observatory_http import ListedRouters
+
+ONE = """# HELP manta_a_total A.
+# TYPE manta_a_total counter
+manta_a_total{replica="one",path="x y"} 1.0
+# HELP manta_h H.
+# TYPE manta_h histogram
+manta_h_bucket{replica="one",le="+Inf"} 2.0
+manta_h_count{replica="one"} 2.0
+"""
+TWO = ONE.replace('"one"', '"two"').replace(" 2.0", " 5.0")
+
+
+def test_families_keep_together_and_are_described_once() -> None:
+    assert merge([ONE, TWO]) == """# HELP manta_a_total A.
+# TYPE manta_a_total counter
+manta_a_total{replica="one",path="x y"} 1.0
+manta_a_total{replica="two",path="x y"} 1.0
+# HELP manta_h H.
+# TYPE manta_h histogram
+manta_h_bucket{replica="one",le="+Inf"} 2.0
+manta_h_count{replica="one"} 2.0
+manta_h_bucket{replica="two",le="+Inf"} 5.0
+manta_h_count{replica="two"} 5.0
+"""
+
+
+def test_a_series_comes_once_and_one_without_a_type_is_a_family_of_its_own() -> None:
+    assert merge([ONE, ONE]) == ONE
+    assert merge(["b 1\na 2\n", "b 3\nb{x=\"1\"} 4\n"]) == 'b 1\nb{x="1"} 4\na 2\n'
+    assert merge([]) == ""
+
+
+async def test_a_process_that_hangs_costs_its_own_series_alone() -> None:
+    async def fetch(address: str) -> str:
+        if address == "hangs:1":
+            await asyncio.Event().wait()
+        return ONE
+
+    targets = [Target(address=f"{name}:1", role="unified", process_id=name, node_id="n") for name in ("one", "hangs")]
+    text = await fan_in.gather(targets, fetch, within_s=0.01)
+    assert text == ONE + "# unified hangs at hangs:1 did not answer: TimeoutError\n"
+
+
+def test_numbers_are_short() -> None:
+    assert [short(value) for value in (0.0, 123456.0, 0.0123456, -1.005, float("inf"), float("nan"))] == [
+        0.0, 123000.0, 0.0123, -1.0, 0.0, 0.0,
+    ]  # fmt: skip
+    assert (quantile([], 0.5), quantile([3.0, 1.0, 2.0], 0.5), quantile([3.0, 1.0, 2.0], 0.9)) == (None, 2.0, 3.0)
+
+
+class Told:
+    """A stream, read event by event."""
+
+    def __init__(self, viewers: Viewers, **options: float) -> None:
+        self.stream = viewers.watch(**options)
+
+    async def next(self) -> tuple[str, Any]:
+        """Kind and data of the next event; kind and nothing for what is none."""
+        text = (await anext(self.stream)).decode()
+        if not text.startswith("event: "):
+            return text.split(":")[0], None
+        head, data = text.removesuffix("\n\n").split("\n")
+        return head.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+    async def close(self) -> None:
+        await self.stream.aclose()  # type: ignore[attr-defined]
+
+
+def viewed() -> tuple[State, Viewers]:
+    state = State()
+    return state, Viewers(lambda: state.snapshot, most=2)
+
+
+def go_on(state: State, viewers: Viewers, now_s: float) -> None:
+    viewers.publish(state.advance([view("one", seen("a"))], details(listed("a")), now_s))
+
+
+async def test_a_viewer_has_the_state_first_and_then_each_delta() -> None:
+    state, viewers = viewed()
+    go_on(state, viewers, 1.0)
+    told = Told(viewers)
+    assert (await told.next())[0] == "retry"
+    kind, mirror = await told.next()
+    assert (kind, mirror) == ("state", state.snapshot)
+    for second in (2.0, 3.0):
+        go_on(state, viewers, second)
+    for _ in range(2):
+        kind, delta = await told.next()
+        assert kind == "delta"
+        mirror = applied(mirror, delta)
+    assert mirror == state.snapshot
+    await told.close()
+    assert viewers.num_open == 0
+
+
+async def test_a_slow_viewer_starts_over_with_the_state_and_others_notice_nothing() -> None:
+    state, viewers = viewed()
+    slow, quick = Told(viewers), Told(viewers)
+    for told in (slow, quick):
+        await told.next()
+        await told.next()
+    for second in range(MOST_WAITING + 1):
+        go_on(state, viewers, float(second))
+        viewers.check()
+        assert (await quick.next())[0] == "delta"
+    assert await slow.next() == ("state", state.snapshot)
+    go_on(state, viewers, 99.0)
+    assert (await slow.next())[1]["version"] == state.version
+
+
+async def test_a_delta_is_made_into_bytes_once_for_all() -> None:
+    state, viewers = viewed()
+    one, two = viewers.watch(), viewers.watch()
+    for stream in (one, two):
+        await anext(stream)
+    assert await anext(one) is await anext(two)
+    go_on(state, viewers, 1.0)
+    assert await anext(one) is await anext(two)
+
+
+async def test_no_more_viewers_than_are_served_and_one_that_left_makes_room() -> None:
+    _, viewers = viewed()
+    first, _second = Told(viewers), Told(viewers)
+    with pytest.raises(TooManyViewers, match="2 live views are open"):
+        viewers.watch()
+    await first.next()
+    await first.close()
+    assert viewers.num_open == 1
+    viewers.watch()
+
+
+async def test_a_stream_without_news_beats_and_ends_after_its_life() -> None:
+    _, viewers = viewed()
+    told = Told(viewers, heartbeat_s=0.001, life_s=0.02)
+    kinds = [(await told.next())[0] for _ in range(3)]
+    assert kinds == ["retry", "state", ""]
+    with pytest.raises(StopAsyncIteration):
+        for _ in range(1000):
+            await told.next()
+    assert viewers.num_open == 0
+
+
+class Failing(ListedRouters):
+    """Its second answer is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinces: list[dict[str, int]] = []
+
+    async def observe(self, since: Mapping[str, int]) -> list[RouterView]:
+        self.sinces.append(dict(since))
+        if len(self.sinces) == 2:
+            raise RuntimeError("unforeseen")
+        return [view("one", seen("a"), seq=len(self.sinces))]
+
+
+async def test_a_poll_that_fails_is_followed_by_one_that_does_not() -> None:
+    state, viewers = viewed()
+    routers, models = Failing(), list[str]()
+    watch = Watch(
+        routers=routers, look=lambda: details(listed("a"), unified=1), state=state, viewers=viewers,
+        on_view=lambda newest: models.append(newest.model), clock=lambda: 5.0,
+    )  # fmt: skip
+    await watch.look()
+    for _ in range(3):
+        await watch.poll()
+    assert routers.sinces == [{}, {"one": 1}, {"one": 1}]
+    assert state.version == 2
+    assert models == ["tiny", "tiny"]
+    assert state.snapshot["autoscaling"]["targets"][0]["running"] == 1
+
+
+async def test_when_serve_does_not_answer_its_last_word_stands() -> None:
+    state, viewers = viewed()
+    answers: list[ServeDetails] = [details(listed("b", state="STARTING"))]
+    watch = Watch(routers=ListedRouters(), look=answers.pop, state=state, viewers=viewers)
+    for _ in range(2):
+        await watch.look()
+        await watch.poll()
+        assert state.replica_ids == ["b"]
+
+
+def test_its_own_metrics_are_those_of_the_catalogue_all_of_them() -> None:
+    emitter = Emitter(Process.OBSERVATORY, Identity(model="tiny", role="observatory", replica="own"))
+    state = State()
+    emission = Emission(emitter, targets=lambda: state.scaling.targets, num_viewers=lambda: 3)
+    state.advance([view("one", seen("a", num_running=1))], details(listed("a"), unified=2), 1.0)
+    emission.polled(0.02)
+    emission.scaled("unified", "up")
+
+    def value(name: str, **labels: str) -> float | None:
+        own = {"model": "tiny", "role": "observatory", "replica": "own", **labels}
+        return emitter.registry.get_sample_value(f"manta_{name}", own)
+
+    assert {metric.name for metric in emitter.metrics} - emitter.bound == {"build_info"}  # metrics/process.py has it
+    assert value("observatory_viewers") == 3
+    assert value("observatory_poll_duration_seconds_count") == 1
+    assert value("autoscaler_replicas", target_role="unified", kind="desired") == 2
+    assert value("autoscaler_pressure_ratio", target_role="unified", signal="slots") == 0.28  # 1 of 4 x 0.9
+    assert value("autoscaler_decisions_total", target_role="unified", direction="up") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"aplication": "manta"}, r"aplication: is unknown \(did you mean 'application'\?\); allowed: application, adm"),
+        ({"admin_key": "short"}, "admin_key: must have at least 8 characters, here or in MANTA_ADMIN_KEY"),
+        ({"application": ""}, "application: String should have at least 1 character"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidConfig, match=says) as refused:
+        parse(args)
+    assert "short'" not in str(refused.value)
+
+
+def test_the_key_comes_from_the_file_or_else_from_the_environment_and_is_not_shown() -> None:
+    environment = {"MANTA_ADMIN_KEY": "of the environment"}
+    assert parse(with_key({}, environment)).key == "of the environment"
+    assert parse(with_key({"admin_key": "of the file"}, environment)).key == "of the file"
+    assert parse(with_key({}, {})).key is None
+    assert "of the file" not in repr(parse({"admin_key": "of the file"}))
