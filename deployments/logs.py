@@ -16,6 +16,7 @@ from typing import Any, Literal
 from kvtransfer import observe
 
 OURS = ("deployments", "replicas", "routing", "kvtransfer")
+WAITS_FOR_REPLICA = "waiting for the first model replica"  # said by the router, read by startup.py
 _REQUEST: ContextVar[str | None] = ContextVar("request", default=None)  # what the client calls it
 _RID: ContextVar[str | None] = ContextVar("rid", default=None)  # one try of it (rids.py)
 

@@ -103,6 +103,7 @@ class RouterIngress:
         self._tracing = tracing.of_router(
             config.observability, model=config.model.name, router_id=router_id, version=self._service.version
         )
+        log.info("%s", logs.WAITS_FOR_REPLICA)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
 

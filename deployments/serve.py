@@ -24,9 +24,11 @@ import ray
 import yaml
 from ray import serve
 from ray.serve._private.api import serve_start
+from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
+from deployments import startup
 from deployments.app import checked
 from deployments.observatory import settings as observatory
 from deployments.roles import DEPLOYMENTS, roles_of
@@ -147,38 +149,43 @@ def _ray(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Callable[[str], None]) -> bool:
-    """Deploy as `serve run` does, and report until every application runs. False when one failed."""
+    """Deploy as `serve run` does, and tell what is waited for until every application runs. False when one failed."""
+    say("starting Serve")
     client = serve_start(
         http_options=schema.http_options.model_dump(),
         proxy_location=schema.proxy_location,
         grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
     )
+    replica_logs = startup.ReplicaLogs(Path(get_serve_logs_dir()))
     client.deploy_apps(schema, _blocking=False)
-    said = ""
-    while True:
-        applications = serve.status().applications
-        now = "; ".join(_progress(name, each) for name, each in applications.items())
-        if now and now != said:
-            say(now)
-            said = now
-        failed = [name for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED]
-        if failed:
-            for name in failed:
-                print(f"{name} failed to start:\n{_why(applications[name])}", file=sys.stderr)
-            return False
-        if applications and all(each.status is ApplicationStatus.RUNNING for each in applications.values()):
-            break
-        time.sleep(LOOK_S)
-    _announce(schema, configs, applications, say)
+    with startup.board(say) as show:
+        failed = _until_running(show, replica_logs)
+    if failed:
+        for name, application in failed.items():
+            print(f"{name} failed to start:\n{_why(application)}", file=sys.stderr)
+        return False
+    _announce(schema, configs, serve.status().applications, say)
     return True
 
 
-def _progress(name: str, application: ApplicationStatusOverview) -> str:
-    parts = []
-    for deployment, status in application.deployments.items():
-        states = ", ".join(f"{count} {state.lower()}" for state, count in sorted(status.replica_states.items()))
-        parts.append(f"{deployment}: {states or 'waiting'}")
-    return f"{name} {application.status.value.lower()}" + (f" ({'; '.join(parts)})" if parts else "")
+def _until_running(
+    show: Callable[[Mapping[str, str]], None], replica_logs: startup.ReplicaLogs
+) -> dict[str, ApplicationStatusOverview]:
+    """Show what is waited for until every application runs, or some failed: those."""
+    while True:
+        applications = serve.status().applications
+        replica_logs.look()
+        now: dict[str, str] = {}
+        for name, each in applications.items():
+            now |= startup.lines(name, each.deployments, replica_logs)
+        show(now)
+        failed = {
+            name: each for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED
+        }
+        running = [each.status is ApplicationStatus.RUNNING for each in applications.values()]
+        if failed or (running and all(running)):
+            return failed
+        time.sleep(LOOK_S)
 
 
 def _why(application: ApplicationStatusOverview) -> str:
