@@ -132,8 +132,9 @@ class RouterIngress:
         return await self._service.leases.cache_tree(replica_id, max_depth=max_depth, min_tokens=min_tokens)
 
     async def __del__(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+        metrics = getattr(self, "_metrics", None)  # the constructor may have failed: their port may be taken
+        if metrics is not None:
+            metrics.close()
         await self._fleet.stop()
         await self._channel.stop()
         if self._tracing is not None:

@@ -140,6 +140,8 @@ async def test_a_route_is_told_and_a_dry_run_leaves_no_trace(client: httpx.Async
         told = (await client.get(f"/route/{name}")).json()
         assert (told["rid"], told["replica"], told["outcome"], told["num_retries"]) == ("tell-me", "r0", "finished", 0)
         assert told["tries"][0]["actual"]["ttft_s"] > 0
+        assert sum(told["stages"].values()) == pytest.approx(told["total_s"])
+        assert min(told["stages"]["prefill_s"], told["stages"]["decode_s"]) > 0  # told by the engine, over the channel
     missing = await client.get("/route/nobody")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "route_not_found")
     before = (len(house.dispatcher.routes), house.router.num_pages("r0"), house.router.num_open)
