@@ -41,7 +41,7 @@ async def test_a_queue_found_full_by_the_engine_thread_is_told_at_once(house: Ho
     served.loop.engine.scheduler.would_wait = lambda num_new: 2 + num_new  # type: ignore[method-assign]
     house.add(served)
     assert await house.fleet.wait_ready(5)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(4):  # retry_wait_s is 5
         with pytest.raises(Overloaded, match="at most 2 may"):
             [delta async for delta in house.dispatcher.stream(ask())]
 
