@@ -1,14 +1,17 @@
 """An engine with its transfer desk in a spawned process: what NIXL needs to be tried, and timed, between two of them.
 
 Owns:    the process and the pipe to it. Its times are comparable with ours: CLOCK_MONOTONIC is one for a host.
-Never:   steps the engine: an `EngineLoop` does, as in a replica.
+Never:   steps the engine: an `EngineLoop` does, as in a replica. Gives up without a word: who waits too long is told
+         what every process of this kind does.
 Thread:  here the caller's; there the main thread reads the pipe, engine and transfer threads work.
 """
 
 import asyncio
+import functools
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,14 +21,20 @@ from typing import Any
 
 import torch
 
+from benchmarks import thread_dumps
 from kvtransfer.types import PeerAddress, TransferSettings, Verify
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine import Engine
 from replicas.launch import load_engine
 from replicas.loop import EngineLoop
+from replicas.ranks import LocalWorkers, local_worker
+from replicas.runner.worker import WorkerSpec
 from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta
 
+START_S = 180.0  # mostly imports: 6 s on two idle cores, 26 s with six busy processes beside
 ANSWER_S = 60.0
+TRANSFER_S = 30.0  # the desk's deadlines: pages that do not come shall show as a fall-back with its reason before that
+STATE_S = 5.0  # for the state of an engine that did not answer
 TOKEN = b"secret of the cluster"
 Probe = Callable[[], Callable[[], object]]  # called there before the engine is made; what it returns answers `probed`
 
@@ -41,6 +50,7 @@ class _Settings:
     context_len: int
     pool_tokens: int
     probe: Probe | None
+    dumps: str  # folder of thread_dumps
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,9 @@ class _Answer:
     """To what was asked; all else that comes are deltas."""
 
     value: object
+
+
+_open: "list[EngineProcess]" = []  # all of this process
 
 
 class EngineProcess:
@@ -74,6 +87,7 @@ class EngineProcess:
         """``transport``: "cma" or "tcp"; ``probe``: a function that can be pickled."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._dumps = tempfile.TemporaryDirectory(prefix="manta-dumps-")
         settings = _Settings(
             model=model,
             page=page,
@@ -84,12 +98,14 @@ class EngineProcess:
             context_len=context_len,
             pool_tokens=pool_tokens,
             probe=probe,
+            dumps=self._dumps.name,
         )
         self._process = context.Process(target=_main, args=(theirs, settings), daemon=tp == 1)
         self._process.start()
         theirs.close()
-        self.address: PeerAddress = self._receive()
         self._told: list[tuple[float, TokenDelta]] = []  # and not yet taken
+        _open.append(self)
+        self.address: PeerAddress = self._receive(START_S)
 
     def submit(self, request: GenerateRequest) -> None:
         self._pipe.send(request)
@@ -132,6 +148,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ends it; nothing to do for one that was killed."""
+        _open.remove(self)
         if self._process.exitcode == -signal.SIGKILL:
             return
         self.signal(signal.SIGCONT)
@@ -149,12 +166,32 @@ class EngineProcess:
         time_s, deltas = message
         self._told += [(time_s, delta) for delta in deltas]
 
-    def _receive(self) -> Any:
-        assert self._pipe.poll(ANSWER_S), "the engine's process does not answer"
+    def _receive(self, timeout_s: float | None = None) -> Any:
+        """Raises: AssertionError with what all of them do, when there is no answer."""
+        limit_s = ANSWER_S if timeout_s is None else timeout_s
+        if not self._pipe.poll(limit_s):
+            load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
+            states = "\n".join(f"{' (this one)' if each is self else ''}{each._state()}" for each in _open)
+            raise AssertionError(f"the engine's process does not answer within {limit_s:g} s (load {load})\n{states}")
         return self._pipe.recv()
+
+    def _state(self) -> str:
+        """Of an engine that may hang: its threads, and what it last said of itself."""
+        dump = thread_dumps.ask(self._dumps.name)
+        try:
+            self._pipe.send("state")
+            while self._pipe.poll(STATE_S):
+                if isinstance(message := self._pipe.recv(), _Answer):
+                    return f"{dump}\n{message.value}"
+                if isinstance(message, tuple):
+                    self._take(message)
+        except (OSError, EOFError) as error:
+            return f"{dump}\nits pipe is closed: {error!r}"
+        return f"{dump}\nit does not say how it is within {STATE_S:g} s"
 
 
 def _main(pipe: Connection, settings: _Settings) -> None:
+    thread_dumps.take_part(settings.dumps)
     torch.set_num_threads(1)
     probed = settings.probe() if settings.probe is not None else lambda: None
     engine = load_engine(
@@ -164,11 +201,14 @@ def _main(pipe: Connection, settings: _Settings) -> None:
         parallel=ParallelConfig(tp=settings.tp),
         num_threads=1,
         context_len=settings.context_len,
+        workers=LocalWorkers(functools.partial(_follow, settings.dumps)),
         transfer=TransferSettings(
             host="127.0.0.1",
             token=TOKEN,
             verify=settings.verify,
             transport="tcp" if settings.transport == "tcp" else "auto",
+            open_timeout_s=TRANSFER_S,
+            room_timeout_s=TRANSFER_S,
         ),
     )
     loop = EngineLoop(engine)
@@ -190,9 +230,16 @@ def _main(pipe: Connection, settings: _Settings) -> None:
             loop.abort(message.rid)
         elif message == "probe":
             send(_Answer(probed()))
+        elif message == "state":
+            send(_Answer(loop.stats()))  # whatever the engine's thread does
         else:
             send(_Answer(asyncio.run(loop.run_on_engine(_checked))))
     loop.stop()
+
+
+def _follow(dumps: str, spec: WorkerSpec) -> None:
+    thread_dumps.take_part(dumps)
+    local_worker(spec)
 
 
 def _checked(engine: Engine) -> EngineStats:

@@ -22,7 +22,7 @@ from kvtransfer.layout import PageSlice, head_slices
 from kvtransfer.memory import KvMemory
 from kvtransfer.notes import Note, pack
 from kvtransfer.outbox import OpenOrder, Outbox, Post
-from kvtransfer.ports import Arrived, Digests, ExpectOrder, PeerRanks, PortEvent, RankInfo, WriteOrder
+from kvtransfer.ports import Digests, ExpectOrder, PeerRanks, PortEvent, RankInfo, WriteOrder
 from kvtransfer.transfer_agent import RemotePool, TransferAgent
 from kvtransfer.types import PageIds, Verify
 
@@ -86,7 +86,7 @@ class AgentPort:
 
     @property
     def num_late_notes(self) -> int:
-        """Of rooms, generations or senders that were not expected, or seen before; dropped."""
+        """Of rooms or generations that are over, of other senders, or seen before; dropped."""
         return self._inbox.num_late
 
     @property
@@ -154,9 +154,9 @@ class AgentPort:
 
     def poll(self) -> Sequence[PortEvent]:
         """Notes first, so that what has come is known before a deadline is looked at."""
-        arrived = [self._inbox.take(agent, note) for agent, note in self._agent.take_notes()]
-        events: list[PortEvent] = [event for event in arrived if isinstance(event, Arrived)]
-        return events + self._outbox.poll()
+        for agent, note in self._agent.take_notes():
+            self._inbox.take(agent, note)
+        return [*self._inbox.arrived(), *self._outbox.poll()]
 
     def close(self) -> None:
         self._digester.shutdown(wait=True, cancel_futures=True)
@@ -164,6 +164,7 @@ class AgentPort:
 
     def check(self) -> None:
         """The invariants of this object."""
+        self._inbox.check()
         self._outbox.check()
 
     def _add_to_agent(self, peer: _Peer) -> None:

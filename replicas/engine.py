@@ -145,9 +145,9 @@ class Engine:
         self.check(request)
         if request.rid in self._open:
             raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
-        limit, num_queued = self.config.scheduler.max_queued_requests, self.scheduler.num_queued
-        if num_queued + request.num_choices > limit:
-            raise Overloaded(f"{num_queued} requests wait, at most {limit} may: try again later")
+        limit, would_wait = self.config.scheduler.max_queued_requests, self.scheduler.would_wait(request.num_choices)
+        if would_wait > limit:
+            raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.require_new_room(request)
         choices = self._make_choices(self._intake.clip(request))

@@ -54,13 +54,15 @@ class LocalWorkers:
 
     host = "127.0.0.1"
 
-    def __init__(self) -> None:
+    def __init__(self, main: Callable[[WorkerSpec], None] | None = None) -> None:
+        """``main``: what each runs, `local_worker` if not said; it can be pickled."""
+        self._main = main or local_worker
         self._processes: list[multiprocessing.process.BaseProcess] = []
 
     def start(self, specs: Sequence[WorkerSpec]) -> "LocalWorkers":
         context = multiprocessing.get_context("spawn")
         for spec in specs:
-            process = context.Process(target=_local_worker, args=(spec,), name=f"manta-rank{spec.rank}", daemon=True)
+            process = context.Process(target=self._main, args=(spec,), name=f"manta-rank{spec.rank}", daemon=True)
             process.start()
             self._processes.append(process)
         return self
@@ -171,7 +173,8 @@ def _settle(future: Future[TpGroup], work: Callable[[], TpGroup]) -> None:
         future.set_exception(error)
 
 
-def _local_worker(spec: WorkerSpec) -> None:
+def local_worker(spec: WorkerSpec) -> None:
+    """The life of a follower on this machine."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO)
     run_worker(spec)

@@ -41,7 +41,8 @@ class Sinks:
                 raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
             num_open = sum(len(choices) for choices in self._remaining.values())
             if num_open + request.num_choices > max_waiting + max_running:
-                raise Overloaded(f"{num_open} requests are open, at most {max_waiting} may wait: try again later")
+                most = f"{max_running} may run and {max_waiting} wait"
+                raise Overloaded(f"{num_open} requests are open, at most {most}: try again later")
             self._by_rid[request.rid] = sink
             self._remaining[request.rid] = set(range(request.num_choices))
 

@@ -35,9 +35,7 @@ from replicas.types import Finish, FinishReason, TokenLogprob
 class Scheduler:
     """Prefill first, else decode (SPEC F01, F08); one step at a time."""
 
-    def __init__(
-        self, kv: KvCache, config: SchedulerConfig, *, max_running: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, kv: KvCache, config: SchedulerConfig, *, max_running: int, clock: Callable[[], float]) -> None:
         assert config.chunked_prefill_size is not None
         self.kv = kv
         self.max_running = max_running
@@ -67,6 +65,7 @@ class Scheduler:
         self.deadlines = Deadlines()
         self.cramped = Cramped(kv, self.finish)
         self.made_progress = False  # whether the last `schedule` found something to run
+        self._short: Req | None = None  # who found no room in it
 
     @property
     def has_work(self) -> bool:
@@ -77,10 +76,14 @@ class Scheduler:
         """Nothing is left to do here until another replica has done its part."""
         return not (len(self.waiting) or len(self.running) or self.prefill.chunked or len(self.legs.prealloc))
 
-    @property
-    def num_queued(self) -> int:
-        """Requests that hold nothing yet."""
-        return len(self.waiting) + self.legs.num_queued
+    def would_wait(self, num_new: int) -> int:
+        """How many would have to wait if ``num_new`` requests came: all that hold nothing, but for those who fill free
+        places. While memory is short, no place is free."""
+        num_starting = len(self.waiting) + len(self.legs.prealloc) + num_new
+        if self._short is not None and self._short.state is not ReqState.FINISHED:
+            num_starting = 0
+        num_free = self.max_running - len(self.running) - len(self.legs.holding) - (self.prefill.chunked is not None)
+        return len(self.waiting) + self.legs.num_queued + num_new - min(num_starting, num_free)
 
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
@@ -152,6 +155,7 @@ class Scheduler:
         )
         self.refusals = batch.refusals
         self._grant(batch, num_rows=max_running - len(in_flight) - len(batch.reqs), alone=not in_flight, now_s=now_s)
+        self._short = batch.short or self.legs.prealloc.short or (None if batch.rows else self.prefill.chunked)
         if batch.rows:
             self.made_progress = True
             return self._extend_plan(batch, now_s)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import engine_process
 from benchmarks.engine_process import EngineProcess
 from replicas.engine import Engine
 from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
@@ -155,4 +156,22 @@ def test_two_smollm2_processes_answer_as_one_over_nixl(smol_processes: Processes
     for i in range(num_prompts):
         length = (1, 16, 33, 20)[i % 4]
         check_processes(smol_processes, ids[3 * i : 3 * i + length], (SHORT, SHORT_SEEDED)[i // 4 % 2])
+    check_balance(smol_processes)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("smol_processes", [(3, 1)], indirect=True, ids=["3to1"])
+def test_when_no_answer_comes_all_ranks_of_both_engines_say_what_they_do(
+    smol_processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_process, "ANSWER_S", 0.1)
+        with pytest.raises(AssertionError, match=r"does not answer within 0\.1 s") as failed:
+            smol_processes.decode.finish("never asked")
+    said = str(failed.value)
+    assert said.count("Current thread") + said.count("Thread 0x") >= 4 * 3  # main, engine or parent watch, transfer
+    assert said.count("in serve_port\n") == 2
+    assert said.count("in _main\n") >= 2
+    assert said.count("EngineStats(") == 2
     check_balance(smol_processes)

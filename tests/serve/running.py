@@ -117,13 +117,17 @@ class Running:
 
     @staticmethod
     def until(condition: Callable[[], bool], within_s: float) -> float:
-        """Wait for another process; returns the seconds it took."""
+        """Wait for another process. Returns: for how many seconds it was certainly not so: when the last look that
+        failed began; how long a look takes says more of the machine."""
         started_s = time.monotonic()
-        while not condition():
-            took_s = time.monotonic() - started_s
-            assert took_s < within_s, f"not within {within_s:.1f} s"
+        failed_s = 0.0
+        while True:
+            look_s = time.monotonic() - started_s
+            if condition():
+                return failed_s
+            failed_s = look_s
+            assert time.monotonic() - started_s < within_s, f"not within {within_s:.1f} s"
             threading.Event().wait(0.02)
-        return time.monotonic() - started_s
 
 
 @contextmanager

@@ -10,8 +10,9 @@ import pytest
 
 from tests.serve.running import Running
 
-pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 MOST = 3
+UP_S = 240.0  # to start two processes that import torch, beside the load: what else the machine does decides
 
 
 @pytest.fixture
@@ -41,20 +42,22 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_load_makes_it_go_up_to_three_and_idleness_back_to_one_with_no_failed_request(app: Running) -> None:
+    """The load must not pause while the machine starts replicas, or it is rightly found idle: one HTTP client for all,
+    since to make one takes longer than to ask."""
     stop, statuses = threading.Event(), list[int]()
 
     def client(number: int) -> None:
         round_ = 0
         while not stop.is_set():
             body = {"prompt": f"{number}-{round_}: a tale never told before. " * 40, "max_tokens": 8}
-            statuses.append(httpx.post(f"{app.url}/v1/completions", json=body, timeout=120).status_code)
+            statuses.append(http.post(f"{app.url}/v1/completions", json=body).status_code)
             round_ += 1
 
     started_s = time.monotonic()
-    with ThreadPoolExecutor(16) as pool:
+    with httpx.Client(timeout=120) as http, ThreadPoolExecutor(16) as pool:
         clients = [pool.submit(client, number) for number in range(16)]
         try:
-            app.until(lambda: len(app.states()) == MOST, 90)
+            app.until(lambda: len(app.states()) == MOST, UP_S)
         finally:
             stop.set()
         up_s = time.monotonic() - started_s

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -106,7 +105,7 @@ def test_32_clients_at_once_get_what_each_would_alone(app: Running, client: open
     with ThreadPoolExecutor(32) as pool:
         together = list(pool.map(lambda prompt: text(client, prompt=prompt, temperature=0, max_tokens=16), prompts))
     assert together == [alone[prompt] for prompt in prompts]
-    app.until(app.idle, 2.0)
+    app.until(app.idle, 5.0)
 
 
 def test_a_request_id_is_echoed_once(app: Running) -> None:
@@ -123,9 +122,7 @@ async def test_a_client_that_leaves_frees_its_pages_within_a_second(app: Running
             while not any(state["num_open"] for state in await asyncio.to_thread(app.states)):
                 await asyncio.sleep(0.02)
         pending.cancel()
-        left_s = time.monotonic()
-    took_s = await asyncio.to_thread(app.until, app.idle, 5.0)
-    assert time.monotonic() - left_s < 1.5, f"{took_s} s"  # a second, and what asking takes
+    assert await asyncio.to_thread(app.until, app.idle, 30) < 1.0
 
 
 async def _first_bytes(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> None:
@@ -153,7 +150,7 @@ def test_a_killed_replica_costs_no_request_a_token(app: Running, client: openai.
     assert any(retry["num_delivered"] > 0 for retry in retries)
     assert httpx.get(f"{app.url}/health").status_code == 200  # the other one
     app.until(lambda: len({state["replica"]["replica_id"] for state in app.states()} - {victim}) == 2, 60)
-    app.until(app.idle, 2.0)
+    app.until(app.idle, 5.0)
     assert text(client, **options[1], **body) == expected[1]
 
 

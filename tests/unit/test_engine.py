@@ -113,9 +113,44 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind() -> None:
     engine.submit(ask("a", PROMPT))
     with pytest.raises(InvalidRequest, match="already open"):
         engine.submit(ask("a", PROMPT))
-    with pytest.raises(Overloaded, match="1 requests wait, at most 2"):
-        engine.submit(ask("b", PROMPT, n=2))
+    with pytest.raises(Overloaded, match="3 requests would wait, at most 2 may"):
+        engine.submit(ask("b", PROMPT, n=10))  # beside "a", 7 of 8 may run
     assert engine.open_rids == ["a"]
+    finish_all(engine)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_a_request_is_refused_once_as_many_are_open_as_may_run_and_wait(num_before: int) -> None:
+    """However many of them were there at the last step: one who can start with the next does not wait."""
+    engine, _ = fake_engine(max_running=2, max_queued_requests=4)
+    for number in range(num_before):
+        engine.submit(ask(f"r{number}", [number]))
+    engine.step()
+    for number in range(num_before, 6):
+        engine.submit(ask(f"r{number}", [number]))
+    with pytest.raises(Overloaded, match="5 requests would wait, at most 4 may"):
+        engine.submit(ask("r6", [6]))
+    deltas = finish_all(engine)
+    ends = {delta.rid: delta.finish for delta in deltas if delta.finish is not None}
+    assert ends == {f"r{number}": Finish(reason=FinishReason.LENGTH) for number in range(6)}
+
+
+def test_while_memory_is_short_a_place_to_run_in_is_no_room() -> None:
+    """8 may run, but the pool carries one: 2 more may wait, and again as many as ever once it is empty."""
+    engine, _ = fake_engine(max_queued_requests=2, num_pages=10, chunked_prefill_size=64)
+    engine.submit(ask("runs", range(24), max_new_tokens=16))
+    engine.submit(ask("waits", range(100, 124), max_new_tokens=16))
+    engine.step()
+    engine.submit(ask("waits too", PROMPT))
+    with pytest.raises(Overloaded, match="3 requests would wait, at most 2 may"):
+        engine.submit(ask("late", PROMPT))
+    engine.abort("waits")
+    engine.abort("waits too")
+    finish_all(engine)
+    for number in range(10):
+        engine.submit(ask(f"r{number}", PROMPT))
+    with pytest.raises(Overloaded, match="3 requests would wait, at most 2 may"):
+        engine.submit(ask("late", PROMPT))
     finish_all(engine)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from replicas.errors import EngineDead, InvalidRequest
+from replicas.errors import EngineDead, InvalidRequest, Overloaded
 from replicas.loop import EngineLoop
 from replicas.scheduler.plan import StepPlan, StepResult
 from replicas.types import FinishReason, TokenDelta
@@ -36,6 +36,22 @@ async def test_generate_yields_the_answer() -> None:
     assert loop.num_open == 0
     assert sum(loop.tallies().decode_step_s.counts) == 7  # asked from this thread, of the engine's
     loop.stop()
+
+
+def test_what_is_not_refused_at_once_is_answered_however_many_came_between_two_steps() -> None:
+    """2 run and 4 wait: whoever finds fewer open has a place, and the engine thread sees it as the caller's does."""
+    engine, _ = fake_engine(max_running=2, max_queued_requests=4)
+    loop = EngineLoop(engine)
+    got: list[TokenDelta] = []
+    for number in range(6):
+        loop.submit(ask(f"r{number}", [number]), got.extend)
+    with pytest.raises(Overloaded, match="6 requests are open, at most 2 may run and 4 wait"):
+        loop.submit(ask("r6", [6]), got.extend)
+    loop.start()
+    until(lambda: loop.num_open == 0)
+    loop.stop()
+    ends = {delta.rid: delta.finish.reason for delta in got if delta.finish is not None}
+    assert ends == {f"r{number}": FinishReason.LENGTH for number in range(6)}
 
 
 async def test_a_consumer_that_leaves_aborts_its_request_and_frees_its_pages() -> None:

@@ -166,6 +166,8 @@ def test_notes_of_a_forgotten_room_another_generation_or_another_sender_are_coun
     expect(d, p, page_ids(1), room=1)
     d.ports[0].forget(1, 0)
     expect(d, p, page_ids(2), room=2)
+    expect(d, p, page_ids(3), room=3)
+    d.ports[0].forget(3, 0)
     d.ports[0].expect(ExpectOrder(room=3, generation=7, incarnation=p.incarnation, pages=page_ids(3)))
     p.ports[0].write(order(d, page_ids(5), page_ids(1), order_id=1, room=1))
     other.ports[0].write(order(d, page_ids(5), page_ids(2), order_id=2, room=2))
@@ -173,6 +175,68 @@ def test_notes_of_a_forgotten_room_another_generation_or_another_sender_are_coun
     events = poll_all([*p.ports, *other.ports, *d.ports])
     assert not [event for event in events if isinstance(event, Arrived)]
     assert d.ports[0].num_late_notes == 3
+
+
+def test_a_note_that_is_read_before_the_order_that_expects_it_is_not_lost() -> None:
+    """SPEC H13. On a rank after the first the two come over different connections: dropped as late, the note's room
+    would wait for its deadline, 180 s. What it says is reported once, and only of the room, sender and pages expected.
+    """
+    _, p, d = pair(d_tp=2)
+    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8), meta=b"m"))
+    assert poll_all([*p.ports, *d.ports]) == [Written(order_id=1, num_bytes=2 * 3072)]
+    expect(d, p, page_ids(1), room=7)
+    assert poll_all(d.ports) == []
+    expect(d, p, page_ids(3, 8))
+    first, second = poll_all(d.ports)
+    assert isinstance(first, Arrived)
+    assert (first.room, first.num_pages, first.bad_pages, first.last, first.meta) == (ROOM, 2, (), True, b"m")
+    assert first == second
+    assert poll_all(d.ports) == []
+    assert [port.num_late_notes for port in d.ports] == [0, 0]
+
+
+def test_an_early_note_is_verified_against_the_pages_that_are_expected() -> None:
+    _, p, d = pair()
+    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
+    poll_all([*p.ports, *d.ports])
+    expect(d, p, page_ids(8, 3))
+    (arrived,) = poll_all(d.ports)
+    assert isinstance(arrived, Arrived)
+    assert arrived.bad_pages == (8, 3)
+
+
+def test_an_early_note_of_another_sender_or_of_one_that_is_dead_is_dropped() -> None:
+    fabric, p, d = pair()
+    other = local_engine(fabric, seed=3)
+    connect(other, d)
+    other.ports[0].write(order(d, page_ids(5), page_ids(1)))
+    p.ports[0].write(order(d, page_ids(5), page_ids(2), room=2))
+    poll_all([*p.ports, *other.ports, *d.ports])
+    d.ports[0].disconnect(p.incarnation)
+    assert d.ports[0].num_late_notes == 1
+    d.ports[0].connect(peer_of(p))
+    expect(d, p, page_ids(1))
+    expect(d, p, page_ids(2), room=2)
+    assert poll_all(d.ports) == []
+    assert d.ports[0].num_late_notes == 2
+
+
+def test_of_too_many_early_notes_and_rooms_that_are_over_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtransfer.inbox.MAX_EARLY", 2)
+    monkeypatch.setattr("kvtransfer.inbox.MAX_OVER", 2)
+    _, p, d = pair()
+    for room in (1, 2, 3):
+        p.ports[0].write(order(d, page_ids(5), page_ids(room), order_id=room, room=room))
+    poll_all([*p.ports, *d.ports])
+    assert d.ports[0].num_late_notes == 1
+    for room in (1, 2, 3):
+        expect(d, p, page_ids(room), room=room)
+    assert [event.room for event in poll_all(d.ports) if isinstance(event, Arrived)] == [2, 3]
+    for room in (1, 2, 3):
+        d.ports[0].forget(room, 0)
+    d.ports[0].check()
 
 
 def test_a_note_that_comes_twice_counts_once() -> None:
