@@ -132,7 +132,7 @@ async def ours() -> AsyncIterator[House]:
         pass
     record = house.dispatcher.routes.find("mine")
     assert record is not None
-    record.time_s = 1.5
+    record.timeline.arrival.time_s = 1.5
     yield house
     await house.stop()
 
