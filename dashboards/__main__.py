@@ -24,6 +24,17 @@ def main(words: list[str] | None = None) -> int:
     _add_export(commands.add_parser("export", help="write settings, rules and boards into a folder"))
     _add_check(commands.add_parser("check", help="check boards and rules (needs the extra `test`)"))
     args = parser.parse_args(words)
+    try:
+        return _run(args)
+    except ModuleNotFoundError as error:
+        extra = {"build": "boards", "check": "test"}.get(args.command)
+        if extra is None:
+            raise
+        print(f"{args.command} needs {error.name}: pip install 'manta[{extra}]'", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.command == "build":
         return _said(generated.write({**generated.board_texts(), generated.RULES: generated.rules_text()}))
     if args.command == "docs":

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 
 import pytest
 import yaml
@@ -76,3 +77,12 @@ def test_check_finds_what_somebody_edited_by_hand(
     monkeypatch.setattr(generated, "RULES", spoilt)
     assert main(["check"]) == 1
     assert "rule RouterReportsOld: by or without: no series inside has labels ['targt']" in capsys.readouterr().err
+
+
+def test_a_command_whose_packages_are_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "dashboards.lint", raising=False)
+    monkeypatch.setitem(sys.modules, "promql_parser", None)
+    assert main(["check"]) == 2
+    assert capsys.readouterr().err == "check needs promql_parser: pip install 'manta[test]'\n"
