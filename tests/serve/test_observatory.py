@@ -86,6 +86,21 @@ def test_a_request_is_shown_with_its_stages_its_explanation_and_its_path_in_the_
     assert tree["tokens"] >= trunk["subtree_tokens"]
 
 
+def test_every_process_is_found_and_its_metrics_come_one_by_one_and_all_together(app: Running) -> None:
+    app.until(lambda: len(get(app, "/sd").json()) == 4, 15)  # two replicas, the router, the observatory
+    entries = get(app, "/sd").json()
+    assert all(entry["labels"].keys() == {"node"} for entry in entries)
+    alone = [httpx.get(f"http://{entry['targets'][0]}/metrics", timeout=30).text for entry in entries]
+    together = get(app, "/metrics").text
+    names = [{line.partition(" ")[0] for line in text.splitlines() if line.startswith("manta_")} for text in alone]
+    assert set().union(*names) == {line.partition(" ")[0] for line in together.splitlines() if line[0] != "#"}
+    assert sum(map(len, names)) == len(set().union(*names))  # no series is two processes'
+    types = [line for line in together.splitlines() if line.startswith("# TYPE ")]
+    assert len(types) == len(set(types))
+    assert "did not answer" not in together
+    assert "manta_autoscaler_replicas" in together
+
+
 def test_what_is_not_there_is_said_in_the_houses_words(app: Running) -> None:
     unknown = get(app, "/api/tree", params={"replica": "nobody"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "replica_not_found")
@@ -109,12 +124,16 @@ def test_events_begin_with_the_state_and_go_on_with_deltas(app: Running) -> None
     assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
 
 
-def test_a_replica_that_dies_leaves_the_state_and_another_one_comes(app: Running) -> None:
+def test_a_replica_that_dies_leaves_state_and_discovery_and_another_one_comes(app: Running) -> None:
     gone = next(each for each in app.states() if each["replica"]["replica_id"] == accepting(app)[0])["replica"]
+    targets = {entry["targets"][0] for entry in get(app, "/sd").json()}
     os.kill(gone["pid"], signal.SIGKILL)
     left_s = app.until(lambda: gone["replica_id"] not in accepting(app), 10)
+    [left] = targets - {entry["targets"][0] for entry in get(app, "/sd").json()}
     app.until(lambda: len(accepting(app)) == 2, 60)
-    print(f"gone from the state after {left_s:.1f} s")
+    joined = {entry["targets"][0] for entry in get(app, "/sd").json()} - targets
+    assert (len(joined), left in joined) == (1, False)
+    print(f"gone from state and discovery after {left_s:.1f} s")
 
 
 def test_the_observatorys_death_disturbs_no_request_and_it_comes_back(app: Running) -> None:
