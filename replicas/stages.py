@@ -9,8 +9,9 @@ Invariant: no stage is negative, and they sum to the time from arrival to the en
     decode leg         arrival ──queue──> granted ──transfer──> its K/V and first token ──decode──> end
       computed here    arrival ──queue──> granted ──transfer──> failed ──queue──> admitted ──prefill──> ...
 
-A request that ends early has the stages that it came to. One that is retracted stays in the stage it was in: its time
-back in the queue is prefill_s before its first token, and decode_s after it.
+A prefill leg's queue is also its receiver's: it starts when that has row and pages. A request that ends early has the
+stages that it came to. One that is retracted stays in the stage it was in: its time back in the queue is prefill_s
+before its first token, and decode_s after it.
 """
 
 from replicas.request import Req

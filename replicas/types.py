@@ -154,11 +154,14 @@ class HandOffReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """What one choice of a request spent where, in seconds, on the engine that ran it; consecutive, so that they sum to
-    the time from arrival to the end. On the last delta of the choice; the prefill leg of a hand-off tells its own."""
+    the time from arrival to the end (stages.py draws them). On the last delta of the choice; the prefill leg of a
+    hand-off tells its own. A retracted request stays in its stage while it waits again."""
 
-    queue_s: float = 0.0  # until the first step that computed something of it, or, of a decode leg, row and pages
+    # until the first step that computed something of it, or, of a decode leg, row and pages; of one whose K/V did not
+    # come, the second wait too
+    queue_s: float = 0.0
     prefill_s: float = 0.0  # from then to the first token; of a decode leg that received its K/V, 0
-    transfer_s: float = 0.0  # from row and pages until the K/V had come; of a prefill leg, after its last step
+    transfer_s: float = 0.0  # from row and pages until the K/V had come, or failed; of a prefill leg, after its steps
     decode_s: float = 0.0  # after the first token
 
 
