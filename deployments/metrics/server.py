@@ -7,8 +7,10 @@ Invariant: after `close` nothing listens.
 Text format 0.0.4, or OpenMetrics where asked for; gzip where accepted (the client library's WSGI app).
 """
 
+import logging
 import socket
 import socketserver
+import sys
 import threading
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -16,6 +18,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from replicas.errors import InvalidConfig
+
+log = logging.getLogger(__name__)
 
 READ_S = 10.0  # a client that says nothing for so long is not waited for
 
@@ -68,6 +72,10 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that hangs up, or says nothing, is not worth the base's stack on stderr."""
+        log.info("a scrape from %s failed: %r", client_address, sys.exception())
 
 
 def _family_of(host: str) -> socket.AddressFamily:

@@ -1,6 +1,7 @@
 """A process's metrics over HTTP."""
 
 import gzip
+import logging
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -38,6 +39,18 @@ def test_it_answers_text_or_openmetrics_and_compressed_as_asked(server: MetricsS
     kind, packed = get(server.address, **wanted)
     assert kind.startswith("application/openmetrics-text")
     assert gzip.decompress(packed).endswith(b"# EOF\n")
+
+
+def test_a_scraper_that_hangs_up_is_worth_a_line_of_the_log_and_no_stack(
+    server: MetricsServer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    try:
+        raise ConnectionResetError("gone")
+    except ConnectionResetError:
+        server._server.handle_error(None, ("192.0.2.7", 5))
+    assert "a scrape from ('192.0.2.7', 5) failed: ConnectionResetError('gone')" in caplog.text
+    assert capsys.readouterr().err == ""
 
 
 def test_each_takes_a_free_port_and_says_which() -> None:
