@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu lint bench simulate dashboards model install install-test tools-test clean
+.PHONY: help serve test test-gpu lint bench simulate dashboards pictures model install install-test tools-test clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -48,6 +48,7 @@ lint: install-test ## ruff and mypy --strict
 bench: install-test model ## Measure kernels, caches, the engine, hand-offs and what long prompts do; JSON under bench_results/
 	@$(BIN)/python -m benchmarks --json bench_results/latest.json
 	@$(BIN)/python -m benchmarks.live_stalls --json bench_results/live_stalls.json
+	@$(BIN)/python -m benchmarks.watch_overhead --json bench_results/watch_overhead.json
 
 simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
 	@$(BIN)/python -m benchmarks.simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \
@@ -58,6 +59,9 @@ simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on 
 dashboards: install-test ## Write the boards, the rules and docs/metrics.md anew, from dashboards/catalog.py
 	@$(BIN)/python -m dashboards build
 	@$(BIN)/python -m dashboards docs
+
+pictures: install-test model ## Take the pictures of the live view in docs/pictures anew, from a Manta under load
+	@$(BIN)/python -m tests.serve.pictures
 
 clean: ## Remove .venv, models and results
 	@rm -rf $(VENV) .tools models bench_results .pytest_cache .mypy_cache .ruff_cache

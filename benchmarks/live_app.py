@@ -23,9 +23,10 @@ STOP_S = 60.0
 
 
 @contextlib.contextmanager
-def serving(config_file: str, args: Mapping[str, Any]) -> Iterator[str]:
+def serving(config_file: str, args: Mapping[str, Any], *, observatory: bool = True) -> Iterator[str]:
     """``config_file`` (from the project's root) with ``args`` in the place of its own of the same name, on a free port.
 
+    Args: observatory: False leaves out what stands in the file beside the application itself.
     Yields: the URL, once it is ready. Raises: RuntimeError with the log of an application that did not start.
     """
     with socket.socket() as probe:
@@ -34,6 +35,8 @@ def serving(config_file: str, args: Mapping[str, Any]) -> Iterator[str]:
     config = yaml.safe_load((ROOT / config_file).read_text())
     config["http_options"]["port"] = port
     config["applications"][0]["args"].update(args)
+    if not observatory:
+        del config["applications"][1:]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as folder:
         file, log = Path(folder) / "serve_config.yaml", Path(folder) / "serve.log"

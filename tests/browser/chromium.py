@@ -68,7 +68,7 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def until(self, holds: Callable[[], Any], wanted: str) -> Any:
-        """The first true answer of ``holds``. Raises: TimeoutException, which says what was wanted and what is shown."""
+        """The first true answer of ``holds``. Raises: AssertionError, with what was wanted and what is shown."""
         try:
             return WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: holds())
         except Exception as error:
@@ -93,12 +93,12 @@ class Page:
         """Waits until ``words`` stand there."""
         self.until(lambda: words in " ".join(self.text(selector).split()), f"{words!r} in {selector}")
 
-    def picture(self, name: str) -> None:
+    def picture(self, name: str, folder: pathlib.Path = PICTURES) -> None:
         """The whole page as a PNG."""
-        PICTURES.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         size = self.js("return [innerWidth, document.documentElement.scrollHeight]")
         self.resize(size[0], size[1])
-        self.driver.save_screenshot(str(PICTURES / f"{name}.png"))
+        self.driver.save_screenshot(str(folder / f"{name}.png"))
 
     def complaints(self) -> list[str]:
         """What the page has logged as warnings or errors since the last call."""

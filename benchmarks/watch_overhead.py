@@ -1,0 +1,187 @@
+"""What being watched costs: `python -m benchmarks.watch_overhead`.
+
+Two replicas on a local Ray, alternately watched and not. Watched: metrics are on, a scraper asks the observatory for
+targets and reads all of them every five seconds as Prometheus does, and one live view is open (a reader of its event
+stream). Not watched: `observability.metrics` is off and there is no observatory. Both answer the same requests, eight
+streams at once in a closed loop, in batches; a round is one start of each, in alternating order.
+
+Two figures. Requests a second, which move with whatever else the machine does. And the CPU time, user and system, of
+all processes that the application consists of (Ray's too) over the requests answered meanwhile: it moves less, and what
+the observatory does between requests is in it. The readers themselves (scraper, view, clients) are in the
+benchmark's process and count in neither figure, but take their share of the cores.
+
+What to expect. A request of 32 tokens costs the replicas some 300 ms of CPU. Metrics add microseconds a token and some
+50 us a request; the observatory's poll a few milliseconds a second. So about a percent, and less than the noise of
+throughput on a busy machine.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import psutil
+
+from benchmarks import live_app
+from benchmarks.client import Client, ClosedLoop
+from benchmarks.report import Row, publish
+from benchmarks.workloads import random_lengths
+
+SECTION = "watched (metrics, scrapes, one live view) and not, 2 replicas, 8 streams"
+MODES = {"not watched": False, "watched": True}
+SCRAPE_S = 5.0
+MAX_S = 240.0
+VOCAB_SIZE = 32_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    requests: int  # of a batch
+    input_len: int
+    output_len: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One batch."""
+
+    requests_per_s: float
+    cpu_s: float  # of the application's processes, a request
+    num_failed: int
+
+
+@dataclass(slots=True)
+class Seen:
+    """That somebody did watch."""
+
+    scrapes: int = 0
+    events: int = 0
+
+
+async def measure(url: str, sizes: Sizes, seed: int, *, watched: bool) -> tuple[list[Measured], Seen]:
+    """All batches of one start, after one that does not count."""
+    client = Client(url, "SmolLM2-135M-Instruct")
+    found = []
+    async with watching(url) if watched else contextlib.nullcontext(Seen()) as seen:
+        for batch in range(-1, sizes.batches):
+            workload = random_lengths(
+                num_requests=sizes.requests if batch >= 0 else 8, input_len=sizes.input_len,
+                output_len=sizes.output_len, vocab_size=VOCAB_SIZE, seed=1000 * seed + batch,
+            )  # fmt: skip
+            before_s = cpu_s()
+            run = await client.run(workload, ClosedLoop(concurrency=8), max_s=MAX_S)
+            used_s = cpu_s() - before_s
+            found.append(
+                Measured(
+                    requests_per_s=len(run.answered) / run.wall_s,
+                    cpu_s=used_s / len(run.answered),
+                    num_failed=sum(run.errors.values()),
+                )
+            )
+    return found[1:], seen
+
+
+def cpu_s() -> float:
+    """User and system time of all that this process has started and that runs now."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+@contextlib.asynccontextmanager
+async def watching(url: str) -> AsyncIterator[Seen]:
+    """A scraper and an open view, until the end."""
+    seen = Seen()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        tasks = [asyncio.create_task(_scrape(session, url, seen)), asyncio.create_task(_view(session, url, seen))]
+        try:
+            yield seen
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what ended it
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _scrape(session: aiohttp.ClientSession, url: str, seen: Seen) -> None:
+    while True:
+        async with session.get(f"{url}/manta/sd") as answer:
+            groups = await answer.json()
+        for address in (address for group in groups for address in group["targets"]):
+            headers = {"Accept-Encoding": "gzip"}  # as Prometheus asks
+            async with session.get(f"http://{address}/metrics", headers=headers) as answer:
+                await answer.read()
+                seen.scrapes += answer.status == 200
+        await asyncio.sleep(SCRAPE_S)
+
+
+async def _view(session: aiohttp.ClientSession, url: str, seen: Seen) -> None:
+    async with session.get(f"{url}/manta/api/events") as answer:
+        answer.raise_for_status()
+        async for line in answer.content:
+            seen.events += line.startswith(b"event:")
+    raise RuntimeError("the event stream ended")
+
+
+def rows_of(found: dict[str, list[list[Measured]]]) -> list[Row]:
+    """Each mode's figures by batch, and their ratios by round (medians of its batches)."""
+    rows = []
+    for mode, rounds in found.items():
+        batches = [batch for each in rounds for batch in each]
+        rows.append(Row.of(SECTION, f"{mode}: requests/s", [each.requests_per_s for each in batches], "1/s"))
+        rows.append(Row.of(SECTION, f"{mode}: CPU a request", [1000 * each.cpu_s for each in batches], "ms"))
+        rows.append(Row.of(SECTION, f"{mode}: failed", [float(each.num_failed) for each in batches], ""))
+    for name, field, target in (("requests/s", "requests_per_s", "> 0.98x"), ("CPU a request", "cpu_s", "< 1.02x")):
+        medians = {
+            mode: [statistics.median(getattr(batch, field) for batch in each) for each in rounds]
+            for mode, rounds in found.items()
+        }
+        ratios = [b / a for a, b in zip(medians["not watched"], medians["watched"], strict=True)]
+        rows.append(Row.of(SECTION, f"{name}, watched / not", ratios, "x", target=target, note="by round"))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parse = argparse.ArgumentParser(
+        prog="python -m benchmarks.watch_overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parse.add_argument("--rounds", type=int, default=4, help="each starts both modes, in alternating order")
+    parse.add_argument("--batches", type=int, default=3, help="of each start")
+    parse.add_argument("--requests", type=int, default=48, help="of a batch")
+    parse.add_argument("--input-len", type=int, default=64)
+    parse.add_argument("--output-len", type=int, default=32)
+    parse.add_argument("--seed", type=int, default=0)
+    parse.add_argument("--json", metavar="OUT", help="also write JSON here")
+    options = parse.parse_args(argv)
+    sizes = Sizes(
+        requests=options.requests, input_len=options.input_len, output_len=options.output_len, batches=options.batches
+    )
+    found: dict[str, list[list[Measured]]] = {mode: [] for mode in MODES}
+    for round_ in range(options.rounds):
+        for mode in list(MODES) if round_ % 2 == 0 else list(reversed(MODES)):
+            watched = MODES[mode]
+            args = {"replicas": {"count": 2, "cpus": 1}, "observability": {"metrics": watched}}
+            with live_app.serving("serve_config.yaml", args, observatory=watched) as url:
+                measured, seen = asyncio.run(measure(url, sizes, options.seed, watched=watched))
+            if watched and not (seen.scrapes and seen.events):
+                raise RuntimeError(f"nobody watched: {seen}")
+            found[mode].append(measured)
+            told = ", ".join(f"{each.requests_per_s:.2f}/s {1000 * each.cpu_s:.0f} ms" for each in measured)
+            print(f"  {mode}: {told}; {seen}", file=sys.stderr, flush=True)
+    publish(rows_of(found), json_path=options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A real Prometheus over what `python -m dashboards export` writes, asked over its HTTP API.
+
+Owns:      the process, and its folder's contents.
+Never:     changes what was exported: intervals and rules are those that people get.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.places import ROOT
+from tests.serve.running import free_port
+from tools import debian
+
+
+class Prometheus:
+    """One that runs."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str, **parameters: str) -> Any:
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=10)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    def series(self, query: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each, as of now."""
+        found = self.get("query", query=query)["result"]
+        return [(each["metric"], float(each["value"][1])) for each in found]
+
+    def value(self, query: str) -> float | None:
+        """Of a query with one answer; None while there is none."""
+        found = self.series(query)
+        assert len(found) <= 1, f"{query} has {len(found)} answers"
+        return found[0][1] if found else None
+
+    def targets(self) -> dict[str, str]:
+        """Address of each active target -> its health."""
+        found = self.get("targets", state="active")["activeTargets"]
+        return {each["labels"]["instance"]: each["health"] for each in found}
+
+    def fired(self) -> list[str]:
+        """Alerts that have fired at any time."""
+        return [labels["alertname"] for labels, _ in self.series('count_over_time(ALERTS{alertstate="firing"}[1h])')]
+
+
+@contextmanager
+def prometheus(folder: Path, observatory_url: str) -> Iterator[Prometheus]:
+    """Started, and answering; it has scraped nothing yet."""
+    program = debian.ensure(["prometheus"], "prometheus")
+    if program is None:
+        pytest.skip("Prometheus is not to be had here; `python -m tools.debian prometheus prometheus` says why")
+    exported = [sys.executable, "-m", "dashboards", "export", str(folder), "--url", observatory_url]
+    subprocess.run(exported, cwd=ROOT, check=True, capture_output=True)
+    address = f"127.0.0.1:{free_port()}"
+    command = [program, "--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={address}"]
+    with (folder / "prometheus.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    try:
+        yield Prometheus(f"http://{address}")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def complaints(text: str) -> str:
+    """What `promtool check metrics` says against an exposition; empty: it is clean."""
+    promtool = debian.ensure(["prometheus"], "promtool")
+    assert promtool is not None
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr

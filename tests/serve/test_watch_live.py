@@ -1,0 +1,195 @@
+"""Two replicas watched as people watch them: Prometheus over http_sd, Chromium, and the terminal, all real.
+
+The numbers they show are held against what the clients of these requests counted. Issue 5, what shows that it works.
+A replica joins and another one leaves by kill -9 and Serve's replacement: the harder way to leave, since nothing of the
+replica can say goodbye. The tests run in their order: what is killed is killed last.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.places import ROOT
+from tests.browser.chromium import Page, open_chromium
+from tests.serve import watched as held
+from tests.serve.running import Running
+from tests.serve.watched import PATIENT, UP_S, Watched, address_of, watched
+
+pytestmark = [
+    pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(400),
+]  # fmt: skip
+CAPACITY = 8_000  # tokens of a pool
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with watched(
+        tmp_path_factory.mktemp("watched"),
+        num_processes=4,  # two replicas, router, observatory
+        replicas={"count": 2, "cpus": 0.5, "health_period_s": 1},
+        cache={"max_total_tokens": CAPACITY},
+        observability=PATIENT,
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    page = open_chromium(tmp_path_factory.mktemp("chromium"))
+    if page is None:
+        pytest.skip("needs Chromium and chromedriver (Debian: chromium chromium-driver), and they could not be fetched")
+    yield page
+    page.close()
+
+
+def test_all_targets_are_up_within_fifteen_seconds(fleet: Watched) -> None:
+    print(f"4 targets up {fleet.up_s:.1f} s after the start of Prometheus")
+    assert fleet.up_s < UP_S
+
+
+def test_every_query_of_boards_and_rules_returns_data(fleet: Watched) -> None:
+    assert fleet.missing == []
+    held.check_recordings(fleet)
+
+
+def test_each_process_tells_what_the_catalogue_has_for_it_and_nothing_else(fleet: Watched) -> None:
+    held.check_emission(fleet, disaggregated=False)
+
+
+def test_counters_are_what_clients_counted(fleet: Watched) -> None:
+    held.check_truth(fleet)
+    held.check_pools(fleet, 2)
+    reused = fleet.traffic.sum_of("cached", whole=False)
+    fleet.settled("sum(manta_cache_hit_tokens_total)", reused)
+    assert reused > 0.5 * fleet.traffic.sum_of("prompt", whole=False)  # most of each prompt is shared
+
+
+def test_the_page_shows_the_replicas_and_the_shared_prefix_of_a_request_and_why_it_went_there(
+    fleet: Watched, browser: Page
+) -> None:
+    browser.open(f"{fleet.app.url}/manta/")
+    ids = fleet.accepting()
+    assert {each.get_attribute("data-replica") for each in browser.all(".card")} == ids
+    name = fleet.traffic.last("completions").name
+    told = fleet.get(f"/api/requests/{name}").json()
+    browser.one(f'.request-name[title$="{name}"]').click()
+    route = httpx.get(f"{fleet.app.url}/route/{name}", timeout=30).json()
+    browser.says("#why .sentence", sentence(route))
+    assert len(browser.all("#why .candidates tbody tr")) == 2
+
+    tree = fleet.get("/api/tree", replica=told["row"]["replica"], depth="6").json()
+    [trunk] = [node for node in tree["root"]["children"] if node["key"] in told["page_keys"]]
+    assert trunk["tokens"] >= 128
+    on_path = '.cell.on-path[aria-level="2"]'
+    label = browser.one(on_path).get_attribute("aria-label") or ""
+    assert label.startswith(f"{trunk['tokens']} tokens, ")  # of which all prompts for completions are children
+    browser.picture("live_unified")
+    assert browser.complaints() == []
+
+
+def sentence(route: Mapping[str, Any]) -> str:
+    """The router's words for the request's only try, as the page says them."""
+    [line] = [line for line in route["explanation"].splitlines() if line.startswith(f"{route['internal_rid']} (")]
+    return " ".join(line.replace(route["internal_rid"], "This request").split())
+
+
+def test_top_in_the_terminal_says_what_the_state_says(fleet: Watched) -> None:
+    fleet.app.until(fleet.app.idle, 20)
+    said = terminal("top", "--once", "--url", fleet.app.url)
+    state = fleet.state()
+    assert f"{state['model']}, unified: 2 replicas, 1 router" in said
+    for replica in state["replicas"]:
+        [row] = [line for line in said.splitlines() if line.startswith(replica["id"][:12])]
+        assert row.split()[1:5] == ["unified", replica["node"][:8], "accepting", f"0/{replica['running_limit']}"]
+        assert " of 8,000 " in row or " of 8.0k " in row or " of 8000 " in row, row
+
+
+def test_explain_in_the_terminal_says_what_the_router_says(fleet: Watched) -> None:
+    name = fleet.traffic.last("chat").name
+    said = terminal("explain", name, "--url", fleet.app.url)
+    route = httpx.get(f"{fleet.app.url}/route/{name}", timeout=30).json()
+    assert said.startswith(f"{name}: finished, 1 try, ")
+    assert sentence(route).replace("This request", name) in said
+    actual = route["tries"][0]["actual"]["cached_tokens"]
+    assert f"{actual} of {route['tries'][0]['num_tokens']} prompt tokens were cached" in said
+
+
+def terminal(*words: str) -> str:
+    command = [sys.executable, "-m", "deployments", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+def test_a_replica_that_is_killed_leaves_and_another_joins_without_an_alert(fleet: Watched, browser: Page) -> None:
+    """kill -9; times from the kill, and of the new replica's first scrape from when it accepts requests."""
+    browser.open(f"{fleet.app.url}/manta/")
+    before = fleet.accepting()
+    gone = min(before)
+    address = address_of(fleet, gone)
+    [pid] = [each["replica"]["pid"] for each in fleet.app.states() if each["replica"]["replica_id"] == gone]
+    os.kill(pid, signal.SIGKILL)
+    came_s = times_of(
+        {
+            "off the page": lambda: not browser.all(f'[data-replica="{gone}"]'),
+            "no target": lambda: address not in fleet.prometheus.targets(),
+            "ready": lambda: len(fleet.accepting() - {gone}) == 2,
+            "scraped": lambda: any(new_ids(fleet, before)),
+        },
+        within_s=90,
+    )
+    print(", ".join(f"{what} after {at_s:.1f} s" for what, at_s in came_s.items()))
+    [new] = fleet.accepting() - before
+    assert came_s["off the page"] < 10
+    assert came_s["no target"] < 15
+    assert came_s["scraped"] - came_s["ready"] < 10
+    browser.one(f'[data-replica="{new}"]')
+    fleet.app.until(lambda: not fleet.prometheus.series("ALERTS"), 45)  # nor is any waiting to fire
+    assert fleet.prometheus.fired() == []
+    assert browser.complaints() == []
+
+
+def new_ids(fleet: Watched, before: set[str]) -> list[str]:
+    scraped = {labels["replica"] for labels, _ in fleet.prometheus.series("manta_replica_info")}
+    return sorted(scraped - before)
+
+
+def times_of(events: dict[str, Callable[[], bool]], *, within_s: float) -> dict[str, float]:
+    """When each came to be, in seconds from now."""
+    started_s, left, came_s = time.monotonic(), dict(events), dict[str, float]()
+
+    def look() -> bool:
+        for what in [what for what, holds in left.items() if holds()]:
+            came_s[what] = time.monotonic() - started_s
+            del left[what]
+        return not left
+
+    try:
+        Running.until(look, within_s)
+    except AssertionError as error:
+        raise AssertionError(f"{sorted(left)} not within {within_s} s; {came_s}") from error
+    return came_s
+
+
+def test_the_page_says_that_the_observatory_is_gone_and_goes_on_when_it_is_back(fleet: Watched, browser: Page) -> None:
+    browser.open(f"{fleet.app.url}/manta/")
+    browser.says(".link", "live")
+    [pid] = [pid for pid, command in fleet.app.processes().items() if "Observatory" in command]
+    os.kill(pid, signal.SIGKILL)
+    browser.says(".banner", "Connection lost")
+    killed_s = time.monotonic()
+    browser.picture("live_lost")
+    fleet.traffic.round()  # requests go on
+    fleet.app.until(lambda: not browser.all(".banner"), 60)
+    print(f"live again {time.monotonic() - killed_s:.1f} s after the banner")
+    browser.says(".link", "live")
+    newest = fleet.traffic.last("chat").name
+    browser.until(lambda: browser.all(f'.request-name[title$="{newest}"]'), f"{newest} among the requests")
+    fleet.app.until(lambda: sorted(fleet.prometheus.targets().values()) == ["up"] * 4, 30)
+    assert fleet.prometheus.fired() == []
+    browser.complaints()  # of the tries meanwhile

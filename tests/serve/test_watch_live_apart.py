@@ -1,0 +1,87 @@
+"""Prefill and decode apart, watched: what only this mode has shows on boards, page and in the counters (issue 5)."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.browser.chromium import open_chromium
+from tests.serve import watched as held
+from tests.serve.watched import PATIENT, UP_S, Watched, watched
+
+pytestmark = [
+    pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(400),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with watched(
+        tmp_path_factory.mktemp("watched_apart"),
+        num_processes=4,  # prefill, decode, router, observatory
+        base="docs/examples/disaggregated.yaml",
+        replicas={"cpus": 0.5, "health_period_s": 1},
+        cache={"max_total_tokens": 8_000},
+        transfer={"hand_off": "always"},
+        observability=PATIENT,
+    ) as running:
+        yield running
+
+
+def test_all_targets_are_up_within_fifteen_seconds(fleet: Watched) -> None:
+    print(f"4 targets up {fleet.up_s:.1f} s after the start of Prometheus")
+    assert fleet.up_s < UP_S
+
+
+def test_every_query_of_boards_and_rules_returns_data(fleet: Watched) -> None:
+    assert fleet.missing == []
+    held.check_recordings(fleet)
+    assert fleet.prometheus.fired() == []
+
+
+def test_each_process_tells_what_the_catalogue_has_for_it_and_nothing_else(fleet: Watched) -> None:
+    held.check_emission(fleet, disaggregated=True)
+
+
+def test_counters_are_what_clients_counted_and_both_ends_of_hand_offs_agree(fleet: Watched) -> None:
+    held.check_truth(fleet)
+    held.check_pools(fleet, 2)
+    sent = fleet.prometheus.value('sum(manta_transfer_bytes_total{direction="send"})')
+    assert sent is not None
+    assert sent > 0
+    fleet.settled('sum(manta_transfer_bytes_total{direction="receive"})', sent)
+    came = fleet.prometheus.value('sum(manta_router_hand_offs_total{outcome="transferred"})')
+    assert came is not None
+    assert came >= 1
+    fleet.settled('sum(manta_transfer_digest_mismatches_total)', 0)
+
+
+def test_the_page_draws_the_transfer_between_the_two_and_explains_a_hand_off(
+    fleet: Watched, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    page = open_chromium(tmp_path_factory.mktemp("chromium"))
+    if page is None:
+        pytest.skip("needs Chromium and chromedriver (Debian: chromium chromium-driver), and they could not be fetched")
+    try:
+        page.open(f"{fleet.app.url}/manta/")
+        assert page.text(".group h3").split() == ["Prefill", "1", "Decode", "1"]
+        fleet.traffic.round()
+        page.until(lambda: page.all(".lines path"), "a line between prefill and decode")
+        name = handed_over(fleet)
+        page.one(f'.request-name[title$="{name}"]').click()
+        page.says("#why .sentence", "This request (")
+        page.says("#why", " came over")
+        page.picture("live_disaggregated")
+        assert page.complaints() == []
+    finally:
+        page.close()
+
+
+def handed_over(fleet: Watched) -> str:
+    """Name of the newest request whose K/V came from the prefill replica."""
+    for each in reversed(fleet.traffic.answered):
+        route = httpx.get(f"{fleet.app.url}/route/{each.name}", timeout=30).json()
+        hand_off = route["tries"][-1]["hand_off"]
+        if each.whole and hand_off is not None and hand_off["transferred"]:
+            return each.name
+    raise AssertionError("no request was handed over")
