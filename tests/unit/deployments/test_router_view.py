@@ -1,0 +1,98 @@
+"""What a router tells the observatory: the fleet as it sees it, and the requests that changed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from deployments.observatory.router_view import hand_offs, request_body, router_view, scaling_rules
+from deployments.observatory.view import RouterView
+from deployments.route_log import RouteRecord, Try
+from deployments.schema import AppConfig, parse
+from deployments.timeline import Arrival, Timeline
+from kvtransfer.pages import page_keys
+from replicas.types import HandOffReport
+from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
+from tests.unit.deployments.sample_values import ask
+
+MODEL = {"path": "somebody/tiny"}
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    house = House()
+    await house.start()
+    house.add(ScriptedReplica("r0"))
+    async with asyncio.timeout(5):
+        while not house.fleet.num_ready:
+            await asyncio.sleep(0.002)
+    yield house
+    await house.stop()
+
+
+def told(house: House, since: dict[str, int], config: AppConfig | None = None) -> RouterView:
+    config = config or parse({"model": MODEL})
+    return router_view(
+        dispatcher=house.dispatcher, fleet=house.fleet, config=config, node_id="nn", target=None, since=since
+    )
+
+
+async def serve(house: House, name: str) -> None:
+    async for _ in house.dispatcher.stream(ask(rid=f"a1.0-{name}", num_tokens=2 * PAGE_SIZE + 3)):
+        pass
+
+
+async def test_each_request_is_told_once_after_each_change(house: House) -> None:
+    await serve(house, "one")
+    first = told(house, {})
+    assert [(row["rid"], row["outcome"], row["router"]) for row in first.requests] == [("one", "finished", "router")]
+    assert told(house, {"router": first.seq}).requests == ()
+    await serve(house, "two")
+    assert [row["rid"] for row in told(house, {"router": first.seq, "another": 99}).requests] == ["two"]
+    assert [row["rid"] for row in told(house, {"another": 99}).requests] == ["one", "two"]  # it has not heard us yet
+
+
+async def test_the_fleet_is_told_with_reports_and_their_ages(house: House) -> None:
+    found = told(house, {})
+    assert (found.router_id, found.model, found.mode, found.num_open) == ("router", "tiny", "unified", 0)
+    [replica] = found.replicas
+    assert (replica.replica_id, replica.role, replica.state) == ("r0", "unified", "accepting")
+    assert replica.info is not None
+    assert replica.report is not None
+    assert replica.report_age_s is not None
+    assert 0 <= replica.report_age_s < 5
+
+
+async def test_a_request_is_told_with_its_row_its_page_keys_and_its_route(house: House) -> None:
+    await serve(house, "one")
+    body = request_body(house.dispatcher, "one")
+    assert body is not None
+    assert (body["row"]["rid"], body["route"]["replica"]) == ("one", "r0")
+    keys = page_keys(ask(num_tokens=2 * PAGE_SIZE).token_ids, PAGE_SIZE, "")
+    assert body["page_keys"] == [f"{key:016x}" for key in keys.tolist()]
+    assert len(body["page_keys"]) == 2
+    assert request_body(house.dispatcher, "nobody") is None
+
+
+async def test_hand_offs_that_have_ended_are_told_with_both_ends(house: House) -> None:
+    await serve(house, "one")
+    record = house.dispatcher.routes.find("one")
+    assert record is not None
+    assert hand_offs(record) == []
+    [done] = record.tries
+    report = HandOffReport(transferred=False, num_bytes=64)
+    failed = Try(decision=done.decision, hand_off=report)
+    timeline = Timeline(Arrival(endpoint="chat", arrived_s=0.0), num_choices=1)
+    twice = RouteRecord(rid="a1.0-x", timeline=timeline, tries=[failed, done])
+    assert hand_offs(twice) == [{"from": None, "to": "r0", "bytes": 64, "ok": False}]
+
+
+def test_rules_are_told_of_roles_that_scale() -> None:
+    scaled = {"autoscaling": {"min_replicas": 2, "max_replicas": 5}}
+    rules = scaling_rules(parse({"model": MODEL, "mode": "disaggregated", "prefill": scaled, "decode": {"count": 1}}))
+    assert rules == {
+        "prefill": {
+            "min_replicas": 2.0, "max_replicas": 5.0, "ttft_objective_s": 5.0, "pool_high": 0.85, "running_high": 0.9,
+            "slack": 0.7,
+        }
+    }  # fmt: skip
