@@ -1,4 +1,4 @@
-"""A fleet that does not exist, in the observatory's JSON forms (deployments/observatory/README.md), for tests of the page.
+"""A fleet that does not exist, in the observatory's JSON forms (its README.md), for tests of the page.
 
 Owns:      one state and its history; `tick` makes the next second of it.
 Never:     knows HTTP (fake_observatory.py does), a clock, or a replica.
@@ -60,7 +60,8 @@ class FakeFleet:
 
     def become_starting(self) -> None:
         """As before the first report: names and states only."""
-        rows = [{key: None for key in row} | {"id": row["id"], "role": row["role"], "node": row["node"]} for row in self.state["replicas"]]
+        known = ("id", "role", "node")
+        rows = [dict.fromkeys(row) | {name: row[name] for name in known} for row in self.state["replicas"]]
         rates = dict.fromkeys(("prefill_tokens_per_s", "cached_tokens_per_s", "decode_tokens_per_s"), 0.0)
         self.state["replicas"] = [row | {"state": "starting", "pools": [], "rates": rates} for row in rows]
 
@@ -90,7 +91,7 @@ class FakeFleet:
         if row is None:
             return None
         keys = [_key("system", SYSTEMS[0]), *(f"{index:016x}" for index in range(9)), _key("document", SYSTEMS[0], 1)]
-        return {**row, "page_keys": keys, "route": explained(row, self.roles)}
+        return {"row": row, "page_keys": keys, "route": explained(row, self.roles)}
 
     def tree(self, replica: str, depth: int) -> Json | None:
         if replica not in self.roles:
@@ -116,7 +117,8 @@ class FakeFleet:
             "queued_tokens": running * 130, "prefill_tokens_per_s": 1500.0, "decode_step_s": 0.021,
             "report_age_s": draw.choice([0.1, 0.2]), "pools": [{"tier": "L1", "capacity": CAPACITY, **pool}],
             "cache_nodes": 69, "page_size": 16,
-            "rates": {"prefill_tokens_per_s": 820.0 + running, "cached_tokens_per_s": 2400.0, "decode_tokens_per_s": 95.0},
+            "rates": {"prefill_tokens_per_s": 820.0 + running, "cached_tokens_per_s": 2400.0,
+                      "decode_tokens_per_s": 95.0},
         }  # fmt: skip
 
     def _links(self) -> list[Json]:
@@ -162,10 +164,13 @@ def _system(name: str, tokens: int) -> Json:
     for number in range(5):
         talks = [_node(f"talk {name} {number} {at}", 240 - 40 * at, [], idle_s=30.0 * at * at) for at in range(4)]
         in_use = name == "code" and number == 0
-        documents.append(_node(f"document {name} {number}", 640, talks, locked=in_use, idle_s=0.0 if in_use else 40.0 * number))
-    rest = {"nodes": 7, "tokens": 320}
+        idle_s = 0.0 if in_use else 40.0 * number
+        documents.append(_node(f"document {name} {number}", 640, talks, locked=in_use, idle_s=idle_s))
     system = _node(f"system {name}", tokens, documents, locked=name == "code", idle_s=0.0)
-    return system | {"left_out": rest, "subtree_tokens": system["subtree_tokens"] + 320, "subtree_nodes": system["subtree_nodes"] + 7}
+    system["left_out"] = {"nodes": 7, "tokens": 320}
+    system["subtree_tokens"] += 320
+    system["subtree_nodes"] += 7
+    return system
 
 
 def _cut(node: Json, depth: int) -> Json:

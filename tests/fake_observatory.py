@@ -19,7 +19,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from deployments.observatory.page_files import read_files
 from tests.fake_fleet import FakeFleet
 
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'"
+)  # stricter than the observatory's own: no style of the page's is inline
 KEY = "let-me-in"
 
 
@@ -122,7 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(f"event: {kind}\ndata: {json.dumps(body)}\n\n".encode())
                 self.wfile.flush()
                 with lock:
-                    lock.wait_for(lambda: len(queue) > sent or name in self.observatory.down)
+                    while len(queue) == sent and name not in self.observatory.down:
+                        lock.wait()
                     if name in self.observatory.down:
                         return
                     told = [("delta", delta) for delta in queue[sent:]]

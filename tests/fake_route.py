@@ -6,9 +6,9 @@ Json = dict[str, Any]
 
 
 def explained(row: Json, roles: dict[str, str]) -> Json:
-    last = [_candidate(each, role, row, index) for index, (each, role) in enumerate(roles.items()) if role != "prefill"]
-    first = [_candidate(each, role, row, index) for index, (each, role) in enumerate(roles.items()) if role == "prefill"]
-    candidates = last + first
+    every = [_candidate(each, role, row, index) for index, (each, role) in enumerate(roles.items())]
+    last = [each for each in every if each["role"] != "prefill"]
+    candidates = last + [each for each in every if each["role"] == "prefill"]
     told = (
         f"{row['rid']} ({row['prompt_tokens']} prompt tokens) went to {row['replica']} by {row['policy']}: "
         f"its first token is expected soonest. {row['predicted_tokens']} tokens are predicted to be cached there, "
@@ -46,7 +46,8 @@ def _pair(row: Json, decode: list[str]) -> Json:
     costs = [
         {"replica_id": name, "cached_tokens": 0, "own_tokens": row["prompt_tokens"], "transfer_pages": 113,
          "transfer_bytes": 41_000_000, "ttft_s": 0.31, "stall_s": 0.9, "transfer_s": 0.014, "overhead_s": 0.008,
-         "pressure_s": 0.0, "load_s": 0.02 * (1 + at), "local_cost_s": 1.23 + 0.02 * at, "receive_cost_s": 0.042 + 0.02 * at}
+         "pressure_s": 0.0, "load_s": 0.02 * (1 + at), "local_cost_s": 1.23 + 0.02 * at,
+         "receive_cost_s": 0.042 + 0.02 * at}
         for at, name in enumerate(decode)
     ]  # fmt: skip
     pair = {

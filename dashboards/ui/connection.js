@@ -26,6 +26,7 @@ export class Connection {
     clearTimeout(this.retry);
     try {
       this.take(await getJson("api/state"));
+      this.lostSince = null; // what is shown is new, though the stream may be refused
     } catch (error) {
       this.lose(error.message);
       return;
@@ -56,9 +57,8 @@ export class Connection {
   }
 
   alive() {
-    if (this.failures || this.lostSince || !this.isLive) {
+    if (!this.isLive) {
       this.failures = 0;
-      this.lostSince = null;
       this.isLive = true;
       this.onLink({ status: "live" });
     }
@@ -98,8 +98,9 @@ export async function getJson(path) {
       location.assign("login");
       throw new Error("the admin key is asked for");
     }
-    if (!answer.ok) throw Object.assign(new Error(`answer ${answer.status}`), { status: answer.status });
-    return await answer.json();
+    const body = await answer.json().catch(() => null);
+    if (!answer.ok) throw Object.assign(new Error(body?.error?.message ?? `answer ${answer.status}`), { status: answer.status });
+    return body;
   } finally {
     inFlight -= 1;
     setTimeout(settle); // what the answer brings is drawn before

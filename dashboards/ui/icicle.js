@@ -54,7 +54,7 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
   useLayoutEffect(() => {
     if (moved.current) frame.current.querySelector('[tabindex="0"]')?.focus();
     moved.current = false;
-  }, [moves]);
+  }, [moves, zoomed]);
   const go = (id) => {
     active.current = id;
     setMoves((before) => before + 1);
@@ -63,12 +63,11 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
   const onKey = (event) => {
     const from = byId.get(active.current) ?? cells[0];
     const to = neighbour(from, event.key, drawn);
-    if (to) {
-      moved.current = true;
-      go(to.id);
-    } else if (event.key === "Enter") setZoomed(from.id);
+    if (to) go(to.id);
+    else if (event.key === "Enter") setZoomed(from.id);
     else if (event.key === "Escape") setZoomed("root");
     else return;
+    moved.current = true; // nodes that are put elsewhere in the document lose the focus
     event.preventDefault();
   };
   const show = (event) => cellOf(event) && onDetail(describe(cellOf(event)));
@@ -78,15 +77,16 @@ export const Icicle = once(({ tree, pageKeys, width, onDetail, label }) => {
     go(cell.id);
     setZoomed(cell.rest || cell.id === zoomed ? "root" : cell.id);
   };
-  return html`<svg class="icicle" ref=${frame} width=${width} height=${rows * ROW} role="tree" aria-label=${label}
-    onKeyDown=${onKey} onPointerOver=${show} onFocusIn=${show} onPointerLeave=${() => onDetail(null)} onClick=${choose}>
+  // the handlers stand on a div: an svg that listens for focus would be reached by Tab itself
+  return html`<div ref=${frame} onKeyDown=${onKey} onPointerOver=${show} onfocusin=${show} onPointerLeave=${() => onDetail(null)} onClick=${choose}>
+  <svg class="icicle" width=${width} height=${rows * ROW} role="tree" aria-label=${label}>
     <defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
       <rect class="hatch-ground" width="6" height="6" /><rect class="hatch-line" width="2" height="6" /></pattern></defs>
     ${drawn.map(({ cell, left, right }) => {
       const onPath = cell.node?.key != null && pageKeys?.has(cell.node.key);
       return html`<${Cell} key=${cell.id} cell=${cell} left=${left} wide=${Math.max(1, right - left - 1)} onPath=${onPath} active=${cell.id === current} />`;
     })}
-  </svg>`;
+  </svg></div>`;
 });
 
 function Cell({ cell, left, wide, onPath, active }) {

@@ -3,7 +3,7 @@
 import { useLayoutEffect, useState } from "./vendor/htm/preact_standalone.js";
 import { getJson } from "./connection.js";
 
-// -> { body, keys, error, gone }: `body` as api/requests/{rid} answers, `keys` the set of its page keys.
+// -> { body, keys, error, gone }: `body` is { row, page_keys, route }, `keys` the set of its page keys.
 export function useDetails(rid, row) {
   const [known, setKnown] = useState({});
   useLayoutEffect(() => {

@@ -14,7 +14,7 @@ export const Why = once(({ rid, row, details }) => {
       <p>This shows where the router could have sent it, what each place would have cost, and what became of it.</p><//>
   <//>`;
   const { body, error, gone } = details;
-  const known = row ?? body?.row ?? body;
+  const known = row ?? body?.row;
   const title = known?.replica ? `Why ${shortId(known.replica)}?` : "Why there?";
   const route = body?.route;
   return html`<${Panel} id="why" title=${title} note=${html`<span title=${rid}>${requestName(rid)}</span>`}>

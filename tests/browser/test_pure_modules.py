@@ -1,4 +1,4 @@
-"""The page's modules that need no browser, under node; and that the server's deltas mean what the page takes them for."""
+"""The page's modules that need no browser, under node; and that server and page agree on what a delta means."""
 
 import json
 import os

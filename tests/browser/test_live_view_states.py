@@ -1,0 +1,96 @@
+"""The live view where something is missing: replicas, requests, the connection, the key, an answer."""
+
+import pytest
+from selenium.webdriver.common.by import By
+
+from tests.browser.chromium import Page
+from tests.fake_observatory import KEY, FakeObservatory
+
+pytestmark = pytest.mark.browser
+
+
+def test_without_a_router_or_replicas_it_says_what_is_waited_for(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/empty/")
+    page.says("#cluster .notice", "No router has answered yet.")
+    page.says("#history .notice", "Nothing measured yet.")
+    assert page.all("#cache") == []
+    page.open(f"{served.url}/starting/")
+    page.says("#cluster .notice", "No replica takes requests now: 2 starting. A starting replica loads the model's")
+    assert len(page.all(".card.starting")) == 2
+
+
+def test_without_requests_it_gives_a_line_that_sends_one(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/idle/")
+    line = page.text(".curl")
+    assert line.startswith(f"curl {served.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{")
+    assert served.fleets["idle"].state["model"] in line
+    page.one("#requests button").click()
+    page.until(lambda: "Cop" in page.text("#requests [role=status]"), "a word on what became of the copy")
+
+
+def test_a_lost_connection_is_told_and_mended(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/lost/")
+    page.says(".link", "live")
+    before = page.text(".request-name").splitlines()
+    served.drop("lost")
+    page.says(".banner", "Connection lost")
+    page.says(".link", "connection lost")
+    assert "s old. Next try in" in page.text(".banner")
+    assert page.all("main.old") != []
+    assert page.text(".request-name").splitlines() == before  # what was known stays
+    served.restore("lost")
+    page.one(".banner button").click()
+    page.until(lambda: not page.all(".banner"), "the banner to go")
+    page.says(".link", "live")
+    served.tick("lost")
+    page.until(lambda: page.text(".request-name").splitlines() != before, "news over the new stream")
+    assert all("503" in each for each in page.complaints())  # of the tries meanwhile
+
+
+def test_a_lost_connection_is_tried_again_by_itself(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/lost/")
+    served.drop("lost")
+    page.says(".banner", "Connection lost")
+    served.restore("lost")
+    page.until(lambda: not page.all(".banner"), "the banner to go by itself")
+    page.says(".link", "live")
+    page.complaints()
+
+
+def test_without_the_key_it_leads_to_the_login_and_back(page: Page, served: FakeObservatory) -> None:
+    served.locked.add("locked")
+    page.driver.get(f"{served.url}/locked/")
+    page.until(lambda: page.driver.current_url.endswith("/locked/login"), "the login page")
+    assert all("401" in each for each in page.complaints())
+    page.picture("login")
+    field = page.one("#key")
+    assert page.driver.find_element(By.CSS_SELECTOR, "label[for=key]").text == "Admin key"
+    field.send_keys(KEY)
+    field.submit()
+    page.until(lambda: len(page.all(".card")) == 2, "the live view")
+    served.locked.discard("locked")
+
+
+def test_no_answer_about_the_cache_is_told_with_a_way_to_ask_again(page: Page, served: FakeObservatory) -> None:
+    served.no_tree.add("treeless")
+    page.open(f"{served.url}/treeless/")
+    page.says("#cache .notice", "This replica is gone.")
+    assert len(page.all(".card")) == 2  # the rest is there
+    served.no_tree.discard("treeless")
+    page.one("#cache .notice button").click()
+    page.until(lambda: len(page.all(".cell")) > 60, "the icicle")
+    assert all("404" in each for each in page.complaints())
+
+
+def test_a_request_that_no_router_keeps_is_told(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/unified/#request=long-gone")
+    page.says("#why .notice", "This request is no longer kept.")
+    assert all("404" in each for each in page.complaints())
+
+
+def test_a_snapshot_asks_once_and_opens_no_stream(page: Page, served: FakeObservatory) -> None:
+    served.calls.clear()
+    page.open(f"{served.url}/unified/?snapshot=1")
+    page.says(".link", "snapshot")
+    asked = [each.partition("?")[0] for each in served.calls if "/api/" in each]
+    assert asked == ["/unified/api/state", "/unified/api/tree"]
