@@ -176,6 +176,19 @@ async def test_the_second_time_both_sides_hold_the_prefix_and_usage_tells_of_it(
     assert report.num_pages == 3  # of 15, 12 were here
 
 
+async def test_its_time_is_told_by_both_legs(apart: Apart) -> None:
+    """200 tokens in four chunks at the prefill replica, then the pages' way, then seven more tokens."""
+    await apart.answer(apart.request(200, start=3_000))
+    record = apart.house.dispatcher.routes.recent()[-1]
+    times, stages = record.tries[-1].times, record.timeline.stages
+    record.timeline.check()
+    assert stages is not None
+    assert times.prefill is not None
+    assert times.handed_over
+    assert stages.prefill_s == times.prefill.prefill_s > 0
+    assert min(stages.transfer_s, stages.decode_s) > 0
+
+
 async def test_prefill_lost_while_it_computes_costs_only_time(apart: Apart) -> None:
     request = apart.request(700, start=5_000)
     expected = await apart.alone(request)
