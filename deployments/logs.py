@@ -16,6 +16,7 @@ from typing import Any, Literal
 from kvtransfer import observe
 
 OURS = ("deployments", "replicas", "routing", "kvtransfer")
+CLOCKWORK = "CALL observe OK"  # Serve's line for each call of the observatory, a second apart
 WAITS_FOR_REPLICA = "waiting for the first model replica"  # said by the router, read by startup.py
 _REQUEST: ContextVar[str | None] = ContextVar("request", default=None)  # what the client calls it
 _RID: ContextVar[str | None] = ContextVar("rid", default=None)  # one try of it (rids.py)
@@ -53,7 +54,9 @@ def about(*, request: str | None = None, rid: str | None = None) -> Iterator[Non
 
 
 def _named(record: logging.LogRecord) -> bool:
-    """A filter that lets every line through."""
+    """A filter: names the request, and leaves out what would come every second."""
+    if record.name == "ray.serve" and str(record.msg).startswith(CLOCKWORK):
+        return False
     for attribute, value in (("request_id", _REQUEST.get()), ("rid", _RID.get())):
         if value is not None:
             setattr(record, attribute, value)

@@ -116,10 +116,13 @@ def _far(deployment: Deployment, phases: Mapping[str, str]) -> str:
     num, starting = sum(states.values()), states.get("STARTING", 0)
     if not num:
         return _with_message("waiting for Serve to start it", deployment)
-    # files of replicas that failed to start are among them, and have been silent for longer
-    known = {replica_id: phase for replica_id, phase in phases.items() if phase != READY}
-    told = [f"{replica_id} {phase}" for replica_id, phase in sorted(list(known.items())[:starting])]
-    parts = [f"{states.get('RUNNING', 0)} of {num} ready", *told]
+    running = states.get("RUNNING", 0)
+    started = [replica_id for replica_id, phase in phases.items() if phase == READY]
+    on_their_way = [(replica_id, "has started") for replica_id in started[: max(len(started) - running, 0)]]
+    # files of replicas that failed to start are among these, and have been silent for longer
+    on_their_way += [(replica_id, phase) for replica_id, phase in phases.items() if phase != READY]
+    told = [f"{replica_id} {phase}" for replica_id, phase in sorted(on_their_way[:starting])]
+    parts = [f"{running} of {num} ready", *told]
     if starting > len(told):
         parts.append(f"{starting - len(told)} starting")
     parts += [

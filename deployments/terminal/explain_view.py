@@ -28,7 +28,7 @@ def drawn(body: Mapping[str, Any]) -> RenderableType:
     """The same for rich."""
     pieces: list[RenderableType] = []
     for part in parts(body):
-        pieces += [Text(part) if isinstance(part, str) else part.rich(), Text()]
+        pieces += [Text(part) if isinstance(part, str) else part, Text()]
     return Group(*pieces[:-1])
 
 
@@ -85,7 +85,8 @@ def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
         for each in candidates
     ]
     chosen = [index for index, each in enumerate(candidates) if each["chosen"]]
-    return Table(columns=columns, rows=rows, marked=chosen[0] if chosen else None)
+    spare = (">tok/s", "role", ">pool", ">requests", ">queued", ">pressure", ">decode", ">to do")
+    return Table(columns=columns, rows=rows, marked=chosen[0] if chosen else None, spare=spare)
 
 
 def _pair(each: Mapping[str, Any]) -> list[Part]:

@@ -4,14 +4,15 @@ Never: knows what it shows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
 NOTHING = "-"
 BAR_WIDTH = 24
+GAP = "  "
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,35 +39,65 @@ Cell = str | Bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Cells by row; a column whose name starts with ``>`` is set to the right."""
+    """Cells by row; a column whose name starts with ``>`` is set to the right. Itself what rich draws."""
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Cell]]
     marked: int | None = None  # row that stands out
+    spare: tuple[str, ...] = ()  # columns that a narrow terminal goes without, the first of them first
 
     def plain(self) -> str:
         """Lines without any escape sequence."""
-        names = [name.removeprefix(">") for name in self.columns]
-        lines = [names, *([_plain(cell) for cell in row] for row in self.rows)]
-        widths = [max(len(line[index]) for line in lines) for index in range(len(names))]
-        return "\n".join(self._aligned(line, widths) for line in lines)
+        widths = self._widths()
+        return "\n".join(self._aligned(line, widths) for line in self._texts())
 
-    def rich(self) -> RichTable:
-        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for name in self.columns:
-            table.add_column(
+    def fitting(self, width: int) -> tuple["Table", list[str]]:
+        """This table within ``width`` as far as its spare columns go, and those that it went without."""
+        table, left_out = self, []
+        for name in self.spare:
+            if sum(table._widths()) + len(GAP) * (len(table.columns) - 1) <= width:
+                break
+            table = table._without(name)
+            left_out.append(name.removeprefix(">"))
+        return table, left_out
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table, left_out = self.fitting(options.max_width)
+        drawn = RichTable(box=None, padding=(0, len(GAP), 0, 0), pad_edge=False, header_style="bright_black")
+        for name in table.columns:
+            drawn.add_column(
                 name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True
             )
-        for index, row in enumerate(self.rows):
-            table.add_row(*(_rich(cell) for cell in row), style="bold" if index == self.marked else None)
-        return table
+        for index, row in enumerate(table.rows):
+            drawn.add_row(*(_rich(cell) for cell in row), style="bold" if index == self.marked else None)
+        yield drawn
+        if left_out:
+            yield Text(f"(a wider terminal shows: {', '.join(left_out)})", style="bright_black")
+
+    def _without(self, name: str) -> "Table":
+        at = self.columns.index(name)
+        return replace(
+            self,
+            columns=self.columns[:at] + self.columns[at + 1 :],
+            rows=[[*row[:at], *row[at + 1 :]] for row in self.rows],
+        )
+
+    def _widths(self) -> list[int]:
+        """Of each column."""
+        texts = self._texts()
+        return [max(len(line[index]) for line in texts) for index in range(len(self.columns))]
+
+    def _texts(self) -> list[list[str]]:
+        """Names and cells, a list a line."""
+        names = [name.removeprefix(">") for name in self.columns]
+        return [names, *([_plain(cell) for cell in row] for row in self.rows)]
 
     def _aligned(self, line: list[str], widths: list[int]) -> str:
         cells = [
             text.rjust(width) if name.startswith(">") else text.ljust(width)
             for name, text, width in zip(self.columns, line, widths, strict=True)
         ]
-        return "  ".join(cells).rstrip()
+        return GAP.join(cells).rstrip()
 
 
 def count(value: float | None) -> str:
@@ -110,4 +141,4 @@ def _rich(cell: Cell) -> Text:
     drawn = Text()
     for text, colour in cell.pieces():
         drawn.append(text, style=colour)
-    return drawn.append(f" {cell.words}")
+    return Text("[").append(drawn).append(f"] {cell.words}")

@@ -34,7 +34,7 @@ def drawn(state: Mapping[str, Any], *, note: str = "") -> RenderableType:
     """The same for rich; ``note`` is said last, where something is amiss."""
     parts: list[RenderableType] = [Text(_heading(state), style="bold")]
     for table in tables(state):
-        parts += [Text(), table.rich()]
+        parts += [Text(), table]
     parts += [Text(), Text(LEGEND, style="bright_black")]
     return Group(*parts, *([Text(note, style="red")] if note else []))
 
@@ -65,7 +65,8 @@ def _heading(state: Mapping[str, Any]) -> str:
 
 def _replicas(replicas: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("replica", "role", "node", "state", ">running", ">waiting", "pool", ">hit", ">prefill/s", ">decode/s")
-    return Table(columns=columns, rows=[_replica(each) for each in replicas])
+    spare = ("node", ">hit", ">prefill/s", ">decode/s", "role")
+    return Table(columns=columns, rows=[_replica(each) for each in replicas], spare=spare)
 
 
 def _replica(each: Mapping[str, Any]) -> list[str | Bar]:

@@ -127,5 +127,12 @@ def test_text_lines_stay_as_serve_writes_them_and_name_the_request(lines: Lines)
     assert named.endswith(" ModelReplica abc123 me -- hello")
 
 
+@text_only
+def test_calls_that_the_observatory_makes_each_second_leave_no_line_unless_they_fail(lines: Lines) -> None:
+    for call in ("observe OK 0.6ms", "observe ERROR 0.6ms", "generate OK 30.0ms"):
+        logging.getLogger("ray.serve").info(f"CALL {call}")
+    assert [line.partition("CALL ")[2] for line in lines()] == ["observe ERROR 0.6ms", "generate OK 30.0ms"]
+
+
 def test_what_is_said_of_logging_elsewhere_holds_for_text() -> None:
     assert "logging_config" not in replica_options(config("text"))

@@ -41,8 +41,9 @@ def test_a_replica_goes_through_its_phases(tmp_path: Path) -> None:
         write(tmp_path, "ModelReplica_abc", said)
         assert model(logs, STARTING=1) == f"manta: ModelReplica: 0 of 1 ready; abc {phase}"
     write(tmp_path, "ModelReplica_abc", "Finished initializing replica.")
-    assert model(logs, STARTING=1) == "manta: ModelReplica: 0 of 1 ready; 1 starting"
+    assert model(logs, STARTING=1) == "manta: ModelReplica: 0 of 1 ready; abc has started"  # Serve will notice
     assert model(logs, RUNNING=1) == "manta: ModelReplica: 1 of 1 ready"
+    assert model(logs, RUNNING=1, STARTING=1) == "manta: ModelReplica: 1 of 2 ready; 1 starting"
 
 
 def test_replicas_are_told_apart_and_those_that_are_elsewhere_are_counted(tmp_path: Path) -> None:

@@ -111,8 +111,20 @@ def test_rich_draws_the_same_cells() -> None:
     out = Console(file=io.StringIO(), width=160, color_system=None)
     out.print(top_view.drawn(state(), note="lost"))
     text = out.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("abc", "accepting", "3/64", "[#########%%%oooooo......]".strip("[]"), "50 % of 1.6k", "lost"):
+    for words in ("abc", "accepting", "3/64", "[#########%%%oooooo......]", "50 % of 1.6k", "lost"):
         assert words in text
+
+
+def test_a_narrow_terminal_goes_without_what_matters_least_and_says_so() -> None:
+    out = Console(file=io.StringIO(), width=80, color_system=None)
+    out.print(top_view.tables(state())[0])
+    assert [line.rstrip() for line in out.file.getvalue().splitlines()] == [  # type: ignore[attr-defined]
+        "replica  state      running  waiting  pool",
+        "abc      accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k",
+        "(a wider terminal shows: node, hit, prefill/s, decode/s, role)",
+    ]
+    table, left_out = top_view.tables(state())[0].fitting(200)
+    assert (len(table.columns), left_out) == (10, [])
 
 
 class Scripted(BaseHTTPRequestHandler):
