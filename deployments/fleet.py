@@ -22,10 +22,11 @@ from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
 from deployments.leases import Leases, ReplicaInfo
 from deployments.observatory.view import SeenReplica
+from deployments.report_view import view_of
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import CacheEvent, IndexSnapshot, ReplicaView, Role
+from routing.types import CacheEvent, IndexSnapshot, Role
 
 log = logging.getLogger(__name__)
 
@@ -245,28 +246,7 @@ class Fleet:
         all_silent = all(now_s - heard_s >= self._silent_s for heard_s, _ in heard.values())
         limit_s = self._stale_s if all_silent else self._silent_s
         self._router.update(
-            _view(self._infos[replica_id], report, heard_s=heard_s, silent=now_s - heard_s >= limit_s)
+            view_of(self._infos[replica_id], report, heard_s=heard_s, silent=now_s - heard_s >= limit_s)
             for replica_id, (heard_s, report) in heard.items()
         )
         self._changed.set()
-
-
-def _view(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, silent: bool) -> ReplicaView:
-    stats = report.stats
-    return ReplicaView(
-        replica_id=info.replica_id,
-        time_s=heard_s - report.age_s,  # requests sent while a long step ran are not in its statistics
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        num_receiving=stats.num_preallocating + stats.num_receiving,
-        queued_uncached_tokens=stats.waiting_uncached_tokens,
-        pool_utilization=stats.pool.utilization,
-        pool_pages=stats.pool.num_pages,
-        page_size=stats.pool.page_size,
-        prefill_tokens_per_s=stats.prefill_tokens_per_s,
-        decode_step_s=stats.decode_step_s,
-        max_running_requests=stats.max_running_requests,
-        healthy=report.error is None and not silent,
-        role=info.role,
-        page_bytes=info.page_bytes,
-    )

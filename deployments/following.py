@@ -154,7 +154,7 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
 
 
 def outcome_of_status(status: int) -> str:
-    """How an HTTP status says that a request ended, in the catalogue's words; which refusals are shed, the error tells."""
+    """How an HTTP status says that a request ended, in the catalogue's words. What is shed the error itself tells."""
     if status < 400:
         return "ok"
     if status in (CLIENT_CLOSED, TIMED_OUT):

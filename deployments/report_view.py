@@ -1,0 +1,30 @@
+"""A replica's report as the routing router takes it.
+
+Pure. Owns: which of a report's numbers is which of a view's.
+"""
+
+from deployments.frames import ReplicaReport
+from deployments.leases import ReplicaInfo
+from routing.types import ReplicaView
+
+
+def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, silent: bool) -> ReplicaView:
+    """``heard_s``: when the report came. ``silent``: no other has come for too long."""
+    stats = report.stats
+    return ReplicaView(
+        replica_id=info.replica_id,
+        time_s=heard_s - report.age_s,  # requests sent while a long step ran are not in its statistics
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_receiving=stats.num_preallocating + stats.num_receiving,
+        queued_uncached_tokens=stats.waiting_uncached_tokens,
+        pool_utilization=stats.pool.utilization,
+        pool_pages=stats.pool.num_pages,
+        page_size=stats.pool.page_size,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        decode_step_s=stats.decode_step_s,
+        max_running_requests=stats.max_running_requests,
+        healthy=report.error is None and not silent,
+        role=info.role,
+        page_bytes=info.page_bytes,
+    )
