@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from weakref import WeakSet
 
 from replicas.errors import MantaError
 
@@ -36,7 +37,7 @@ class Viewers:
         """``snapshot``: the state as of the last delta."""
         self._snapshot = snapshot
         self._most = most
-        self._open: set[_Viewer] = set()
+        self._open: WeakSet[_Viewer] = WeakSet()  # each is held by its stream: one never read leaves nothing behind
         self._whole: bytes | None = None  # the state as an event, if one was wanted since the last delta
 
     @property
