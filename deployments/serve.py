@@ -8,14 +8,12 @@ Thread:    the main thread.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
 import socket
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,17 +27,15 @@ from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from deployments import startup
+from deployments.announce import OBSERVATORY, announce
 from deployments.app import checked
 from deployments.observatory import settings as observatory
-from deployments.roles import DEPLOYMENTS, roles_of
 from deployments.schema import AppConfig
 from replicas.errors import InvalidConfig
-from routing.types import Role
 
 OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
 LOOK_S = 0.5
 IMPORT_PATH = "deployments.app:build"
-OBSERVATORY = "deployments.observatory.app:build"
 
 
 def run(config_path: str) -> int:
@@ -52,6 +48,8 @@ def run(config_path: str) -> int:
     try:
         schema, configs = read(config_path)
         check_port(schema.http_options.host, schema.http_options.port)
+        if "RAY_ADDRESS" not in os.environ:  # a cluster that runs already has its environment
+            _keep_key_out_of_logs(schema)
     except (OSError, ValueError, InvalidConfig) as error:
         print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
         return 2
@@ -109,6 +107,12 @@ def _check_observatory(args: Mapping[str, Any], *, among: list[str]) -> None:
         raise InvalidConfig(f"args of the observatory:\n  application: {watched!r} is not in this file; known: {known}")
 
 
+def _keep_key_out_of_logs(schema: ServeDeploySchema) -> None:
+    for application in schema.applications:
+        if application.import_path == OBSERVATORY:
+            application.args = observatory.key_moved(application.args)
+
+
 def check_port(host: str, port: int) -> None:
     """Raises: InvalidConfig when another process listens there already."""
     with socket.socket() as probe:
@@ -164,7 +168,7 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Calla
         for name, application in failed.items():
             print(f"{name} failed to start:\n{_why(application)}", file=sys.stderr)
         return False
-    _announce(schema, configs, serve.status().applications, say)
+    announce(schema, configs, serve.status().applications, say)
     return True
 
 
@@ -194,60 +198,6 @@ def _why(application: ApplicationStatusOverview) -> str:
     whole = "\n".join(message for message in messages if message)
     ours = re.findall(r"^replicas\.errors\.(\w+: .*)", whole, flags=re.MULTILINE)
     return "\n".join(dict.fromkeys(ours)) or whole
-
-
-def _announce(
-    schema: ServeDeploySchema,
-    configs: dict[str, AppConfig],
-    applications: dict[str, ApplicationStatusOverview],
-    say: Callable[[str], None],
-) -> None:
-    urls = {each.name: _url(schema, each.route_prefix) for each in schema.applications}
-    for name, config in configs.items():
-        counts = {
-            role: applications[name].deployments[DEPLOYMENTS[role]].replica_states.get("RUNNING", 0)
-            for role in roles_of(config)
-        }
-        for line in _pools(urls[name]):
-            say(line)
-        say(f"ready: {config.model.name} on {counted(counts)} at {urls[name]}/v1")
-    for application in schema.applications:
-        if application.import_path == OBSERVATORY:
-            say(f"watch it: {urls[application.name]}/")
-    for name, config in configs.items():
-        print(f"\nTry it:\n\n{curl(urls[name], config.model.name)}\n\nCtrl-C stops everything.\n", flush=True)
-
-
-def _url(schema: ServeDeploySchema, route_prefix: str | None) -> str:
-    """Without a slash at its end."""
-    host = "127.0.0.1" if schema.http_options.host == "0.0.0.0" else schema.http_options.host
-    return f"http://{host}:{schema.http_options.port}{(route_prefix or '/').rstrip('/')}"
-
-
-def counted(counts: Mapping[Role, int]) -> str:
-    """How many of each role, in words."""
-    named = [
-        f"{count} {'' if role is Role.UNIFIED else f'{role.value} '}replica{'s' if count != 1 else ''}"
-        for role, count in counts.items()
-    ]
-    return " and ".join(named)
-
-
-def _pools(url: str) -> list[str]:
-    """What each replica has for K and V, a line each; none when it cannot be asked, which is no reason to fail."""
-    try:
-        with urllib.request.urlopen(f"{url}/get_server_info", timeout=10) as answer:
-            states = json.load(answer)["internal_states"]
-    except (OSError, ValueError):
-        return []
-    return [f"replica {state['replica']['replica_id']}: KV pool of {state['replica']['pool']}" for state in states]
-
-
-def curl(url: str, model: str) -> str:
-    """A line to paste."""
-    message = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": model, "messages": [message], "max_tokens": 32})
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _listen_for_the_end() -> None:

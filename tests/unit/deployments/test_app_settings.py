@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from deployments.announce import curl
 from deployments.app import check_config, replica_options
 from deployments.autoscaling import Objective, TtftPolicy
 from deployments.capacity import auto_count, replica_bytes
 from deployments.places import ROOT, local_path, shown_path
 from deployments.ray_env import prepare
 from deployments.schema import parse
-from deployments.serve import check_port, curl, read
+from deployments.serve import check_port, read
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
 from tests.embedded import MODEL

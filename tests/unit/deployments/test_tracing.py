@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +20,7 @@ from deployments.http_app import make_app
 from deployments.service import Service
 from deployments.tracing import Tracing
 from replicas.errors import InvalidConfig
+from tests.unit.deployments.test_http_life import leave_after_first_event
 
 pytestmark = pytest.mark.model
 SECRET = "The password of the harbour is swordfish"
@@ -243,3 +245,15 @@ def test_a_missing_exporter_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(InvalidConfig, match=r"pip install 'manta\[otel\]'"):
         tracing.otlp("http://collector:4318")
+
+
+async def test_a_client_that_leaves_has_its_span(service: Service, collector: Collector) -> None:
+    """Aborted in the middle: the root alone, and no error of ours."""
+    traced = Traced(service, collector.url, 1.0)
+    long = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    await leave_after_first_event(make_app(service, tracing=traced.tracing), json.dumps(long).encode())
+    await traced.tracing.stop()
+    await traced.client.aclose()
+    [span] = collector.spans.values()
+    told = values(span.attributes)
+    assert (told["manta.outcome"], told["http.response.status_code"], span.status.code) == ("aborted", 200, 0)
