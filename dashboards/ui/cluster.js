@@ -64,9 +64,9 @@ const Card = once(({ replica, split, chosen, onChoose }) => {
     ${replica.error && html`<p class="warn">${replica.error}</p>`}
     ${replica.report_age_s > OLD_REPORT_S && html`<p class="warn">last report ${seconds(replica.report_age_s)} ago</p>`}
     ${replica.pools?.map((pool) => html`<${PoolBar} key=${pool.tier} pool=${pool} />`)}
-    <dl class="facts">
+    ${replica.running == null ? html`<p class="note">no report yet</p>` : html`<dl class="facts">
       ${work.map(([name, value]) => html`<div key=${name} title=${hints[name]}><dt>${name}</dt><dd>${value}</dd></div>`)}
-    </dl>
+    </dl>`}
   </li>`;
 });
 

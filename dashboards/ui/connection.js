@@ -8,7 +8,7 @@
 import { applyDelta } from "./apply_delta.js";
 
 const LONGEST_WAIT_S = 15;
-const SILENCE_S = 6; // a live stream brings something every second
+const SILENCE_S = 10; // a live stream brings something every second
 
 export class Connection {
   constructor({ onState, onLink, snapshot }) {
@@ -75,7 +75,8 @@ export class Connection {
     this.source = null;
     this.isLive = false;
     clearTimeout(this.silence);
-    const wait = Math.min(LONGEST_WAIT_S, 2 ** this.failures) * (0.8 + 0.4 * Math.random()) * 1e3; // viewers spread
+    const step = this.failures === 0 ? 0.3 : Math.min(LONGEST_WAIT_S, 2 ** (this.failures - 1)); // a stream ends each hour
+    const wait = step * (0.8 + 0.4 * Math.random()) * 1e3; // so that viewers do not come all at once
     this.failures += 1;
     this.lostSince ??= Date.now();
     this.onLink({ status: "lost", since: this.lostSince, retryAt: Date.now() + wait, why });

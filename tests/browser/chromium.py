@@ -38,8 +38,20 @@ def open_chromium(profile: pathlib.Path) -> "Page | None":
     for flag in (*FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = Service(str(driver), env=environment(browser, environment(driver, dict(os.environ))))
+    base = dict(os.environ) | {"FONTCONFIG_FILE": str(_fonts(browser, profile))}
+    values = environment(browser, environment(driver, base))
+    service = Service(str(driver), env=values)
     return Page(webdriver.Chrome(options=options, service=service))
+
+
+def _fonts(browser: pathlib.Path, profile: pathlib.Path) -> pathlib.Path:
+    """fontconfig's settings: the machine's fonts, and those that were unpacked beside the browser."""
+    folders = ["/usr/share/fonts", *(str(each / "share/fonts") for each in browser.parents if each.name == "usr")]
+    lines = [*(f"<dir>{each}</dir>" for each in folders), f"<cachedir>{profile / 'fonts'}</cachedir>"]
+    profile.mkdir(parents=True, exist_ok=True)
+    path = profile / "fonts.conf"
+    path.write_text(f"<?xml version='1.0'?><fontconfig>{''.join(lines)}</fontconfig>")
+    return path
 
 
 class Page:
