@@ -112,7 +112,7 @@ class Attempt:
         if report is None:
             return
         self._noted.hand_off = report
-        self._noted.times.handed_over = report.transferred
+        self._noted.times.came_s = report.transfer_s if report.transferred else None
         if self._decision.prefill_id is not None:
             self._on_report(self._decision.prefill_id, report)
         if report.transferred:

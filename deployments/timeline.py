@@ -12,7 +12,8 @@ Thread:    the router's event loop.
 prompt, are route. All after the first token is decode, a retry in the middle included. Between the two lie what the
 replica says of its prefill and transfer (StageTimes), and queue is the rest: waiting there, and the way to it and back.
 Of a prompt that was handed over, the prefill leg says queue and prefill, and the rest is transfer: the pages' way, and
-waiting for a place on the decode side. Where the prefill leg's word came too late, or not, the decode leg's counts.
+waiting for a place on the decode side. Where the prefill leg's word has not come by then (after an answer of a token
+or two), the decode side's counts: transfer is from the first page to the last, and prefill the wait before, queue included.
 """
 
 import time
@@ -53,7 +54,7 @@ class LegTimes:
 
     own: StageTimes | None = None  # of the choice whose first token came first
     prefill: StageTimes | None = None  # of the prefill leg
-    handed_over: bool = False  # the K/V came from it
+    came_s: float | None = None  # from the first page that came from there to the last; None: the K/V did not
 
     def tell(self, stages: StageTimes) -> None:
         """One choice has ended."""
@@ -172,12 +173,15 @@ class Timeline:
 def split(waited_s: float, leg: LegTimes) -> tuple[float, float, float]:
     """(queue, prefill, transfer) of the time between sending and the first token, as the module's docstring says."""
     own, before = leg.own or StageTimes(), leg.prefill
-    if leg.handed_over and before is not None:
+    if leg.came_s is not None and before is not None:
         queue_s = min(before.queue_s, waited_s)
         prefill_s = min(before.prefill_s, waited_s - queue_s)
         return queue_s, prefill_s, waited_s - queue_s - prefill_s
-    prefill_s = min(own.prefill_s, waited_s)
-    transfer_s = min(own.transfer_s, waited_s - prefill_s)
+    prefill_s, transfer_s = own.prefill_s, own.transfer_s
+    if leg.came_s is not None:
+        prefill_s, transfer_s = max(own.transfer_s - leg.came_s, 0.0), leg.came_s
+    prefill_s = min(prefill_s, waited_s)
+    transfer_s = min(transfer_s, waited_s - prefill_s)
     return waited_s - prefill_s - transfer_s, prefill_s, transfer_s
 
 

@@ -51,9 +51,20 @@ def test_of_a_prompt_that_was_handed_over_what_prefill_did_not_take_is_transfer(
     timeline.saw(delta(1, LENGTH), 101.5)
     leg.prefill = StageTimes(queue_s=0.2, prefill_s=0.5, transfer_s=0.25)
     leg.tell(StageTimes(queue_s=0.1, transfer_s=0.85, decode_s=0.5))
-    leg.handed_over = True
+    leg.came_s = 0.05
     timeline.end(101.5)
     assert rounded(stages(timeline)) == (0.0, 0.2, 0.5, 0.3, 0.5)
+
+
+def test_where_the_prefill_leg_has_not_told_yet_the_pages_that_came_do() -> None:
+    """Sent 100.0, first token 101.0: 0.1 s until pages were granted, 0.8 until all had come, on their way for 0.2."""
+    timeline, leg = line(), LegTimes()
+    timeline.sent(leg, 100.0)
+    timeline.saw(delta(1, LENGTH), 101.0)
+    leg.tell(StageTimes(queue_s=0.1, transfer_s=0.8))
+    leg.came_s = 0.2
+    timeline.end(101.0)
+    assert rounded(stages(timeline)) == (0.0, 0.2, 0.6, 0.2, 0.0)
 
 
 def test_of_a_hand_off_that_failed_the_decode_replica_tells_what_it_waited_and_computed() -> None:
@@ -122,15 +133,15 @@ stage_times = st.builds(StageTimes, queue_s=seconds, prefill_s=seconds, transfer
     moments=st.lists(seconds, min_size=4, max_size=4).map(sorted),
     own=st.none() | stage_times,
     before=st.none() | stage_times,
-    handed_over=st.booleans(),
+    came_s=st.none() | seconds,
 )
 def test_stages_sum_to_the_total_whatever_the_engines_say(
-    moments: list[float], own: StageTimes | None, before: StageTimes | None, handed_over: bool
+    moments: list[float], own: StageTimes | None, before: StageTimes | None, came_s: float | None
 ) -> None:
     """Their clocks are not the router's, and a word can be missing."""
     arrived_s, sent_s, first_s, ended_s = moments
     timeline = Timeline(Arrival(endpoint="chat", arrived_s=arrived_s), num_choices=1)
-    timeline.sent(LegTimes(own=own, prefill=before, handed_over=handed_over), sent_s)
+    timeline.sent(LegTimes(own=own, prefill=before, came_s=came_s), sent_s)
     timeline.saw(delta(1, LENGTH), first_s)
     timeline.end(ended_s)
     timeline.check()
