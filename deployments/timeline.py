@@ -13,7 +13,8 @@ prompt, are route. All after the first token is decode, a retry in the middle in
 replica says of its prefill and transfer (StageTimes), and queue is the rest: waiting there, and the way to it and back.
 Of a prompt that was handed over, the prefill leg says queue and prefill, and the rest is transfer: the pages' way, and
 waiting for a place on the decode side. Where the prefill leg's word has not come by then (after an answer of a token
-or two), the decode side's counts: transfer is from the first page to the last, and prefill the wait before, queue included.
+or two), the decode side's counts: transfer is from the first page to the last, and prefill the wait before it, with the
+queue there.
 """
 
 import time
