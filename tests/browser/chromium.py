@@ -18,6 +18,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tools.debian import ensure, environment
 
 PICTURES = pathlib.Path(__file__).parents[2] / "test_artifacts"
+FONTS = {"system-ui": "DejaVu Sans", "sans-serif": "DejaVu Sans", "monospace": "DejaVu Sans Mono"}
 PATIENCE_S = 20  # machines with two cores are busy at times
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
@@ -45,9 +46,15 @@ def open_chromium(profile: pathlib.Path) -> "Page | None":
 
 
 def _fonts(browser: pathlib.Path, profile: pathlib.Path) -> pathlib.Path:
-    """fontconfig's settings: the machine's fonts, and those that were unpacked beside the browser."""
+    """fontconfig's settings: the machine's own, and fonts that were unpacked beside the browser."""
     folders = ["/usr/share/fonts", *(str(each / "share/fonts") for each in browser.parents if each.name == "usr")]
-    lines = [*(f"<dir>{each}</dir>" for each in folders), f"<cachedir>{profile / 'fonts'}</cachedir>"]
+    lines = ["<include ignore_missing='yes'>/etc/fonts/fonts.conf</include>"]
+    lines += [*(f"<dir>{each}</dir>" for each in folders), f"<cachedir>{profile / 'fonts'}</cachedir>"]
+    lines += [
+        f"<alias binding='same'><family>{name}</family><prefer><family>{font}</family></prefer></alias>"
+        for name, font in FONTS.items()
+    ]
+    lines.append("<selectfont><rejectfont><glob>*MathTeXGyre*</glob></rejectfont></selectfont>")  # it claims to be Sans
     profile.mkdir(parents=True, exist_ok=True)
     path = profile / "fonts.conf"
     path.write_text(f"<?xml version='1.0'?><fontconfig>{''.join(lines)}</fontconfig>")
