@@ -9,7 +9,6 @@ Thread:    the main thread.
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import sys
@@ -196,8 +195,7 @@ def _why(application: ApplicationStatusOverview) -> str:
     """What our own errors say, if there are any; else all that Serve knows."""
     messages = [application.message, *(status.message for status in application.deployments.values())]
     whole = "\n".join(message for message in messages if message)
-    ours = re.findall(r"^replicas\.errors\.(\w+: .*)", whole, flags=re.MULTILINE)
-    return "\n".join(dict.fromkeys(ours)) or whole
+    return "\n".join(startup.our_errors(whole)) or whole
 
 
 def _listen_for_the_end() -> None:

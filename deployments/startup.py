@@ -23,7 +23,7 @@ from deployments.terminal.top import on_terminal
 READY = "ready"
 _LOADING = re.compile(rb"loading weights: (\d+ % \([^)]*\))")
 _PHASES = (  # what a replica's log file says -> how far it is; the last that it says counts
-    (b"Started initializing replica", "reading the model's files"),
+    (b"Started initializing replica", "setting up"),
     (WAITS_FOR_REPLICA.encode(), WAITS_FOR_REPLICA),
     (b" weights: ", "warming up"),
     (b"warm-up: ", "making its KV pool"),
@@ -83,6 +83,11 @@ class ReplicaLogs:
                 self._phases[file.name] = phase
 
 
+def our_errors(text: str) -> list[str]:
+    """What our own errors say in Serve's account of them, each once."""
+    return list(dict.fromkeys(re.findall(r"^replicas\.errors\.(\w+: .*)", text, flags=re.MULTILINE)))
+
+
 def lines(application: str, deployments: Mapping[str, Deployment], logs: ReplicaLogs) -> dict[str, str]:
     """What is to be said of one application, by what it is about."""
     if not deployments:
@@ -132,8 +137,9 @@ def _far(deployment: Deployment, phases: Mapping[str, str]) -> str:
 
 
 def _with_message(text: str, deployment: Deployment) -> str:
-    """What Serve has to say: that it finds no place for a replica, or that one failed."""
-    said = deployment.message.strip().partition("\n")[0][:_SAID_CHARS]
+    """What Serve has to say: that it finds no place for a replica, or that one failed, and why."""
+    first = deployment.message.strip().partition("\n")[0].removesuffix(" Error:")
+    said = ". ".join([first.removesuffix("."), *our_errors(deployment.message)])[:_SAID_CHARS]
     return f"{text} ({said})" if said else text
 
 

@@ -33,7 +33,7 @@ def test_a_replica_goes_through_its_phases(tmp_path: Path) -> None:
     assert model(logs) == "manta: ModelReplica: waiting for Serve to start it"
     assert model(logs, STARTING=1) == "manta: ModelReplica: 0 of 1 ready; 1 starting"
     for said, phase in (
-        ("Started initializing replica.", "reading the model's files"),
+        ("Started initializing replica.", "setting up"),
         ("loading weights: 40 % (216 of 538 MB, 43 MB/s)", "loading weights, 40 % (216 of 538 MB, 43 MB/s)"),
         ("weights: 513 MiB in 5.5 s", "warming up"),
         ("warm-up: 0.7 s", "making its KV pool"),
@@ -60,8 +60,10 @@ def test_a_replica_that_failed_to_start_gives_way_to_its_successor(tmp_path: Pat
     write(tmp_path, "ModelReplica_a", "loading weights: 10 % (54 of 538 MB, 43 MB/s)")
     logs.look()
     write(tmp_path, "ModelReplica_z", "Started initializing replica.")
-    assert model(logs, STARTING=1, message="The deployment failed to start 1 time.\nTraceback") == (
-        "manta: ModelReplica: 0 of 1 ready; z reading the model's files (The deployment failed to start 1 time.)"
+    serves = "A replica failed to start. Retrying 2 more time(s). Error:\nTraceback\nreplicas.errors.InvalidConfig: no f"
+    assert model(logs, STARTING=1, message=serves) == (
+        "manta: ModelReplica: 0 of 1 ready; z setting up (A replica failed to start. Retrying 2 more time(s). "
+        "InvalidConfig: no f)"
     )
 
 
