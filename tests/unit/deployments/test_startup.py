@@ -60,8 +60,8 @@ def test_a_replica_that_failed_to_start_gives_way_to_its_successor(tmp_path: Pat
     write(tmp_path, "ModelReplica_a", "loading weights: 10 % (54 of 538 MB, 43 MB/s)")
     logs.look()
     write(tmp_path, "ModelReplica_z", "Started initializing replica.")
-    serves = "A replica failed to start. Retrying 2 more time(s). Error:\nTraceback\nreplicas.errors.InvalidConfig: no f"
-    assert model(logs, STARTING=1, message=serves) == (
+    said = "A replica failed to start. Retrying 2 more time(s). Error:\nTraceback\nreplicas.errors.InvalidConfig: no f"
+    assert model(logs, STARTING=1, message=said) == (
         "manta: ModelReplica: 0 of 1 ready; z setting up (A replica failed to start. Retrying 2 more time(s). "
         "InvalidConfig: no f)"
     )
