@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_CLOSED = 499
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-          413: "invalid_request_error", 429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable",
-          504: "timeout"}  # fmt: skip
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+          405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error", 499: "request_aborted",
+          503: "service_unavailable", 504: "timeout"}  # fmt: skip
 
 
 class BodyTooLarge(InvalidRequest):

@@ -37,7 +37,7 @@ class Broadcast:
                     self.handle = await asyncio.to_thread(serve.get_deployment_handle, *self._names)
                 # Serve's public results_async gives all answers or none: one that hangs would take the others'.
                 calls = await self.handle.broadcast(method, *args)._fetch_replica_results_async()
-        except (TimeoutError, RayError, RayServeException) as error:
+        except (TimeoutError, KeyError, RayError, RayServeException) as error:  # KeyError: it is not deployed yet
             raise NobodyAsked(type(error).__name__) from error
         return [_answer(call) for call in calls]
 

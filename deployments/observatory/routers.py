@@ -77,7 +77,7 @@ class RayRouters:
                 return cast(CacheTree, await answer)
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, MantaError) else error) from error
-        except (TimeoutError, RayError, RayServeException) as error:
+        except (TimeoutError, KeyError, RayError, RayServeException) as error:  # KeyError: none is deployed yet
             raise NoRouter(f"no router answered ({type(error).__name__}): try again in a moment") from error
 
     async def find_request(self, name: str) -> Found:

@@ -5,7 +5,7 @@ Never:     shows the key: it is a SecretStr here.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
@@ -47,6 +47,15 @@ def with_key(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -
     """``args`` with the key of the environment where they hold none; to be parsed."""
     given = environ.get(KEY_VARIABLE)
     return {**args, "admin_key": given} if given and not args.get("admin_key") else dict(args)
+
+
+def key_moved(args: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ) -> dict[str, Any]:
+    """``args`` without their key, which the environment has from now on: Serve writes arguments into its logs."""
+    args = dict(args)
+    key = args.pop("admin_key", None)
+    if key:
+        environ[KEY_VARIABLE] = str(key)
+    return args
 
 
 def _problem(error: Any) -> str:

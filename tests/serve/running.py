@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,23 @@ class Running:
     """The application of a file of the project with some settings changed."""
 
     def __init__(
-        self, folder: Path, *, base: str = "serve_config.yaml", observatory: bool = False, **changes: dict[str, Any]
+        self,
+        folder: Path,
+        *,
+        base: str = "serve_config.yaml",
+        observatory: bool | Mapping[str, Any] = False,
+        **changes: dict[str, Any],
     ) -> None:
-        """``base``: the file to start from, of the project; ``observatory``: whether it runs too; ``changes``: settings
-        by group."""
+        """``base``: the file to start from, of the project; ``observatory``: whether it runs too, or settings of it;
+        ``changes``: settings by group."""
         self.port = free_port()
         self.mark = secrets.token_hex(8)
         config = yaml.safe_load((ROOT / base).read_text())
         config["http_options"]["port"] = self.port
-        if not observatory:
+        if observatory is False:
             del config["applications"][1:]
+        elif observatory is not True:
+            config["applications"][1]["args"].update(observatory)
         args = config["applications"][0]["args"]
         for group, settings in changes.items():
             args.setdefault(group, {}).update(settings)

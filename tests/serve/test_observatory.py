@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ import pytest
 from tests.serve.running import Running, serving
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
+KEY = "what the test shows and no log does"
+SHOWN = {"Authorization": f"Bearer {KEY}"}
 SHARED = "A long story about pages and trees, told slowly. " * 12
 
 
@@ -21,7 +24,7 @@ SHARED = "A long story about pages and trees, told slowly. " * 12
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(
         tmp_path_factory.mktemp("observatory"),
-        observatory=True,
+        observatory={"admin_key": KEY},
         replicas={"count": 2, "cpus": 0.5, "health_period_s": 1},
         cache={"max_total_tokens": 8_000},
         router={"policy": "estimated_ttft"},
@@ -30,7 +33,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def get(app: Running, path: str, **options: Any) -> httpx.Response:
-    return httpx.get(f"{app.url}/manta{path}", timeout=30, **options)
+    return httpx.get(f"{app.url}/manta{path}", timeout=30, headers=SHOWN, **options)
 
 
 def state(app: Running) -> dict[str, Any]:
@@ -109,9 +112,18 @@ def test_what_is_not_there_is_said_in_the_houses_words(app: Running) -> None:
     assert get(app, "").headers["location"] == "/manta/"
 
 
+def test_the_key_is_asked_for_and_stands_in_no_log(app: Running) -> None:
+    for headers, status in (({}, 401), ({"Accept": "text/html"}, 303), (SHOWN, 200)):
+        assert httpx.get(f"{app.url}/manta/api/state", headers=headers, timeout=30).status_code == status
+    assert KEY not in json.dumps(app.info())
+    logs = [file for file in Path("/tmp/ray/session_latest/logs").rglob("*") if file.is_file()]
+    assert any("Importing application 'observatory'" in file.read_text(errors="replace") for file in logs)
+    assert [file.name for file in logs if KEY in file.read_text(errors="replace")] == []
+
+
 def test_events_begin_with_the_state_and_go_on_with_deltas(app: Running) -> None:
     names, versions = [], []
-    with httpx.stream("GET", f"{app.url}/manta/api/events", timeout=30) as stream:
+    with httpx.stream("GET", f"{app.url}/manta/api/events", headers=SHOWN, timeout=30) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         for line in stream.iter_lines():
             if line.startswith("event: "):

@@ -16,13 +16,13 @@ from deployments.observatory.emission import Emission
 from deployments.observatory.fan_in import merge
 from deployments.observatory.figures import quantile, short
 from deployments.observatory.serve_details import ServeDetails
-from deployments.observatory.settings import parse, with_key
+from deployments.observatory.settings import key_moved, parse, with_key
 from deployments.observatory.state import State
 from deployments.observatory.view import RouterView, Target
 from deployments.observatory.viewers import MOST_WAITING, TooManyViewers, Viewers
 from deployments.observatory.watch import Watch
 from deployments.places import ROOT
-from deployments.serve import OBSERVATORY, read
+from deployments.serve import read
 from replicas.errors import InvalidConfig
 from tests.unit.deployments.observed import details, listed, seen, view
 from tests.unit.deployments.test_observatory_http import ListedRouters
@@ -246,6 +246,9 @@ def test_the_key_comes_from_the_file_or_else_from_the_environment_and_is_not_sho
     assert parse(with_key({}, environment)).key == "of the environment"
     assert parse(with_key({"admin_key": "of the file"}, environment)).key == "of the file"
     assert parse(with_key({}, {})).key is None
+    assert key_moved({"application": "a", "admin_key": "of the file"}, environment) == {"application": "a"}
+    assert key_moved({}, environment) == {}
+    assert parse(with_key({}, environment)).key == "of the file"
     assert "of the file" not in repr(parse({"admin_key": "of the file"}))
 
 
@@ -253,7 +256,10 @@ def test_the_key_comes_from_the_file_or_else_from_the_environment_and_is_not_sho
 @pytest.mark.parametrize("file", ["serve_config.yaml", "docs/examples/disaggregated.yaml"])
 def test_the_projects_files_hold_it_and_it_must_watch_an_application_of_the_file(file: str, tmp_path: Path) -> None:
     schema, configs = read(str(ROOT / file))
-    assert (schema.applications[1].import_path, schema.applications[1].route_prefix) == (OBSERVATORY, "/manta")
+    assert (schema.applications[1].import_path, schema.applications[1].route_prefix) == (
+        "deployments.observatory.app:build",
+        "/manta",
+    )
     assert list(configs) == ["manta"]
     other = tmp_path / "other.yaml"
     other.write_text((ROOT / file).read_text().replace("application: manta", "application: another"))
