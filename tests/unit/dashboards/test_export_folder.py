@@ -12,12 +12,12 @@ from dashboards.__main__ import main
 from dashboards.rules import ALERTS
 
 
-def test_prometheus_asks_the_observatory_every_five_seconds(tmp_path: pathlib.Path) -> None:
+def test_prometheus_asks_the_observatory_for_targets(tmp_path: pathlib.Path) -> None:
     assert main(["export", str(tmp_path), "--url", "http://serve:8000/manta/"]) == 0
     settings = yaml.safe_load((tmp_path / "prometheus.yml").read_text())
-    assert settings["global"]["scrape_interval"] == "5s"
+    assert settings["global"]["scrape_interval"] == "3s"
     assert settings["scrape_configs"] == [
-        {"job_name": "manta", "http_sd_configs": [{"url": "http://serve:8000/manta/sd", "refresh_interval": "5s"}]}
+        {"job_name": "manta", "http_sd_configs": [{"url": "http://serve:8000/manta/sd", "refresh_interval": "1s"}]}
     ]
 
 
