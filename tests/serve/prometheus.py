@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=10)
-        assert answer.status_code == 200, answer.text
+        assert answer.status_code != 400, answer.text  # the query is wrong; 503: it is starting
+        answer.raise_for_status()
         return answer.json()["data"]
 
     def series(self, query: str) -> list[tuple[dict[str, str], float]]:
@@ -45,6 +47,11 @@ class Prometheus:
         """Address of each active target -> its health."""
         found = self.get("targets", state="active")["activeTargets"]
         return {each["labels"]["instance"]: each["health"] for each in found}
+
+    def rules_ran_s(self) -> float:
+        """When the group of rules that waits longest ran last, in seconds since 1970."""
+        groups = self.get("rules")["groups"]
+        return min(datetime.fromisoformat(each["lastEvaluation"]).timestamp() for each in groups)
 
     def fired(self) -> list[str]:
         """Alerts that have fired at any time."""

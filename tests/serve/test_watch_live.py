@@ -108,7 +108,7 @@ def test_top_in_the_terminal_says_what_the_state_says(fleet: Watched) -> None:
     for replica in state["replicas"]:
         [row] = [line for line in said.splitlines() if line.startswith(replica["id"][:12])]
         assert row.split()[1:5] == ["unified", replica["node"][:8], "accepting", f"0/{replica['running_limit']}"]
-        assert " of 8,000 " in row or " of 8.0k " in row or " of 8000 " in row, row
+        assert " of 8.0k" in row
 
 
 def test_explain_in_the_terminal_says_what_the_router_says(fleet: Watched) -> None:
@@ -127,7 +127,7 @@ def terminal(*words: str) -> str:
 
 
 def test_a_replica_that_is_killed_leaves_and_another_joins_without_an_alert(fleet: Watched, browser: Page) -> None:
-    """kill -9; times from the kill, and of the new replica's first scrape from when it accepts requests."""
+    """kill -9; times from the kill. Alerts that look back for longer have their tests with promtool."""
     browser.open(f"{fleet.app.url}/manta/")
     before = fleet.accepting()
     gone = min(before)
@@ -149,7 +149,9 @@ def test_a_replica_that_is_killed_leaves_and_another_joins_without_an_alert(flee
     assert came_s["no target"] < 15
     assert came_s["scraped"] - came_s["ready"] < 10
     browser.one(f'[data-replica="{new}"]')
-    fleet.app.until(lambda: not fleet.prometheus.series("ALERTS"), 45)  # nor is any waiting to fire
+    settled_s = time.time()
+    fleet.app.until(lambda: fleet.prometheus.rules_ran_s() > settled_s, 30)
+    assert fleet.prometheus.series("ALERTS") == []  # nor does any wait to fire
     assert fleet.prometheus.fired() == []
     assert browser.complaints() == []
 
