@@ -35,7 +35,7 @@ class SeenReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterView:
-    """The answer of `RouterIngress.observe(since)`."""
+    """The answer of `RouterIngress.observe(since)`; ``since``: by router, the ``seq`` of its last answer."""
 
     router_id: str
     node_id: str
@@ -44,6 +44,7 @@ class RouterView:
     mode: str  # unified, disaggregated
     num_open: int
     replicas: tuple[SeenReplica, ...]
-    requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first
+    requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first, each
+    # with its ``hand_offs`` (requests.py)
     seq: int  # to be given as ``since`` next; 0 asks for all that are kept
     autoscaling: dict[str, dict[str, float]]  # role -> settings of its rule (min_replicas, max_replicas, objectives)

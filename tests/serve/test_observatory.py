@@ -1,8 +1,10 @@
 """The observatory on a real local Ray: it shows what runs, and whatever becomes of it, requests go on."""
 
+import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -162,3 +164,20 @@ def test_the_observatorys_death_disturbs_no_request_and_it_comes_back(app: Runni
 
     app.until(back, 30)
     print(f"back {time.monotonic() - killed_s:.1f} s after the last answer")
+
+
+def test_a_viewer_that_stays_does_not_hold_up_the_end(app: Running) -> None:
+    """The end is the fixture's: Ctrl-C, and nothing is left."""
+    begun = threading.Event()
+
+    def watch() -> None:
+        events = f"{app.url}/manta/api/events"
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.stream("GET", events, headers=SHOWN, timeout=60) as stream,
+        ):
+            for _ in stream.iter_raw():
+                begun.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    assert begun.wait(20)
