@@ -139,6 +139,12 @@ class EngineProcess:
         """What the probe has to say now."""
         return self._ask("probe")
 
+    def fault(self) -> str | None:
+        """Why it should be replaced; also of an engine whose step hangs."""
+        answer = self._ask("fault")
+        assert answer is None or isinstance(answer, str)
+        return answer
+
     def signal(self, number: signal.Signals) -> None:
         """SIGSTOP, SIGCONT or SIGKILL."""
         assert self._process.pid is not None
@@ -232,6 +238,8 @@ def _main(pipe: Connection, settings: _Settings) -> None:
             send(_Answer(probed()))
         elif message == "state":
             send(_Answer(loop.stats()))  # whatever the engine's thread does
+        elif message == "fault":
+            send(_Answer(None if loop.fault is None else str(loop.fault)))
         else:
             send(_Answer(asyncio.run(loop.run_on_engine(_checked))))
     loop.stop()

@@ -35,6 +35,7 @@ class TransferGroup(Settings):
     call_timeout_s: float = Field(default=_DEFAULT["call_timeout_s"], gt=0)
     heartbeat_s: float = Field(default=_DEFAULT["heartbeat_s"], gt=0)
     heartbeat_misses: int = Field(default=_DEFAULT["heartbeat_misses"], ge=1)
+    rank_timeout_s: float = Field(default=_DEFAULT["rank_timeout_s"], gt=0)
     pages_per_write: int = Field(default=_DEFAULT["pages_per_write"], ge=1)
 
     @field_validator("token")

@@ -205,6 +205,7 @@ class DeskCore:
 
     def stats(self) -> TransferStats:
         receiving, sending = self.receiving, self.sending
+        notes = [port.note_counts for port in self._ports]
         return TransferStats(
             rooms_receiving=receiving.num_rooms - len(receiving.quarantine),
             rooms_sending=sending.num_rooms - sending.num_draining,
@@ -219,7 +220,8 @@ class DeskCore:
             receives_done=receiving.num_done,
             receives_failed=receiving.num_failed,
             digest_mismatches=receiving.num_mismatches,
-            late_messages=sending.num_late + receiving.num_late,
+            late_messages=sending.num_late + receiving.num_late + sum(of.late + of.malformed for of in notes),
+            early_notes=sum(of.early for of in notes),
             oldest_drain_s=receiving.quarantine.oldest_s(self.now),
         )
 

@@ -1,4 +1,7 @@
-"""When to give a sign of life on a connection, and when its other end has been silent for too long. No clock inside."""
+"""When to give a sign of life on a connection, and when its other end has been silent for too long. No clock inside.
+
+`Heartbeat`: between engines, both ways. `Silence`: of a rank's port towards its desk, where a false alarm costs more.
+"""
 
 
 class Heartbeat:
@@ -26,3 +29,24 @@ class Heartbeat:
     @property
     def next_s(self) -> float:
         return min(self.sent_s + self.period_s, self.heard_s + self.limit_s)
+
+
+class Silence:
+    """How long somebody said nothing while one listened.
+
+    A stretch in which nobody looked counts as one period at most: then the listener itself was held up, or the whole
+    machine, and what the other had to say may still be on its way.
+    """
+
+    def __init__(self, *, period_s: float, limit_s: float, now: float) -> None:
+        """``period_s``: how often the other should say something."""
+        self.limit_s = limit_s
+        self._period_s = period_s
+        self._looked_s = now
+        self._silent_s = 0.0
+
+    def looked(self, now: float, *, heard: bool) -> bool:
+        """Whether it has been too long."""
+        self._silent_s = 0.0 if heard else self._silent_s + min(now - self._looked_s, self._period_s)
+        self._looked_s = now
+        return self._silent_s >= self.limit_s

@@ -21,7 +21,7 @@ from kvtransfer.checksum import Spans, page_digests
 from kvtransfer.errors import BadMessage
 from kvtransfer.memory import KvMemory
 from kvtransfer.notes import Note, unpack
-from kvtransfer.ports import Arrived, ExpectOrder
+from kvtransfer.ports import Arrived, ExpectOrder, NoteCounts
 from kvtransfer.types import PageIds, Verify
 
 MAX_EARLY = 1024  # notes, of less than 4 KB; the oldest goes
@@ -52,8 +52,8 @@ class Inbox:
     """Expectations and verification; see the module's head."""
 
     def __init__(self, memory: KvMemory, verify: Verify) -> None:
-        self.num_late = 0  # notes of a room that is over, of another sender, or seen before
-        self.num_malformed = 0
+        self._num_late = 0
+        self._num_malformed = 0
         self._memory = memory
         self._verify = verify
         self._sources: dict[str, Source] = {}  # by agent
@@ -71,7 +71,7 @@ class Inbox:
         self._sources = {a: source for a, source in self._sources.items() if a not in gone}
         for key in [k for k, e in self._expected.items() if e.order.incarnation == incarnation]:
             self.forget(*key)
-        self.num_late += len(self._take_early(lambda agent, _: agent in gone))
+        self._num_late += len(self._take_early(lambda agent, _: agent in gone))
 
     def expect(self, order: ExpectOrder) -> None:
         """Raises: ValueError for pages that this pool does not have."""
@@ -89,22 +89,26 @@ class Inbox:
         self._over[key] = None
         if len(self._over) > MAX_OVER:
             del self._over[next(iter(self._over))]
-        self.num_late += len(self._take_early(lambda _, of: of == key))
+        self._num_late += len(self._take_early(lambda _, of: of == key))
 
     def take(self, agent: str, data: bytes) -> None:
         """What a note says, verified, is among the `arrived`, now or when its room is expected; or it is dropped."""
         try:
             note = unpack(data)
         except BadMessage:
-            self.num_malformed += 1
+            self._num_malformed += 1
             return
         if (key := (note.room, note.generation)) not in self._expected and key not in self._over:
             self._early.append((agent, note))
             if len(self._early) > MAX_EARLY:
                 self._early.popleft()
-                self.num_late += 1
+                self._num_late += 1
         elif (arrived := self._match(agent, note)) is not None:
             self._arrived.append(arrived)
+
+    @property
+    def counts(self) -> NoteCounts:
+        return NoteCounts(late=self._num_late, malformed=self._num_malformed, early=len(self._early))
 
     def arrived(self) -> list[Arrived]:
         """Since the last call."""
@@ -135,15 +139,15 @@ class Inbox:
     def _match(self, agent: str, note: Note) -> Arrived | None:
         source, expected = self._sources.get(agent), self._expected.get((note.room, note.generation))
         if source is None or expected is None or expected.order.incarnation != source.incarnation:
-            self.num_late += 1
+            self._num_late += 1
             return None
         pages = expected.order.pages[note.page_offset : note.page_offset + note.num_pages]
         if note.src_rank != source.rank or len(pages) != note.num_pages:
-            self.num_malformed += 1
+            self._num_malformed += 1
             return None
         key = (note.src_rank, note.page_offset, note.num_pages, note.last)
         if key in expected.seen:
-            self.num_late += 1
+            self._num_late += 1
             return None
         expected.seen.add(key)
         return Arrived(

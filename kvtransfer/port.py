@@ -22,7 +22,7 @@ from kvtransfer.layout import PageSlice, head_slices
 from kvtransfer.memory import KvMemory
 from kvtransfer.notes import Note, pack
 from kvtransfer.outbox import OpenOrder, Outbox, Post
-from kvtransfer.ports import Digests, ExpectOrder, PeerRanks, PortEvent, RankInfo, WriteOrder
+from kvtransfer.ports import Digests, ExpectOrder, NoteCounts, PeerRanks, PortEvent, RankInfo, WriteOrder
 from kvtransfer.transfer_agent import RemotePool, TransferAgent
 from kvtransfer.types import PageIds, Verify
 
@@ -85,13 +85,8 @@ class AgentPort:
         return self._outbox.num_open
 
     @property
-    def num_late_notes(self) -> int:
-        """Of rooms or generations that are over, of other senders, or seen before; dropped."""
-        return self._inbox.num_late
-
-    @property
-    def num_malformed_notes(self) -> int:
-        return self._inbox.num_malformed
+    def note_counts(self) -> NoteCounts:
+        return self._inbox.counts
 
     def connect(self, peer: PeerRanks) -> None:
         """Idempotent per incarnation. Raises: IncompatibleLayout. A dead peer shows at the first write."""

@@ -116,6 +116,15 @@ class Arrived:
 PortEvent = Written | WriteFailed | Arrived
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteCounts:
+    """Notes of this rank's pool that were no news when they came."""
+
+    late: int = 0  # dropped: of a room or generation that is over, of another sender, or seen before
+    malformed: int = 0  # dropped: not to be read
+    early: int = 0  # as of now: kept until their room is expected
+
+
 class RankPort(Protocol):
     """The transfer side of one rank: its pool, its agent, its digests. Used from the transfer thread only."""
 
@@ -146,6 +155,11 @@ class RankPort(Protocol):
 
     @property
     def num_in_flight(self) -> int: ...
+
+    @property
+    def note_counts(self) -> NoteCounts:
+        """As last known; of a rank in another process at most a heartbeat old."""
+        ...
 
     def close(self) -> None: ...
 

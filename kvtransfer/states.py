@@ -24,6 +24,8 @@ Every wait, its owner and its limit:
     a sender, from its last written page to    KVSender               Open.deadline_s + call_timeout_s (a backstop)
       the acknowledgement
     a peer's sign of life                      kvtransfer/peers.py    heartbeat_s * heartbeat_misses
+    a sign of life of a rank's own port        replicas/runner        rank_timeout_s; then the desk ends, and the
+      (remote_port.py)                                                  replica is replaced
     pages in quarantine                        kvtransfer/peers.py    none: only the peer's word or its proven death
     goodbye                                    kvtransfer/desk.py     call_timeout_s
 

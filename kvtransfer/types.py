@@ -1,6 +1,6 @@
-"""What the parts of a hand-off say to each other: values, and the two protocols that tie them together.
+"""What the parts of a hand-off say to each other.
 
-Owns:      nothing; these are frozen values, and the protocol of the desk.
+Owns:      nothing; these are frozen values. The protocols: transfer_desk.py, ports.py, transfer_agent.py.
 
     engine (replicas/disagg) ──orders──> KvTransfer ──orders──> RankPort, one per rank (ports.py) ──> TransferAgent
                              <──events──            <──events──
@@ -11,7 +11,7 @@ tries of one room apart, ``incarnation`` the lives of one process: a late word o
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +165,7 @@ class TransferSettings:
     call_timeout_s: float = 5.0  # for a hello or an answer
     heartbeat_s: float = 1.0
     heartbeat_misses: int = 3  # silent for so many: every room with that peer fails
+    rank_timeout_s: float = 10.0  # desk and the port of another rank of its engine: silent for so long, the desk ends
     pages_per_write: int = 16  # a write blocks the transfer thread while it copies
 
 
@@ -193,64 +194,6 @@ class TransferStats:
     receives_done: int = 0
     receives_failed: int = 0
     digest_mismatches: int = 0
-    late_messages: int = 0  # of another generation, incarnation or an ended room; dropped
+    late_messages: int = 0  # of another generation, incarnation or an ended room, or not to be read; dropped, any rank
+    early_notes: int = 0  # of pages that came, kept until their room is expected; any rank
     oldest_drain_s: float = 0.0  # how long the oldest quarantined room has been waiting
-
-
-class KvTransferDesk(Protocol):
-    """The transfer desk of one engine (`KvTransfer`): both sides of any number of rooms. Methods never block and may
-    be called from one thread, the engine's; a peer that misbehaves is an event, never an exception."""
-
-    address: PeerAddress
-
-    def receive(self, order: ReceiveOrder) -> None:
-        """-> exactly one of Received, or ReceiveFailed and later ReceiveDrained."""
-        ...
-
-    def abort_receive(self, room: int) -> None:
-        """The request is gone. -> ReceiveFailed then ReceiveDrained, unless the room's last event is out already."""
-        ...
-
-    def expect_send(self, order: SendOrder) -> None:
-        """-> SendReady, or SendFailed and SendDrained."""
-        ...
-
-    def send_pages(self, room: int, page_offset: int, pages: PageIds) -> None:
-        """K/V of pages [page_offset, page_offset + n) of the sequence lies in ``pages`` and changes no more.
-
-        Sends start at SendReady.first_page and have no holes. A room that has failed meanwhile ignores it.
-        """
-        ...
-
-    def send_last(self, room: int, page_offset: int, pages: PageIds, meta: KVTransferMeta) -> None:
-        """The rest, maybe no page at all, and the word that it is all. -> SendDone, or SendFailed and SendDrained."""
-        ...
-
-    def abort_send(self, room: int, reason: str) -> None:
-        """The request cannot be served here. -> SendFailed, SendDrained, unless the last event is out already."""
-        ...
-
-    def peer_is_dead(self, incarnation: str) -> None:
-        """Somebody who knows says that all processes of this peer have ended (its machine is gone: it cannot refuse).
-        After the grace its rooms drain; a hello of its own until then says otherwise. From any thread; unknown or
-        told twice is fine."""
-        ...
-
-    def drain_events(self) -> list[TransferEvent]:
-        """What happened since the last call, in order."""
-        ...
-
-    def stats(self) -> TransferStats: ...
-
-    def drain_write_times(self) -> list[WriteTimes]:
-        """Of the writes that have ended well since the last call; the oldest are lost where nobody asks for long."""
-        ...
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the desk, if it was not `close`: no room will ever succeed here. Any thread."""
-        ...
-
-    def close(self) -> None:
-        """Say goodbye to all peers and stop. Rooms that are open end without events."""
-        ...

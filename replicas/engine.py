@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from kvtransfer import observe
 from kvtransfer.payload import KvBytes
-from kvtransfer.types import KvTransferDesk
+from kvtransfer.transfer_desk import KvTransferDesk
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.cache.tree_view import CacheTree

@@ -22,9 +22,10 @@ from replicas.errors import EngineDead
 from replicas.parallel import TpGroup
 from replicas.runner.kv_access import KvOrder, RankedKvBytes
 from replicas.runner.model_runner import ModelRunner
+from replicas.runner.plan_channel import PlanChannel
 from replicas.runner.port import MakeAgent, PortSpec, make_port
 from replicas.runner.remote_port import RemotePort
-from replicas.runner.worker import PlanChannel, WorkerSpec, die_with_parent, run_worker, worker_specs
+from replicas.runner.worker import WorkerSpec, die_with_parent, run_worker, worker_specs
 from replicas.scheduler.plan import StepPlan, StepResult
 
 START_TIMEOUT_S = 300.0  # a follower that has not connected by then is not coming
@@ -143,12 +144,14 @@ class Ranks:
         Raises: TransferError when the transfer library cannot start; EngineDead when a rank's port does not come.
         """
         assert self._port is not None, "these ranks take part in no hand-offs"
-        host = self._port.settings.host
-        own = make_port(self.runner.pool, 0, self._port, host=host, make_agent=make_agent)
+        settings = self._port.settings
+        own = make_port(self.runner.pool, 0, self._port, host=settings.host, make_agent=make_agent)
         if self._port_channel is None:
             return [own]
         self._port_channel.accept(self.runner.tp.size - 1, timeout_s=START_TIMEOUT_S, dead=self.dead)
-        others = [RemotePort(connection) for connection in self._port_channel.connections]
+        others = [
+            RemotePort(connection, timeout_s=settings.rank_timeout_s) for connection in self._port_channel.connections
+        ]
         return [own, *sorted(others, key=lambda port: port.info.rank)]
 
     def dead(self) -> str | None:

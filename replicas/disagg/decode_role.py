@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtransfer import observe
+from kvtransfer.transfer_desk import KvTransferDesk
 from kvtransfer.types import (
     META_VERSION,
-    KvTransferDesk,
     KVTransferMeta,
     PageIds,
     Received,

@@ -11,8 +11,8 @@ Thread:    engine thread only, except `check` (read-only).
 
 from collections.abc import Callable, Sequence
 
+from kvtransfer.transfer_desk import KvTransferDesk
 from kvtransfer.types import (
-    KvTransferDesk,
     Received,
     ReceiveDrained,
     ReceiveFailed,

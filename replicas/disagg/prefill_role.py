@@ -18,7 +18,8 @@ Thread:    engine thread only.
 """
 
 from kvtransfer import observe
-from kvtransfer.types import KvTransferDesk, KVTransferMeta, SendFailed, SendOrder, SendReady
+from kvtransfer.transfer_desk import KvTransferDesk
+from kvtransfer.types import KVTransferMeta, SendFailed, SendOrder, SendReady
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
 from replicas.observer import Observer

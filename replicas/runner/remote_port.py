@@ -3,26 +3,38 @@
 Owns:      one connection for each follower, beside that of its plans; in the follower, a thread, its port, and a
            listener that answers as long as its agent lives: peers of this engine ask there whether it is dead.
 Never:     waits on rank 0: orders are queued, events are taken as they come. A follower that leaves the queue unread is
-           lost, as one that has died is.
+           lost, as one that has died is, and one that gives no sign of life: its port sends one, at the latest, every
+           BEATS-th part of rank_timeout_s.
 Invariant: a follower's port is made and used on its transfer thread alone; its listener closes after its agent, and
            before the desk's.
 Thread:    `RemotePort`: rank 0's transfer thread. `serve_port`: the follower's "manta-transfer".
 
     rank 0: desk ─> RemotePort ──(method, argument)──> follower: serve_port ─> AgentPort
-                               <──── port events ─────
+                               <───── PortReport ─────
 """
 
 import logging
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection
 from typing import cast
 
 from kvtransfer.alive import Alive
 from kvtransfer.errors import PeerLost, TransferError
-from kvtransfer.ports import ExpectOrder, PeerRanks, PortEvent, RankInfo, RankPort, WriteFailed, WriteOrder, Written
+from kvtransfer.heartbeat import Heartbeat, Silence
+from kvtransfer.ports import (
+    ExpectOrder,
+    NoteCounts,
+    PeerRanks,
+    PortEvent,
+    RankInfo,
+    RankPort,
+    WriteFailed,
+    WriteOrder,
+    Written,
+)
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner.port import PortSpec, make_port
 from replicas.runner.port_channel import PortChannel
@@ -33,19 +45,37 @@ BUSY_WAIT_S = 0.0003  # something is on its way
 IDLE_WAIT_S = 0.003  # a peer's connection to our agent still wants to be served
 HELLO_S = 300.0  # for a follower's port to say what it is
 CLOSE_S = 5.0  # for a follower to close its agent
+BEATS = 10  # that are missed before a follower counts as hung
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortReport:
+    """What a follower's port says: a sign of life in any case."""
+
+    events: Sequence[PortEvent]
+    notes: NoteCounts
 
 
 class RemotePort:
     """Implements `RankPort` for a rank that is elsewhere. Its `connect` cannot tell that a peer does not fit: rank 0's
     own port, which has the same layout, does."""
 
-    def __init__(self, connection: Connection) -> None:
-        """Raises: TransferError when the follower does not say what it is."""
+    def __init__(
+        self, connection: Connection, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``timeout_s``: silent for so long, it is lost.
+
+        Raises: TransferError when the follower does not say what it is.
+        """
         if not connection.poll(HELLO_S):
             raise TransferError(f"the port of a rank was not ready within {HELLO_S:g} s")
         self.info: RankInfo = connection.recv()
         self._channel = PortChannel(connection)
         self._open_orders: set[int] = set()
+        self._clock = clock
+        self._silence = Silence(period_s=timeout_s / BEATS, limit_s=timeout_s, now=clock())
+        self._lost = False
+        self.note_counts = NoteCounts()
 
     @property
     def num_in_flight(self) -> int:
@@ -68,21 +98,28 @@ class RemotePort:
         self._send("forget", room, generation)
 
     def poll(self) -> Sequence[PortEvent]:
-        """Raises: PeerLost when the rank has gone."""
+        """Raises: PeerLost when the rank has gone, or has been silent for too long."""
         events: list[PortEvent] = []
         try:
-            for some in self._channel.take():
-                events += cast(list[PortEvent], some)
+            reports = cast(list[PortReport], self._channel.take())
         except (EOFError, OSError) as error:
-            raise PeerLost(f"rank {self.info.rank} of this replica is gone: {error!r}") from error
+            raise self._loss(f"is gone: {error!r}") from error
+        for report in reports:
+            events += report.events
+            self.note_counts = report.notes
+        if self._silence.looked(self._clock(), heard=bool(reports)):
+            raise self._loss(
+                f"has given no sign of life for {self._silence.limit_s:g} s: its process or its transfer thread hangs"
+            )
         for event in events:
             if isinstance(event, Written) or (isinstance(event, WriteFailed) and event.drained):
                 self._open_orders.discard(event.order_id)
         return events
 
     def close(self) -> None:
-        """Returns when its agent is closed too, and with it its listener; at most CLOSE_S later."""
-        end_s = time.monotonic() + CLOSE_S
+        """Returns when its agent is closed too, and with it its listener, at most CLOSE_S later; at once for a rank that
+        is lost: one that hangs closes them when it goes on."""
+        end_s = time.monotonic() + (0.0 if self._lost else CLOSE_S)
         try:
             self._channel.send(("close", ()))
             while (left_s := end_s - time.monotonic()) > 0:
@@ -98,7 +135,11 @@ class RemotePort:
         try:
             self._channel.send((method, arguments))
         except OSError as error:
-            raise PeerLost(f"rank {self.info.rank} of this replica is gone: {error!r}") from error
+            raise self._loss(f"is gone: {error!r}") from error
+
+    def _loss(self, what: str) -> PeerLost:
+        self._lost = True
+        return PeerLost(f"rank {self.info.rank} of this replica {what}")
 
 
 def serve_port(
@@ -113,7 +154,8 @@ def serve_port(
     try:
         connection.send(replace(port.info, alive_at=alive.address))
         channel = PortChannel(connection)
-        _serve(port, channel, alive)
+        beat = Heartbeat(period_s=spec.settings.rank_timeout_s / BEATS, misses=BEATS, now=time.monotonic())
+        _serve(port, channel, alive, beat)
     except (EOFError, OSError):
         log.debug("rank 0 hung up")
     finally:
@@ -123,7 +165,7 @@ def serve_port(
             channel.close()  # last: rank 0 waits for it
 
 
-def _serve(port: RankPort, channel: PortChannel, alive: Alive) -> None:
+def _serve(port: RankPort, channel: PortChannel, alive: Alive, beat: Heartbeat) -> None:
     expected: set[tuple[int, int]] = set()
     while True:
         channel.wait(BUSY_WAIT_S if port.num_in_flight or expected else IDLE_WAIT_S)
@@ -138,8 +180,8 @@ def _serve(port: RankPort, channel: PortChannel, alive: Alive) -> None:
             _call(port, method, arguments)
         alive.serve()
         events = port.poll()
-        if events:
-            channel.send(list(events))
+        if events or beat.take_due(time.monotonic()):
+            channel.send(PortReport(events=events, notes=port.note_counts))
 
 
 def _call(port: RankPort, method: str, arguments: tuple[object, ...]) -> None:

@@ -5,26 +5,21 @@ Life cycle: connect to rank 0's plan channel -> join the process group -> load i
 hangs up. Rank 0 notices a dead follower by its failing collective, or by `WorkerHandles.dead` when idle.
 """
 
-import contextlib
 import logging
 import multiprocessing
 import os
-import pickle
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client
 
 from replicas.config import EngineConfig
-from replicas.errors import EngineDead
 from replicas.parallel import TpGroup
 from replicas.runner.kv_access import KvOrder, ReadKv, WriteKv, run_order
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.port import PortSpec
 from replicas.runner.remote_port import serve_port
-from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
+from replicas.scheduler.plan import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -40,78 +35,6 @@ class WorkerSpec:
     authkey: bytes  # shared secret of the plan channel, and of that of the ports
     port_address: tuple[str, int] | None = None  # where rank 0 waits for the transfer port of this rank
     port: PortSpec | None = None
-
-
-class PlanChannel:
-    """Rank 0's side: one pipe to each follower; a plan is pickled once and written to all."""
-
-    def __init__(self, host: str, authkey: bytes) -> None:
-        self._listener = Listener((host, 0))  # who connects must prove in `_admit` that it knows the key
-        self._authkey = authkey
-        self._followers: list[Connection] = []
-
-    @property
-    def connections(self) -> Sequence[Connection]:
-        """In the order in which they came."""
-        return self._followers
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._listener.address
-        return str(host), int(port)
-
-    def accept(self, count: int, *, timeout_s: float, dead: Callable[[], str | None]) -> None:
-        """Wait until ``count`` followers have connected.
-
-        Raises: EngineDead when one died first, or not all came within ``timeout_s``.
-        """
-        threading.Thread(target=self._accept, args=(count,), name="manta-plan-accept", daemon=True).start()
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            while len(self._followers) < count:
-                gone = dead()
-                if gone is not None:
-                    raise EngineDead(f"{gone} before it was ready; its log says why")
-                if time.monotonic() > deadline_s:
-                    raise EngineDead(f"{len(self._followers)} of {count} ranks connected within {timeout_s:.0f} s")
-                time.sleep(0.05)
-        finally:
-            self._listener.close()
-
-    def _accept(self, count: int) -> None:
-        """Take connections until ``count`` have proved themselves; a stranger, loud or silent, holds nobody up."""
-        while len(self._followers) < count:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
-
-    def _admit(self, connection: Connection) -> None:
-        try:
-            deliver_challenge(connection, self._authkey)
-            answer_challenge(connection, self._authkey)
-        except (AuthenticationError, EOFError, OSError):
-            connection.close()
-        else:
-            self._followers.append(connection)
-
-    def send(self, message: StepPlan | KvOrder) -> None:
-        """Raises: EngineDead when a follower has gone."""
-        try:
-            if isinstance(message, ExtendPlan | DecodePlan):
-                message = replace(message, sampling=())  # rank 0 samples
-            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-            for follower in self._followers:
-                follower.send_bytes(data)
-        except OSError as error:
-            raise EngineDead(f"a tensor-parallel rank is gone: {error}; the replica must be restarted") from error
-
-    def close(self) -> None:
-        for follower in self._followers:
-            follower.close()
-        with contextlib.suppress(OSError):
-            self._listener.close()
 
 
 def run_worker(spec: WorkerSpec) -> None:

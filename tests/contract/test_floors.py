@@ -54,13 +54,14 @@ FLOORS: dict[str, set[str]] = {
         "kvtransfer.layout",
         "kvtransfer.payload", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.port",
         "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent", "kvtransfer.alive",
+        "kvtransfer.heartbeat",
     },
     "replicas.observer": {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.observe", "kvtransfer.payload",
     },
     "replicas.disagg": {
         "replicas.observer", "replicas.distributions", "replicas.scheduler", "replicas.cache", "replicas.request",
-        "replicas.types", "replicas.errors", "kvtransfer.observe", "kvtransfer.types",
+        "replicas.types", "replicas.errors", "kvtransfer.observe", "kvtransfer.types", "kvtransfer.transfer_desk",
     },
     "replicas.choice": {
         "replicas.scheduler", "replicas.request", "replicas.stages", "replicas.tokenizer", "replicas.detokenizer",
@@ -75,6 +76,7 @@ FLOORS: dict[str, set[str]] = {
         "replicas.request", "replicas.tokenizer", "replicas.choice", "replicas.open_requests", "replicas.intake",
         "replicas.disagg", "replicas.stats", "replicas.distributions", "replicas.config", "replicas.observer",
         "replicas.types", "replicas.errors", "kvtransfer.observe", "kvtransfer.payload", "kvtransfer.types",
+        "kvtransfer.transfer_desk",
     },
     "replicas.inbox": {"replicas.types"},
     "replicas.sinks": {"replicas.types", "replicas.errors"},

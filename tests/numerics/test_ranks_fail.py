@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from replicas.errors import EngineDead
 from replicas.launch import load_engine
 from replicas.loop import EngineLoop
 from replicas.ranks import LocalWorkers
-from replicas.runner.worker import PlanChannel, WorkerSpec
+from replicas.runner.worker import WorkerSpec
 from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.numerics.tiny import save
@@ -101,24 +99,3 @@ def test_a_rank_that_dies_while_starting_fails_the_start_at_once(folder: str) ->
         load_engine(folder, parallel=ParallelConfig(tp=2), attention="torch_native", num_threads=1, workers=workers)
     assert time.monotonic() - started_s < 30
     assert all(gone(pid) for pid in workers.pids)
-
-
-def test_strangers_at_the_plan_channel_hold_nobody_up() -> None:
-    from multiprocessing.connection import Client
-
-    channel = PlanChannel("127.0.0.1", b"secret")
-    with socket.create_connection(channel.address), socket.create_connection(channel.address) as loud:
-        loud.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        ours: list[object] = []
-        connect = threading.Thread(target=lambda: ours.append(Client(channel.address, authkey=b"secret")))
-        connect.start()
-        channel.accept(1, timeout_s=10, dead=lambda: None)
-        connect.join(timeout=10)
-    assert len(ours) == 1
-    channel.close()
-
-
-def test_a_follower_that_never_comes_is_said_with_the_numbers() -> None:
-    channel = PlanChannel("127.0.0.1", b"secret")
-    with pytest.raises(EngineDead, match="0 of 2 ranks connected within 0 s"):
-        channel.accept(2, timeout_s=0.2, dead=lambda: None)

@@ -1,26 +1,33 @@
-"""Ports of ranks in other processes: neither side waits for the other, and a rank closes before the desk does."""
+"""Ports of ranks in other processes: neither side waits for the other, a rank closes before the desk does, and one that
+hangs is lost as one that has died is (SPEC H19)."""
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Listener
+from typing import cast
 
 import numpy as np
 import pytest
 
+from kvtransfer.desk import KvTransfer
 from kvtransfer.errors import PeerLost
 from kvtransfer.link import SocketLinks
 from kvtransfer.local import LocalFabric
-from kvtransfer.ports import ExpectOrder, RankInfo
-from kvtransfer.types import PeerAddress, TransferSettings
+from kvtransfer.port import AgentPort
+from kvtransfer.ports import ExpectOrder, NoteCounts, RankInfo
+from kvtransfer.types import PeerAddress, SendDrained, SendFailed, SendOrder, TransferSettings
 from kvtransfer.wire import Hello, Message
 from replicas.runner import remote_port
 from replicas.runner.port import PortSpec
 from replicas.runner.port_channel import PortChannel
-from replicas.runner.remote_port import RemotePort, serve_port
+from replicas.runner.remote_port import PortReport, RemotePort, serve_port
 from tests.kv_pools import layout, local_engine
 
-SPEC = PortSpec(layout=layout(), settings=TransferSettings(host="127.0.0.1", token=b"secret"))
+WAIT_S = 20.0  # for anything
+SETTINGS = TransferSettings(host="127.0.0.1", token=b"secret", rank_timeout_s=0.1)
+SPEC = PortSpec(layout=layout(), settings=SETTINGS)
 INFO = RankInfo(rank=1, agent="x", metadata=b"", base_address=0, num_pages=10, device=0)
 KEY = b"key"
 
@@ -44,7 +51,7 @@ def test_a_follower_that_reads_nothing_is_lost_and_holds_up_nobody(monkeypatch: 
     monkeypatch.setattr("replicas.runner.port_channel.MAX_UNREAD_BYTES", 100_000)
     here, there = connections()
     there.send(INFO)
-    port = RemotePort(here)
+    port = RemotePort(here, timeout_s=10.0)
     with pytest.raises(PeerLost, match=r"rank 1 of this replica is gone.*unread"):
         expect_many(port)
     there.close()
@@ -65,6 +72,86 @@ def test_messages_come_whole_and_in_order_through_a_full_socket() -> None:
     assert there.take() == ["last"]
     with pytest.raises(EOFError):
         there.take()
+    there.close()
+
+
+class Rank:
+    """A rank as its desk sees it, at a time that the test sets."""
+
+    def __init__(self) -> None:
+        here, there = connections()
+        there.send(INFO)
+        self.now = 0.0
+        self.port = RemotePort(here, timeout_s=10.0, clock=lambda: self.now)
+        self.channel = PortChannel(there)
+
+    def say(self, notes: NoteCounts | None = None) -> None:
+        self.channel.send(PortReport(events=(), notes=notes or NoteCounts()))
+
+    def listen(self, until_s: float) -> None:
+        """Every half second, as the desk does more often."""
+        while self.now < until_s:
+            self.now += 0.5
+            assert self.port.poll() == []
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.channel.close()
+    rank.port.close()
+
+
+def test_a_rank_that_says_nothing_for_its_time_is_lost_and_not_waited_for(rank: Rank) -> None:
+    rank.listen(9.5)
+    with pytest.raises(PeerLost, match=r"rank 1 of this replica has given no sign of life for 10 s"):
+        rank.listen(10.0)
+    start_s = time.monotonic()
+    rank.port.close()
+    assert time.monotonic() - start_s < remote_port.CLOSE_S / 2
+
+
+def test_a_sign_of_life_that_comes_late_is_one(rank: Rank) -> None:
+    for late_s in (9.5, 19.5, 29.5):
+        rank.listen(late_s)
+        rank.say()
+    rank.listen(39.5)
+    with pytest.raises(PeerLost):
+        rank.listen(40.0)
+
+
+def test_time_in_which_the_desk_itself_was_held_up_counts_as_one_second(rank: Rank) -> None:
+    """A machine that stops and goes on: the desk may have its turn before the rank has."""
+    rank.listen(8.5)
+    rank.now += 60.0
+    rank.listen(69.0)
+    with pytest.raises(PeerLost):
+        rank.listen(69.5)
+
+
+def test_a_sign_of_life_says_what_notes_were_lost_there(rank: Rank) -> None:
+    counts = NoteCounts(late=3, malformed=1, early=2)
+    rank.say(counts)
+    rank.listen(0.5)
+    assert rank.port.note_counts == counts
+
+
+def test_a_rank_that_hangs_ends_the_desk_and_its_rooms_with_the_reason() -> None:
+    """The engine hears of it as of a transfer thread that crashed: its replica is replaced."""
+    here, there = connections()
+    there.send(INFO)
+    own, woken = local_engine(LocalFabric(), tp=2).ports[0], threading.Event()
+    desk = KvTransfer(SETTINGS, layout(2), lambda: [own, RemotePort(here, timeout_s=0.3)], on_event=woken.set)
+    desk.start()
+    desk.expect_send(SendOrder(room=1, generation=0, rid="r", num_tokens=4, deadline_s=180.0))
+    assert woken.wait(WAIT_S)
+    failed, drained = desk.drain_events()
+    assert isinstance(failed, SendFailed)
+    assert "rank 1 of this replica has given no sign of life for 0.3 s" in failed.reason
+    assert drained == SendDrained(room=1)
+    assert isinstance(desk.error, PeerLost)
+    desk.close()
     there.close()
 
 
@@ -95,14 +182,19 @@ class Probe:
 
 
 @pytest.fixture
-def follower(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemotePort, threading.Thread]]:
+def own() -> AgentPort:
+    """The follower's."""
+    return local_engine(LocalFabric()).ports[0]
+
+
+@pytest.fixture
+def follower(own: AgentPort, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemotePort, threading.Thread]]:
     """The port of rank 0 to a follower's, which lives in a thread."""
-    own = local_engine(LocalFabric()).ports[0]
     monkeypatch.setattr(remote_port, "make_port", lambda *_, **__: own)
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
         thread = threading.Thread(target=serve_port, args=(None, 1, SPEC, listener.address, KEY))
         thread.start()
-        port = RemotePort(listener.accept())
+        port = RemotePort(listener.accept(), timeout_s=WAIT_S)
         yield port, thread
         port.close()
         thread.join()
@@ -133,3 +225,18 @@ def test_a_rank_whose_desk_is_gone_closes_its_agent_by_itself(follower: tuple[Re
     assert probe.ask(port.info.alive_at) == "refused"
     probe.links.close_connections()
     probe.links.close_listener()
+
+
+def test_a_rank_that_has_nothing_to_say_says_that_it_lives_and_what_notes_it_dropped(
+    own: AgentPort, follower: tuple[RemotePort, threading.Thread]
+) -> None:
+    """Ten times within its time, 0.1 s; there is neither a room nor an event."""
+    port, _ = follower
+    own._agent.inbox.append(("a peer", b"no note"))  # type: ignore[attr-defined]
+    deadline_s = time.monotonic() + WAIT_S
+    reports: list[PortReport] = []
+    while len(reports) < 3 or reports[-1].notes != NoteCounts(malformed=1):
+        assert time.monotonic() < deadline_s
+        port._channel.wait(WAIT_S)
+        reports += cast(list[PortReport], port._channel.take())
+    assert not any(report.events for report in reports)

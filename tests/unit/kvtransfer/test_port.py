@@ -174,7 +174,7 @@ def test_notes_of_a_forgotten_room_another_generation_or_another_sender_are_coun
     p.ports[0].write(order(d, page_ids(5), page_ids(3), order_id=3, room=3))
     events = poll_all([*p.ports, *other.ports, *d.ports])
     assert not [event for event in events if isinstance(event, Arrived)]
-    assert d.ports[0].num_late_notes == 3
+    assert d.ports[0].note_counts.late == 3
 
 
 def test_a_note_that_is_read_before_the_order_that_expects_it_is_not_lost() -> None:
@@ -192,7 +192,7 @@ def test_a_note_that_is_read_before_the_order_that_expects_it_is_not_lost() -> N
     assert (first.room, first.num_pages, first.bad_pages, first.last, first.meta) == (ROOM, 2, (), True, b"m")
     assert first == second
     assert poll_all(d.ports) == []
-    assert [port.num_late_notes for port in d.ports] == [0, 0]
+    assert [port.note_counts.late for port in d.ports] == [0, 0]
 
 
 def test_an_early_note_is_verified_against_the_pages_that_are_expected() -> None:
@@ -213,12 +213,12 @@ def test_an_early_note_of_another_sender_or_of_one_that_is_dead_is_dropped() -> 
     p.ports[0].write(order(d, page_ids(5), page_ids(2), room=2))
     poll_all([*p.ports, *other.ports, *d.ports])
     d.ports[0].disconnect(p.incarnation)
-    assert d.ports[0].num_late_notes == 1
+    assert d.ports[0].note_counts.late == 1
     d.ports[0].connect(peer_of(p))
     expect(d, p, page_ids(1))
     expect(d, p, page_ids(2), room=2)
     assert poll_all(d.ports) == []
-    assert d.ports[0].num_late_notes == 2
+    assert d.ports[0].note_counts.late == 2
 
 
 def test_of_too_many_early_notes_and_rooms_that_are_over_the_oldest_are_forgotten(
@@ -230,7 +230,7 @@ def test_of_too_many_early_notes_and_rooms_that_are_over_the_oldest_are_forgotte
     for room in (1, 2, 3):
         p.ports[0].write(order(d, page_ids(5), page_ids(room), order_id=room, room=room))
     poll_all([*p.ports, *d.ports])
-    assert d.ports[0].num_late_notes == 1
+    assert d.ports[0].note_counts.late == 1
     for room in (1, 2, 3):
         expect(d, p, page_ids(room), room=room)
     assert [event.room for event in poll_all(d.ports) if isinstance(event, Arrived)] == [2, 3]
@@ -246,7 +246,7 @@ def test_a_note_that_comes_twice_counts_once() -> None:
         p.ports[0].write(order(d, page_ids(5), page_ids(1), order_id=order_id))
     arrived = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
     assert len(arrived) == 1
-    assert d.ports[0].num_late_notes == 1
+    assert d.ports[0].note_counts.late == 1
 
 
 def test_a_note_that_speaks_of_more_pages_than_the_room_has_is_dropped() -> None:
@@ -254,7 +254,7 @@ def test_a_note_that_speaks_of_more_pages_than_the_room_has_is_dropped() -> None
     expect(d, p, page_ids(1))
     p.ports[0].write(order(d, page_ids(5, 6), page_ids(1, 2)))
     assert not [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
-    assert d.ports[0].num_malformed_notes == 1
+    assert d.ports[0].note_counts.malformed == 1
 
 
 def test_a_lost_note_leaves_the_sender_content_and_the_receiver_waiting() -> None:

@@ -1,0 +1,104 @@
+"""Rank 0's connections to its followers: who may have one, and the plans that go over them.
+
+Owns:      a listener until all followers have come, and one connection for each of them.
+Never:     lets a stranger, loud or silent, hold anybody up.
+Invariant: a follower has proved that it knows the key; when `accept` is over, nothing listens and no thread is left.
+Thread:    the caller's; each connection proves itself on a thread of its own, which ends with `accept`.
+"""
+
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from replicas.errors import EngineDead
+from replicas.runner.kv_access import KvOrder
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
+
+STEP_S = 0.05  # how often the end of the wait is looked for
+
+
+class PlanChannel:
+    """A plan is pickled once and written to all."""
+
+    def __init__(self, host: str, authkey: bytes) -> None:
+        self._listener = socket.create_server((host, 0))
+        self._listener.settimeout(STEP_S)
+        host, port = self._listener.getsockname()[:2]
+        self.address: tuple[str, int] = (str(host), int(port))
+        self._authkey = authkey
+        self._followers: list[Connection] = []
+
+    @property
+    def connections(self) -> Sequence[Connection]:
+        """In the order in which they came."""
+        return self._followers
+
+    def accept(self, count: int, *, timeout_s: float, dead: Callable[[], str | None]) -> None:
+        """Wait until ``count`` followers have connected.
+
+        Raises: EngineDead when one died first, or not all came within ``timeout_s``.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        proving: list[tuple[socket.socket, threading.Thread]] = []
+        try:
+            while len(self._followers) < count:
+                gone = dead()
+                if gone is not None:
+                    raise EngineDead(f"{gone} before it was ready; its log says why")
+                if time.monotonic() > deadline_s:
+                    raise EngineDead(f"{len(self._followers)} of {count} ranks connected within {timeout_s:.0f} s")
+                with suppress(TimeoutError):
+                    proving.append(self._prove(self._listener.accept()[0]))
+        except OSError as error:
+            raise EngineDead(f"the ranks' channel was closed before all had connected: {error}") from error
+        finally:
+            self._listener.close()
+            self._end(proving)
+
+    def _prove(self, caller: socket.socket) -> tuple[socket.socket, threading.Thread]:
+        """The caller's socket, by which it can be hung up, and the thread that hears it."""
+        connection = Connection(os.dup(caller.fileno()))
+        thread = threading.Thread(target=self._admit, args=(connection,), name="manta-plan-admit", daemon=True)
+        thread.start()
+        return caller, thread
+
+    def _admit(self, connection: Connection) -> None:
+        try:
+            deliver_challenge(connection, self._authkey)
+            answer_challenge(connection, self._authkey)
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+        else:
+            self._followers.append(connection)
+
+    def _end(self, proving: Sequence[tuple[socket.socket, threading.Thread]]) -> None:
+        """Hang up on who has not proved itself: its thread's read ends. Closing alone would leave it blocked."""
+        for caller, thread in proving:
+            if thread.is_alive():
+                with suppress(OSError):
+                    caller.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            caller.close()
+
+    def send(self, message: StepPlan | KvOrder) -> None:
+        """Raises: EngineDead when a follower has gone."""
+        try:
+            if isinstance(message, ExtendPlan | DecodePlan):
+                message = replace(message, sampling=())  # rank 0 samples
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+            for follower in self._followers:
+                follower.send_bytes(data)
+        except OSError as error:
+            raise EngineDead(f"a tensor-parallel rank is gone: {error}; the replica must be restarted") from error
+
+    def close(self) -> None:
+        for follower in self._followers:
+            follower.close()
+        self._listener.close()

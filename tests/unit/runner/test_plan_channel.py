@@ -1,0 +1,81 @@
+"""Rank 0's plan channel: who gets in, and what is left when the wait is over."""
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection
+
+import pytest
+
+from replicas.errors import EngineDead
+from replicas.runner.plan_channel import PlanChannel
+
+KEY = b"secret"
+
+
+@pytest.fixture
+def channel() -> PlanChannel:
+    return PlanChannel("127.0.0.1", KEY)
+
+
+def no_one() -> str | None:
+    return None
+
+
+def started(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_strangers_hold_nobody_up_and_leave_no_thread_behind(channel: PlanChannel) -> None:
+    before = set(threading.enumerate())
+    with socket.create_connection(channel.address) as silent, socket.create_connection(channel.address) as loud:
+        loud.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        ours: list[Connection] = []
+        connect = started(lambda: ours.append(Client(channel.address, authkey=KEY)))
+        channel.accept(1, timeout_s=10, dead=no_one)
+        connect.join(timeout=10)
+        assert set(threading.enumerate()) == before
+        silent.settimeout(10)
+        with suppress(ConnectionResetError):
+            while silent.recv(1000):  # our challenge, and then the end
+                pass
+    assert len(ours) == len(channel.connections) == 1
+    channel.connections[0].send("a plan")
+    assert ours[0].recv() == "a plan"
+    channel.close()
+    ours[0].close()
+
+
+def test_a_follower_that_never_comes_is_said_with_the_numbers_and_nobody_waits_for_it_any_more(
+    channel: PlanChannel,
+) -> None:
+    before = set(threading.enumerate())
+    with socket.create_connection(channel.address):
+        with pytest.raises(EngineDead, match="0 of 2 ranks connected within 0 s"):
+            channel.accept(2, timeout_s=0.2, dead=no_one)
+        assert set(threading.enumerate()) == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(channel.address)
+
+
+def test_a_wait_ends_when_a_follower_dies_or_the_channel_is_closed(channel: PlanChannel) -> None:
+    with pytest.raises(EngineDead, match="rank1 exited with code 1 before it was ready"):
+        channel.accept(1, timeout_s=10, dead=lambda: "rank1 exited with code 1")
+    other = PlanChannel("127.0.0.1", KEY)
+    asked = threading.Event()
+    errors: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(EngineDead) as error:
+            other.accept(1, timeout_s=10, dead=asked.set)  # type: ignore[arg-type]
+        errors.append(str(error.value))
+
+    waiting = started(wait)
+    assert asked.wait(10)
+    other.close()
+    waiting.join(timeout=10)
+    assert len(errors) == 1
+    assert "the ranks' channel was closed before all had connected" in errors[0]
