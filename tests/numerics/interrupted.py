@@ -1,0 +1,176 @@
+"""A hand-off between two processes over NIXL, brought to a state in which something happens to one of them, and what
+must hold afterwards.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.engine_process import EngineProcess, Probe
+from kvtransfer.types import PdTicket, TransferStats
+from replicas.types import (
+    EngineStats,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    HandOff,
+    PdLeg,
+    SamplingParams,
+    TokenDelta,
+)
+from tests.embedded import MODEL
+from tests.numerics import tiny
+
+SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+PROMPT = np.random.default_rng(3).integers(0, tiny.VOCAB, 100).astype(np.int32)  # 7 pages of 16
+LONG = np.random.default_rng(4).integers(0, tiny.VOCAB, 3200).astype(np.int32)  # 200 pages, 100 chunks of 32
+STATES = ["opened", "first pages written", "handed over"]
+OTHERS_NEW = 3000  # tokens: seconds
+WAIT_S = 40.0  # for anything
+
+
+def save_model(folder: Path) -> str:
+    """Its name; it knows 4,096 positions."""
+    tiny.save("qwen3", folder, max_position_embeddings=4096)
+    for file in Path(MODEL).glob("*token*.json"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+def engine(model: str, *, tp: int = 1, probe: Probe | None = None) -> EngineProcess:
+    return EngineProcess(
+        model, page=16, chunk=32, transport="cma", tp=tp, context_len=4096, pool_tokens=16384, probe=probe
+    )
+
+
+def until(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    """Ask until it holds: each time the process is asked, it has answered."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"never: {what if isinstance(what, str) else what()}")
+
+
+def transfer(end: EngineProcess) -> TransferStats:
+    stats = end.stats().transfer
+    assert stats is not None
+    return stats
+
+
+def until_at_rest(end: EngineProcess) -> None:
+    """No room, nothing that runs or waits, every page free or evictable; and the engine's own books are right."""
+
+    seen: list[EngineStats] = []
+
+    def at_rest() -> bool:
+        stats = end.stats()
+        pool, rooms = stats.pool, stats.transfer
+        assert rooms is not None
+        busy = (stats.num_waiting, stats.num_running, stats.num_preallocating, stats.num_receiving)
+        seen[:] = [stats]
+        return (
+            pool.free_pages + pool.evictable_pages == pool.num_pages
+            and (rooms.rooms_receiving, rooms.rooms_sending, rooms.rooms_draining) == (0, 0, 0)
+            and not any(busy)
+            and stats.num_handing_off == 0
+        )
+
+    until(at_rest, lambda: f"at rest; there is {seen}")
+
+
+def decode_leg(
+    prefill: EngineProcess,
+    rid: str,
+    room: int,
+    *,
+    prompt: np.ndarray = PROMPT,
+    sampling: SamplingParams = SAMPLING,
+) -> GenerateRequest:
+    ticket = PdTicket(room=room, generation=0, prefill=prefill.address)
+    request = GenerateRequest(rid=rid, token_ids=prompt, sampling=sampling, cache_salt=rid)
+    return replace(request, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket))
+
+
+def prefill_leg(of: GenerateRequest) -> GenerateRequest:
+    assert of.hand_off is not None
+    return replace(of, hand_off=replace(of.hand_off, leg=PdLeg.PREFILL))
+
+
+def answer(end: EngineProcess, of: GenerateRequest) -> list[int]:
+    """What one replica says."""
+    end.submit(replace(of, rid="alone", cache_salt="alone", hand_off=None))
+    return ids(end.finish("alone"))
+
+
+def ids(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def ended(deltas: list[TokenDelta]) -> Finish:
+    finish = deltas[-1].finish
+    assert finish is not None
+    return finish
+
+
+def transferred(deltas: list[TokenDelta]) -> bool:
+    (report,) = [delta.hand_off for delta in deltas if delta.hand_off is not None]
+    return report.transferred
+
+
+class Case:
+    """One hand-off, brought to a state."""
+
+    def __init__(self, prefill: EngineProcess, decode: EngineProcess, rid: str, state: str) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.state = state
+        sampling = replace(SAMPLING, max_new_tokens=400) if state == "handed over" else SAMPLING
+        prompt = LONG if state == "first pages written" else PROMPT
+        self.leg = decode_leg(prefill, rid, abs(hash(rid)) % 2**40, prompt=prompt, sampling=sampling)
+        self.others = [self._other(f"{rid} other {i}") for i in range(4)] if state == "opened" else []
+        self._advance()
+
+    def _other(self, rid: str) -> GenerateRequest:
+        """One of the four that P may run at a time; until they end it has no row for the leg."""
+        sampling = replace(SAMPLING, max_new_tokens=OTHERS_NEW)
+        return GenerateRequest(rid=rid, token_ids=PROMPT[:9], sampling=sampling, cache_salt=rid)
+
+    def _advance(self) -> None:
+        for other in self.others:
+            self.prefill.submit(other)
+        if self.others:
+            until(lambda: self.prefill.stats().num_running == 4, "P is full")
+        before = transfer(self.prefill)
+        self.prefill.submit(prefill_leg(self.leg))
+        self.decode.submit(self.leg)
+        match self.state:
+            case "opened":
+                until(lambda: self.decode.stats().num_receiving == 1, "granted")
+                until(lambda: self.prefill.stats().num_waiting == 1, "opened, and in P's queue")
+            case "first pages written":
+                until(lambda: transfer(self.prefill).sent_pages > before.sent_pages, "first pages written")
+            case _:
+                assert ended(self.prefill.finish(self.leg.rid)).reason is FinishReason.HANDED_OFF
+
+    @property
+    def over(self) -> bool:
+        """Whether the pages had all come before anything happened."""
+        return self.state == "handed over"
+
+    def check_prefill(self) -> None:
+        """P has told of its leg, and has answered the others."""
+        if not self.over:
+            assert ended(self.prefill.finish(self.leg.rid)).reason is FinishReason.ERROR
+        for other in self.others:
+            assert len(ids(self.prefill.finish(other.rid))) == OTHERS_NEW
+
+    def check_answer(self) -> None:
+        told = self.decode.finish(self.leg.rid)
+        assert ended(told).reason is FinishReason.LENGTH
+        assert transferred(told) is self.over
+        assert ids(told) == answer(self.decode, self.leg)
