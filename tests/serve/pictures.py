@@ -1,6 +1,7 @@
 """`make pictures`: the pictures of the live view in docs/pictures, taken anew from a Manta that runs under load.
 
-    live_view.png     prefill and decode apart, light           request.png     two replicas, dark, one request explained
+    live_view.png    prefill and decode apart, light
+    request.png      two replicas, dark, one request explained
 """
 
 import sys
@@ -94,7 +95,7 @@ def take(page: Page, folder: Path) -> None:
     """Both pictures."""
     for name in ("apart", "unified"):
         (folder / name).mkdir()
-    cache = {"max_total_tokens": 8_000}
+    cache = {"max_total_tokens": 6_000}
     with loaded(folder / "apart", base="docs/examples/disaggregated.yaml", cache=cache) as app:
         page.open(f"{app.url}/manta/", width=1280)
         page.until(lambda: page.all(".lines path"), "a line between prefill and decode")
@@ -108,8 +109,7 @@ def take(page: Page, folder: Path) -> None:
 
 def choose_one(page: Page) -> None:
     """The newest finished request, explained, with its path in the cache."""
-    finished = '.requests tr:has(.outcome.finished) .request-name'
-    page.one(finished).click()
+    page.one(".requests tr:has(.outcome.finished) .request-name").click()
     page.one("#why .sentence")
     page.one(".cell.on-path")
 

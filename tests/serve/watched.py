@@ -102,8 +102,10 @@ def check_emission(watched: Watched, *, disaggregated: bool) -> None:
         assert {name for name in has if name.startswith(PREFIX)} - allowed == set(), f"{role} at {address}"
         assert complaints(text) == "", f"{role} at {address}"
     assert roles == ({"prefill", "decode"} if disaggregated else {"unified"}) | {"router", "observatory"}
-    assert complaints(watched.get("/metrics").text) == "", "fan-in"
-    no_request_is_named([*told.values(), watched.get("/metrics").text], watched)
+    fan_in = watched.get("/metrics").text
+    assert complaints(fan_in) == "", "fan-in"
+    assert series_of(fan_in) == {each for text in told.values() for each in series_of(text)}
+    no_request_is_named([*told.values(), fan_in], watched)
 
 
 def of_process(process: Process, *, disaggregated: bool) -> Iterable[Metric]:
@@ -117,6 +119,10 @@ def of_process(process: Process, *, disaggregated: bool) -> Iterable[Metric]:
 
 def process_of(role: str) -> Process:
     return {"router": Process.ROUTER, "observatory": Process.OBSERVATORY}.get(role, Process.REPLICA)
+
+
+def series_of(text: str) -> set[tuple[str, frozenset[tuple[str, str]]]]:
+    return {(each.name, frozenset(each.labels.items())) for each in Scraped(text).samples}
 
 
 def no_request_is_named(texts: Iterable[str], watched: Watched) -> None:
