@@ -49,7 +49,7 @@ const Card = once(({ replica, split, chosen, onChoose }) => {
     ["computed tok/s", count(rates?.prefill_tokens_per_s)],
     ["reused tok/s", count(rates?.cached_tokens_per_s)],
     ["decoded tok/s", count(rates?.decode_tokens_per_s)],
-    ["decode step", seconds(replica.decode_step_s)],
+    ["decode step", seconds(replica.decode_step_s || null)], // 0: none yet
   ];
   const hints = { receiving: "receiving K/V, and waiting for pages to receive it in", queued: "prompt tokens not computed yet" };
   return html`<li class=${`card ${replica.state}${chosen ? " chosen" : ""}`} data-replica=${replica.id}>

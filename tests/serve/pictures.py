@@ -99,7 +99,7 @@ def take(page: Page, folder: Path) -> None:
     with loaded(folder / "apart", base="docs/examples/disaggregated.yaml", cache=cache) as app:
         page.open(f"{app.url}/manta/", width=1280)
         page.until(lambda: page.all(".lines path"), "a line between prefill and decode")
-        choose_one(page)
+        page.one(".cell")
         page.picture("live_view", FOLDER)
     with loaded(folder / "unified", replicas={"count": 2}, cache=cache) as app:
         page.open(f"{app.url}/manta/", width=1280, theme="dark")
