@@ -111,9 +111,9 @@ class EngineLoop:
                     raise self.error or EngineDead("this replica was stopped")
                 result = fn(engine)
             except BaseException as error:  # noqa: BLE001 - belongs to the caller, whatever it is
-                loop.call_soon_threadsafe(_settle, future, None, error)
+                _tell(loop, future, None, error)
             else:
-                loop.call_soon_threadsafe(_settle, future, result, None)
+                _tell(loop, future, result, None)
 
         self._command(call)
         return await future
@@ -221,6 +221,16 @@ class EngineLoop:
             if dead is not None:
                 self._die(dead)
             time.sleep(min(1.0, limit_s / 4))
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", result: T | None, error: BaseException | None
+) -> None:
+    """Settle ``future`` from another thread; nobody waits for it any more where its event loop has been closed."""
+    try:
+        loop.call_soon_threadsafe(_settle, future, result, error)
+    except RuntimeError:
+        log.debug("the asker's event loop is closed")
 
 
 def _settle(future: "asyncio.Future[T]", result: T | None, error: BaseException | None) -> None:

@@ -54,6 +54,35 @@ def test_what_is_not_refused_at_once_is_answered_however_many_came_between_two_s
     assert ends == {f"r{number}": FinishReason.LENGTH for number in range(6)}
 
 
+def test_an_asker_whose_event_loop_was_closed_meanwhile_does_no_harm_to_the_engine() -> None:
+    """The answer comes when nobody is there: the engine thread goes on."""
+    engine, _ = fake_engine()
+    loop = EngineLoop(engine)
+    asked, closed, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(_engine: object) -> None:
+        asked.set()
+        assert closed.wait(5)
+        answered.set()
+
+    async def ask_and_leave() -> None:
+        waiting = asyncio.ensure_future(loop.run_on_engine(slow))
+        await asyncio.to_thread(asked.wait, 5)
+        waiting.cancel()
+
+    loop.start()
+    asyncio.run(ask_and_leave())  # closes its event loop
+    closed.set()
+    assert answered.wait(5)
+    got: list[TokenDelta] = []
+    loop.submit(ask("a", PROMPT), got.extend)
+    until(lambda: loop.num_open == 0)
+    assert loop.error is None
+    assert got[-1].finish is not None
+    assert got[-1].finish.reason is FinishReason.LENGTH
+    loop.stop()
+
+
 async def test_a_consumer_that_leaves_aborts_its_request_and_frees_its_pages() -> None:
     gate = threading.Semaphore(3)
     engine, device = fake_engine()
