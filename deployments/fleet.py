@@ -64,6 +64,7 @@ class Fleet:
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
+        self._as_of_s: dict[str, float] = {}  # of each member: when its last report was true; at first, when it joined
         self._unheard: set[str] = set()  # lost, or attached again without a report since: needs a new connection
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -77,7 +78,8 @@ class Fleet:
 
     def set_members(self, members: Iterable[str]) -> None:
         """These are the running replicas now."""
-        self._members = frozenset(members)
+        self._members, now_s = frozenset(members), self._clock()
+        self._as_of_s = {each: self._as_of_s.get(each, now_s) for each in self._members}
         self._unheard &= self._members
         for replica_id in set(self._infos) | set(self._attaching):
             if replica_id not in self._members:
@@ -90,8 +92,9 @@ class Fleet:
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None:
         if replica_id in self._members:
-            self._reports[replica_id] = (self._clock(), report)
-            self._heard_s[replica_id] = self._clock()
+            now_s = self._heard_s[replica_id] = self._clock()
+            self._reports[replica_id] = (now_s, report)
+            self._as_of_s[replica_id] = now_s - report.age_s
             self._unheard.discard(replica_id)
             self._update()
             if replica_id in self._infos and self._address is not None:
@@ -143,15 +146,21 @@ class Fleet:
         """By replica: how many pages it is believed to hold, confirmed by its events and only expected."""
         return {view.replica_id: self._router.num_pages(view.replica_id) for view in self._router.views}
 
+    def report_ages_s(self) -> dict[str, float]:
+        """By member: how long ago it was as its last report says, through all attaching again; of one that has not
+        reported yet, since when it is a member."""
+        now_s = self._clock()
+        return {each: now_s - as_of_s for each, as_of_s in sorted(self._as_of_s.items())}
+
     def seen(self) -> tuple[SeenReplica, ...]:
         """Every member, by id; one that has not attached or reported yet is starting."""
         self._update()
-        now_s, states = self._clock(), {view.replica_id: view.state for view in self._router.views}
+        ages_s, states = self.report_ages_s(), {view.replica_id: view.state for view in self._router.views}
         found = []
         for each in sorted(self._members):
-            info, (heard_s, report) = self._infos.get(each), self._reports.get(each, (now_s, None))
+            info, (_, report) = self._infos.get(each), self._reports.get(each, (None, None))
             role = self._role_of(each) if info is None else info.role
-            age_s = None if report is None else now_s - heard_s
+            age_s = None if report is None else ages_s[each]
             state = states.get(each, "starting")
             found.append(
                 SeenReplica(
@@ -202,6 +211,7 @@ class Fleet:
         """Raises AssertionError if a replica is known that is no member."""
         assert self._infos.keys() <= self._members
         assert self._reports.keys() <= self._members
+        assert self._as_of_s.keys() == self._members
         assert self._unheard <= self._members
         assert not self._infos.keys() & self._attaching.keys()
         assert self.sync.asking <= self._infos.keys()

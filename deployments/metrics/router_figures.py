@@ -84,7 +84,7 @@ def figures_of(fleet: Fleet, *, page_size: int) -> FleetFigures:
             target: (confirmed * page_size, expected * page_size)
             for target, (confirmed, expected) in fleet.cache_pages().items()
         },
-        report_age_s={each.replica_id: each.report_age_s for each in seen if each.report_age_s is not None},
+        report_age_s=fleet.report_ages_s(),
         replicas=Counter((each.role, each.state) for each in seen),
         num_gaps=fleet.sync.num_gaps,
         num_snapshots=fleet.sync.num_snapshots,

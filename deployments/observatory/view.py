@@ -30,7 +30,7 @@ class SeenReplica:
     state: str  # starting, accepting, draining, unhealthy
     info: ReplicaInfo | None  # None while starting
     report: ReplicaReport | None  # the last; None before the first
-    report_age_s: float | None
+    report_age_s: float | None  # since what it says was so; None before the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

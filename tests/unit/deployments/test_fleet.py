@@ -117,6 +117,31 @@ async def test_a_long_report_period_is_no_silence() -> None:
     assert fleet.num_ready == 1
 
 
+async def test_the_age_of_a_report_grows_for_as_long_as_a_member_is_mute() -> None:
+    """Joined at 0, a report at 10 s of a step that began 4 s before it; then silence, through attaching again."""
+    clock, house = Clock(), House()
+    clock.now_s = 0.0
+    fleet = Fleet(router=house.router, leases=LocalLeases(), clock=clock)
+    fleet.set_members({"r0"})
+    clock.now_s = 10.0
+    assert fleet.report_ages_s() == {"r0": 10.0}
+    fleet._infos["r0"] = info("r0")
+    fleet.on_report("r0", ReplicaReport(stats=stats(), error=None, num_open=0, age_s=4.0))
+    assert fleet.report_ages_s() == {"r0": 4.0}
+    [seen] = fleet.seen()
+    assert seen.report_age_s == 4.0
+    ages = []
+    for _ in range(6):
+        clock.now_s += STALE_S
+        fleet.attach_silent_again()
+        fleet._infos["r0"] = info("r0")  # it can be attached, and says nothing
+        ages.append(fleet.report_ages_s()["r0"])
+    assert ages == [4 + STALE_S * (turn + 1) for turn in range(6)]
+    fleet.check()
+    fleet.set_members(set())
+    assert fleet.report_ages_s() == {}
+
+
 async def test_a_silent_replica_is_attached_again_and_the_second_time_over_a_new_connection() -> None:
     """A report in between means that the connection works."""
     clock, asked = Clock(), list[bool]()
