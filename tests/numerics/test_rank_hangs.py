@@ -83,8 +83,7 @@ def test_a_rank_of_the_prefill_side_that_hangs(other: EngineProcess, victim: Eng
 
 
 def test_a_rank_of_the_decode_side_that_hangs(other: EngineProcess, victim: EngineProcess) -> None:
-    """It cannot compute either, while its rank hangs. Then it answers, without the pages that were to come; but it is to
-    be replaced."""
+    """It cannot compute either, while its rank hangs. Then it answers, without the pages that were to come."""
     leg = decode_leg(other, "D", 2)
     victim.submit(leg)
     until(lambda: transfer(other).rooms_sending == 1, "opened")
