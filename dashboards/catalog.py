@@ -30,7 +30,8 @@ TIERS = ("L1",)  # L1: the device's KV pool; others join when they exist
 POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 PHASES = ("prefill", "decode")
 STAGES = ("route", "queue", "prefill", "transfer", "decode")
-ENDPOINTS = ("chat", "completions", "generate", "tokens")
+ANSWERING = ("chat", "completions", "generate")  # endpoints that generate
+ENDPOINTS = (*ANSWERING, "tokens")
 OUTCOMES = ("ok", "error", "invalid", "cancelled", "shed", "timeout")
 ROLES = ("unified", "prefill", "decode")
 SIGNALS = ("queue", "kv_pool", "slots")
@@ -116,8 +117,8 @@ _TRANSFER = [
     _metric(REPLICA, COUNTER, "transfer_bytes_total", "K/V bytes moved.", {"direction": ("send", "receive")},
             disaggregated=True),
     _metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
-            "Parts of a hand-off: grant (until the receiver had row and pages), wait (from then until all had come), "
-            "post and wire (one NIXL write, as its telemetry says).",
+            "Parts of a hand-off: grant (until the receiver had row and pages, or gave up), wait (from then until all had "
+            "come, or it failed), post and wire (one NIXL write, as its telemetry says).",
             {"phase": ("grant", "wait", "post", "wire")}, unit="seconds", buckets=STAGE, disaggregated=True),
     _metric(REPLICA, GAUGE, "transfers_in_flight", "Hand-offs in progress; draining ones have failed and their pages "
             "are not yet safe to reuse.", {"direction": ("send", "receive", "draining")}, disaggregated=True),
@@ -134,18 +135,20 @@ _TRANSFER = [
 _REQUESTS = [
     _metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; invalid: the client's mistake; shed: "
             "refused because all queues are too long.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
-    _metric(ROUTER, GAUGE, "requests_in_flight", "Requests that are open.", {"endpoint": ENDPOINTS}),
-    _metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to its first output token.",
-            {"endpoint": ENDPOINTS}, unit="seconds", buckets=TTFT),
+    _metric(ROUTER, GAUGE, "requests_in_flight", "Prompts whose answers are open.", {"endpoint": ANSWERING}),
+    _metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to its first output token, "
+            "counted when that comes.", {"endpoint": ANSWERING}, unit="seconds", buckets=TTFT),
     _metric(ROUTER, HISTOGRAM, "inter_token_latency_seconds", "Gap between deltas of one answer, per token.",
             unit="seconds", buckets=ITL),
-    _metric(ROUTER, HISTOGRAM, "request_duration_seconds", "From a request's arrival to its last token.",
+    _metric(ROUTER, HISTOGRAM, "request_duration_seconds", "From a request's arrival to its end, of those that ended ok.",
             {"endpoint": ENDPOINTS}, unit="seconds", buckets=DURATION),
-    _metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "What a finished request spent in each stage.",
-            {"stage": STAGES}, unit="seconds", buckets=STAGE),
-    _metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Length of prompts.", unit="tokens", buckets=TOKENS),
-    _metric(ROUTER, HISTOGRAM, "request_output_tokens", "Length of answers.", unit="tokens", buckets=TOKENS),
-    _metric(ROUTER, COUNTER, "slo_requests_total", "Finished requests judged against each objective.",
+    _metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "What a request that ended ok spent in each "
+            "stage.", {"stage": STAGES}, unit="seconds", buckets=STAGE),
+    _metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Length of prompts of requests that ended ok.", unit="tokens", buckets=TOKENS),
+    _metric(ROUTER, HISTOGRAM, "request_output_tokens", "Length of answers of requests that ended ok.", unit="tokens", buckets=TOKENS),
+    _metric(ROUTER, COUNTER, "slo_requests_total", "Requests judged against each objective. Met: the "
+            "first token, or the mean gap, came in time. Not met also: what ended in an error, a timeout, or was shed, "
+            "before its first token (ttft) or after it (itl). Not judged: what clients cancelled, or asked wrongly.",
             {"slo": ("ttft", "itl"), "met": ("true", "false")}),
 ]  # fmt: skip
 
@@ -154,7 +157,8 @@ _ROUTING = [
             {"policy": OPEN, "reason": OPEN}),
     _metric(ROUTER, HISTOGRAM, "router_decision_duration_seconds", "Time of one decision.", unit="seconds",
             buckets=FAST),
-    _metric(ROUTER, COUNTER, "router_prompt_tokens_total", "Prompt tokens of routed requests."),
+    _metric(ROUTER, COUNTER, "router_prompt_tokens_total", "Prompt tokens of requests that had their first token; this "
+            "and the three that follow are counted with it."),
     _metric(ROUTER, COUNTER, "router_best_overlap_tokens_total", "Longest prefix known at any candidate."),
     _metric(ROUTER, COUNTER, "router_predicted_overlap_tokens_total", "Prefix expected at the chosen replica."),
     _metric(ROUTER, COUNTER, "router_actual_overlap_tokens_total", "Prefix that the chosen replica then reused."),
@@ -166,7 +170,8 @@ _ROUTING = [
     _metric(ROUTER, GAUGE, "router_index_tokens", "Tokens that the prefix index holds for a replica: told by its "
             "events, or expected from decisions.", {"target": OPEN, "source": ("confirmed", "expected")},
             unit="tokens"),
-    _metric(ROUTER, GAUGE, "router_report_age_seconds", "Age of a replica's last report.", {"target": OPEN},
+    _metric(ROUTER, GAUGE, "router_report_age_seconds", "How long ago a replica was as it last told, a step "
+            "in progress included; of one that has not told anything, how long it has been known.", {"target": OPEN},
             unit="seconds"),
     _metric(ROUTER, COUNTER, "router_cache_event_gaps_total", "Times that a replica's cache events were missed."),
     _metric(ROUTER, COUNTER, "router_cache_snapshots_total", "Snapshots of replicas' caches that came."),

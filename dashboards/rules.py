@@ -61,7 +61,7 @@ class Alert:
 
 
 def _missed(kit: Kit, slo: str) -> Query:
-    """Share of the finished requests that missed their objective."""
+    """Share of the judged requests that missed their objective."""
     return ratio(
         kit.rate("slo_requests_total", by=["model"], where={"slo": slo, "met": "false"}),
         kit.rate("slo_requests_total", by=["model"], where={"slo": slo}),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.following import CLIENT_CLOSED, RequestWatch, outcome_of_status
+from deployments.following import CLIENT_CLOSED, RequestWatch, outcome_of_status, tell
 from deployments.timeline import Arrival
 
 # by the end of the path: what stands before it is the application's route prefix
@@ -53,7 +53,7 @@ class Arrivals:
         finally:
             if not arrival.num_prompts:
                 total_s = self._clock() - arrival.arrived_s
-                self._watch.answered(endpoint, outcome=outcome_of_status(status), total_s=total_s)
+                tell(self._watch.answered, endpoint, outcome=outcome_of_status(status), total_s=total_s)
 
 
 def arrival_of(request: Request) -> Arrival:

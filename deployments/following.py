@@ -1,15 +1,17 @@
 """Follows one request from its first decision to its end: its record, its times, and who wants to hear of it.
 
 Owns:      nothing of the request itself: what happens there happens in dispatch.py and attempt.py, and is told here.
-Never:     changes what a client gets; raises.
+Never:     changes what a client gets; raises, whatever a watch does: what fails there stands in the log.
 Invariant: a watch hears ``opened`` and ``ended`` once each for a request, however it ends.
 Thread:    the router's event loop.
 """
 
 import asyncio
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Protocol
+from typing import ParamSpec, Protocol
 
 from deployments.route_log import RouteLog, RouteRecord, Try
 from deployments.route_request import Saturated
@@ -18,6 +20,9 @@ from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from routing.types import Decision
 
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 CLIENT_CLOSED, TIMED_OUT = 499, 504  # http_status of what ended early
 # outcome -> how a record says it ended
 ENDINGS: Mapping[str, str] = {
@@ -43,7 +48,7 @@ class RequestWatch(Protocol):
         """``failure``: of the try before, whose request goes elsewhere now."""
         ...
 
-    def began(self, noted: Try) -> None:
+    def began(self, noted: Try, timeline: Timeline) -> None:
         """The first token has come."""
         ...
 
@@ -67,10 +72,18 @@ class Unwatched:
 
     def opened(self, endpoint: str) -> None: ...
     def decided(self, decision: Decision, *, took_s: float, failure: Exception | None) -> None: ...
-    def began(self, noted: Try) -> None: ...
+    def began(self, noted: Try, timeline: Timeline) -> None: ...
     def tried(self, noted: Try) -> None: ...
     def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None: ...
     def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None: ...
+
+
+def tell(hear: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call a watch. What it raises is logged: nobody's request fails since counting it did."""
+    try:
+        hear(*args, **kwargs)
+    except Exception:
+        log.exception("what watches requests failed; the request goes on")
 
 
 class Following:
@@ -85,7 +98,8 @@ class Following:
         watch: RequestWatch,
         clock: Callable[[], float],
     ) -> None:
-        self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=watch.on_gap)
+        on_gap = None if watch.on_gap is None else functools.partial(tell, watch.on_gap)
+        self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=on_gap)
         self._request = request
         self._routes = routes
         self._watch = watch
@@ -95,7 +109,7 @@ class Following:
 
     def __enter__(self) -> "Following":
         self.timeline.arrival.num_prompts += 1
-        self._watch.opened(self.timeline.arrival.endpoint)
+        tell(self._watch.opened, self.timeline.arrival.endpoint)
         return self
 
     def decided(
@@ -107,14 +121,14 @@ class Following:
         self._try = self._routes.add(self._request.rid, decision, self.timeline, held_out)
         self._record = self._routes.get(self._request.rid)
         self.timeline.sent(self._try.times, now_s)
-        self._watch.decided(decision, took_s=now_s - since_s, failure=failure)
+        tell(self._watch.decided, decision, took_s=now_s - since_s, failure=failure)
         return self._try
 
     def saw(self, delta: TokenDelta) -> None:
         """A delta on its way to the client."""
         if self.timeline.saw(delta, self._clock()):
             assert self._try is not None
-            self._watch.began(self._try)
+            tell(self._watch.began, self._try, self.timeline)
             self._changed()
 
     def __exit__(
@@ -122,15 +136,22 @@ class Following:
     ) -> None:
         self._close_try()
         self.timeline.end(self._clock())
-        outcome = outcome_of(self.timeline.worst if self.timeline.is_whole else None, error)
+        outcome = outcome_of(self._finish(), error)
         if self._record is not None:
             self._record.ending = ENDINGS[outcome]
             self._changed()
-        self._watch.ended(self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
+        tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
+
+    def _finish(self) -> Finish | None:
+        """How the engines ended it: all choices have, or one went wrong, after which nobody waits for the others."""
+        worst = self.timeline.worst
+        if worst is None or self.timeline.is_whole or worst.reason is FinishReason.ERROR:
+            return worst
+        return worst if worst.reason is FinishReason.ABORT and worst.http_status == TIMED_OUT else None
 
     def _close_try(self) -> None:
         if self._try is not None:
-            self._watch.tried(self._try)
+            tell(self._watch.tried, self._try)
             self._try = None
 
     def _changed(self) -> None:
@@ -139,7 +160,7 @@ class Following:
 
 
 def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
-    """How a request ended, in the catalogue's words. ``finish``: the worst of its choices, if all have ended."""
+    """How a request ended, in the catalogue's words. ``finish``: as its engines ended it, if they did."""
     if finish is not None:
         if finish.reason is FinishReason.ERROR:
             return "error"

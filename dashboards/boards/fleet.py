@@ -41,8 +41,9 @@ NOW = Row(
         ),
         Panel(
             title="Within the first-token objective",
-            shows="Share of finished requests whose first token came within the configured objective.",
-            act="Below the target: add replicas, or find out with the routing board why prefixes are not reused.",
+            shows="Share of requests whose first token came within the configured objective; what failed or was refused "
+                "before it missed it.",
+            act="Below the target: Requests by outcome says whether requests fail; if not, add replicas, or find out with the routing board why prefixes are not reused.",
             lines=(
                 Line(
                     ratio(
@@ -139,7 +140,7 @@ TRAFFIC = Row(
         ),
         Panel(
             title="Open requests",
-            shows="Requests that have come and not ended, by endpoint.",
+            shows="Prompts that have come and whose answers have not ended, by endpoint.",
             act="Grows while Requests per second stands still: replicas are saturated or stuck; see Busy share.",
             lines=(Line(KIT.gauge("requests_in_flight", by=["endpoint"]), "{{endpoint}}"),), shape=Shape.STACKED,
         ),

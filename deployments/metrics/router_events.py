@@ -7,13 +7,17 @@ Invariant: best, predicted and actual overlap, and the prompt tokens that they a
 Thread:    the router's event loop.
 
 A request is one prompt; an HTTP request with several counts as several, and one that was refused before any of its
-prompts was sent on (a wrong body, say) as one, in ``requests_total`` alone. Token counts, stages, duration and
-objectives are of requests that ended ok. Requests for tokens alone have a count and a duration.
+prompts was sent on (a wrong body, say) as one, in ``requests_total`` alone. Token counts, stages and duration are of
+requests that ended ok. Requests for tokens alone have a count and a duration.
+
+The first-token objective is missed by a request that failed before its first token, and the inter-token one by one that
+failed after it: an overload that refuses or times out must not look like one that serves everybody in time. A client
+that leaves, or asks for what cannot be, says nothing of either.
 """
 
 from collections.abc import Callable, Mapping
 
-from dashboards.catalog import ENDPOINTS, OUTCOMES, STAGES
+from dashboards.catalog import ANSWERING, ENDPOINTS, OUTCOMES, STAGES
 from deployments.leases import ReplicaGone
 from deployments.metrics.emitter import Emitter
 from deployments.prefill_leg import PrefillLost
@@ -22,6 +26,7 @@ from deployments.timeline import Timeline
 from replicas.errors import EngineDead, Overloaded
 from routing.types import Decision
 
+FAILED = ("error", "shed", "timeout")  # outcomes in which the client did not get what it should have
 RETRIES: Mapping[type, str] = {
     ReplicaGone: "replica_gone",
     EngineDead: "engine_dead",
@@ -46,8 +51,8 @@ class RouterEvents:
             for endpoint in ENDPOINTS
             for outcome in OUTCOMES
         }
-        self._open = {each: emitter.gauge("requests_in_flight", endpoint=each) for each in ENDPOINTS}
-        self._ttft = {each: histogram("time_to_first_token_seconds", endpoint=each) for each in ENDPOINTS}
+        self._open = {each: emitter.gauge("requests_in_flight", endpoint=each) for each in ANSWERING}
+        self._ttft = {each: histogram("time_to_first_token_seconds", endpoint=each) for each in ANSWERING}
         self._duration = {each: histogram("request_duration_seconds", endpoint=each) for each in ENDPOINTS}
         self._stages = {each: histogram("request_stage_duration_seconds", stage=each) for each in STAGES}
         self._prompt = histogram("request_prompt_tokens")
@@ -87,7 +92,9 @@ class RouterEvents:
         if reason is not None:
             self._retries[reason].inc()
 
-    def began(self, noted: Try) -> None:
+    def began(self, noted: Try, timeline: Timeline) -> None:
+        if timeline.ttft_s is not None:
+            self._ttft[timeline.arrival.endpoint].observe(timeline.ttft_s)
         decision, actual = noted.decision, noted.cached_tokens or 0
         predicted = predicted_tokens(noted)
         self._routed.inc(decision.num_tokens)
@@ -104,11 +111,11 @@ class RouterEvents:
             self._hand_offs[noted.hand_off.transferred].inc()
 
     def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None:
-        endpoint, stages = timeline.arrival.endpoint, timeline.stages
+        endpoint = timeline.arrival.endpoint
         self._open[endpoint].dec()
         self._ended[endpoint, outcome].inc()
-        if timeline.ttft_s is not None:
-            self._ttft[endpoint].observe(timeline.ttft_s)
+        self._judge(timeline, outcome)
+        stages = timeline.stages
         if outcome != "ok" or stages is None:
             return
         self._duration[endpoint].observe(stages.total_s)
@@ -116,15 +123,28 @@ class RouterEvents:
             histogram.observe(getattr(stages, f"{stage}_s"))
         self._prompt.observe(prompt_tokens)
         self._output.observe(timeline.num_output)
-        if timeline.ttft_s is not None:
-            self._slo["ttft", timeline.ttft_s <= self._ttft_objective_s].inc()
-        if timeline.mean_itl_s is not None:
-            self._slo["itl", timeline.mean_itl_s <= self._itl_objective_s].inc()
 
     def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None:
         self._ended[endpoint, outcome].inc()
         if outcome == "ok":
             self._duration[endpoint].observe(total_s)
+        elif outcome in FAILED and endpoint in ANSWERING:
+            self._slo["ttft", False].inc()
+
+    def _judge(self, timeline: Timeline, outcome: str) -> None:
+        """Against each objective, as the module's docstring says."""
+        failed = outcome in FAILED
+        if not failed and outcome != "ok":
+            return
+        ttft_s, itl_s = timeline.ttft_s, timeline.mean_itl_s
+        if ttft_s is not None:
+            self._slo["ttft", ttft_s <= self._ttft_objective_s].inc()
+        elif failed:
+            self._slo["ttft", False].inc()
+        if ttft_s is not None and failed:
+            self._slo["itl", False].inc()
+        elif itl_s is not None:
+            self._slo["itl", itl_s <= self._itl_objective_s].inc()
 
 
 def predicted_tokens(noted: Try) -> int:

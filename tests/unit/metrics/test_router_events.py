@@ -3,16 +3,18 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from dashboards.catalog import ENDPOINTS, STAGES
+from dashboards.catalog import ANSWERING, STAGES
 from dashboards.metric import Process
+from deployments.http_errors import GenerationFailed
 from deployments.metrics.emitter import Emitter, Identity
 from deployments.metrics.router_events import RETRIES, RouterEvents
 from deployments.metrics.router_figures import RouterFigures
 from deployments.route_request import Saturated
+from deployments.streaming import collected, merged
 from deployments.timeline import Arrival
 from replicas.errors import InvalidRequest, MantaError
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
@@ -22,6 +24,9 @@ from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
 from tests.unit.deployments.sample_values import ask, stats
 from tests.unit.deployments.test_route_log import ready
+
+
+JUDGED = [(slo, met) for slo in ("ttft", "itl") for met in ("true", "false")]
 
 
 class Watched:
@@ -125,11 +130,85 @@ async def test_how_a_request_ended_is_told_by_its_outcome(watched: Watched) -> N
     assert seen.values("requests_total", "outcome") == {
         "ok": 0, "error": 2, "invalid": 1, "cancelled": 2, "shed": 1, "timeout": 1
     }  # fmt: skip
-    assert seen.values("requests_in_flight", "endpoint") == dict.fromkeys(ENDPOINTS, 0)
+    assert seen.values("requests_in_flight", "endpoint") == dict.fromkeys(ANSWERING, 0)
     assert seen.value("request_output_tokens_count") == 0  # of those that end ok alone
+    judged = {key: seen.value("slo_requests_total", slo=key[0], met=key[1]) for key in JUDGED}
+    assert judged == {
+        ("ttft", "true"): 2,  # late and broken had a first token in time
+        ("ttft", "false"): 2,  # none and full
+        ("itl", "true"): 0,
+        ("itl", "false"): 2,  # late and broken broke off; who left, aborted or asked wrongly is not judged
+    }
     assert [record.ending for record in house.dispatcher.routes.recent()] == [
         "aborted", "failed", "failed", "aborted", "refused", "refused",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize(
+    ("finish", "outcome", "ending"),
+    [
+        (Finish(reason=FinishReason.ABORT, http_status=504), "timeout", "failed"),
+        (Finish(reason=FinishReason.ERROR, http_status=500), "error", "failed"),
+        (Finish(reason=FinishReason.ABORT, http_status=499), "cancelled", "aborted"),
+    ],
+)
+async def test_how_a_request_ended_is_told_alike_of_one_choice_and_of_several(
+    watched: Watched, choices: int, finish: Finish, outcome: str, ending: str
+) -> None:
+    """The answer is closed after the first choice that went wrong; nobody has cancelled it."""
+    await ready(watched.house, replica := ScriptedReplica("r0"))
+    replica.finish = finish
+    request = ask()
+    request = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, n=choices))
+    with contextlib.suppress(GenerationFailed):
+        await collected(merged([watched.house.dispatcher.stream(request)]))
+    seen = await watched.scrape()
+    counted = {key: value for key, value in seen.values("requests_total", "outcome").items() if value}
+    assert counted == {outcome: 1}
+    assert [record.ending for record in watched.house.dispatcher.routes.recent()] == [ending]
+
+
+async def test_the_first_token_is_counted_when_it_comes(watched: Watched) -> None:
+    await ready(watched.house, ScriptedReplica("r0"))
+    async with contextlib.aclosing(watched.house.dispatcher.stream(ask())) as stream:
+        await anext(stream)
+        seen = await watched.scrape()
+        assert seen.value("time_to_first_token_seconds_count", endpoint="generate") == 1
+        assert seen.value("requests_in_flight", endpoint="generate") == 1
+        assert seen.total("requests_total") == 0
+
+
+def test_an_answer_without_a_prompt_misses_the_objective_where_the_server_failed() -> None:
+    """A request for tokens alone promises no first token; a client's mistake is no miss."""
+    watched = Watched()
+    events = watched.house.dispatcher.watch
+    for endpoint, outcome in (("chat", "error"), ("chat", "invalid"), ("tokens", "error"), ("chat", "cancelled")):
+        events.answered(endpoint, outcome=outcome, total_s=1.0)
+    seen = Scraped(watched.emitter.registry)
+    assert (seen.value("slo_requests_total", slo="ttft", met="false"), seen.total("slo_requests_total")) == (1, 1)
+
+
+async def test_a_request_goes_on_when_counting_it_fails(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    """Each call of the watch raises; the log says so and all 8 tokens come."""
+
+    class Broken:
+        def on_gap(self, gap_s: float, num_tokens: int) -> None:
+            raise RuntimeError("on_gap")
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def fail(*args: object, **kwargs: object) -> None:
+                raise RuntimeError(name)
+
+            return fail
+
+    watched.house.dispatcher.watch = Broken()
+    await ready(watched.house, ScriptedReplica("r0"))
+    deltas = await watched.run(ask())
+    assert sum(len(delta.token_ids) for delta in deltas) == 8
+    raised = {str(record.exc_info[1]) for record in caplog.records if record.exc_info is not None}
+    assert raised >= {"opened", "decided", "began", "tried", "ended"}
+    assert (watched.house.router.num_open, watched.house.dispatcher.num_open) == (0, 0)
 
 
 async def test_best_predicted_and_actual_prefix_are_counted_together(watched: Watched) -> None:
