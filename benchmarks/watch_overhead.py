@@ -5,14 +5,16 @@ targets and reads all of them every five seconds as Prometheus does, and one liv
 stream). Not watched: `observability.metrics` is off and there is no observatory. Both answer the same requests, eight
 streams at once in a closed loop, in batches; a round is one start of each, in alternating order.
 
-Two figures. Requests a second, which move with whatever else the machine does. And the CPU time, user and system, of
-all processes that the application consists of (Ray's too) over the requests answered meanwhile: it moves less, and what
-the observatory does between requests is in it. The readers themselves (scraper, view, clients) are in the
-benchmark's process and count in neither figure, but take their share of the cores.
+Three figures. Requests a second, which move with whatever else the machine does. The CPU time, user and system, of all
+processes that the application consists of (Ray's too) over the requests answered meanwhile, whole and by part: that of
+the replicas moves with the machine too (how many requests share a step, whose caches are cold), that of the other parts
+less. And the CPU time a second while no request runs: what watching costs that goes on all the time, the steadiest of
+the three. The readers themselves (scraper, view, clients) are in the benchmark's process and count in no CPU time, but
+take their share of the cores.
 
-What to expect. A request of 32 tokens costs the replicas some 300 ms of CPU. Metrics add microseconds a token and some
-50 us a request; the observatory's poll a few milliseconds a second. So about a percent, and less than the noise of
-throughput on a busy machine.
+What to expect. A request of 32 tokens costs the replicas 0.3 to 0.7 s of CPU here. Metrics add microseconds a token and
+some 50 us a request; the observatory's poll and the scrapes some ten milliseconds a second. So about a percent of one
+core, and far less than the noise of throughput on a busy machine.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import asyncio
 import contextlib
 import statistics
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -33,7 +35,14 @@ from benchmarks.workloads import random_lengths
 
 SECTION = "watched (metrics, scrapes, one live view) and not, 2 replicas, 8 streams"
 MODES = {"not watched": False, "watched": True}
+# in the title of a process -> what it is called here
+PARTS = {
+    "ModelReplica": "replicas", ":Router": "router", ":Observatory": "observatory", "ProxyActor": "HTTP proxy",
+    "ServeController": "Serve controller",
+}  # fmt: skip
+REST = "rest of Ray"
 SCRAPE_S = 5.0
+IDLE_S = 15.0
 MAX_S = 240.0
 VOCAB_SIZE = 32_000
 
@@ -51,8 +60,21 @@ class Measured:
     """One batch."""
 
     requests_per_s: float
-    cpu_s: float  # of the application's processes, a request
+    cpu: Mapping[str, float]  # part of the application -> seconds a request
     num_failed: int
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all parts, a request."""
+        return sum(self.cpu.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of the application."""
+
+    batches: tuple[Measured, ...]
+    idle: Mapping[str, float]  # part -> CPU seconds a second while no request ran
 
 
 @dataclass(slots=True)
@@ -63,8 +85,8 @@ class Seen:
     events: int = 0
 
 
-async def measure(url: str, sizes: Sizes, seed: int, *, watched: bool) -> tuple[list[Measured], Seen]:
-    """All batches of one start, after one that does not count."""
+async def measure(url: str, sizes: Sizes, seed: int, *, watched: bool) -> tuple[Start, Seen]:
+    """All batches of one start, after one that does not count; then nothing for a while."""
     client = Client(url, "SmolLM2-135M-Instruct")
     found = []
     async with watching(url) if watched else contextlib.nullcontext(Seen()) as seen:
@@ -73,27 +95,34 @@ async def measure(url: str, sizes: Sizes, seed: int, *, watched: bool) -> tuple[
                 num_requests=sizes.requests if batch >= 0 else 8, input_len=sizes.input_len,
                 output_len=sizes.output_len, vocab_size=VOCAB_SIZE, seed=1000 * seed + batch,
             )  # fmt: skip
-            before_s = cpu_s()
+            before = cpu_by_part()
             run = await client.run(workload, ClosedLoop(concurrency=8), max_s=MAX_S)
-            used_s = cpu_s() - before_s
+            used = difference(before, cpu_by_part())
             found.append(
                 Measured(
                     requests_per_s=len(run.answered) / run.wall_s,
-                    cpu_s=used_s / len(run.answered),
+                    cpu={part: used_s / len(run.answered) for part, used_s in used.items()},
                     num_failed=sum(run.errors.values()),
                 )
             )
-    return found[1:], seen
+        before = cpu_by_part()
+        await asyncio.sleep(IDLE_S)
+        idle = {part: used_s / IDLE_S for part, used_s in difference(before, cpu_by_part()).items()}
+    return Start(batches=tuple(found[1:]), idle=idle), seen
 
 
-def cpu_s() -> float:
-    """User and system time of all that this process has started and that runs now."""
-    total = 0.0
+def cpu_by_part() -> dict[str, float]:
+    """User and system time of all that this process has started and that runs now, by part of the application."""
+    total = dict.fromkeys((*PARTS.values(), REST), 0.0)
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            title, times = " ".join(process.cmdline()), process.cpu_times()
+            total[next((part for name, part in PARTS.items() if name in title), REST)] += times.user + times.system
     return total
+
+
+def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {part: after[part] - before[part] for part in after}
 
 
 @contextlib.asynccontextmanager
@@ -133,22 +162,35 @@ async def _view(session: aiohttp.ClientSession, url: str, seen: Seen) -> None:
     raise RuntimeError("the event stream ended")
 
 
-def rows_of(found: dict[str, list[list[Measured]]]) -> list[Row]:
-    """Each mode's figures by batch, and their ratios by round (medians of its batches)."""
+def rows_of(found: dict[str, list[Start]]) -> list[Row]:
+    """Each mode's figures by batch and by start, and their ratios by round (medians of its batches)."""
     rows = []
-    for mode, rounds in found.items():
-        batches = [batch for each in rounds for batch in each]
-        rows.append(Row.of(SECTION, f"{mode}: requests/s", [each.requests_per_s for each in batches], "1/s"))
-        rows.append(Row.of(SECTION, f"{mode}: CPU a request", [1000 * each.cpu_s for each in batches], "ms"))
-        rows.append(Row.of(SECTION, f"{mode}: failed", [float(each.num_failed) for each in batches], ""))
+
+    def add(name: str, values: Sequence[float], unit: str, *, target: str | None = None, note: str = "") -> None:
+        rows.append(Row.of(SECTION, name, values, unit, target=target, note=note))
+
+    for mode, starts in found.items():
+        batches = [batch for each in starts for batch in each.batches]
+        add(f"{mode}: requests/s", [each.requests_per_s for each in batches], "1/s")
+        add(f"{mode}: failed", [float(each.num_failed) for each in batches], "")
+        add(f"{mode}: CPU a request", [1000 * each.cpu_s for each in batches], "ms")
+        for part in batches[0].cpu:
+            add(f"{mode}: of it, {part}", [1000 * each.cpu[part] for each in batches], "ms")
+        add(f"{mode}: CPU a second, idle", [1000 * sum(each.idle.values()) for each in starts], "ms")
+        for part in starts[0].idle:
+            add(f"{mode}: of it, {part}", [1000 * each.idle[part] for each in starts], "ms")
+    pairs = list(zip(found["not watched"], found["watched"], strict=True))
     for name, field, target in (("requests/s", "requests_per_s", "> 0.98x"), ("CPU a request", "cpu_s", "< 1.02x")):
-        medians = {
-            mode: [statistics.median(getattr(batch, field) for batch in each) for each in rounds]
-            for mode, rounds in found.items()
-        }
-        ratios = [b / a for a, b in zip(medians["not watched"], medians["watched"], strict=True)]
-        rows.append(Row.of(SECTION, f"{name}, watched / not", ratios, "x", target=target, note="by round"))
+        ratios = [_median(watched, field) / _median(alone, field) for alone, watched in pairs]
+        add(f"{name}, watched / not", ratios, "x", target=target, note="by round")
+    more = [1000 * (sum(watched.idle.values()) - sum(alone.idle.values())) for alone, watched in pairs]
+    add("CPU a second, idle: watched more than not", more, "ms", note="by round")
     return rows
+
+
+def _median(start: Start, field: str) -> float:
+    values: list[float] = [getattr(batch, field) for batch in start.batches]
+    return statistics.median(values)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -157,9 +199,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parse.add_argument("--rounds", type=int, default=4, help="each starts both modes, in alternating order")
-    parse.add_argument("--batches", type=int, default=3, help="of each start")
-    parse.add_argument("--requests", type=int, default=48, help="of a batch")
+    parse.add_argument("--rounds", type=int, default=3, help="each starts both modes, in alternating order")
+    parse.add_argument("--batches", type=int, default=2, help="of each start")
+    parse.add_argument("--requests", type=int, default=24, help="of a batch")
     parse.add_argument("--input-len", type=int, default=64)
     parse.add_argument("--output-len", type=int, default=32)
     parse.add_argument("--seed", type=int, default=0)
@@ -168,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = Sizes(
         requests=options.requests, input_len=options.input_len, output_len=options.output_len, batches=options.batches
     )
-    found: dict[str, list[list[Measured]]] = {mode: [] for mode in MODES}
+    found: dict[str, list[Start]] = {mode: [] for mode in MODES}
     for round_ in range(options.rounds):
         for mode in list(MODES) if round_ % 2 == 0 else list(reversed(MODES)):
             watched = MODES[mode]
@@ -178,8 +220,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if watched and not (seen.scrapes and seen.events):
                 raise RuntimeError(f"nobody watched: {seen}")
             found[mode].append(measured)
-            told = ", ".join(f"{each.requests_per_s:.2f}/s {1000 * each.cpu_s:.0f} ms" for each in measured)
-            print(f"  {mode}: {told}; {seen}", file=sys.stderr, flush=True)
+            told = ", ".join(f"{each.requests_per_s:.2f}/s {1000 * each.cpu_s:.0f} ms" for each in measured.batches)
+            idle_ms = 1000 * sum(measured.idle.values())
+            print(f"  {mode}: {told}; idle {idle_ms:.0f} ms/s; {seen}", file=sys.stderr, flush=True)
     publish(rows_of(found), json_path=options.json)
 
 

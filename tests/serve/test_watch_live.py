@@ -101,7 +101,7 @@ def sentence(route: Mapping[str, Any]) -> str:
 
 
 def test_top_in_the_terminal_says_what_the_state_says(fleet: Watched) -> None:
-    fleet.app.until(fleet.app.idle, 20)
+    fleet.app.until(lambda: all(each["running"] == 0 for each in fleet.state()["replicas"]), 20)
     said = terminal("top", "--once", "--url", fleet.app.url)
     state = fleet.state()
     assert f"{state['model']}, unified: 2 replicas, 1 router" in said

@@ -7,23 +7,33 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from benchmarks.watch_overhead import Measured, rows_of, watching
+from benchmarks.watch_overhead import Measured, Start, rows_of, watching
 
 
 def batch(requests_per_s: float, cpu_s: float) -> Measured:
-    return Measured(requests_per_s=requests_per_s, cpu_s=cpu_s, num_failed=0)
+    return Measured(requests_per_s=requests_per_s, cpu={"router": 0.01, "replicas": cpu_s - 0.01}, num_failed=0)
+
+
+def start(*batches: Measured, idle_s: float) -> Start:
+    return Start(batches=batches, idle={"router": 0.001, "replicas": idle_s - 0.001})
 
 
 def test_ratios_are_of_the_medians_of_a_rounds_batches() -> None:
     found = {
-        "not watched": [[batch(10, 0.1), batch(1, 9.0), batch(10, 0.1)], [batch(20, 0.2)]],
-        "watched": [[batch(9, 0.11), batch(9, 0.11), batch(2, 8.0)], [batch(20, 0.2)]],
+        "not watched": [
+            start(batch(10, 0.1), batch(1, 9.0), batch(10, 0.1), idle_s=0.02), start(batch(20, 0.2), idle_s=0.02)
+        ],
+        "watched": [
+            start(batch(9, 0.11), batch(9, 0.11), batch(2, 8.0), idle_s=0.03), start(batch(20, 0.2), idle_s=0.04)
+        ],
     }
     rows = {row.name: row for row in rows_of(found)}
     throughput, cpu = rows["requests/s, watched / not"], rows["CPU a request, watched / not"]
     assert (throughput.low, throughput.high, throughput.runs) == (pytest.approx(0.9), pytest.approx(1.0), 2)
     assert (cpu.low, cpu.high) == (pytest.approx(1.0), pytest.approx(1.1))
     assert rows["watched: CPU a request"].value == pytest.approx(155)  # ms; of 110, 110, 8000 and 200
+    more = rows["CPU a second, idle: watched more than not"]
+    assert (more.low, more.high) == (pytest.approx(10), pytest.approx(20))
 
 
 @asynccontextmanager
