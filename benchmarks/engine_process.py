@@ -139,11 +139,9 @@ class EngineProcess:
         """What the probe has to say now."""
         return self._ask("probe")
 
-    def fault(self) -> str | None:
-        """Why it should be replaced; also of an engine whose step hangs."""
-        answer = self._ask("fault")
-        assert answer is None or isinstance(answer, str)
-        return answer
+    def fault(self) -> str:
+        """Why it should be replaced, or nothing; also of an engine whose step hangs."""
+        return str(self._ask("fault"))
 
     def signal(self, number: signal.Signals) -> None:
         """SIGSTOP, SIGCONT or SIGKILL."""
@@ -239,7 +237,7 @@ def _main(pipe: Connection, settings: _Settings) -> None:
         elif message == "state":
             send(_Answer(loop.stats()))  # whatever the engine's thread does
         elif message == "fault":
-            send(_Answer(None if loop.fault is None else str(loop.fault)))
+            send(_Answer(str(loop.fault or "")))
         else:
             send(_Answer(asyncio.run(loop.run_on_engine(_checked))))
     loop.stop()

@@ -117,8 +117,8 @@ class RemotePort:
         return events
 
     def close(self) -> None:
-        """Returns when its agent is closed too, and with it its listener, at most CLOSE_S later; at once for a rank that
-        is lost: one that hangs closes them when it goes on."""
+        """Returns when its agent is closed too, and with it its listener, at most CLOSE_S later. At once where the rank
+        is lost: if it hangs, it closes them when it goes on."""
         end_s = time.monotonic() + (0.0 if self._lost else CLOSE_S)
         try:
             self._channel.send(("close", ()))
