@@ -71,7 +71,9 @@ _REPLICA = [
              "transfer_backend": OPEN}, unit="info"),
     _metric(REPLICA, GAUGE, "replica_start_seconds", "How long this replica's start took, by phase.",
             {"phase": ("load_weights", "warm_up", "total")}, unit="seconds"),
-    _metric(REPLICA, GAUGE, "scheduler_requests", "Requests in this replica, by state.",
+    _metric(REPLICA, GAUGE, "scheduler_requests", "Requests in this replica, by state; each is in one. "
+            "preallocating and receiving: decode legs that wait for pages, and for K/V. handing_off: prefill legs "
+            "whose receiver is not ready yet, whose last pages are on their way, or that drain.",
             {"state": ("waiting", "running", "preallocating", "receiving", "handing_off")}, unit="requests"),
     _metric(REPLICA, GAUGE, "scheduler_running_limit_requests", "Most requests that can run at once.", unit="requests"),
     _metric(REPLICA, GAUGE, "scheduler_queued_tokens", "Prompt tokens that wait to be computed and no cache holds.",

@@ -128,10 +128,9 @@ def _router_body(service: Service) -> dict[str, Any]:
 
 
 def load_of(stats: EngineStats) -> int:
-    """Requests that a replica has, in whatever state. A prefill leg that is queued or runs is one of those handing off,
-    and a replica that has such legs has nothing else."""
-    computing = max(stats.num_running + stats.num_waiting, stats.num_handing_off)
-    return computing + stats.num_preallocating + stats.num_receiving
+    """Requests that a replica has, in whatever state; each is in one."""
+    computing = stats.num_running + stats.num_waiting
+    return computing + stats.num_preallocating + stats.num_receiving + stats.num_handing_off
 
 
 def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:

@@ -232,7 +232,7 @@ class Engine:
         stats = snapshot(self.scheduler, self.kv, self._steps, now_s=self._clock())
         if self._hand_offs is None:
             return stats
-        return replace(stats, num_handing_off=self._hand_offs.num_sending, transfer=self._hand_offs.stats())
+        return replace(stats, num_handing_off=self._hand_offs.num_handing_off, transfer=self._hand_offs.stats())
 
     def tallies(self) -> EngineTallies:
         """Distributions since the start; any thread. Those of writes are as of the last `stats`."""

@@ -114,7 +114,8 @@ LATENCY = Row(
         Panel(
             title="Where the time goes before decode",
             shows="The same without decode, which dwarfs the rest.",
-            act="Queue: too few replicas. Prefill: long prompts or few hits. Transfer: see the routing board. Route: "
+            act="Queue: too few replicas (apart: of decode if grant among Parts of a hand-off is long, else of prefill). "
+                "Prefill: long prompts or few hits. Transfer: see the routing board. Route: "
                 "the "
                 "router's process has too little CPU.",
             lines=(

@@ -172,7 +172,7 @@ LOST = Row(
             shows="Requests in replicas that do not run yet or any more, by state.",
             act="waiting with a full pool: memory is the limit; with a free one: compute is. preallocating for long: "
                 "the "
-                "decode pool is full.",
+                "decode pool is full; handing_off grows with it.",
             lines=(
                 Line(KIT.gauge("scheduler_requests", by=["state"], where={"state": none_of("running")}), "{{state}}"),
             ),

@@ -67,9 +67,11 @@ class HandOffs:
         )
 
     @property
-    def num_sending(self) -> int:
-        """Prefill legs that wait for their receiver, are sending, or drain."""
-        return len(self._prefill.rooms)
+    def num_handing_off(self) -> int:
+        """Prefill legs whose receiver has yet to open, whose prompt is computed, or that drain; one that is queued or
+        computed is counted there."""
+        away = self._scheduler.legs.away
+        return sum(req in away or req.state is ReqState.FINISHED for req in self._prefill.rooms)
 
     @property
     def num_open(self) -> int:

@@ -67,6 +67,24 @@ def test_pages_leave_chunk_by_chunk_and_the_states_are_those_of_the_life_cycle()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
 
 
+def test_each_prefill_leg_is_counted_in_one_state_at_a_time() -> None:
+    """Three legs, and one may run at once: not opened, queued, computed, on their way; at each turn they are three, less
+    those that have ended."""
+    pair = Pair(prefill={"max_running": 1})
+    for number, rid in enumerate("abc"):
+        pair.ask(rid, range(100 * number, 100 * number + 12), max_new_tokens=4)
+    seen = []
+    for _ in range(60):
+        stats = pair.prefill.engine.stats()
+        alive = sum(pair.prefill.state(rid) not in (None, ReqState.FINISHED) for rid in "abc")
+        seen.append((stats.num_waiting, stats.num_running, stats.num_handing_off))
+        assert sum(seen[-1]) == alive, seen
+        pair.turn()
+    assert seen[0] == (0, 0, 3)
+    assert any(waiting and handing_off for waiting, _, handing_off in seen)
+    assert seen[-1] == (0, 0, 0)
+
+
 def test_what_the_prefill_side_had_goes_before_its_forward_and_counts_as_cached() -> None:
     """Issue section 1: its own cached prefix at once. Of 45 tokens 44 are there."""
     pair = Pair()
