@@ -1,7 +1,7 @@
 """What being watched costs: `python -m benchmarks.watch_overhead`.
 
 Two replicas on a local Ray, alternately watched and not. Watched: metrics are on, a scraper asks the observatory for
-targets and reads all of them every five seconds as Prometheus does, and one live view is open (a reader of its event
+targets and reads all of them every three seconds as Prometheus does, and one live view is open (a reader of its event
 stream). Not watched: `observability.metrics` is off and there is no observatory. Both answer the same requests, eight
 streams at once in a closed loop, in batches; a round is one start of each, in alternating order.
 
@@ -41,7 +41,7 @@ PARTS = {
     "ServeController": "Serve controller",
 }  # fmt: skip
 REST = "rest of Ray"
-SCRAPE_S = 5.0
+SCRAPE_S = 3.0
 IDLE_S = 15.0
 MAX_S = 240.0
 VOCAB_SIZE = 32_000
