@@ -20,7 +20,7 @@ def main() -> int:
     if args.command == "explain":
         from deployments.terminal import explain
 
-        return explain.run(args.url, args.rid, args.key, as_json=args.json)
+        return explain.run(args.url, args.rid, as_json=args.json)
     ray_env.prepare()
     from deployments import serve  # imports Ray, which reads the environment; the others do without
 
@@ -36,14 +36,14 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser("top", help="a live table of replicas, pools and rates")
     top.add_argument("--once", action="store_true", help="print one and leave")
     top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two (1)")
+    top.add_argument(
+        "--key", default=os.environ.get("MANTA_ADMIN_KEY"), help="admin key (or MANTA_ADMIN_KEY in the environment)"
+    )
     explain = commands.add_parser("explain", help="why a recent request went where it went, and where its time went")
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
     for command in (top, explain):
         command.add_argument("--url", default=URL, help=f"where Manta answers ({URL})")
         command.add_argument("--json", action="store_true", help="the answer as it came")
-        command.add_argument(
-            "--key", default=os.environ.get("MANTA_ADMIN_KEY"), help="admin key (or MANTA_ADMIN_KEY in the environment)"
-        )
     return parser
 
 

@@ -24,7 +24,7 @@ from deployments.routed import hints_of
 from deployments.service import Service, service_of
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
-from routing.explain import explain
+from routing.explain import explain, sentence
 from routing.types import Candidate, Decision
 
 router = APIRouter()
@@ -123,13 +123,14 @@ def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "outcome": "running" if last.outcome is None else last.outcome.ending.value,
         **times_body(record),
         "num_retries": len(record.tries) - 1,
-        "tries": [_try_body(each) for each in record.tries],
+        "tries": [_try_body(each, record.name) for each in record.tries],
         "explanation": "\n".join(explain(each.decision, each.outcome) for each in record.tries),
     }
 
 
-def _try_body(each: Try) -> dict[str, Any]:
+def _try_body(each: Try, name: str) -> dict[str, Any]:
     return {
+        "sentence": sentence(each.decision, name),
         **decision_body(each.decision),
         "actual": {"cached_tokens": each.cached_tokens, "ttft_s": each.ttft_s},
         "outcome": "running" if each.outcome is None else each.outcome.ending.value,

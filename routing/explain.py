@@ -35,19 +35,23 @@ def explain(decision: Decision, outcome: Outcome | None = None) -> str:
     return "\n".join(lines)
 
 
-def sentence(decision: Decision) -> str:
-    """Where the request went (or would go), why, what is expected, and what was given up for it."""
+def sentence(decision: Decision, name: str = "") -> str:
+    """Where the request went (or would go), why, what is expected, and what was given up for it.
+
+    Args: name: what to call the request; its rid unless given.
+    """
     best_id, best_tokens = decision.best_overlap
+    name = name or decision.rid
     verb = "would go" if decision.dry_run else "went"
     said = (
-        f"{decision.rid} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by {decision.policy}: "
+        f"{name} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by {decision.policy}: "
         f"{_BECAUSE[decision.reason]}. {decision.overlap_tokens} tokens are predicted to be cached there, "
         f"and the first token after {decision.predicted_ttft_s:.3f} s"
     )
     if decision.pair is not None:
         computes = "there" if decision.prefill_id is None else f"on {decision.prefill_id}"
         return (
-            f"{decision.rid} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by "
+            f"{name} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by "
             f"{decision.policy}: {_BECAUSE[decision.reason]}. {pair_clause(decision, decision.pair)}. "
             f"{decision.overlap_tokens} tokens are predicted to be cached {computes}, and the first token after "
             f"{decision.predicted_ttft_s:.3f} s."

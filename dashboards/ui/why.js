@@ -3,7 +3,7 @@
 
 import { html } from "./vendor/htm/preact_standalone.js";
 import { Candidates } from "./candidates.js";
-import { count, percent, requestName, seconds, shortId } from "./format.js";
+import { count, percent, seconds, shortId } from "./format.js";
 import { HandOff, PairTable } from "./hand_off.js";
 import { Notice, Panel, once } from "./panel.js";
 import { Timeline } from "./waterfall.js";
@@ -17,7 +17,7 @@ export const Why = once(({ rid, row, details }) => {
   const known = row ?? body?.row;
   const title = known?.replica ? `Why ${shortId(known.replica)}?` : "Why there?";
   const route = body?.route;
-  return html`<${Panel} id="why" title=${title} note=${html`<span title=${rid}>${requestName(rid)}</span>`}>
+  return html`<${Panel} id="why" title=${title} note=${rid}>
     ${gone && html`<${Notice} error title="This request is no longer kept.">
       <p>A router explains its last requests only (setting router.decisions_kept), and forgets them when it ends.</p><//>`}
     ${error && !gone && html`<${Notice} error title=${`Its explanation cannot be shown: ${error}.`} />`}
@@ -29,19 +29,18 @@ export const Why = once(({ rid, row, details }) => {
 });
 
 function Tries({ route }) {
-  const said = sentencesOf(route);
   const last = route.tries.length - 1;
   const earlier = route.tries.slice(0, last);
   return html`
     ${last > 0 && html`<p class="warn">${last + 1} tries: the last is shown, the others below it.</p>`}
-    <${Try} each=${route.tries[last]} sentence=${said[last]} />
+    <${Try} each=${route.tries[last]} />
     ${earlier.map((each, index) => html`<details key=${index}>
       <summary>Try ${index + 1}: ${shortId(each.replica)}, ${each.failure ?? each.outcome}</summary>
-      <${Try} each=${each} sentence=${said[index]} />
+      <${Try} each=${each} />
     </details>`)}`;
 }
 
-function Try({ each, sentence }) {
+function Try({ each }) {
   const { predicted, actual, best_overlap: best } = each;
   const outcome = [
     ["policy", `${each.policy}: ${each.reason.replaceAll("_", " ")}`],
@@ -53,17 +52,10 @@ function Try({ each, sentence }) {
     ["outcome", each.failure ? `${each.outcome}: ${each.failure}` : each.outcome],
   ];
   return html`<div class="try">
-    ${sentence && html`<p class="sentence">${sentence}</p>`}
+    ${each.sentence && html`<p class="sentence">${each.sentence}</p>`}
     <${Candidates} each=${each} />
     ${each.pair && html`<${PairTable} pair=${each.pair} />`}
     ${each.pair && html`<${HandOff} each=${each} />`}
     <dl class="outcomes">${outcome.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
   </div>`;
-}
-
-// The explanation is a block of lines a try; a block begins with the request's name, and its first line is the sentence.
-export function sentencesOf(route) {
-  const lines = (route.explanation ?? "").split("\n");
-  const own = lines.filter((line) => line.startsWith(`${route.internal_rid} (`));
-  return own.map((line) => line.replace(route.internal_rid, "This request"));
 }

@@ -3,6 +3,7 @@
 Never: draws; imports Ray.
 """
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -34,50 +35,73 @@ def state(url: str, key: str | None) -> dict[str, Any]:
         raise _refused(error, url, key) from error
 
 
-def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
-    """What the routers know of request ``rid``. Raises: Unanswered."""
+def route(url: str, rid: str) -> dict[str, Any]:
+    """What the routers know of request ``rid``; they ask for no key. ``url``: theirs, or the observatory's, which
+    stands a step below. Raises: Unanswered."""
+    server, path = _parts(url)
+    bases = [server + path, server + path.rpartition("/")[0]] if path else [server]
+    for each in bases:
+        try:
+            return _get(f"{each}/route/{urllib.parse.quote(rid)}")
+        except urllib.error.HTTPError as error:
+            code, said = _error(error)
+            if code == "route_not_found":
+                raise Unanswered(said, NOT_THERE) from error
+            if error.code >= 500:
+                raise Unanswered(f"{each} answers {error.code}: {said or error.reason}", UNREACHABLE) from error
+    raise Unanswered(f"no router of Manta answers under {' or '.join(bases)}: give its address with --url", NOT_THERE)
+
+
+def _parts(url: str) -> tuple[str, str]:
+    """``url`` without its path, and its path without a slash at the end. Raises: Unanswered."""
+    base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
-        return _get(f"{_based(url)}/route/{urllib.parse.quote(rid)}", key)
-    except urllib.error.HTTPError as error:
-        if error.code not in (404, 503):
-            raise _refused(error, url, key) from error
-        said = _message(error)
-        if not said:
-            raise Unanswered(
-                f"{url} answers {error.code} to /route: is this Manta's router? Give its address with --url",
-                NOT_THERE,
-            ) from error
-        raise Unanswered(said, NOT_THERE if error.code == 404 else UNREACHABLE) from error
-
-
-def _based(url: str) -> str:
-    return (url if "://" in url else f"http://{url}").rstrip("/")
+        path = urllib.parse.urlsplit(base).path
+    except ValueError as error:
+        raise Unanswered(f"{url} is no address ({error}): check --url", NOT_THERE) from error
+    return base.removesuffix(path), path
 
 
 def _observatory(url: str) -> str:
     """A path in ``url`` is the observatory's own; without one it is where the shipped settings put it."""
-    base = _based(url)
-    return base if urllib.parse.urlsplit(base).path else f"{base}/manta"
+    server, path = _parts(url)
+    return server + (path or "/manta")
 
 
-def _get(url: str, key: str | None) -> dict[str, Any]:
-    headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+def _get(url: str, key: str | None = None) -> dict[str, Any]:
+    """Raises: HTTPError for an answer that is an error; Unanswered for none, or one that is not Manta's."""
+    headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {_sendable(key)}"} if key else {})
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
             body = json.load(answer)
     except urllib.error.HTTPError:
         raise
-    except ValueError as error:  # the address, or the answer
-        raise Unanswered(f"{url} does not answer as Manta does ({error}): check --url", NOT_THERE) from error
-    except OSError as error:
-        reason = getattr(error, "reason", error)
+    except (OSError, http.client.IncompleteRead) as error:  # RemoteDisconnected is both kinds
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise Unanswered(
             f"nothing answers at {url} ({reason}): start Manta with `make serve`, or give its address with --url",
             UNREACHABLE,
         ) from error
+    except (ValueError, http.client.HTTPException) as error:  # the address, or the answer
+        raise Unanswered(
+            f"{url} does not answer as Manta does ({type(error).__name__}: {str(error).strip()}): check --url", NOT_THERE
+        ) from error
     if not isinstance(body, dict):
         raise Unanswered(f"{url} does not answer as Manta does: check --url", NOT_THERE)
     return body
+
+
+def _sendable(key: str) -> str:
+    """``key``, which no message ever holds, without the white space around it. Raises: Unanswered where no header can
+    carry it."""
+    bare = key.strip()
+    if bare.isprintable() and all(ord(character) < 256 for character in bare):
+        return bare
+    raise Unanswered(
+        "the admin key (--key, or MANTA_ADMIN_KEY) has a character that no HTTP header carries (a line's end inside, or "
+        "one beyond Latin-1): no server can be asked with it; take letters, digits and punctuation, there too",
+        REFUSED,
+    )
 
 
 def _refused(error: urllib.error.HTTPError, url: str, key: str | None) -> Unanswered:
@@ -90,12 +114,13 @@ def _refused(error: urllib.error.HTTPError, url: str, key: str | None) -> Unansw
             "file (see serve_config.yaml of the project), or give its whole address with --url",
             NOT_THERE,
         )
-    return Unanswered(f"{url} answers {error.code}: {_message(error) or error.reason}", UNREACHABLE)
+    return Unanswered(f"{url} answers {error.code}: {_error(error)[1] or error.reason}", UNREACHABLE)
 
 
-def _message(error: urllib.error.HTTPError) -> str:
-    """What our own errors say; empty for another server's."""
+def _error(error: urllib.error.HTTPError) -> tuple[str, str]:
+    """Code and message of our own errors; empty for another server's."""
     try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return ""
+        body = json.load(error)["error"]
+        return str(body.get("code", "")), str(body["message"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, http.client.HTTPException):
+        return "", ""

@@ -35,9 +35,8 @@ def drawn(body: Mapping[str, Any]) -> RenderableType:
 def parts(body: Mapping[str, Any]) -> list[Part]:
     """In order: heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages."""
     said: list[Part] = [_heading(body)]
-    sentences = _sentences(body)
     for number, each in enumerate(body["tries"]):
-        sentence = sentences[number] if number < len(sentences) else f"went to {each['replica']} by {each['policy']}."
+        sentence = each.get("sentence") or f"{body['rid']} went to {each['replica']} by {each['policy']}."
         said.append(sentence if len(body["tries"]) == 1 else f"Try {number + 1}: {sentence}")
         if each["candidates"]:
             said.append(_candidates(each["candidates"]))
@@ -55,13 +54,6 @@ def _heading(body: Mapping[str, Any]) -> str:
         f"{body['rid']}: {body['outcome']}, {tries} {'try' if tries == 1 else 'tries'}, "
         f"{at:%Y-%m-%d %H:%M:%S}, router {body['router']}"
     )
-
-
-def _sentences(body: Mapping[str, Any]) -> list[str]:
-    """The router's own words for each try, without our name of the request."""
-    name = f"{body['internal_rid']} ("
-    lines = [line for line in body["explanation"].splitlines() if line.startswith(name)]
-    return [f"{body['rid']} ({line.removeprefix(name)}" for line in lines]
 
 
 def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:

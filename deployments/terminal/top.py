@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from deployments.terminal import ask, top_view
+from deployments.terminal.table import seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ def run(url: str, key: str | None, options: Options) -> int:
 
     try:
         if not options.once and not options.as_json and on_terminal(sys.stdout):
-            _live(fetch, options.interval_s)
+            _live(fetch, options.interval_s, Console(), time.sleep, time.monotonic)
         else:
             _blocks(fetch, options, sys.stdout, sys.stderr, time.sleep)
     except ask.Unanswered as error:
@@ -68,16 +69,23 @@ def _blocks(
         wait(options.interval_s)
 
 
-def _live(fetch: Callable[[], dict[str, Any]], interval_s: float) -> None:
-    """In place. Raises: Unanswered as `_blocks`."""
-    state = fetch()
-    with Live(top_view.drawn(state), console=Console(), screen=True, auto_refresh=False) as live:
+def _live(
+    fetch: Callable[[], dict[str, Any]],
+    interval_s: float,
+    console: Console,
+    wait: Callable[[float], None],
+    clock: Callable[[], float],
+) -> None:
+    """In place. While Manta is away the last table stays, and above it for how long. Raises: Unanswered as `_blocks`."""
+    state, heard_s = fetch(), clock()
+    with Live(top_view.drawn(state), console=console, screen=True, auto_refresh=False) as live:
+        live.refresh()
         while True:
-            live.update(top_view.drawn(state), refresh=True)
-            time.sleep(interval_s)
+            wait(interval_s)
             try:
-                state = fetch()
+                state, heard_s, note = fetch(), clock(), ""
             except ask.Unanswered as error:
                 if not error.may_pass:
                     raise
-                live.update(top_view.drawn(state, note=f"{error} (asking again)"), refresh=True)
+                note = f"no answer for {seconds(clock() - heard_s)} (asking again): {error}"
+            live.update(top_view.drawn(state, note=note), refresh=True)

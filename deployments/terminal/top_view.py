@@ -31,12 +31,13 @@ def plain(state: Mapping[str, Any]) -> str:
 
 
 def drawn(state: Mapping[str, Any], *, note: str = "") -> RenderableType:
-    """The same for rich; ``note`` is said last, where something is amiss."""
-    parts: list[RenderableType] = [Text(_heading(state), style="bold")]
+    """The same for rich; ``note``, where something is amiss, is said first: a low terminal cuts the end off."""
+    parts: list[RenderableType] = [Text(note, style="bold red")] if note else []
+    parts.append(Text(_heading(state), style="bold"))
     for table in tables(state):
         parts += [Text(), table]
     parts += [Text(), Text(LEGEND, style="bright_black")]
-    return Group(*parts, *([Text(note, style="red")] if note else []))
+    return Group(*parts)
 
 
 def tables(state: Mapping[str, Any]) -> list[Table]:

@@ -66,7 +66,7 @@ def test_the_page_draws_the_transfer_between_the_two_and_explains_a_hand_off(
         page.until(lambda: page.all(".lines path"), "a line between prefill and decode")
         name = handed_over(fleet)
         page.one(f'.request-name[title$="{name}"]').click()
-        page.says("#why .sentence", "This request (")
+        page.says("#why .sentence", " prompt tokens) went to ")
         page.says("#why", " came over")
         page.picture("live_disaggregated")
         assert page.complaints() == []

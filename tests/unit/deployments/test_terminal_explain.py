@@ -27,6 +27,7 @@ def candidate(replica: str, *, chosen: bool, **changed: Any) -> dict[str, Any]:
 
 def tried(**changed: Any) -> dict[str, Any]:
     return {
+        "sentence": f"me (1709 prompt tokens) went to {changed.get('replica', 'a1')} by estimated_ttft: soonest.",
         "replica": "a1", "policy": "estimated_ttft", "reason": "soonest_first_token", "num_tokens": 1709,
         "predicted": {"cached_tokens": 1400, "ttft_s": 0.21}, "best_overlap": {},
         "candidates": [
@@ -39,11 +40,9 @@ def tried(**changed: Any) -> dict[str, Any]:
 
 
 def answer(*tries: dict[str, Any], **changed: Any) -> dict[str, Any]:
-    said = [f"f00.0-me (1709 prompt tokens) went to {t['replica']} by estimated_ttft: soonest.\n  t" for t in tries]
     return {
         "rid": "me", "internal_rid": "f00.0-me", "router": "r1", "time": 1763722000.1, "replica": "a1",
-        "outcome": "finished", "num_retries": len(tries) - 1, "tries": list(tries), "explanation": "\n".join(said),
-        **changed,
+        "outcome": "finished", "num_retries": len(tries) - 1, "tries": list(tries), **changed,
     }  # fmt: skip
 
 
@@ -166,9 +165,11 @@ async def test_what_a_router_really_answers_can_be_told(house: House) -> None:
 class _Router(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         known = self.path == "/route/me%401/x"
-        error = {"error": {"message": "no decision is kept for 'you'"}}
-        payload = json.dumps(answer(tried()) if known else error).encode()
-        self.send_response(200 if known else 404)
+        own = self.path.startswith("/route/")  # what else there is asks for a key
+        error = {"message": "no decision is kept for 'you'", "code": "route_not_found"} if own else {"message": "key?"}
+        payload = json.dumps(answer(tried()) if known else {"error": error}).encode()
+        self.server.keys.append(self.headers["Authorization"])  # type: ignore[attr-defined]
+        self.send_response(200 if known else 404 if own else 401)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)
@@ -180,9 +181,11 @@ class _Router(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Router)
+    server.keys = []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield f"127.0.0.1:{server.server_port}"
+    assert set(server.keys) <= {None}  # type: ignore[attr-defined]
     server.shutdown()
     server.server_close()
     thread.join()
@@ -191,9 +194,24 @@ def url() -> Iterator[str]:
 def test_the_command_prints_text_or_json_and_an_unknown_request_is_exit_status_1(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explain.run(url, "me@1/x", None, as_json=False) == 0
+    assert explain.run(url, "me@1/x", as_json=False) == 0
     assert capsys.readouterr().out == explain_view.plain(answer(tried())) + "\n"
-    assert explain.run(url, "me@1/x", None, as_json=True) == 0
+    assert explain.run(url, "me@1/x", as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == answer(tried())
-    assert explain.run(url, "you", None, as_json=False) == ask.NOT_THERE
+    assert explain.run(url, "you", as_json=False) == ask.NOT_THERE
     assert capsys.readouterr().err == "no decision is kept for 'you'\n"
+
+
+def test_the_observatorys_address_leads_to_its_routers(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.run(f"{url}/manta/", "me@1/x", as_json=False) == 0
+    assert explain.run(f"{url}/manta", "you", as_json=False) == ask.NOT_THERE
+    assert capsys.readouterr().err == "no decision is kept for 'you'\n"
+    assert explain.run(f"{url}/a/b", "you", as_json=False) == ask.NOT_THERE
+    assert capsys.readouterr().err == (
+        f"no router of Manta answers under http://{url}/a/b or http://{url}/a: give its address with --url\n"
+    )
+
+
+def test_an_older_routers_answer_without_a_sentence_is_told() -> None:
+    text = explain_view.plain(answer(tried(sentence=None)))
+    assert "\n\nme went to a1 by estimated_ttft.\n\n" in text

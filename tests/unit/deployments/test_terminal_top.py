@@ -5,6 +5,8 @@ import io
 import json
 import os
 import pty
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -199,6 +201,80 @@ def test_nothing_listening_is_an_exit_status_and_a_line(capsys: pytest.CaptureFi
     options = top.Options(once=True, as_json=False, interval_s=1.0)
     assert top.run("127.0.0.1:1", None, options) == 3
     assert capsys.readouterr().err.startswith("nothing answers at http://127.0.0.1:1/manta/api/state ([Errno 111]")
+
+
+@contextlib.contextmanager
+def answering(payload: bytes) -> Iterator[str]:
+    """A port that answers each connection with ``payload`` and closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # the end of the listener
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(payload)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("payload", "code", "said"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", ask.NOT_THERE, r"does not answer as Manta does \(BadStatusLine: SSH-2.0-OpenSSH\)"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", ask.UNREACHABLE, "nothing answers .*IncompleteRead"),
+        (b"", ask.UNREACHABLE, "nothing answers .*without response"),
+        (b"HTTP/1.1 500 X\r\nContent-Length: 99\r\n\r\n{", ask.UNREACHABLE, "answers 500: X"),
+    ],
+)
+def test_what_is_not_http_or_breaks_off_is_said(payload: bytes, code: int, said: str) -> None:
+    """`top` asks again where Manta was killed in the middle of an answer."""
+    with answering(payload) as url, pytest.raises(ask.Unanswered, match=said) as caught:
+        ask.state(url, None)
+    assert caught.value.status == code
+
+
+@pytest.mark.parametrize("url", ["http://localhost:80a0", "http://[::1", "http://a b"])
+def test_an_address_that_is_none_is_said(url: str) -> None:
+    with pytest.raises(ask.Unanswered, match="(is no address|does not answer as Manta does) .*check --url") as caught:
+        ask.state(url, None)
+    assert caught.value.status == ask.NOT_THERE
+
+
+@pytest.mark.parametrize("key", ["sec\nret", "secret\u20ac", "sec\x00ret"])
+def test_a_key_that_no_header_carries_is_not_sent_and_not_shown(server: Any, key: str) -> None:
+    with pytest.raises(ask.Unanswered, match="character that no HTTP header carries") as caught:
+        ask.state(server.url, key)
+    assert (caught.value.status, server.asked) == (ask.REFUSED, [])
+    assert "sec" not in str(caught.value)
+
+
+def test_white_space_around_the_key_does_not_count(server: Any) -> None:
+    ask.state(server.url, " secret\n")
+    assert server.asked == [("/manta/api/state", "Bearer secret")]
+
+
+def test_while_manta_is_away_the_last_table_stays_under_a_note_of_how_long(server: Any) -> None:
+    server.answers = [(200, state()), (500, {}), (500, {}), (200, state()), (401, {})]
+    screen, shown, now_s = io.StringIO(), [], [0.0]
+    console = Console(file=screen, width=160, height=40, force_terminal=True, color_system=None)
+
+    def wait(interval_s: float) -> None:
+        shown.append(screen.getvalue())
+        screen.seek(0)
+        screen.truncate()
+        now_s[0] += interval_s
+
+    with pytest.raises(ask.Unanswered, match="admin key"):
+        top._live(lambda: ask.state(server.url, None), 2.0, console, wait, lambda: now_s[0])
+    notes = [re.findall(r"no answer for .*?\)", each) for each in shown]
+    assert notes == [[], ["no answer for 2.00 s (asking again)"], ["no answer for 4.00 s (asking again)"], []]
+    assert all("accepting" in each for each in shown)
 
 
 def test_blocks_go_on_over_a_gap_and_end_when_the_key_is_refused(server: Any) -> None:
