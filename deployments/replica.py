@@ -6,6 +6,7 @@ Invariant: while a request runs, its lease call runs, so that Serve counts it an
 Thread:    Serve's event loop for this replica; the engine has its own thread.
 """
 
+import contextlib
 import logging
 from typing import Any
 
@@ -20,6 +21,7 @@ from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaInfo
 from deployments.metrics.process import ServedMetrics
 from deployments.metrics.replica_metrics import replica_emitter
+from deployments.metrics.server import MetricsServer
 from deployments.places import local_path
 from deployments.roles import config_of
 from deployments.schema import AppConfig, parse
@@ -27,6 +29,7 @@ from deployments.served_engine import ServedEngine
 from deployments.tp import RayWorkers
 from kvtransfer.types import TransferSettings
 from replicas.cache.tree_view import CacheTree
+from replicas.engine import Engine
 from replicas.errors import MantaError
 from replicas.launch import load_engine
 from replicas.loop import EngineLoop
@@ -43,33 +46,26 @@ class ModelReplica:
     def __init__(self, settings: dict[str, Any], role: str = Role.UNIFIED.value) -> None:
         logs.into_serve()
         config = config_of(parse(settings), Role(role))
-        context = ray.get_runtime_context()
-        engine = load_engine(
-            local_path(config.model.path),
-            cache=config.cache,
-            scheduler=config.scheduler,
-            parallel=config.parallel,
-            attention=config.attention,
-            num_threads=max(1, int(config.replicas.cpus)),
-            dtype=config.model.dtype,
-            context_len=config.model.context_len,
-            workers=_workers(config),
-            record_events=True,
-            transfer=_transfer(config, Role(role)),
-        )
-        loop = EngineLoop(engine)
-        loop.start()
-        replica_id, node_id = serve.get_replica_context().replica_id.unique_id, context.get_node_id()
-        self._metrics = _metrics(config, loop, role=Role(role), replica_id=replica_id, node_id=node_id)
-        self._served = ServedEngine(
-            loop,
-            replica_id=replica_id,
-            node_id=node_id,
-            report_period_s=config.router.report_period_s,
-            role=Role(role),
-            transfer=engine.transfer_address,
-            metrics=None if self._metrics is None else self._metrics.target.address,
-        )
+        replica_id, node_id = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
+        with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
+            port = _metrics_port(config)  # before the weights: what cannot be is said at once
+            if port is not None:
+                undo.callback(port.close)
+            engine = _load(config, Role(role))
+            loop = EngineLoop(engine)
+            loop.start()
+            undo.callback(loop.stop)
+            self._metrics = _metrics(config, loop, port, role=Role(role), replica_id=replica_id, node_id=node_id)
+            self._served = ServedEngine(
+                loop,
+                replica_id=replica_id,
+                node_id=node_id,
+                report_period_s=config.router.report_period_s,
+                role=Role(role),
+                transfer=engine.transfer_address,
+                metrics=None if self._metrics is None else self._metrics.target.address,
+            )
+            undo.pop_all()  # nothing failed: `__del__` ends it
         log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
@@ -111,11 +107,33 @@ class ModelReplica:
             await served.stop()
 
 
-def _metrics(
-    config: AppConfig, loop: EngineLoop, *, role: Role, replica_id: str, node_id: str
-) -> ServedMetrics | None:
-    """Raises: InvalidConfig when their port is taken."""
+def _load(config: AppConfig, role: Role) -> Engine:
+    return load_engine(
+        local_path(config.model.path),
+        cache=config.cache,
+        scheduler=config.scheduler,
+        parallel=config.parallel,
+        attention=config.attention,
+        num_threads=max(1, int(config.replicas.cpus)),
+        dtype=config.model.dtype,
+        context_len=config.model.context_len,
+        workers=_workers(config),
+        record_events=True,
+        transfer=_transfer(config, role),
+    )
+
+
+def _metrics_port(config: AppConfig) -> MetricsServer | None:
+    """None where there are no metrics. Raises: InvalidConfig when it is taken."""
     if not config.observability.metrics:
+        return None
+    return MetricsServer(host=ray.util.get_node_ip_address(), port=config.observability.metrics_port)
+
+
+def _metrics(
+    config: AppConfig, loop: EngineLoop, port: MetricsServer | None, *, role: Role, replica_id: str, node_id: str
+) -> ServedMetrics | None:
+    if port is None:
         return None
     emitter = replica_emitter(
         loop.engine,
@@ -126,8 +144,7 @@ def _metrics(
         replica_id=replica_id,
         node_id=node_id,
     )
-    host, port = ray.util.get_node_ip_address(), config.observability.metrics_port
-    return ServedMetrics(emitter, host=host, port=port, node_id=node_id)
+    return ServedMetrics(emitter, port, node_id=node_id)
 
 
 def _transfer(config: AppConfig, role: Role) -> TransferSettings | None:

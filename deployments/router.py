@@ -31,6 +31,7 @@ from deployments.dispatch import Dispatcher
 from deployments.fleet import Fleet
 from deployments.http_app import make_app
 from deployments.leases import ReplicaGone
+from deployments.metrics.process import ServedMetrics
 from deployments.metrics.router_metrics import RouterMetrics
 from deployments.model_face import read_face
 from deployments.observatory.router_view import request_body, router_view
@@ -61,6 +62,8 @@ class RouterIngress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: dict[str, Any], *replicas: DeploymentHandle
     ) -> None:
+        self._metrics: ServedMetrics | None = None
+        self._tracing: tracing.Tracing | None = None
         logs.into_serve()
         self._config = config = parse(settings)
         context = ray.get_runtime_context()
@@ -132,11 +135,12 @@ class RouterIngress:
         return await self._service.leases.cache_tree(replica_id, max_depth=max_depth, min_tokens=min_tokens)
 
     async def __del__(self) -> None:
-        metrics = getattr(self, "_metrics", None)  # the constructor may have failed: their port may be taken
-        if metrics is not None:
-            metrics.close()
-        await self._fleet.stop()
-        await self._channel.stop()
+        """Called by Serve, also where the constructor has failed and not all is there."""
+        if self._metrics is not None:
+            self._metrics.close()
+        for name in ("_fleet", "_channel"):
+            if hasattr(self, name):
+                await getattr(self, name).stop()
         if self._tracing is not None:
             await self._tracing.stop()
 

@@ -22,11 +22,11 @@ def emitter_of(process: Process, identity: Identity, *, disaggregated: bool) -> 
 
 
 class ServedMetrics:
-    """``emitter``'s metrics over HTTP, from now on."""
+    """``emitter``'s metrics on the port of ``server``, from now on."""
 
-    def __init__(self, emitter: Emitter, *, host: str, port: int, node_id: str) -> None:
-        """``host``: this node's address, as others reach it. Raises: InvalidConfig when the port is taken."""
-        self._server = MetricsServer(emitter.registry, host=host, port=port)
+    def __init__(self, emitter: Emitter, server: MetricsServer, *, node_id: str) -> None:
+        self._server = server
+        server.serve(emitter.registry)
         self.target = Target(
             address=self._server.address,
             role=emitter.identity.role,

@@ -13,6 +13,7 @@ from deployments.metrics.emitter import Emitter, Identity
 from deployments.metrics.process import ServedMetrics, emitter_of
 from deployments.metrics.router_events import RouterEvents
 from deployments.metrics.router_figures import RouterFigures
+from deployments.metrics.server import MetricsServer
 from deployments.roles import config_of, roles_of
 from deployments.schema import AppConfig
 
@@ -38,7 +39,8 @@ class RouterMetrics:
         """Over HTTP from now on, where they are on. Raises: InvalidConfig when the port is taken."""
         if self._emitter is None:
             return None
-        return ServedMetrics(self._emitter, host=host, port=self._settings.metrics_port, node_id=node_id)
+        server = MetricsServer(host=host, port=self._settings.metrics_port)
+        return ServedMetrics(self._emitter, server, node_id=node_id)
 
     def _bind(self, config: AppConfig, identity: Identity, fleet: Fleet) -> Emitter:
         apart = config.mode == "disaggregated"

@@ -1,6 +1,7 @@
 """A process's metrics over HTTP, on a port of their own: whoever scrapes must meet this process and no other.
 
-Owns:      one listening socket and its thread; each scrape has a thread of its own for as long as it lasts.
+Owns:      one socket, taken before there is anything to show, and its thread; each scrape has a thread of its own for
+           as long as it lasts.
 Never:     answers on an event loop: a scrape of a busy process waits for nobody, and nobody waits for it.
 Invariant: after `close` nothing listens.
 
@@ -25,9 +26,9 @@ READ_S = 10.0  # a client that says nothing for so long is not waited for
 
 
 class MetricsServer:
-    """Listens from its making on."""
+    """Has its port from its making on, and answers from `serve` on; who comes between the two waits."""
 
-    def __init__(self, registry: CollectorRegistry, *, host: str, port: int = 0) -> None:
+    def __init__(self, *, host: str, port: int = 0) -> None:
         """``host``: this node's address, as others reach it. ``port``: 0 takes any that is free.
 
         Raises: InvalidConfig when the port is taken.
@@ -39,10 +40,13 @@ class MetricsServer:
                 f"observability.metrics_port = {port}: {host}:{port} cannot be listened on ({error.strerror}); with "
                 "several processes on a node each needs a port of its own: leave it at 0"
             ) from error
-        self._server.set_app(make_wsgi_app(registry))
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._server.server_port}"  # host:port
         self._thread = threading.Thread(target=self._server.serve_forever, name="manta-metrics", daemon=True)
+
+    def serve(self, registry: CollectorRegistry) -> None:
+        """Answer with ``registry``'s metrics; once."""
+        self._server.set_app(make_wsgi_app(registry))
         self._thread.start()
 
     def close(self) -> None:

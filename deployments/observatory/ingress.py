@@ -20,6 +20,7 @@ from deployments import logs
 from deployments.metrics.emitter import Identity
 from deployments.metrics.process import ServedMetrics, emitter_of
 from deployments.observatory import ask_serve
+from deployments.metrics.server import MetricsServer
 from deployments.observatory.admin_key import AdminKey
 from deployments.observatory.emission import Emission
 from deployments.observatory.http_app import make_app
@@ -86,7 +87,7 @@ class Observatory:
             emitter, targets=lambda: self._state.scaling.targets, num_viewers=lambda: self._viewers.num_open
         )
         node_id = ray.get_runtime_context().get_node_id()
-        self._metrics = ServedMetrics(emitter, host=ray.util.get_node_ip_address(), port=0, node_id=node_id)
+        self._metrics = ServedMetrics(emitter, MetricsServer(host=ray.util.get_node_ip_address()), node_id=node_id)
 
     def _polled(self, took_s: float) -> None:
         if self._emission is not None:

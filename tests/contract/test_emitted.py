@@ -17,6 +17,7 @@ from deployments.metrics.emitter import Emitter
 from deployments.metrics.process import ServedMetrics
 from deployments.metrics.replica_metrics import replica_emitter
 from deployments.metrics.router_metrics import RouterMetrics
+from deployments.metrics.server import MetricsServer
 from deployments.model_face import read_face
 from deployments.schema import ModelSettings, parse
 from deployments.served_engine import ServedEngine
@@ -115,7 +116,7 @@ async def running() -> AsyncIterator[Running]:
     engine, _ = fake_engine(page_size=PAGE_SIZE, num_pages=8, record_events=True)
     loop = EngineLoop(engine)
     loop.start()
-    replica = ServedMetrics(emitted(engine, loop, role=Role.UNIFIED), host="127.0.0.1", port=0, node_id="n0")
+    replica = ServedMetrics(emitted(engine, loop, role=Role.UNIFIED), MetricsServer(host="127.0.0.1"), node_id="n0")
     house = House()
     metrics = RouterMetrics(parse({"model": {"path": MODEL}}), router_id="router", fleet=house.fleet)
     house.dispatcher.watch = metrics.watch

@@ -20,7 +20,8 @@ EMITTER = emitter_of(Process.ROUTER, Identity(model="m", role="router", replica=
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    server = MetricsServer(EMITTER.registry, host="127.0.0.1")
+    server = MetricsServer(host="127.0.0.1")
+    server.serve(EMITTER.registry)
     yield server
     server.close()
 
@@ -54,7 +55,7 @@ def test_a_scraper_that_hangs_up_is_worth_a_line_of_the_log_and_no_stack(
 
 
 def test_each_takes_a_free_port_and_says_which() -> None:
-    both = [ServedMetrics(EMITTER, host="127.0.0.1", port=0, node_id="n1") for _ in range(2)]
+    both = [ServedMetrics(EMITTER, MetricsServer(host="127.0.0.1"), node_id="n1") for _ in range(2)]
     first, second = (each.target for each in both)
     assert first.address != second.address
     assert first == Target(address=first.address, role="router", process_id="abc", node_id="n1")
@@ -68,4 +69,13 @@ def test_each_takes_a_free_port_and_says_which() -> None:
 def test_a_port_that_is_taken_says_what_to_do(server: MetricsServer) -> None:
     port = int(server.address.rsplit(":", 1)[1])
     with pytest.raises(InvalidConfig, match=f"metrics_port = {port}: .* each needs a port of its own: leave it at 0"):
-        MetricsServer(EMITTER.registry, host="127.0.0.1", port=port)
+        MetricsServer(host="127.0.0.1", port=port)
+
+
+def test_a_port_is_taken_before_there_is_anything_to_show_and_given_back() -> None:
+    early = MetricsServer(host="127.0.0.1")
+    port = int(early.address.rsplit(":", 1)[1])
+    with pytest.raises(InvalidConfig):
+        MetricsServer(host="127.0.0.1", port=port)
+    early.close()
+    MetricsServer(host="127.0.0.1", port=port).close()

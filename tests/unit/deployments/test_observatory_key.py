@@ -1,0 +1,156 @@
+"""The admin key reaches the place where the observatory is built, and a start says to whom it is open."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+
+from deployments.announce import OBSERVATORY, Observatories, announce
+from deployments.observatory.admin_key import AdminKey
+from deployments.observatory.app import build
+from deployments.observatory.settings import KEY_VARIABLE, check_one_key, key_sent, parse
+from deployments.serve import settle_key
+from replicas.errors import InvalidConfig
+
+KEY = "of the operator's shell"
+
+
+def schema(*args: dict[str, Any], port: int = 8000) -> ServeDeploySchema:
+    applications = [
+        {"name": f"observatory{number}", "route_prefix": f"/manta{number}", "import_path": OBSERVATORY, "args": each}
+        for number, each in enumerate(args)
+    ]
+    return ServeDeploySchema.model_validate({"applications": applications, "http_options": {"port": port}})
+
+
+def test_the_key_of_the_shell_goes_to_a_cluster_that_has_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    said: list[str] = []
+    found = schema({}, {"admin_key": "of the file"})
+    settle_key(found, said.append, on_cluster=True)
+    assert [each.runtime_env.get("env_vars") for each in found.applications] == [{KEY_VARIABLE: KEY}, None]
+    assert len(said) == 1
+    assert "goes to the cluster as runtime_env of observatory0" in said[0]
+    assert KEY not in said[0]
+
+
+def test_a_runtime_env_keeps_what_it_has_and_its_own_key_comes_first() -> None:
+    environment = {KEY_VARIABLE: KEY}
+    given = {"pip": ["x"], "env_vars": {"A": "1"}}
+    assert key_sent({}, given, environment) == {"pip": ["x"], "env_vars": {"A": "1", KEY_VARIABLE: KEY}}
+    assert given["env_vars"] == {"A": "1"}
+    assert key_sent({}, {"env_vars": {KEY_VARIABLE: "of the file"}}, environment) is None
+    assert key_sent({}, {}, {}) is None
+
+
+def test_on_a_ray_of_our_own_the_key_leaves_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "before")
+    found = schema({"application": "a", "admin_key": KEY})
+    settle_key(found, lambda text: None, on_cluster=False)
+    [application] = found.applications
+    assert (application.args, application.runtime_env) == ({"application": "a"}, {})
+
+
+def test_two_observatories_of_one_environment_cannot_have_two_keys() -> None:
+    one, two = {"admin_key": "first-key-1"}, {"admin_key": "second-key-2"}
+    for both, environment in (([one, two], {}), ([one, {}], {KEY_VARIABLE: "another one"})):
+        with pytest.raises(InvalidConfig, match="give them all the same admin_key, or leave it out") as refused:
+            check_one_key(both, environment)
+        assert "first-key" not in str(refused.value)
+    check_one_key([one, one, {}], {})
+    with pytest.raises(InvalidConfig):
+        settle_key(schema(one, two), lambda text: None, on_cluster=False)
+
+
+@pytest.mark.parametrize("given", ["  with spaces\n", "with spaces"])
+def test_white_space_around_a_key_does_not_count(given: str) -> None:
+    """As of a file's last line, or of a secret that was mounted."""
+    key = AdminKey(given)
+    assert parse({"admin_key": given}).key == "with spaces"
+    assert key.admits({"authorization": "Bearer with spaces "}, {}, 0.0)
+    assert key.is_right("with spaces\n")
+    assert not key.is_right("withspaces")
+    with pytest.raises(InvalidConfig, match="at least 8 characters"):
+        parse({"admin_key": "short        "})
+
+
+def test_its_own_lines_are_json_where_that_is_asked_for() -> None:
+    config = build({"log_format": "json"})._bound_deployment._deployment_config.logging_config
+    assert config["encoding"] == "JSON"
+    assert build({})._bound_deployment._deployment_config.logging_config is None
+    with pytest.raises(InvalidConfig, match="log_format: Input should be 'text' or 'json'"):
+        build({"log_format": "xml"})
+
+
+class Answers(BaseHTTPRequestHandler):
+    status = 200
+    body = b"{}"
+
+    def do_GET(self) -> None:
+        if self.body == b"no HTTP":
+            self.wfile.write(b"SSH-2.0-OpenSSH\r\n")
+            return
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_args: object) -> None:
+        """To nobody."""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[type[Answers], int]]:
+    handler = type("Handler", (Answers,), {})
+    served = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True).start()
+    yield handler, served.server_address[1]
+    served.shutdown()
+    served.server_close()
+
+
+def statuses(status: ApplicationStatus) -> dict[str, Any]:
+    loads = SimpleNamespace(status=ApplicationStatus.DEPLOYING)
+    return {"observatory0": SimpleNamespace(status=status), "manta": loads}
+
+
+@pytest.mark.parametrize(("status", "open_to"), [(401, " (asks for the admin key)"), (200, " (open to everybody)")])
+def test_where_to_watch_is_said_once_when_it_runs_whatever_the_models_do(
+    server: tuple[type[Answers], int], status: int, open_to: str
+) -> None:
+    handler, port = server
+    said: list[str] = []
+    observatories = Observatories(schema({}, port=port), said.append)
+    observatories.look(statuses(ApplicationStatus.DEPLOYING))
+    handler.status = 404  # it runs, and the proxy has not heard of it
+    observatories.look(statuses(ApplicationStatus.RUNNING))
+    assert said == []
+    handler.status = status
+    for _ in range(2):
+        observatories.look(statuses(ApplicationStatus.RUNNING))
+    assert said == [f"watch it: http://127.0.0.1:{port}/manta0/{open_to}"]
+
+
+@pytest.mark.parametrize("body", [b"no HTTP", b"{}", b"[]", b'{"internal_states": [{}]}', b"<html>"])
+def test_a_start_does_not_fail_for_an_answer_that_is_none(server: tuple[type[Answers], int], body: bytes) -> None:
+    handler, port = server
+    handler.body = body
+    said: list[str] = []
+    manta = {"name": "manta", "route_prefix": "/", "import_path": "deployments.app:build"}
+    found = ServeDeploySchema.model_validate({"applications": [manta], "http_options": {"port": port}})
+    config: Any = SimpleNamespace(mode="unified", model=SimpleNamespace(name="tiny"))
+    running = SimpleNamespace(replica_states={"RUNNING": 1})
+    application: Any = SimpleNamespace(deployments={"ModelReplica": running})
+    announce(found, {"manta": config}, {"manta": application}, said.append)
+    assert said == [f"ready: tiny on 1 replica at http://127.0.0.1:{port}/v1"]
+
+
+def test_what_does_not_answer_is_said_at_the_end_all_the_same() -> None:
+    said: list[str] = []
+    observatories = Observatories(schema({}, port=1), said.append)
+    observatories.look(statuses(ApplicationStatus.RUNNING), last=True)
+    assert said == ["watch it: http://127.0.0.1:1/manta0/"]
