@@ -4,10 +4,12 @@ Owns:      one `CollectorRegistry`; nothing of the client's global one is touche
 Never:     declares a metric: a name that is not in the catalogue, or is another process's, raises.
 Invariant: a metric has one source: events (counter, gauge, histogram), a `Tally`, or a function called at each scrape.
            Series of labels whose values are known exist from the start, with 0; of others from their first use.
+           A function that fails takes no other metric with it: its last answer is told.
 Thread:    the client's objects may be used on any; a `Tally` has one writer; functions run on the scrape's thread.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +23,8 @@ from dashboards.catalog import CATALOG
 from dashboards.metric import OPEN, Kind, Metric, Process
 from replicas.tally import Tally
 from replicas.types import TallyCounts
+
+log = logging.getLogger(__name__)
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each counter and histogram, which nobody reads
 
@@ -103,12 +107,6 @@ class Emitter:
         self._told |= {metric.name for metric in metrics}
         self.registry.register(_Told(metrics, self.identity, read))
 
-    def remove(self, name: str, **labels: str) -> None:
-        """The series of what has left; none is fine."""
-        metric, made = self._of(name), self._made.get(name)
-        if made is not None:
-            made.remove(*self.identity.values, *_own(metric, labels))
-
     def _child(self, name: str, kind: Kind, labels: Mapping[str, str]) -> object:
         metric = self._of(name, kind)
         made = self._made.get(name)
@@ -158,12 +156,24 @@ class _Told(Collector):
         self._metrics = {metric.name: metric for metric in metrics}
         self._identity = identity
         self._read = read
+        self._last: list[Family] = list(self.describe())  # answer
+        self._failing = False
 
     def describe(self) -> Iterator[Family]:
         """The names, without asking: `CollectorRegistry` wants no name twice."""
         return iter([_family(metric) for metric in self._metrics.values()])
 
     def collect(self) -> Iterator[Family]:
+        try:
+            self._last = self._ask()
+            self._failing = False
+        except Exception:
+            if not self._failing:  # once, not with each scrape
+                log.exception("metrics from %s on are told as they were before", next(iter(self._metrics)))
+            self._failing = True
+        return iter(self._last)
+
+    def _ask(self) -> list[Family]:
         families = {name: _family(metric) for name, metric in self._metrics.items()}
         for name, labels, value in self._read():
             metric = self._metrics[name]
@@ -177,7 +187,7 @@ class _Told(Collector):
                 assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
                 assert not isinstance(value, TallyCounts), f"{name} is no histogram"
                 family.add_metric(values, value)
-        return iter(families.values())
+        return list(families.values())
 
 
 def _family(metric: Metric) -> Family:

@@ -65,10 +65,15 @@ class RouterFigures:
     def _ask(self) -> FleetFigures:
         if not self._loop.is_running():
             return self._last
-        asked = asyncio.run_coroutine_threadsafe(self._now(), self._loop)
+        asking = self._now()
+        try:
+            asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        except RuntimeError:  # closed meanwhile
+            asking.close()
+            return self._last
         try:
             self._last = asked.result(ANSWER_S)
-        except concurrent.futures.TimeoutError:
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):  # busy, or ending
             asked.cancel()
         return self._last
 

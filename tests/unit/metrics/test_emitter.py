@@ -61,13 +61,11 @@ def test_series_of_known_labels_exist_from_the_first_scrape_and_say_who_tells_th
     assert "_created" not in seen.text
 
 
-def test_series_of_open_labels_come_with_their_first_use_and_can_be_removed() -> None:
+def test_series_of_open_labels_come_with_their_first_use() -> None:
     emitter = Emitter(Process.ROUTER, WHO)
     for target in ("r1", "r2"):
         emitter.gauge("router_report_age_seconds", target=target).set(0.5)
-    emitter.remove("router_report_age_seconds", target="r1")
-    emitter.remove("router_report_age_seconds", target="never was")
-    assert Scraped(emitter.registry).values("router_report_age_seconds", "target") == {"r2": 0.5}
+    assert Scraped(emitter.registry).values("router_report_age_seconds", "target") == {"r1": 0.5, "r2": 0.5}
 
 
 def test_a_tally_shows_as_the_histogram_that_the_client_would_make(emitter: Emitter) -> None:
@@ -100,3 +98,23 @@ def test_what_is_told_at_a_scrape_is_asked_for_at_each(emitter: Emitter) -> None
     assert Scraped(emitter.registry).values("router_report_age_seconds", "target") == {"r1": 1.0, "r2": 2.0}
     del ages["r1"]
     assert Scraped(emitter.registry).values("router_report_age_seconds", "target") == {"r2": 2.0}
+
+
+def test_a_function_that_fails_spoils_no_scrape_and_is_told_as_before(
+    emitter: Emitter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answers of 1, failure, failure, 4, failure: the log has a line for each time that it begins to fail."""
+    turns = iter([1.0, None, None, 4.0, None])
+
+    def read() -> list[tuple[str, dict[str, str], float]]:
+        value = next(turns)
+        if value is None:
+            raise RuntimeError("broken")
+        return [("router_report_age_seconds", {"target": "r1"}, value)]
+
+    emitter.tell(["router_report_age_seconds"], read)
+    emitter.counter("router_prompt_tokens_total").inc(7)
+    seen = [Scraped(emitter.registry) for _ in range(5)]
+    assert [each.value("router_report_age_seconds", target="r1") for each in seen] == [1, 1, 1, 4, 4]
+    assert all(each.value("router_prompt_tokens_total") == 7 for each in seen)
+    assert caplog.text.count("router_report_age_seconds on are told as they were before") == 2
