@@ -127,6 +127,9 @@ def load_weights(model: Llama, config: ModelConfig, tp: TpGroup, *, progress: Pr
             advance(done, len(layers))
 
 
+MEASURED_S = 0.1  # a rate over less says nothing
+
+
 class LoadLog:
     """Says after each tenth how much of a checkpoint is loaded: "loading weights: 40 % (108 of 269 MB, 310 MB/s)"."""
 
@@ -147,12 +150,13 @@ class LoadLog:
         if tenths <= self._tenths:
             return
         self._tenths = tenths
+        since_s = self._clock() - self._started_s
         self._tell(
-            "loading weights: %.0f %% (%.0f of %.0f MB, %.0f MB/s)",
+            "loading weights: %.0f %% (%.0f of %.0f MB%s)",
             100 * self._done_bytes / self._total_bytes,
             self._done_bytes / 1e6,
             self._total_bytes / 1e6,
-            self._done_bytes / 1e6 / max(self._clock() - self._started_s, 1e-6),
+            f", {self._done_bytes / 1e6 / since_s:.0f} MB/s" if since_s >= MEASURED_S else "",
         )
 
 

@@ -168,7 +168,7 @@ def test_the_focus_stays_where_it_is_when_news_come(page: Page, served: FakeObse
 
 
 def test_a_second_of_eight_replicas_costs_little(page: Page, served: FakeObservatory) -> None:
-    """Main-thread time of a second with four new requests: some 15 ms on two busy cores."""
+    """Main-thread time of a second with four new requests: 39 ms on two busy cores."""
     page.open(f"{served.url}/eight/")
     page.says(".link", "live")
     page.command("Performance.enable")

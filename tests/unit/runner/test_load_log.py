@@ -30,6 +30,16 @@ def test_a_large_layer_is_one_line_for_all_its_tenths() -> None:
     ]
 
 
+def test_no_speed_is_told_before_time_has_passed() -> None:
+    said: list[str] = []
+    clock = Clock()
+    log = LoadLog(100_000_000, tell=lambda line, *values: said.append(line % values), clock=clock)
+    log.add(10_000_000)
+    clock.now_s = 0.25
+    log.add(10_000_000)
+    assert said == ["loading weights: 10 % (10 of 100 MB)", "loading weights: 20 % (20 of 100 MB, 80 MB/s)"]
+
+
 def test_a_checkpoint_without_bytes_says_nothing() -> None:
     said: list[str] = []
     LoadLog(0, tell=lambda line, *values: said.append(line % values), clock=Clock()).add(0)
