@@ -119,8 +119,8 @@ _TRANSFER = [
     _metric(REPLICA, COUNTER, "transfer_bytes_total", "K/V bytes moved.", {"direction": ("send", "receive")},
             disaggregated=True),
     _metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
-            "Parts of a hand-off: grant (until the receiver had row and pages, or gave up), wait (from then until all had "
-            "come, or it failed), post and wire (one NIXL write, as its telemetry says).",
+            "Parts of a hand-off: grant (until the receiver had row and pages, or gave up), wait (from then until all "
+            "had come, or it failed), post and wire (one NIXL write, as its telemetry says).",
             {"phase": ("grant", "wait", "post", "wire")}, unit="seconds", buckets=STAGE, disaggregated=True),
     _metric(REPLICA, GAUGE, "transfers_in_flight", "Hand-offs in progress; draining ones have failed and their pages "
             "are not yet safe to reuse.", {"direction": ("send", "receive", "draining")}, disaggregated=True),
@@ -130,8 +130,8 @@ _TRANSFER = [
             disaggregated=True),
     _metric(REPLICA, COUNTER, "transfer_digest_mismatches_total", "Pages that came and were not what was sent.",
             disaggregated=True),
-    _metric(REPLICA, COUNTER, "transfer_late_messages_total", "Messages of rooms that had ended; dropped.",
-            disaggregated=True),
+    _metric(REPLICA, COUNTER, "transfer_late_messages_total", "Messages of rooms that had ended, or that could "
+            "not be read; dropped.", disaggregated=True),
 ]  # fmt: skip
 
 _REQUESTS = [
@@ -142,12 +142,14 @@ _REQUESTS = [
             "counted when that comes.", {"endpoint": ANSWERING}, unit="seconds", buckets=TTFT),
     _metric(ROUTER, HISTOGRAM, "inter_token_latency_seconds", "Gap between deltas of one answer, per token.",
             unit="seconds", buckets=ITL),
-    _metric(ROUTER, HISTOGRAM, "request_duration_seconds", "From a request's arrival to its end, of those that ended ok.",
-            {"endpoint": ENDPOINTS}, unit="seconds", buckets=DURATION),
+    _metric(ROUTER, HISTOGRAM, "request_duration_seconds", "From a request's arrival to its end, of those that "
+            "ended ok.", {"endpoint": ENDPOINTS}, unit="seconds", buckets=DURATION),
     _metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "What a request that ended ok spent in each "
             "stage.", {"stage": STAGES}, unit="seconds", buckets=STAGE),
-    _metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Length of prompts of requests that ended ok.", unit="tokens", buckets=TOKENS),
-    _metric(ROUTER, HISTOGRAM, "request_output_tokens", "Length of answers of requests that ended ok.", unit="tokens", buckets=TOKENS),
+    _metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Length of prompts of requests that ended ok.",
+            unit="tokens", buckets=TOKENS),
+    _metric(ROUTER, HISTOGRAM, "request_output_tokens", "Length of answers of requests that ended ok.",
+            unit="tokens", buckets=TOKENS),
     _metric(ROUTER, COUNTER, "slo_requests_total", "Requests judged against each objective. Met: the "
             "first token, or the mean gap, came in time. Not met also: what ended in an error, a timeout, or was shed, "
             "before its first token (ttft) or after it (itl). Not judged: what clients cancelled, or asked wrongly.",

@@ -23,12 +23,12 @@ STATE_MEANS = {
 STAGE_MEANS = {
     "route": "from the request's arrival until the try that answered it was sent: reading, tokenising, choosing, and "
     "earlier tries",
-    "queue": "waiting at the replica, and the way to it and back; of a prompt that was handed over: waiting for row and "
-    "pages at the decode replica (`phase=\"grant\"` of `manta_transfer_duration_seconds` is that part), and then in the "
-    "prefill replica's queue",
+    "queue": "waiting at the replica, and the way to it and back; of a prompt that was handed over: waiting for row "
+    "and pages at the decode replica (`phase=\"grant\"` of `manta_transfer_duration_seconds` is that part), and then "
+    "in the prefill replica's queue",
     "prefill": "from the first step that computed some of its prompt to the first token",
-    "transfer": "what is left of the way of its K/V when the prefill replica has computed the prompt, and the way to the "
-    "replicas and back; 0 where nothing was handed over",
+    "transfer": "what is left of the way of its K/V when the prefill replica has computed the prompt, and the way to "
+    "the replicas and back; 0 where nothing was handed over",
     "decode": "from the first token to the last",
 }
 INTRODUCTION = f"""\

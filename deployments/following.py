@@ -7,7 +7,6 @@ Thread:    the router's event loop.
 """
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -98,8 +97,9 @@ class Following:
         watch: RequestWatch,
         clock: Callable[[], float],
     ) -> None:
-        on_gap = None if watch.on_gap is None else functools.partial(tell, watch.on_gap)
-        self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=on_gap)
+        on_gap = watch.on_gap
+        told = None if on_gap is None else lambda gap_s, num_tokens: tell(on_gap, gap_s, num_tokens)
+        self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=told)
         self._request = request
         self._routes = routes
         self._watch = watch

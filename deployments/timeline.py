@@ -13,9 +13,9 @@ prompt, are route. All after the first token is decode, a retry in the middle in
 replica says of its prefill and transfer (StageTimes), and queue is the rest: waiting there, and the way to it and back.
 Of a prompt that was handed over, the prefill leg says queue and prefill, and the rest is transfer: what is left of the
 pages' way when the prompt is computed. Its queue begins with waiting for row and pages on the decode side: before that
-has them, the prefill side does not queue it (the hand-off's report has that part as grant_s). Where the prefill leg's word has not come by then (after an answer of a token
-or two), the decode side's counts: transfer is from the first page to the last, and prefill the wait before it, with the
-queue there.
+has them, the prefill side does not queue it (the hand-off's report has that part as grant_s). Where the prefill leg's
+word has not come by then (after an answer of a token or two), the decode side's counts: transfer is from the first page
+to the last, and prefill the wait before it, with the queue there.
 """
 
 import time

@@ -339,7 +339,7 @@ class EngineStats:
     # hand-offs; ``transfer`` is None where the engine takes part in none
     num_preallocating: int = 0  # decode legs that wait for row and pages
     num_receiving: int = 0  # decode legs whose K/V is on its way
-    num_handing_off: int = 0  # prefill legs that no queue or step here has: receiver not ready, last pages on their way, or draining
+    num_handing_off: int = 0  # prefill legs that wait for their receiver, are computed, or drain
     transfer: TransferStats | None = None
     flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
 

@@ -41,9 +41,10 @@ NOW = Row(
         ),
         Panel(
             title="Within the first-token objective",
-            shows="Share of requests whose first token came within the configured objective; what failed or was refused "
-                "before it missed it.",
-            act="Below the target: Requests by outcome says whether requests fail; if not, add replicas, or find out with the routing board why prefixes are not reused.",
+            shows="Share of requests whose first token came within the configured objective; what failed or was "
+                "refused before it missed it.",
+            act="Below the target: Requests by outcome says whether requests fail; if not, add replicas, or find out "
+                "with the routing board why prefixes are not reused.",
             lines=(
                 Line(
                     ratio(
@@ -114,8 +115,8 @@ LATENCY = Row(
         Panel(
             title="Where the time goes before decode",
             shows="The same without decode, which dwarfs the rest.",
-            act="Queue: too few replicas (apart: of decode if grant among Parts of a hand-off is long, else of prefill). "
-                "Prefill: long prompts or few hits. Transfer: see the routing board. Route: "
+            act="Queue: too few replicas (apart: of decode if grant among Parts of a hand-off is long, else of "
+                "prefill). Prefill: long prompts or few hits. Transfer: see the routing board. Route: "
                 "the "
                 "router's process has too little CPU.",
             lines=(

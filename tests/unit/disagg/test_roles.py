@@ -68,8 +68,8 @@ def test_pages_leave_chunk_by_chunk_and_the_states_are_those_of_the_life_cycle()
 
 
 def test_each_prefill_leg_is_counted_in_one_state_at_a_time() -> None:
-    """Three legs, and one may run at once: not opened, queued, computed, on their way; at each turn they are three, less
-    those that have ended."""
+    """Three legs, and one may run at once: not opened, queued, computed, on their way; the states sum to those that
+    have not ended."""
     pair = Pair(prefill={"max_running": 1})
     for number, rid in enumerate("abc"):
         pair.ask(rid, range(100 * number, 100 * number + 12), max_new_tokens=4)

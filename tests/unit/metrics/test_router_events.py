@@ -25,7 +25,6 @@ from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
 from tests.unit.deployments.sample_values import ask, stats
 from tests.unit.deployments.test_route_log import ready
 
-
 JUDGED = [(slo, met) for slo in ("ttft", "itl") for met in ("true", "false")]
 
 
