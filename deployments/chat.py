@@ -41,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, ChatRequest, max_bytes=service.max_body_bytes)
     job = await _job(service, body, name_of(request, body.rid))
-    routed = routed_of(request)
+    routed = routed_of(request, job.answer_id)
     return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
 
 
@@ -54,6 +54,10 @@ class ChatJob:
     name: str
     request: GenerateRequest
     created: int
+
+    @property
+    def answer_id(self) -> str:
+        return f"chatcmpl-{self.name}"
 
     async def whole(self, routed: Routed) -> dict[str, Any]:
         done = await collected(merged([routed.stream(self.request)]))
@@ -98,7 +102,7 @@ class ChatJob:
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"chatcmpl-{self.name}",
+            "id": self.answer_id,
             "object": kind,
             "created": self.created,
             "model": self.service.model.name,

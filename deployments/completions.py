@@ -43,7 +43,7 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, CompletionRequest, max_bytes=service.max_body_bytes)
     job = await _job(service, body, name_of(request, body.rid))
-    routed = routed_of(request)
+    routed = routed_of(request, job.answer_id)
     return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
 
 
@@ -57,6 +57,10 @@ class CompletionJob:
     requests: list[GenerateRequest]
     prompts: list[str]  # the text to echo for each request; empty without echo
     created: int
+
+    @property
+    def answer_id(self) -> str:
+        return f"cmpl-{self.name}"
 
     async def whole(self, routed: Routed) -> dict[str, Any]:
         done = await collected(merged([routed.stream(request) for request in self.requests]))
@@ -105,7 +109,7 @@ class CompletionJob:
 
     def _body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         body = {
-            "id": f"cmpl-{self.name}",
+            "id": self.answer_id,
             "object": "text_completion",
             "created": self.created,
             "model": self.service.model.name,

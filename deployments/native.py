@@ -35,7 +35,7 @@ async def generate(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, NativeRequest, max_bytes=service.max_body_bytes)
     job = await _job(service, body, name_of(request))
-    routed = routed_of(request)
+    routed = routed_of(request, job.names[0] if len(job.names) == 1 else None)
     return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
 
 

@@ -35,7 +35,11 @@ MOST_REPLICAS = 1024
 class Routed:
     """Starts the generations of one HTTP request and remembers which they were."""
 
-    def __init__(self, service: Service, arrival: Arrival, hints: RouteHints = NO_HINTS) -> None:
+    def __init__(
+        self, service: Service, arrival: Arrival, hints: RouteHints = NO_HINTS, answer_id: str | None = None
+    ) -> None:
+        """``answer_id``: that of the answer; None where each prompt's part has its own."""
+        self.answer_id = answer_id
         self._service = service
         self._arrival = arrival
         self._hints = hints
@@ -46,9 +50,9 @@ class Routed:
         return self._service.dispatcher.stream(request, self._hints, self._arrival)
 
 
-def routed_of(request: Request) -> Routed:
+def routed_of(request: Request, answer_id: str | None) -> Routed:
     """For one HTTP request; its header is written from what is started here. Raises: InvalidRequest for bad hints."""
-    routed = Routed(service_of(request), arrival_of(request), hints_of(request.headers))
+    routed = Routed(service_of(request), arrival_of(request), hints_of(request.headers), answer_id)
     request.state.routed = routed
     return routed
 

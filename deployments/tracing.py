@@ -4,14 +4,18 @@ Owns:      a tracer provider of its own. The process's global one stays whose it
            tracing is on, and its spans are then our parents.
 Never:     does anything per token or step: the stages are written when the request has ended, from its record
            (span_tree.py). Sends a prompt's text anywhere.
+           Fails a request: what cannot be written is logged.
 Invariant: the span ends on every path. A caller's ``traceparent`` is the parent and its sampled flag decides; without
            one, ``ratio`` of the requests are sampled. The answer's ``traceparent`` header names our span, errors
            included.
-Thread:    the router's event loop; the SDK sends on a thread of its own, and drops spans rather than wait.
+Thread:    the router's event loop; the SDK sends on a thread of its own, and drops spans rather than wait. The end
+           waits LAST_S for the last ones.
 """
 
 import asyncio
+import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 
 from opentelemetry import context as otel_context
@@ -32,7 +36,10 @@ from deployments.span_tree import OPERATIONS, PROVIDER, span_tree
 from deployments.timeline import Arrival
 from replicas.errors import InvalidConfig
 
+log = logging.getLogger(__name__)
+
 HEADER = "traceparent"
+LAST_S = 3.0
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _W3C = TraceContextTextMapPropagator()
 
@@ -83,7 +90,11 @@ class Tracing:
                 "service.instance.id": router_id,
             }
         )
-        self._provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource)
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(ratio)),
+            resource=resource,
+            shutdown_on_exit=False,  # it would wait for a receiver that says nothing
+        )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("manta", version)
         self._model = model
@@ -103,26 +114,43 @@ class Tracing:
             },
         )
 
-    def end(self, span: Span, records: Sequence[RouteRecord], *, name: str, http_status: int | None) -> None:
-        """The request has ended: its answer's status (None: its client left before one), and what became of its
-        prompts (none where it was refused before one was routed)."""
-        if span.is_recording():
-            span.set_attribute("gen_ai.response.id", name)
-            if http_status is not None:
-                span.set_attribute("http.response.status_code", http_status)
-            error = str(http_status) if http_status is not None and http_status >= 500 else None
-            if records:
-                error = self._write(span, records) or error
-            if error is not None:
-                span.set_attribute("error.type", error)
-                span.set_status(Status(StatusCode.ERROR))
-        span.end()
+    def end(
+        self, span: Span, records: Sequence[RouteRecord], *, answer_id: str | None, http_status: int | None
+    ) -> None:
+        """The request has ended: its answer's id (None: it has none of its own) and status (None: its client left
+        before one), and what became of its prompts (none where it was refused before one was routed)."""
+        try:
+            if span.is_recording():
+                self._write(span, records, answer_id, http_status)
+        except Exception:  # the answer is out, and a trace is not worth its failure
+            log.exception("a trace could not be written whole")
+        finally:
+            span.end()
 
     async def stop(self) -> None:
-        """Send what is left."""
-        await asyncio.to_thread(self._provider.shutdown)
+        """Send what is left, for LAST_S at most: a receiver may take connections and say nothing."""
+        last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        last.start()
+        await asyncio.to_thread(last.join, LAST_S)
+        if last.is_alive():
+            log.warning("the receiver of traces did not take the last spans within %.0f s: they are dropped", LAST_S)
 
-    def _write(self, span: Span, records: Sequence[RouteRecord]) -> str | None:
+    def _write(
+        self, span: Span, records: Sequence[RouteRecord], answer_id: str | None, http_status: int | None
+    ) -> None:
+        """As `end`."""
+        if answer_id is not None:
+            span.set_attribute("gen_ai.response.id", answer_id)
+        if http_status is not None:
+            span.set_attribute("http.response.status_code", http_status)
+        error = str(http_status) if http_status is not None and http_status >= 500 else None
+        if records:
+            error = self._write_prompts(span, records) or error
+        if error is not None:
+            span.set_attribute("error.type", error)
+            span.set_status(Status(StatusCode.ERROR))
+
+    def _write_prompts(self, span: Span, records: Sequence[RouteRecord]) -> str | None:
         """Stages and attributes; how it failed, if it did."""
         tree = span_tree(records)
         span.set_attributes(tree.attributes)
@@ -170,7 +198,8 @@ class Traces:
             routed = state.get("routed")
             rids = [] if routed is None else routed.rids
             records = [record for rid in rids if (record := self._routes.get(rid)) is not None]
-            self._tracing.end(span, records, name=state.get("request_name", ""), http_status=http_status)
+            answer_id = None if routed is None else routed.answer_id
+            self._tracing.end(span, records, answer_id=answer_id, http_status=http_status)
 
 
 def _parent(headers: Mapping[str, str]) -> Context:

@@ -83,9 +83,8 @@ def _get(url: str, key: str | None = None) -> dict[str, Any]:
             UNREACHABLE,
         ) from error
     except (ValueError, http.client.HTTPException) as error:  # the address, or the answer
-        raise Unanswered(
-            f"{url} does not answer as Manta does ({type(error).__name__}: {str(error).strip()}): check --url", NOT_THERE
-        ) from error
+        what = f"{type(error).__name__}: {str(error).strip()}"
+        raise Unanswered(f"{url} does not answer as Manta does ({what}): check --url", NOT_THERE) from error
     if not isinstance(body, dict):
         raise Unanswered(f"{url} does not answer as Manta does: check --url", NOT_THERE)
     return body
@@ -98,8 +97,8 @@ def _sendable(key: str) -> str:
     if bare.isprintable() and all(ord(character) < 256 for character in bare):
         return bare
     raise Unanswered(
-        "the admin key (--key, or MANTA_ADMIN_KEY) has a character that no HTTP header carries (a line's end inside, or "
-        "one beyond Latin-1): no server can be asked with it; take letters, digits and punctuation, there too",
+        "the admin key (--key, or MANTA_ADMIN_KEY) has a character that no HTTP header carries (a line's end, or one "
+        "beyond Latin-1): check what was given; if the settings have it so, choose another there",
         REFUSED,
     )
 

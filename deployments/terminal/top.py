@@ -76,7 +76,7 @@ def _live(
     wait: Callable[[float], None],
     clock: Callable[[], float],
 ) -> None:
-    """In place. While Manta is away the last table stays, and above it for how long. Raises: Unanswered as `_blocks`."""
+    """In place; while Manta is away the last table stays, and above it for how long. Raises: as `_blocks`."""
     state, heard_s = fetch(), clock()
     with Live(top_view.drawn(state), console=console, screen=True, auto_refresh=False) as live:
         live.refresh()

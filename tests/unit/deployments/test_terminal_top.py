@@ -241,7 +241,7 @@ def test_what_is_not_http_or_breaks_off_is_said(payload: bytes, code: int, said:
 
 @pytest.mark.parametrize("url", ["http://localhost:80a0", "http://[::1", "http://a b"])
 def test_an_address_that_is_none_is_said(url: str) -> None:
-    with pytest.raises(ask.Unanswered, match="(is no address|does not answer as Manta does) .*check --url") as caught:
+    with pytest.raises(ask.Unanswered, match=r"(is no address|does not answer as Manta does) .*check --url") as caught:
         ask.state(url, None)
     assert caught.value.status == ask.NOT_THERE
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -127,7 +128,7 @@ async def test_a_chat_is_one_span_with_its_stages_under_it(
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "manta",
         "gen_ai.request.model": "smol",
-        "gen_ai.response.id": "me",
+        "gen_ai.response.id": "chatcmpl-me",
         "gen_ai.response.finish_reasons": ["length"],
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": 4,
@@ -145,6 +146,57 @@ async def test_a_chat_is_one_span_with_its_stages_under_it(
     assert values(spans["manta.route"].attributes)["manta.route.policy"] == "round_robin"
     assert values(spans["manta.decode"].attributes) == {
         "manta.request": "me", "manta.replica": "r0", "manta.output_tokens": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/completions", {"prompt": "a b c", "max_tokens": 1, "rid": "mine"}, "cmpl-mine"),
+        ("/generate", {"text": "a b c", "sampling_params": {"max_new_tokens": 1}, "rid": "mine"}, "mine"),
+        ("/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 1}, "rid": ["one", "two"]}, None),
+        ("/v1/chat/completions", {"messages": []}, None),
+    ],
+)
+async def test_a_span_has_the_id_of_the_answer_where_that_has_one(
+    service: Service, collector: Collector, path: str, body: dict[str, Any], told: str | None
+) -> None:
+    """A batch has an id a part (manta.request on the stages); what was refused has none."""
+    async with Traced(service, collector.url, 1.0) as client:
+        answer = await client.post(path, json=body, headers={"x-request-id": "header"})
+    spans = [span for each in collector.resources for scope in each.scope_spans for span in scope.spans]
+    [root] = [span for span in spans if not span.parent_span_id]
+    assert values(root.attributes).get("gen_ai.response.id") == told
+    if told is not None:
+        given = answer.json()
+        assert told == given.get("id", given.get("meta_info", {}).get("id"))
+
+
+async def test_a_trace_that_cannot_be_written_is_logged_and_its_span_ends(
+    service: Service, collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: object) -> None:
+        raise KeyError("manta.queue")
+
+    monkeypatch.setattr(tracing, "span_tree", broken)
+    async with Traced(service, collector.url, 1.0) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200
+    assert list(collector.spans) == ["chat smol"]
+    assert "a trace could not be written whole" in caplog.text
+
+
+async def test_a_receiver_that_says_nothing_holds_the_end_up_for_a_moment_only(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "LAST_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        traced = Traced(service, f"http://127.0.0.1:{silent.getsockname()[1]}", 1.0)
+        assert (await traced.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        before_s = time.monotonic()
+        await traced.tracing.stop()
+        assert time.monotonic() - before_s < 2.0
+        await traced.client.aclose()
+    assert "did not take the last spans" in caplog.text
 
 
 async def test_no_prompt_text_leaves(service: Service, collector: Collector) -> None:
