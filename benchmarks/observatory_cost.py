@@ -66,6 +66,7 @@ def row(number: int, now_s: float, replica: str, *, ended: bool) -> dict[str, An
         "policy": "estimated_ttft", "reason": "soonest_first_token", "tries": 1, "prompt_tokens": 1800,
         "output_tokens": 128 if ended else 1, "cached_tokens": 1600, "predicted_tokens": 1600, "best_tokens": 1712,
         "ttft_s": 0.321, "total_s": 1.521 if ended else None, "stages": stages if ended else None, "hand_offs": [],
+        "key": f"{number:016x}.0-chat-{number:012d}",
     }  # fmt: skip
 
 
@@ -76,7 +77,8 @@ def answer(second: int, names: list[str], per_s: int, rng: Random) -> RouterView
     ended = [row(before * per_s + i, float(before), names[i % len(names)], ended=True) for i in range(per_s)]
     return RouterView(
         router_id="r0", node_id="ab" * 28, target=None, model="model", mode="unified", num_open=2 * per_s,
-        replicas=tuple(seen(name, second, rng) for name in names), requests=(*ended, *begun), seq=second,
+        replicas=tuple(seen(name, second, rng) for name in names), requests=(*ended, *begun), time_s=float(second),
+        seq=second,
         autoscaling={},
     )  # fmt: skip
 

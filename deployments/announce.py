@@ -1,19 +1,24 @@
-"""What is served where, said once all of it runs, with a line to try.
+"""What is served where, said once it runs, with a line to try: the live view while the models still load.
 
 Never: fails for want of an answer: what cannot be asked is left out.
 """
 
+import http.client
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 
-from ray.serve.schema import ApplicationStatusOverview, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from deployments.roles import DEPLOYMENTS, roles_of
 from deployments.schema import AppConfig
 from routing.types import Role
 
 OBSERVATORY = "deployments.observatory.app:build"
+ANSWER_S = 2.0
+# the last three: an answer of another form, such as another server's behind the same address
+UNANSWERED = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError)
 
 
 def announce(
@@ -32,11 +37,38 @@ def announce(
         for line in _pools(urls[name]):
             say(line)
         say(f"ready: {config.model.name} on {counted(counts)} at {urls[name]}/v1")
-    for application in schema.applications:
-        if application.import_path == OBSERVATORY:
-            say(f"watch it: {urls[application.name]}/")
     for name, config in configs.items():
         print(f"\nTry it:\n\n{curl(urls[name], config.model.name)}\n\nCtrl-C stops everything.\n", flush=True)
+
+
+class Observatories:
+    """Says once of each observatory where it is and to whom it is open, as soon as it runs."""
+
+    def __init__(self, schema: ServeDeploySchema, say: Callable[[str], None]) -> None:
+        observatories = (each for each in schema.applications if each.import_path == OBSERVATORY)
+        self._urls = {each.name: _url(schema, each.route_prefix) for each in observatories}
+        self._say = say
+
+    def look(self, applications: Mapping[str, ApplicationStatusOverview], *, last: bool = False) -> None:
+        """``last``: what does not answer yet is said too, since nobody looks again."""
+        for name, url in list(self._urls.items()):
+            if name in applications and applications[name].status is ApplicationStatus.RUNNING:
+                open_to = _open_to(url)
+                if open_to or last:
+                    del self._urls[name]
+                    self._say(f"watch it: {url}/{open_to}")
+
+
+def _open_to(url: str) -> str:
+    """As the observatory has it, whatever the settings say; nothing when it does not answer, as before Serve's proxy
+    has heard of it."""
+    try:
+        with urllib.request.urlopen(f"{url}/api/state", timeout=ANSWER_S):
+            return " (open to everybody)"
+    except urllib.error.HTTPError as error:
+        return " (asks for the admin key)" if error.code == 401 else ""
+    except UNANSWERED:
+        return ""
 
 
 def _url(schema: ServeDeploySchema, route_prefix: str | None) -> str:
@@ -59,9 +91,9 @@ def _pools(url: str) -> list[str]:
     try:
         with urllib.request.urlopen(f"{url}/get_server_info", timeout=10) as answer:
             states = json.load(answer)["internal_states"]
-    except (OSError, ValueError):
+        return [f"replica {state['replica']['replica_id']}: KV pool of {state['replica']['pool']}" for state in states]
+    except UNANSWERED:
         return []
-    return [f"replica {state['replica']['replica_id']}: KV pool of {state['replica']['pool']}" for state in states]
 
 
 def curl(url: str, model: str) -> str:

@@ -18,6 +18,7 @@ from deployments.timeline import LegTimes, Timeline
 from replicas.types import HandOffReport
 from routing.types import Decision, Outcome
 
+MOST_TOLD = 1000  # records in one answer to the observatory
 NOBODY: Mapping[str, str] = MappingProxyType({})
 
 
@@ -88,12 +89,13 @@ class RouteLog:
             self._by_change[record.rid] = record
             self._by_change.move_to_end(record.rid)
 
-    def changed_since(self, seq: int) -> tuple[list[RouteRecord], int]:
+    def changed_since(self, seq: int, *, most: int | None = None) -> tuple[list[RouteRecord], int]:
         """Records that changed after change number ``seq``, the longest unchanged first, and the number to ask with
-        next. 0 asks for all; so does a number of another life of this router."""
+        next. 0 asks for all; so does a number of another life of this router. ``most``: only those that changed last,
+        so many; the others are not told later either."""
         known = seq if seq <= self._seq else 0
         newer = itertools.takewhile(lambda record: record.seq > known, reversed(self._by_change.values()))
-        return list(newer)[::-1], self._seq
+        return list(itertools.islice(newer, most))[::-1], self._seq
 
     def get(self, rid: str) -> RouteRecord | None:
         return self._records.get(rid)

@@ -26,7 +26,7 @@ from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from deployments import startup
-from deployments.announce import OBSERVATORY, announce
+from deployments.announce import OBSERVATORY, Observatories, announce
 from deployments.app import checked
 from deployments.observatory import settings as observatory
 from deployments.schema import AppConfig
@@ -47,8 +47,7 @@ def run(config_path: str) -> int:
     try:
         schema, configs = read(config_path)
         check_port(schema.http_options.host, schema.http_options.port)
-        if "RAY_ADDRESS" not in os.environ:  # a cluster that runs already has its environment
-            _keep_key_out_of_logs(schema)
+        settle_key(schema, say, on_cluster="RAY_ADDRESS" in os.environ)
     except (OSError, ValueError, InvalidConfig) as error:
         print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
         return 2
@@ -106,10 +105,24 @@ def _check_observatory(args: Mapping[str, Any], *, among: list[str]) -> None:
         raise InvalidConfig(f"args of the observatory:\n  application: {watched!r} is not in this file; known: {known}")
 
 
-def _keep_key_out_of_logs(schema: ServeDeploySchema) -> None:
-    for application in schema.applications:
-        if application.import_path == OBSERVATORY:
-            application.args = observatory.key_moved(application.args)
+def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_cluster: bool) -> None:
+    """Bring the observatory's admin key where it is built: on a Ray of our own, which has our environment, out of the
+    arguments that Serve logs; to a cluster that runs already, and has its own, from our environment.
+
+    Raises: InvalidConfig.
+    """
+    applications = [each for each in schema.applications if each.import_path == OBSERVATORY]
+    if not on_cluster:
+        observatory.check_one_key([each.args for each in applications])
+    for each in applications:
+        if not on_cluster:
+            each.args = observatory.key_moved(each.args)
+        elif (sent := observatory.key_sent(each.args, each.runtime_env)) is not None:
+            each.runtime_env = sent
+            say(
+                f"{observatory.KEY_VARIABLE} of this shell goes to the cluster as runtime_env of {each.name}, which "
+                "Ray's logs there show; an operator of the cluster keeps it out of them by setting it where `ray start` runs"
+            )
 
 
 def check_port(host: str, port: int) -> None:
@@ -161,18 +174,21 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Calla
     )
     replica_logs = startup.ReplicaLogs(Path(get_serve_logs_dir()))
     client.deploy_apps(schema, _blocking=False)
+    observatories = Observatories(schema, say)
     with startup.board(say) as show:
-        failed = _until_running(show, replica_logs)
+        failed = _until_running(show, replica_logs, observatories)
     if failed:
         for name, application in failed.items():
             print(f"{name} failed to start:\n{_why(application)}", file=sys.stderr)
         return False
-    announce(schema, configs, serve.status().applications, say)
+    applications = serve.status().applications
+    announce(schema, configs, applications, say)
+    observatories.look(applications, last=True)
     return True
 
 
 def _until_running(
-    show: Callable[[Mapping[str, str]], None], replica_logs: startup.ReplicaLogs
+    show: Callable[[Mapping[str, str]], None], replica_logs: startup.ReplicaLogs, observatories: Observatories
 ) -> dict[str, ApplicationStatusOverview]:
     """Show what is waited for until every application runs, or some failed: those."""
     while True:
@@ -182,6 +198,7 @@ def _until_running(
         for name, each in applications.items():
             now |= startup.lines(name, each.deployments, replica_logs)
         show(now)
+        observatories.look(applications)
         failed = {
             name: each for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED
         }

@@ -31,7 +31,8 @@ function mergeRequests(before, rows) {
 }
 
 function appendHistory(before, time, newest) {
-  const first = before.times.findIndex((each) => time - each < WINDOW_S);
+  const wentBack = before.times.at(-1) > time; // the observatory's clock: all begins anew
+  const first = wentBack ? -1 : before.times.findIndex((each) => time - each < WINDOW_S);
   const dropped = first < 0 ? before.times.length : first;
   const times = [...before.times.slice(dropped), time];
   const used = {};

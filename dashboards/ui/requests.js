@@ -7,7 +7,7 @@ import { Legend } from "./pools.js";
 import { Id } from "./table.js";
 import { STAGES, Waterfall } from "./waterfall.js";
 
-const OUTCOMES = ["running", "finished", "aborted", "failed", "refused"];
+const OUTCOMES = ["running", "finished", "aborted", "failed", "refused", "unknown"];
 
 export const Requests = once(({ requests, replicas, model, now, chosen, onChoose }) => {
   const [outcome, setOutcome] = useState("");

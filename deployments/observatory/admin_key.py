@@ -14,10 +14,10 @@ LASTS_S = 12 * 3600  # a login
 
 
 class AdminKey:
-    """The key, or that there is none."""
+    """The key, or that there is none. White space around it does not count: headers, files and shells add some."""
 
     def __init__(self, key: str | None) -> None:
-        self._digest = None if key is None else _digest(key)
+        self._digest = None if key is None else _digest(key.strip())
 
     @property
     def is_set(self) -> bool:
@@ -25,7 +25,7 @@ class AdminKey:
 
     def is_right(self, given: str) -> bool:
         """Whether ``given`` is the key."""
-        return self._digest is not None and hmac.compare_digest(self._digest, _digest(given))
+        return self._digest is not None and hmac.compare_digest(self._digest, _digest(given.strip()))
 
     def admits(self, headers: Mapping[str, str], cookies: Mapping[str, str], now_s: float) -> bool:
         """Whether a request with these may see everything. ``now_s``: seconds since 1970."""
@@ -33,7 +33,7 @@ class AdminKey:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
-            return self.is_right(given.strip())
+            return self.is_right(given)
         return self._is_login(cookies.get(COOKIE, ""), now_s)
 
     def login(self, now_s: float) -> str:

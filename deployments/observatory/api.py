@@ -14,25 +14,34 @@ from deployments.http_errors import RETRY_AFTER_S, error_body
 from deployments.observatory.discovery import service_discovery
 from deployments.observatory.fan_in import CONTENT_TYPE, gather
 from deployments.observatory.parts import parts_of
-from deployments.observatory.tree_body import tree_body
+from deployments.observatory.routers import NoRouter
 from replicas.cache.tree_view import MAX_DEPTH
 from replicas.errors import InvalidRequest
 
 api = APIRouter()
 MOST_TOKENS = 1 << 40
+MOST_DIGITS = 20  # of a number that is given
+UNHEARD = "no router has answered in the last 30 s: who serves metrics is not known"
 NOT_KEPT = {"Cache-Control": "no-store"}
 EVENTS = {**NOT_KEPT, "X-Accel-Buffering": "no"}  # a proxy in front is not to collect events
 
 
 @api.get("/sd")
 async def sd(request: Request) -> list[dict[str, Any]]:
-    return service_discovery(parts_of(request).targets())
+    """Prometheus keeps the targets it has when this fails. Raises: NoRouter, since who there is, is not known."""
+    parts = parts_of(request)
+    if not parts.state.merged.heard_any:
+        raise NoRouter(UNHEARD)
+    return service_discovery(parts.targets())
 
 
 @api.get("/metrics")
 async def metrics(request: Request) -> Response:
     parts = parts_of(request)
-    return Response(await gather(parts.targets(), parts.fetch), headers={"Content-Type": CONTENT_TYPE})
+    text = await gather(parts.targets(), parts.fetch)
+    if not parts.state.merged.heard_any:
+        text += f"# {UNHEARD}\n"
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
 @api.get("/api/state")
@@ -57,8 +66,8 @@ async def tree(request: Request) -> Response:
         known = ", ".join(parts.state.replica_ids) or "none"
         message = f"replica: there is no replica {replica_id[:200]!r}; there are: {known}"
         return JSONResponse(error_body(message, status=404, param="replica", code="replica_not_found"), status_code=404)
-    found = await parts.routers.cache_tree(replica_id, max_depth=depth, min_tokens=min_tokens)
-    return JSONResponse(tree_body(found, replica_id=replica_id, time_s=parts.clock()), headers=NOT_KEPT)
+    found = await parts.trees.get(replica_id, max_depth=depth, min_tokens=min_tokens)
+    return Response(found, media_type="application/json", headers=NOT_KEPT)
 
 
 @api.get("/api/requests/{rid:path}")
@@ -83,6 +92,7 @@ def _number(request: Request, name: str, default: int, *, least: int, most: int)
     given = request.query_params.get(name)
     if given is None:
         return default
-    if not given.isascii() or not given.isdecimal() or not least <= int(given[:20]) <= most:
+    is_number = given.isascii() and given.isdecimal() and len(given) <= MOST_DIGITS
+    if not is_number or not least <= int(given) <= most:
         raise InvalidRequest(f"{name}: must be a number from {least} to {most}, got {given[:40]!r}", param=name)
     return int(given)

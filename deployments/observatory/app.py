@@ -8,6 +8,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
+from deployments import logs
 from deployments.observatory.ingress import Observatory
 from deployments.observatory.settings import parse, with_key
 from deployments.observatory.viewers import MOST_VIEWERS
@@ -19,7 +20,7 @@ STOP_S = 2.0  # a viewer's stream never ends by itself
 def build(args: dict[str, Any]) -> Application:
     """The application. Raises: InvalidConfig."""
     settings = with_key(args)
-    parse(settings)
+    log_format = parse(settings).log_format
     deployment = serve.deployment(Observatory).options(
         name="Observatory",
         num_replicas=1,
@@ -29,6 +30,7 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5,
         health_check_timeout_s=15,
+        **logs.options(log_format),
     )
     application: Application = deployment.bind(settings)
     return application

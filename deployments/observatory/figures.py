@@ -17,9 +17,8 @@ def short(value: float) -> float:
     return round(value, places)
 
 
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value that ``share`` of ``values`` does not exceed (nearest rank); None without values."""
-    if not values:
+def quantile(ranked: Sequence[float], share: float) -> float | None:
+    """The value that ``share`` of ``ranked`` does not exceed (nearest rank); None without values. In order."""
+    if not ranked:
         return None
-    ranked = sorted(values)
     return ranked[max(math.ceil(share * len(ranked)) - 1, 0)]

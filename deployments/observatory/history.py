@@ -1,6 +1,7 @@
 """Pool use of the last five minutes, a point a second.
 
 Owns:      the ring of points.
+Never:     holds points of a clock that has gone back since: the ring begins anew.
 Invariant: points are in order of time, all within KEPT_S before the newest; a series has a place for each point,
            and at least one number.
 """
@@ -20,6 +21,8 @@ class History:
         self._points: deque[Point] = deque()
 
     def add(self, time_s: float, used: Mapping[str, float]) -> None:
+        if self._points and time_s < self._points[-1][0]:
+            self._points.clear()
         self._points.append((time_s, used))
         while time_s - self._points[0][0] >= KEPT_S:
             self._points.popleft()

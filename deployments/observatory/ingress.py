@@ -8,6 +8,7 @@ Thread:    Serve's event loop for this replica.
 
 import asyncio
 import functools
+import logging
 import time
 from typing import Any
 
@@ -19,21 +20,25 @@ from dashboards.metric import Process
 from deployments import logs
 from deployments.metrics.emitter import Identity
 from deployments.metrics.process import ServedMetrics, emitter_of
-from deployments.observatory import ask_serve
 from deployments.metrics.server import MetricsServer
+from deployments.observatory import ask_serve
 from deployments.observatory.admin_key import AdminKey
 from deployments.observatory.emission import Emission
 from deployments.observatory.http_app import make_app
 from deployments.observatory.page_files import read_files
 from deployments.observatory.parts import Parts
 from deployments.observatory.routers import RayRouters
-from deployments.observatory.settings import parse
+from deployments.observatory.settings import KEY_VARIABLE, parse
 from deployments.observatory.state import State
+from deployments.observatory.trees import Trees
 from deployments.observatory.view import RouterView
 from deployments.observatory.viewers import Viewers
 from deployments.observatory.watch import Watch
 
+log = logging.getLogger(__name__)
+
 ROLE = "observatory"
+OPEN = f"open to everybody: there is no admin_key in args, and no {KEY_VARIABLE} where it was built"
 
 
 @serve.ingress()  # the app is made by __serve_build_asgi_app__
@@ -48,6 +53,7 @@ class Observatory:
         self._viewers = Viewers(lambda: self._state.snapshot)
         self._routers = RayRouters(settings.application)
         self._key = AdminKey(settings.key)
+        log.info("%s", "asks for the admin key" if self._key.is_set else OPEN)
         self._emission: Emission | None = None
         self._metrics: ServedMetrics | None = None
         watch = Watch(
@@ -65,6 +71,7 @@ class Observatory:
             Parts(
                 state=self._state,
                 routers=self._routers,
+                trees=Trees(self._routers, clock=time.monotonic, calendar=time.time),
                 viewers=self._viewers,
                 key=self._key,
                 files=read_files(),

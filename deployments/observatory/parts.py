@@ -13,6 +13,7 @@ from deployments.observatory.fan_in import Fetch, fetch_text
 from deployments.observatory.page_files import PageFile
 from deployments.observatory.routers import Routers
 from deployments.observatory.state import State
+from deployments.observatory.trees import Trees
 from deployments.observatory.view import Target
 from deployments.observatory.viewers import Viewers
 
@@ -23,6 +24,7 @@ class Parts:
 
     state: State
     routers: Routers
+    trees: Trees
     viewers: Viewers
     key: AdminKey
     files: Mapping[str, PageFile]
@@ -31,9 +33,9 @@ class Parts:
     fetch: Fetch = field(default=fetch_text)
 
     def targets(self) -> list[Target]:
-        """Who serves metrics, the observatory too."""
+        """Who serves metrics, the observatory too; alone it stands here until a router has answered."""
         own = self.own_target()
-        return [*self.state.merged.targets(self.clock()), *([own] if own is not None else [])]
+        return [*self.state.merged.targets(), *([own] if own is not None else [])]
 
 
 def parts_of(request: HTTPConnection) -> Parts:

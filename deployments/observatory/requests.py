@@ -1,22 +1,26 @@
 """The latest requests, and what the last seconds of them tell: totals and the links between replicas.
 
-Owns:      the rows by rid, and the hand-offs of the last seconds.
-Never:     shows a row's ``hand_offs``: from, to, bytes and ok of each that ended, which routers add to rows.
-Invariant: at most MOST_ROWS rows are shown; each hand-off counts once.
+Owns:      the rows by rid, what is counted of each request, and the hand-offs of the last seconds.
+Never:     shows what routers add to a row (router_view.py): ``key``, which no other request of that router has, and
+           ``hand_offs``, from, to, bytes and ok of each that ended.
+Invariant: at most MOST_ROWS rows are shown, of requests that are called alike the last; each request, first token and
+           hand-off counts once, however its request is called.
 """
 
-import itertools
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deployments.observatory.deltas import newest
-from deployments.observatory.figures import quantile, short
+from deployments.observatory.figures import short
+from deployments.observatory.totals import TOTALS_S, Totals
 
-TOTALS_S = 60.0
 LINKS_S = 10.0
+MOST_COUNTED = 100_000  # requests of which it is known what is counted
+ENDED_UNTOLD = "unknown"  # outcome of a request whose router left before it told the end
 Row = dict[str, Any]
+Key = tuple[str, str]  # router, and its own name of the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,59 +33,54 @@ class HandOffEnd:
     ok: bool
 
 
+@dataclass(slots=True, kw_only=True)
+class Counted:
+    """What of one request is counted."""
+
+    changed_s: float
+    first_token: bool = False
+    reuse: bool = False
+    hand_offs: int = 0
+
+
 class Requests:
-    """Rows as routers tell them; the clock's seconds are those of the rows' ``time``."""
+    """Rows as routers tell them. Ages are by ``now_s``, which never goes back; rows hold seconds since 1970."""
 
     def __init__(self) -> None:
         self._shown: dict[str, Row] = {}
-        self._recent: dict[str, tuple[float, Row]] = {}  # rid -> last change, row; by last change
-        self._counted: dict[str, int] = {}  # rid -> hand-offs that are counted
+        self._bearer: dict[str, Key] = {}  # rid -> whose row is shown
+        self._counted: OrderedDict[Key, Counted] = OrderedDict()  # by last change
+        self._totals = Totals()
         self._ends: deque[HandOffEnd] = deque()
 
-    def take(self, rows: Iterable[Row], now_s: float) -> None:
-        """Rows that are new or changed, and what time it is."""
+    def take(self, rows: Iterable[Row], now_s: float, time_s: float) -> None:
+        """Rows that are new or changed; ``time_s``: what time it is, in seconds since 1970."""
         for row in rows:
-            told = dict(row)
-            shown = self._shown.get(told["rid"])
-            if shown is not None and shown["time"] > told["time"]:
-                continue  # a name that came twice means its last bearer
-            self._count(told["rid"], told.pop("hand_offs", ()), told["time"], now_s)
-            self._shown[told["rid"]] = told
-            self._recent.pop(told["rid"], None)
-            self._recent[told["rid"]] = (now_s, told)
+            shown = dict(row)
+            key, hand_offs = (shown["router"], shown.pop("key")), shown.pop("hand_offs")
+            self._count(key, shown, hand_offs, came_s=now_s - (time_s - shown["time"]), now_s=now_s)
+            self._show(key, shown)
         self._shown = {row["rid"]: row for row in newest(self._shown)}
+        self._bearer = {rid: self._bearer[rid] for rid in self._shown}
         while self._ends and now_s - self._ends[0].seen_s > LINKS_S:
             self._ends.popleft()
-        old = itertools.takewhile(lambda each: now_s - each[1][0] > TOTALS_S, self._recent.items())
-        for rid in [rid for rid, _ in old]:
-            del self._recent[rid]
-        if len(self._counted) > 2 * len(self._recent) + 1000:
-            self._counted = {rid: n for rid, n in self._counted.items() if rid in self._recent}
+        while self._counted and (
+            len(self._counted) > MOST_COUNTED or now_s - next(iter(self._counted.values())).changed_s > TOTALS_S
+        ):
+            self._counted.popitem(last=False)
 
     def lose(self, routers: Collection[str]) -> None:
-        """The requests of all other routers have ended with them."""
+        """The requests of all other routers have ended with them, nobody knows how."""
         for rid, row in list(self._shown.items()):
             if row["outcome"] == "running" and row["router"] not in routers:
-                self._shown[rid] = row | {"outcome": "failed"}
+                self._shown[rid] = row | {"outcome": ENDED_UNTOLD}
 
     def rows(self) -> list[Row]:
         return newest(self._shown)
 
     def totals(self, now_s: float) -> dict[str, float | None]:
-        """Of the last TOTALS_S; a request counts where its first token falls."""
-        since_s = now_s - TOTALS_S
-        rows = [row for _, row in self._recent.values()]
-        begun = [row for row in rows if row["ttft_s"] is not None and row["time"] + row["ttft_s"] > since_s]
-        ttfts = [row["ttft_s"] for row in begun]
-        told = [row for row in begun if row["cached_tokens"] is not None]
-        tokens = sum(row["prompt_tokens"] for row in told)
-        p50, p90 = quantile(ttfts, 0.5), quantile(ttfts, 0.9)
-        return {
-            "requests_per_s": short(sum(row["time"] > since_s for row in rows) / TOTALS_S),
-            "ttft_p50_s": None if p50 is None else short(p50),
-            "ttft_p90_s": None if p90 is None else short(p90),
-            "reuse_ratio": short(sum(row["cached_tokens"] for row in told) / tokens) if tokens else None,
-        }
+        """Of the last TOTALS_S; a request counts for times and reuse where its first token falls."""
+        return self._totals.of(now_s)
 
     def links(self) -> list[dict[str, Any]]:
         """Between whom hand-offs ended in the last LINKS_S."""
@@ -102,19 +101,42 @@ class Requests:
         ]
 
     def check(self) -> None:
-        """Raises AssertionError if a row is under another's rid, or hand-offs are out of order."""
+        """Raises AssertionError if a row is under another's rid, or changes or hand-offs are out of order."""
         assert all(rid == row["rid"] for rid, row in self._shown.items())
-        assert all("hand_offs" not in row for row in self._shown.values())
-        times = [end.seen_s for end in self._ends]
-        assert times == sorted(times)
+        assert all("hand_offs" not in row and "key" not in row for row in self._shown.values())
+        assert self._bearer.keys() == self._shown.keys()
+        assert len(self._counted) <= MOST_COUNTED
+        for times in ([end.seen_s for end in self._ends], [each.changed_s for each in self._counted.values()]):
+            assert times == sorted(times)
+        self._totals.check()
 
-    def _count(self, rid: str, hand_offs: Collection[Mapping[str, Any]], begun_s: float, now_s: float) -> None:
-        before = self._counted.get(rid, 0)
-        if len(hand_offs) <= before:
-            return
-        self._counted[rid] = len(hand_offs)
-        if now_s - begun_s > LINKS_S and rid not in self._recent:
+    def _show(self, key: Key, row: Row) -> None:
+        before = self._shown.get(row["rid"])
+        if before is None or self._bearer[row["rid"]] == key or before["time"] <= row["time"]:
+            self._shown[row["rid"]], self._bearer[row["rid"]] = row, key
+
+    def _count(
+        self, key: Key, row: Row, hand_offs: Collection[Mapping[str, Any]], *, came_s: float, now_s: float
+    ) -> None:
+        """What has not been counted of this request, and is not long over."""
+        new = key not in self._counted
+        counted = self._counted.setdefault(key, Counted(changed_s=now_s))
+        counted.changed_s = now_s
+        self._counted.move_to_end(key)
+        if new:
+            self._totals.came(came_s)
+        if row["ttft_s"] is not None:
+            first_s = came_s + row["ttft_s"]
+            if not counted.first_token:
+                counted.first_token = True
+                self._totals.first_token(first_s, row["ttft_s"])
+            if not counted.reuse and row["cached_tokens"] is not None:
+                counted.reuse = True
+                self._totals.reused(first_s, row["cached_tokens"], row["prompt_tokens"])
+        ended = list(hand_offs)[counted.hand_offs :]
+        counted.hand_offs = len(hand_offs)
+        if new and now_s - came_s > LINKS_S:
             return  # told by a router that is new to us, and long over
-        for each in list(hand_offs)[before:]:
+        for each in ended:
             link = (each["from"], each["to"])
             self._ends.append(HandOffEnd(seen_s=now_s, link=link, num_bytes=each["bytes"], ok=each["ok"]))

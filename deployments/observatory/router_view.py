@@ -4,6 +4,7 @@ Pure reading of one router: fleet, dispatcher, settings.
 Thread: the router's event loop.
 """
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from deployments.observatory.view import RouterView, Target
 from deployments.peers import Body
 from deployments.request_row import request_row
 from deployments.roles import config_of, roles_of
-from deployments.route_log import RouteRecord
+from deployments.route_log import MOST_TOLD, RouteRecord
 from deployments.routes import record_body
 from deployments.schema import AppConfig
 
@@ -31,7 +32,8 @@ def router_view(
     since: Mapping[str, int],
 ) -> RouterView:
     """``since``: by router, the number that its last answer gave; all are called alike, and each looks for its own."""
-    records, seq = dispatcher.routes.changed_since(since.get(dispatcher.router_id, 0))
+    # of more than MOST_TOLD that changed (all, on a first look), only the newest are of use to who shows 50
+    records, seq = dispatcher.routes.changed_since(since.get(dispatcher.router_id, 0), most=MOST_TOLD)
     return RouterView(
         router_id=dispatcher.router_id,
         node_id=node_id,
@@ -41,8 +43,14 @@ def router_view(
         num_open=dispatcher.num_open,
         replicas=fleet.seen(),
         requests=tuple(
-            request_row(record, router_id=dispatcher.router_id) | {"hand_offs": hand_offs(record)} for record in records
+            {
+                **request_row(record, router_id=dispatcher.router_id),
+                "key": record.rid,
+                "hand_offs": hand_offs(record),
+            }
+            for record in records
         ),
+        time_s=time.time(),
         seq=seq,
         autoscaling=scaling_rules(config),
     )

@@ -32,7 +32,7 @@ class Scaling:
         self._wanted: dict[str, int] = {}
         self._recent: dict[str, deque[dict[str, tuple[float, str]]]] = {}  # role -> signal -> pressure, in words
         self._log: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self.targets: list[dict[str, Any]] = []
+        self.targets: list[dict[str, Any]] = []  # replaced, never changed
 
     def take(
         self,
@@ -42,13 +42,13 @@ class Scaling:
         time_s: float,
     ) -> None:
         """One look. ``stats``: by role, the replicas' last; ``settings``: by role, of those that are autoscaled."""
-        self.targets = []
+        targets = []
         for role in (role for role in ROLES if role in details.desired):
             own, desired = settings.get(role, {}), details.desired[role]
             found = _pressures(stats.get(role, ()), _objective(own))
             self._recent.setdefault(role, deque(maxlen=RECENT)).append(found)
             self._note(role, desired, own, time_s)
-            self.targets.append(
+            targets.append(
                 {
                     "role": role,
                     "running": details.running(role),
@@ -58,6 +58,7 @@ class Scaling:
                     "pressure": {name: round(found[name][0], 2) if name in found else None for name in _ASKS},
                 }
             )
+        self.targets = targets  # whole, since a scrape's thread reads it
 
     @property
     def state(self) -> dict[str, Any]:

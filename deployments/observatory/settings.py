@@ -5,8 +5,8 @@ Never:     shows the key: it is a SecretStr here.
 """
 
 import os
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
@@ -20,13 +20,18 @@ KEY_LEN = 8  # characters, at least
 class ObservatorySettings(Settings):
     application: str = Field(default="manta", min_length=1)  # name of the application that it watches
     admin_key: SecretStr | None = None  # None: from the environment; without one, everybody may look
+    log_format: Literal["text", "json"] = "text"  # of its own log lines
 
     @field_validator("admin_key")
     @classmethod
     def _long_enough(cls, key: SecretStr | None) -> SecretStr | None:
-        if key is not None and len(key.get_secret_value()) < KEY_LEN:
+        """White space around it does not count."""
+        if key is None:
+            return None
+        stripped = key.get_secret_value().strip()
+        if len(stripped) < KEY_LEN:
             raise ValueError(f"must have at least {KEY_LEN} characters, here or in {KEY_VARIABLE}")
-        return key
+        return SecretStr(stripped)
 
     @property
     def key(self) -> str | None:
@@ -56,6 +61,28 @@ def key_moved(args: Mapping[str, Any], environ: MutableMapping[str, str] = os.en
     if key:
         environ[KEY_VARIABLE] = str(key)
     return args
+
+
+def check_one_key(all_args: Iterable[Mapping[str, Any]], environ: Mapping[str, str] = os.environ) -> None:
+    """Raises: InvalidConfig where observatories that are to share an environment (`key_moved`) have different keys."""
+    keys = {parse(with_key(args, environ)).key for args in all_args} - {None}
+    if len(keys) > 1:
+        raise InvalidConfig(
+            "args of the observatory:\n  admin_key: the observatories of one file are built in one environment, which "
+            f"has one key: give them all the same admin_key, or leave it out and set {KEY_VARIABLE}"
+        )
+
+
+def key_sent(
+    args: Mapping[str, Any], runtime_env: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> dict[str, Any] | None:
+    """``runtime_env`` with the key of our environment, for a cluster that has another one; None where it has no need
+    of it: there is no key here, or the file gives one."""
+    key = environ.get(KEY_VARIABLE)
+    env_vars = dict(runtime_env.get("env_vars") or {})
+    if not key or args.get("admin_key") or KEY_VARIABLE in env_vars:
+        return None
+    return {**runtime_env, "env_vars": {**env_vars, KEY_VARIABLE: key}}
 
 
 def _problem(error: Any) -> str:

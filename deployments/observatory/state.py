@@ -27,7 +27,7 @@ Age = float | None
 
 
 class State:
-    """Times are seconds since 1970, and given with each call."""
+    """Ages, rates and what expires go by ``now_s``; ``time_s``, seconds since 1970, is what is shown."""
 
     def __init__(self, *, on_scaling: Callable[[str, str], None] = lambda role, direction: None) -> None:
         self.merged = Merged()
@@ -42,19 +42,28 @@ class State:
         }  # fmt: skip
 
     def advance(
-        self, views: Sequence[RouterView], details: ServeDetails, now_s: float, *, details_are_new: bool = True
+        self,
+        views: Sequence[RouterView],
+        details: ServeDetails,
+        now_s: float,
+        *,
+        time_s: float | None = None,
+        details_are_new: bool = True,
     ) -> dict[str, Any]:
-        """The answers of one poll and the last look at Serve; returns the delta."""
-        rows = self.merged.take(views, details.replicas if details_are_new else None, now_s)
-        seen = self.merged.replicas(now_s)
-        self._requests.take(rows, now_s)
+        """The answers of one poll and the last look at Serve; returns the delta.
+
+        Args:   now_s: of a clock that never goes back; time_s: seconds since 1970, None where ``now_s`` is just that.
+        """
+        time_s = round(now_s if time_s is None else time_s, 3)
+        rows = self.merged.take(views, details.replicas if details_are_new else None, now_s, time_s)
+        seen = self.merged.replicas()
+        self._requests.take(rows, now_s, time_s)
         self._requests.lose(self.merged.router_ids)
         self._sample(seen, now_s)
         latest = self.merged.latest
         if details_are_new:
-            self._look_at_scaling(seen, details, now_s)
+            self._look_at_scaling(seen, details, time_s)
         used = {name: ratio for name, (each, _) in seen.items() if (ratio := used_ratio(each)) is not None}
-        time_s = round(now_s, 3)
         self._history.add(time_s, used)
         body = {
             "time": time_s,
@@ -108,13 +117,13 @@ class State:
         self._rates.keep(seen.keys())
 
     def _look_at_scaling(
-        self, seen: dict[str, tuple[SeenReplica, Age]], details: ServeDetails, now_s: float
+        self, seen: dict[str, tuple[SeenReplica, Age]], details: ServeDetails, time_s: float
     ) -> None:
         stats: dict[str, list[Any]] = {}
         for each, _ in seen.values():
             if each.report is not None:
                 stats.setdefault(each.role, []).append(each.report.stats)
-        self.scaling.take(details, stats, settings_of(self.merged.latest), round(now_s, 3))
+        self.scaling.take(details, stats, settings_of(self.merged.latest), time_s)
 
     def _replica_rows(
         self, seen: dict[str, tuple[SeenReplica, Age]], details: ServeDetails

@@ -44,7 +44,8 @@ class RouterView:
     mode: str  # unified, disaggregated
     num_open: int
     replicas: tuple[SeenReplica, ...]
-    requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first, each
-    # with its ``hand_offs`` (requests.py)
+    requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first, the
+    # newest route_log.MOST_TOLD, each with its ``key`` and ``hand_offs`` (requests.py)
+    time_s: float | None  # by the router's clock, seconds since 1970; None: its clock is ours
     seq: int  # to be given as ``since`` next; 0 asks for all that are kept
     autoscaling: dict[str, dict[str, float]]  # role -> settings of its rule (min_replicas, max_replicas, objectives)

@@ -8,6 +8,7 @@ Thread:    the observatory's event loop.
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -33,9 +34,16 @@ class TooManyViewers(MantaError):
 class Viewers:
     """All open streams."""
 
-    def __init__(self, snapshot: Callable[[], dict[str, Any]], *, most: int = MOST_VIEWERS) -> None:
-        """``snapshot``: the state as of the last delta."""
+    def __init__(
+        self,
+        snapshot: Callable[[], dict[str, Any]],
+        *,
+        most: int = MOST_VIEWERS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``snapshot``: the state as of the last delta; ``clock`` ends lives."""
         self._snapshot = snapshot
+        self._clock = clock
         self._most = most
         self._open: WeakSet[_Viewer] = WeakSet()  # each is held by its stream: one never read leaves nothing behind
         self._whole: bytes | None = None  # the state as an event, if one was wanted since the last delta
@@ -63,10 +71,10 @@ class Viewers:
         return self._stream(viewer, heartbeat_s, life_s)
 
     async def _stream(self, viewer: "_Viewer", heartbeat_s: float, life_s: float) -> AsyncIterator[bytes]:
-        end_s = asyncio.get_running_loop().time() + life_s
+        end_s = self._clock() + life_s
         try:
             yield RETRY
-            while asyncio.get_running_loop().time() < end_s:
+            while self._clock() < end_s:
                 try:
                     async with asyncio.timeout(heartbeat_s):
                         await viewer.something.wait()

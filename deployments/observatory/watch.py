@@ -33,9 +33,11 @@ class Watch:
         viewers: Viewers,
         on_poll: Callable[[float], None] = lambda took_s: None,
         on_view: Callable[[RouterView], None] = lambda view: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        calendar: Callable[[], float] = time.time,
     ) -> None:
-        """``look``: blocks. ``on_poll``: told how long each poll took; ``on_view``: of the newest answer."""
+        """``look``: blocks. ``on_poll``: told how long each poll took; ``on_view``: of the newest answer.
+        ``clock`` is for ages, ``calendar`` for what is shown."""
         self._routers = routers
         self._look = look
         self._state = state
@@ -43,6 +45,7 @@ class Watch:
         self._on_poll = on_poll
         self._on_view = on_view
         self._clock = clock
+        self._calendar = calendar
         self._details = ServeDetails()
         self._details_are_new = False
         self._failing = ""
@@ -64,7 +67,9 @@ class Watch:
             views = await self._routers.observe(self._state.merged.since)
             self._on_poll(time.perf_counter() - started_s)
             new, self._details_are_new = self._details_are_new, False
-            delta = self._state.advance(views, self._details, self._clock(), details_are_new=new)
+            delta = self._state.advance(
+                views, self._details, self._clock(), time_s=self._calendar(), details_are_new=new
+            )
             self._viewers.publish(delta)
             if self._state.merged.latest is not None:
                 self._on_view(self._state.merged.latest)

@@ -58,11 +58,12 @@ def poll(draw: st.DrawFn, now_s: float) -> tuple[list[Any], Any, bool]:
 def test_a_delta_applied_to_the_state_before_it_gives_the_state_after_it(data: st.DataObject) -> None:
     state = State()
     mirror = json.loads(json.dumps(state.snapshot))
-    now_s = 1000.0
+    now_s, set_back_s = 1000.0, 0.0
     for _ in range(data.draw(st.integers(1, 6))):
         now_s += data.draw(st.sampled_from([1.0, 1.3, 9.0, 31.0, 150.0]))
+        set_back_s = data.draw(st.sampled_from([set_back_s, 400.0]))
         views, serve, new = data.draw(poll(now_s))
-        delta = state.advance(views, serve, now_s, details_are_new=new)
+        delta = state.advance(views, serve, now_s, time_s=now_s - set_back_s, details_are_new=new)
         mirror = applied(mirror, json.loads(json.dumps(delta, allow_nan=False)))
         assert mirror == state.snapshot
         state.check()

@@ -18,6 +18,7 @@ from deployments.observatory.pages import open_pages, pages
 from deployments.observatory.parts import Parts
 from deployments.observatory.routers import NoRouter
 from deployments.observatory.state import State
+from deployments.observatory.trees import Trees
 from deployments.observatory.view import RouterView, Target
 from deployments.observatory.viewers import Viewers
 from deployments.peers import Found
@@ -74,6 +75,7 @@ class Site:
         self.parts = Parts(
             state=self.state,
             routers=self.routers,
+            trees=Trees(self.routers, clock=self.clock, calendar=self.clock),
             viewers=Viewers(lambda: self.state.snapshot),
             key=AdminKey(key),
             files=read_files(),
@@ -133,6 +135,30 @@ async def test_metrics_of_who_answers_come_and_the_silent_are_named(client: http
     )
 
 
+async def test_while_no_router_has_answered_it_is_not_known_who_serves_metrics(site: Site) -> None:
+    """Prometheus keeps its targets when asking fails, and drops all that an answer leaves out."""
+    fresh = replace(site.parts, state=State())
+    async with site.client(fresh) as client:
+        silent = await client.get("/sd")
+        assert (silent.status_code, silent.headers["retry-after"]) == (503, "1")
+        assert "who serves metrics is not known" in silent.json()["error"]["message"]
+        assert (await client.get("/metrics")).text == (
+            "# observatory own at own:1 did not answer: ConnectionError\n"
+            "# no router has answered in the last 30 s: who serves metrics is not known\n"
+        )
+
+
+async def test_discovery_outlasts_routers_that_are_silent_for_less_than_30_s(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    site.state.advance([], details(listed("a")), 1029.0)
+    assert len((await client.get("/sd")).json()) == 3
+    site.state.advance([], details(listed("a")), 1031.0)
+    assert (await client.get("/sd")).status_code == 503
+    site.state.advance([view("one", target=None)], details(), 1032.0)  # it serves no metrics, and has no replica
+    assert [each["targets"] for each in (await client.get("/sd")).json()] == [["own:1"]]
+
+
 async def test_a_tree_is_asked_of_a_router_and_its_keys_are_hex(site: Site, client: httpx.AsyncClient) -> None:
     body = (await client.get("/api/tree", params={"replica": "a", "depth": 3, "min_tokens": 32})).json()
     assert site.routers.asked == [("a", 3, 32)]
@@ -151,6 +177,7 @@ async def test_a_tree_is_asked_of_a_router_and_its_keys_are_hex(site: Site, clie
         ("", 404, "there is no replica ''"),
         ("replica=a&depth=0", 400, "depth: must be a number from 1 to 64, got '0'"),
         ("replica=a&depth=" + "9" * 5000, 400, "depth: must be a number"),
+        ("replica=a&min_tokens=" + "0" * 4400, 400, "min_tokens: must be a number from 0"),
         ("replica=a&min_tokens=-1", 400, "min_tokens: must be a number from 0"),
     ],
 )

@@ -24,6 +24,7 @@ from deployments.observatory.watch import Watch
 from deployments.places import ROOT
 from deployments.serve import read
 from replicas.errors import InvalidConfig
+from tests.harness import Clock
 from tests.unit.deployments.observed import details, listed, seen, view
 from tests.unit.deployments.test_observatory_http import ListedRouters
 
@@ -73,7 +74,7 @@ def test_numbers_are_short() -> None:
     assert [short(value) for value in (0.0, 123456.0, 0.0123456, -1.005, float("inf"), float("nan"))] == [
         0.0, 123000.0, 0.0123, -1.0, 0.0, 0.0,
     ]  # fmt: skip
-    assert (quantile([], 0.5), quantile([3.0, 1.0, 2.0], 0.5), quantile([3.0, 1.0, 2.0], 0.9)) == (None, 2.0, 3.0)
+    assert (quantile([], 0.5), quantile([1.0, 2.0, 3.0], 0.5), quantile([1.0, 2.0, 3.0], 0.9)) == (None, 2.0, 3.0)
 
 
 class Told:
@@ -159,11 +160,15 @@ async def test_no_more_viewers_than_are_served_and_one_that_left_makes_room() ->
 
 
 async def test_a_stream_without_news_beats_and_ends_after_its_life() -> None:
-    _, viewers = viewed()
-    told = Told(viewers, heartbeat_s=0.001, life_s=0.02)
+    clock = Clock()
+    viewers = Viewers(lambda: State().snapshot, clock=clock)
+    told = Told(viewers, heartbeat_s=0.001, life_s=20.0)
     kinds = [(await told.next())[0] for _ in range(3)]
     assert kinds == ["retry", "state", ""]
-    assert all([data == b": still here\n\n" async for data in told.stream])  # and then it ends
+    clock.now_s += 19.9
+    assert (await told.next())[0] == ""
+    clock.now_s += 0.2
+    assert [data async for data in told.stream] == []
     assert viewers.num_open == 0
 
 
@@ -186,13 +191,13 @@ async def test_a_poll_that_fails_is_followed_by_one_that_does_not() -> None:
     routers, models = Failing(), list[str]()
     watch = Watch(
         routers=routers, look=lambda: details(listed("a"), unified=1), state=state, viewers=viewers,
-        on_view=lambda newest: models.append(newest.model), clock=lambda: 5.0,
+        on_view=lambda newest: models.append(newest.model), clock=lambda: 5.0, calendar=lambda: 1005.0,
     )  # fmt: skip
     await watch.look()
     for _ in range(3):
         await watch.poll()
     assert routers.sinces == [{}, {"one": 1}, {"one": 1}]
-    assert state.version == 2
+    assert (state.version, state.snapshot["time"]) == (2, 1005.0)
     assert models == ["tiny", "tiny"]
     assert state.snapshot["autoscaling"]["targets"][0]["running"] == 1
 

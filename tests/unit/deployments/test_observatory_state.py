@@ -7,6 +7,7 @@ import pytest
 from deployments.observatory.history import History
 from deployments.observatory.rates import Rates
 from deployments.observatory.requests import Requests
+from deployments.observatory.scaling import Scaling
 from deployments.observatory.serve_details import ServeDetails, details_of
 from deployments.observatory.state import State
 from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
@@ -55,20 +56,20 @@ def test_a_router_that_is_silent_for_a_moment_takes_nothing_away_and_is_shown_as
     state.advance([], serve, 12.0)
     assert [router["answering"] for router in state.snapshot["routers"]] == [False]
     assert by_id(state)["a"]["report_age_s"] == 2.1
-    assert [target.process_id for target in state.merged.targets(12.0)] == ["a", "one"]
+    assert [target.process_id for target in state.merged.targets()] == ["a", "one"]
     state.advance([], serve, 41.0)  # more than 30 s
     assert state.snapshot["replicas"] == []
     assert [router["id"] for router in state.snapshot["routers"]] == ["one"]  # Serve still lists it
 
 
-def test_a_router_that_serve_no_longer_lists_is_gone_at_once_and_its_open_requests_have_failed() -> None:
+def test_a_router_that_serve_no_longer_lists_is_gone_at_once_and_nobody_knows_how_its_open_requests_ended() -> None:
     state = State()
     rows = (row("x", time=9.0, outcome="running", router="one"), row("y", time=9.5, outcome="running", router="two"))
     state.advance([view("one", rows=rows[:1]), view("two", rows=rows[1:])],
                   details(listed("one", "router"), listed("two", "router")), 10.0)  # fmt: skip
     state.advance([view("two")], details(listed("two", "router")), 11.0)
     assert [router["id"] for router in state.snapshot["routers"]] == ["two"]
-    assert {each["rid"]: each["outcome"] for each in state.snapshot["requests"]} == {"x": "failed", "y": "running"}
+    assert {each["rid"]: each["outcome"] for each in state.snapshot["requests"]} == {"x": "unknown", "y": "running"}
 
 
 def test_replicas_that_only_serve_knows_start_or_drain() -> None:
@@ -119,14 +120,14 @@ def test_history_holds_five_minutes_and_null_where_a_replica_was_not_there() -> 
 
 def test_totals_are_of_the_last_minute_and_a_request_counts_when_its_first_token_came() -> None:
     requests = Requests()
-    requests.take([row(f"r{i}", time=100.0 + i, ttft_s=0.1 * (i + 1)) for i in range(10)], 110.0)
-    requests.take([row("early", time=40.0, ttft_s=65.0, cached_tokens=90)], 110.0)  # its first token came at 105
-    requests.take([row("old", time=40.0, ttft_s=1.0)], 110.0)
+    requests.take([row(f"r{i}", time=100.0 + i, ttft_s=0.1 * (i + 1)) for i in range(10)], 110.0, 110.0)
+    requests.take([row("early", time=40.0, ttft_s=65.0, cached_tokens=90)], 110.0, 110.0)  # its first token came at 105
+    requests.take([row("old", time=40.0, ttft_s=1.0)], 110.0, 110.0)
     totals = requests.totals(110.0)
     assert totals["requests_per_s"] == pytest.approx(10 / 60, abs=0.001)
     assert (totals["ttft_p50_s"], totals["ttft_p90_s"]) == (0.6, 1.0)
     assert totals["reuse_ratio"] == pytest.approx((10 * 40 + 90) / 1100, abs=0.001)
-    requests.take([], 180.0)
+    requests.take([], 180.0, 180.0)
     assert requests.totals(180.0)["ttft_p50_s"] is None
     assert len(requests.rows()) == 12  # shown until newer ones come
     requests.check()
@@ -134,10 +135,10 @@ def test_totals_are_of_the_last_minute_and_a_request_counts_when_its_first_token
 
 def test_the_fifty_newest_requests_are_shown_newest_first() -> None:
     requests = Requests()
-    requests.take([row(f"r{i}", time=float(i)) for i in range(60)], 60.0)
+    requests.take([row(f"r{i}", time=float(i)) for i in range(60)], 60.0, 60.0)
     rows = requests.rows()
     assert (len(rows), rows[0]["rid"], rows[-1]["rid"]) == (50, "r59", "r10")
-    requests.take([row("r59", time=59.0, outcome="failed"), row("r58", time=3.0)], 61.0)
+    requests.take([row("r59", time=59.0, outcome="failed"), row("r58", time=3.0, key="another")], 61.0, 61.0)
     assert [each["outcome"] for each in requests.rows()[:2]] == ["failed", "finished"]
     assert requests.rows()[1]["time"] == 58.0  # of two bearers of a name the last counts
 
@@ -145,23 +146,23 @@ def test_the_fifty_newest_requests_are_shown_newest_first() -> None:
 def test_links_are_of_the_last_ten_seconds_and_each_hand_off_counts_once() -> None:
     requests = Requests()
     told = [hand_off("p", "d", num_bytes=5000, ok=False), hand_off("p", "e", num_bytes=20_000)]
-    requests.take([row("x", time=99.0, outcome="running", hand_offs=told[:1])], 100.0)
-    requests.take([row("x", time=99.0, hand_offs=told)], 101.0)
+    requests.take([row("x", time=99.0, outcome="running", hand_offs=told[:1])], 100.0, 100.0)
+    requests.take([row("x", time=99.0, hand_offs=told)], 101.0, 101.0)
     assert requests.links() == [
         {"from": "p", "to": "d", "bytes_per_s": 500.0, "hand_offs_per_s": 0.0, "failed_per_s": 0.1},
         {"from": "p", "to": "e", "bytes_per_s": 2000.0, "hand_offs_per_s": 0.1, "failed_per_s": 0.0},
     ]
     assert all("hand_offs" not in each for each in requests.rows())
-    requests.take([], 110.5)
+    requests.take([], 110.5, 110.5)
     assert [link["to"] for link in requests.links()] == ["e"]
-    requests.take([], 112.0)
+    requests.take([], 112.0, 112.0)
     assert requests.links() == []
     requests.check()
 
 
 def test_hand_offs_that_were_long_over_when_we_came_count_for_no_link() -> None:
     requests = Requests()
-    requests.take([row("x", time=50.0, hand_offs=[hand_off("p", "d")])], 100.0)
+    requests.take([row("x", time=50.0, hand_offs=[hand_off("p", "d")])], 100.0, 100.0)
     assert requests.links() == []
 
 
@@ -186,6 +187,20 @@ def test_a_changed_target_is_logged_with_the_signal_that_asked_for_it() -> None:
     assert (down["from"], down["to"]) == (2, 1)
     assert down["reason"].startswith("less is needed: ")
     assert changes == [("unified", "up"), ("unified", "down")]
+
+
+def test_a_scrape_in_the_middle_of_a_look_sees_all_roles() -> None:
+    """Another thread reads `targets`; here the look itself does, between one role and the next."""
+    scaling, scraped = Scaling(), list[list[str]]()
+
+    class Looking(ServeDetails):
+        def running(self, role: str) -> int:
+            scraped.append([target["role"] for target in scaling.targets])
+            return 1
+
+    for time_s in (1.0, 2.0):
+        scaling.take(Looking(desired={"prefill": 1, "decode": 1}), {}, {}, time_s)
+    assert scraped == [[], [], ["prefill", "decode"], ["prefill", "decode"]]
 
 
 def test_a_role_with_a_fixed_number_has_it_for_bounds_and_null_pressure_before_a_report() -> None:

@@ -1,10 +1,12 @@
 """What a router tells the observatory: the fleet as it sees it, and the requests that changed."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
+from deployments.observatory import router_view as of_routers
 from deployments.observatory.router_view import hand_offs, request_body, router_view, scaling_rules
 from deployments.observatory.view import RouterView
 from deployments.route_log import RouteRecord, Try
@@ -50,6 +52,26 @@ async def test_each_request_is_told_once_after_each_change(house: House) -> None
     await serve(house, "two")
     assert [row["rid"] for row in told(house, {"router": first.seq, "another": 99}).requests] == ["two"]
     assert [row["rid"] for row in told(house, {"another": 99}).requests] == ["one", "two"]  # it has not heard us yet
+
+
+async def test_requests_that_are_called_alike_have_keys_of_their_own_and_the_clock_is_told(house: House) -> None:
+    for digits in ("a1", "b2"):
+        async for _ in house.dispatcher.stream(ask(rid=f"{digits}.0-same", num_tokens=20)):
+            pass
+    before_s = time.time()
+    view = told(house, {})
+    assert [(row["rid"], row["key"]) for row in view.requests] == [("same", "a1.0-same"), ("same", "b2.0-same")]
+    assert view.time_s is not None
+    assert before_s <= view.time_s <= time.time()
+
+
+async def test_a_first_look_is_told_the_newest_alone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_routers, "MOST_TOLD", 2)
+    for name in ("one", "two", "three"):
+        await serve(house, name)
+    first = told(house, {})
+    assert [row["rid"] for row in first.requests] == ["two", "three"]
+    assert told(house, {"router": first.seq}).requests == ()  # what was left out does not come later
 
 
 async def test_the_fleet_is_told_with_reports_and_their_ages(house: House) -> None:
