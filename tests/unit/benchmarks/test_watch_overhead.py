@@ -29,11 +29,11 @@ def test_ratios_are_of_the_medians_of_a_rounds_batches() -> None:
     }
     rows = {row.name: row for row in rows_of(found)}
     throughput, cpu = rows["requests/s, watched / not"], rows["CPU a request, watched / not"]
-    assert (throughput.low, throughput.high, throughput.runs) == (pytest.approx(0.9), pytest.approx(1.0), 2)
-    assert (cpu.low, cpu.high) == (pytest.approx(1.0), pytest.approx(1.1))
+    assert (throughput.low, throughput.high, throughput.runs) == pytest.approx((0.9, 1.0, 2))
+    assert (cpu.low, cpu.high) == pytest.approx((1.0, 1.1))
     assert rows["watched: CPU a request"].value == pytest.approx(155)  # ms; of 110, 110, 8000 and 200
     more = rows["CPU a second, idle: watched more than not"]
-    assert (more.low, more.high) == (pytest.approx(10), pytest.approx(20))
+    assert (more.low, more.high) == pytest.approx((10, 20))
 
 
 @asynccontextmanager
