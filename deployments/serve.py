@@ -121,7 +121,7 @@ def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_clus
             each.runtime_env = sent
             say(
                 f"{observatory.KEY_VARIABLE} of this shell goes to the cluster as runtime_env of {each.name}, which "
-                "Ray's logs there show; an operator of the cluster keeps it out of them by setting it where `ray start` runs"
+                "Ray's logs there show; to keep it out of them, set it where `ray start` runs, and not here"
             )
 
 

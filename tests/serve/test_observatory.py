@@ -60,7 +60,9 @@ def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -
     app.until(lambda: len(accepting(app)) == 2, 15)
     app.until(lambda: [each["running"] for each in state(app)["autoscaling"]["targets"]] == [2], 15)
     seen = state(app)
-    assert f"watch it: {app.url}/manta/" in app.log.read_text()
+    said = app.log.read_text()
+    assert f"watch it: {app.url}/manta/ (asks for the admin key)" in said
+    assert said.index("watch it:") < said.index("ready: ")
     assert [router["answering"] for router in seen["routers"]] == [True]
     assert (seen["model"], seen["mode"]) == ("SmolLM2-135M-Instruct", "unified")
     for replica in seen["replicas"]:
@@ -119,6 +121,7 @@ def test_the_key_is_asked_for_and_stands_in_no_log(app: Running) -> None:
         assert httpx.get(f"{app.url}/manta/api/state", headers=headers, timeout=30).status_code == status
     assert KEY not in json.dumps(app.info())
     logs = [file for file in Path("/tmp/ray/session_latest/logs").rglob("*") if file.is_file()]
+    assert any("asks for the admin key" in file.read_text(errors="replace") for file in logs)
     assert any("Importing application 'observatory'" in file.read_text(errors="replace") for file in logs)
     assert [file.name for file in logs if KEY in file.read_text(errors="replace")] == []
 
@@ -136,6 +139,21 @@ def test_events_begin_with_the_state_and_go_on_with_deltas(app: Running) -> None
                 break
     assert names == ["state", "delta", "delta"]
     assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
+
+
+def test_a_reader_that_leaves_is_no_viewer_any_longer(app: Running) -> None:
+    """Serve's proxy is between: it must pass on that the connection has ended."""
+
+    def num_viewers() -> float:
+        lines = get(app, "/metrics").text.splitlines()
+        [line] = [line for line in lines if line.startswith("manta_observatory_viewers{")]
+        return float(line.rpartition(" ")[2])
+
+    app.until(lambda: num_viewers() == 0, 15)
+    with httpx.stream("GET", f"{app.url}/manta/api/events", headers=SHOWN, timeout=30) as stream:
+        next(stream.iter_lines())
+        app.until(lambda: num_viewers() == 1, 15)
+    app.until(lambda: num_viewers() == 0, 15)
 
 
 def test_a_replica_that_dies_leaves_state_and_discovery_and_another_one_comes(app: Running) -> None:
