@@ -28,6 +28,16 @@ from tests.unit.deployments.test_route_log import ready
 JUDGED = [(slo, met) for slo in ("ttft", "itl") for met in ("true", "false")]
 
 
+class Raises:
+    """Called, it raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __call__(self) -> None:
+        raise self._error
+
+
 class Watched:
     """A house whose requests are counted."""
 
@@ -240,6 +250,22 @@ async def test_series_of_a_replica_that_left_are_gone(watched: Watched) -> None:
     assert set(seen.values("router_index_tokens", "target")) == {"r1"}
     assert set(seen.values("router_report_age_seconds", "target")) == {"r1"}
     assert seen.value("router_replicas", target_role="unified", state="accepting") == 1
+
+
+async def test_while_the_router_ends_or_its_fleet_fails_a_scrape_tells_the_last_figures(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = watched.house
+    await ready(house, ScriptedReplica("r0"))
+    assert (await watched.scrape()).value("router_replicas", target_role="unified", state="accepting") == 1
+    house.remove("r0")
+    for error in (asyncio.CancelledError(), ZeroDivisionError()):
+        monkeypatch.setattr(house.fleet, "cache_pages", Raises(error))
+        seen = await watched.scrape()
+        assert seen.value("router_replicas", target_role="unified", state="accepting") == 1
+        assert seen.total("requests_total") == 0  # the others are told
+    monkeypatch.undo()
+    assert (await watched.scrape()).value("router_replicas", target_role="unified", state="accepting") == 0
 
 
 async def test_a_member_that_has_not_attached_is_starting(watched: Watched) -> None:
