@@ -77,7 +77,7 @@ class FakeFleet:
         stages |= {"transfer_s": 0.012 if first else 0.0, "decode_s": 0.4 + draw.random()}
         ttft_s = sum(stages.values()) - stages["decode_s"]
         return {
-            "rid": f"{number:016x}.0-req-{number}", "router": "router#5f1d", "time": self.state["time"] - 1.0,
+            "rid": f"req-{number}", "router": "router#5f1d", "time": self.state["time"] - 1.0,
             "endpoint": "chat", "outcome": "finished", "replica": draw.choice(last),
             "prefill": draw.choice(first) if first else None, "policy": "estimated_ttft",
             "reason": "lowest_cost" if first else "soonest_first_token", "tries": 1, "prompt_tokens": prompt,

@@ -36,6 +36,7 @@ class FakeObservatory:
         self.no_tree: set[str] = set()
         self.locked: set[str] = set()  # fleets that want the key
         self.calls: list[str] = []
+        self.streams: dict[str, int] = dict.fromkeys(fleets, 0)  # open; a page that left counts until the next tick
         self._events: dict[str, list[Any]] = {name: [] for name in fleets}
         handler = type("Handler", (_Handler,), {"observatory": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -118,6 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         queue, lock = self.observatory._events[name], self.observatory.lock
         with lock:
             sent = len(queue)
+            self.observatory.streams[name] += 1
             told: list[tuple[str, Any]] = [("state", fleet.state)]
         try:
             while True:
@@ -133,6 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
                     sent = len(queue)
         except (BrokenPipeError, ConnectionResetError):
             return  # the page was closed
+        finally:
+            with lock:
+                self.observatory.streams[name] -= 1
 
     def file(self, name: str) -> None:
         found = self.files.get(name)

@@ -9,6 +9,7 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
     every = [_candidate(each, role, row, index) for index, (each, role) in enumerate(roles.items())]
     last = [each for each in every if each["role"] != "prefill"]
     candidates = last + [each for each in every if each["role"] == "prefill"]
+    internal = f"{7:016x}.0-{row['rid']}"
     told = (
         f"{row['rid']} ({row['prompt_tokens']} prompt tokens) went to {row['replica']} by {row['policy']}: "
         f"its first token is expected soonest. {row['predicted_tokens']} tokens are predicted to be cached there, "
@@ -16,6 +17,7 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
     )
     best = next(each["replica"] for each in candidates if not each["chosen"])
     attempt = {
+        "sentence": told,
         "replica": row["replica"], "policy": row["policy"], "reason": row["reason"], "num_tokens": row["prompt_tokens"],
         "predicted": {"cached_tokens": row["predicted_tokens"], "ttft_s": 0.12},
         "best_overlap": {"replica": best, "cached_tokens": row["best_tokens"], "given_up": 160},
@@ -25,9 +27,10 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
     if row["prefill"]:
         attempt |= _pair(row, [each["replica"] for each in last])
     return {
-        "rid": row["rid"].partition("-")[2], "internal_rid": row["rid"], "router": row["router"], "time": row["time"],
+        "rid": row["rid"], "internal_rid": internal, "router": row["router"], "time": row["time"],
         "replica": row["replica"], "outcome": row["outcome"], "num_retries": 0, "tries": [attempt],
-        "explanation": f"{told}\n  replica   TTFT = queue + own\n> {row['replica']}   0.120",
+        "total_s": row["total_s"], "stages": row["stages"],
+        "explanation": f"{told.replace(row['rid'], internal, 1)}\n  replica   TTFT = queue + own\n> {row['replica']}   0.120",
     }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 // Brings the state and keeps it up to date.
-// Owns:      the event stream, and when to try again.
+// Owns:      the event stream, and when to try again. A hidden page has no stream: a browser opens six connections to a
+//            server at most, for all its tabs together.
 // Never:     draws. `onState(state)` and `onLink(link)` tell what is new; link is
 //            { status: "connecting" | "live" | "snapshot" | "lost", since, retryAt, why }.
-// Life:      connecting -> live -> lost -> (fetch, with back-off) -> live. A fetch goes before each stream, since a
+// Life:      connecting -> live -> lost -> (fetch, with back-off) -> live; hidden -> connecting. A fetch goes before each stream, since a
 //            stream does not say why it is refused. 401 leads to the login page.
 
 import { applyDelta } from "./apply_delta.js";
@@ -19,6 +20,7 @@ export class Connection {
     this.failures = 0;
     this.lostSince = null;
     onLink({ status: "connecting" });
+    if (!snapshot) document.addEventListener("visibilitychange", () => (document.hidden ? this.rest() : this.open()));
     this.open();
   }
 
@@ -32,7 +34,20 @@ export class Connection {
       return;
     }
     if (this.snapshot) this.onLink({ status: "snapshot" });
-    else this.listen();
+    else if (!document.hidden) this.listen();
+  }
+
+  rest() {
+    this.close();
+    clearTimeout(this.retry);
+    this.onLink({ status: "connecting" }); // what it is when the page is shown again
+  }
+
+  close() {
+    this.source?.close();
+    this.source = null;
+    this.isLive = false;
+    clearTimeout(this.silence);
   }
 
   listen() {
@@ -71,10 +86,7 @@ export class Connection {
   }
 
   lose(why) {
-    this.source?.close();
-    this.source = null;
-    this.isLive = false;
-    clearTimeout(this.silence);
+    this.close();
     const step = this.failures === 0 ? 0.3 : Math.min(LONGEST_WAIT_S, 2 ** (this.failures - 1)); // a stream ends each hour
     const wait = step * (0.8 + 0.4 * Math.random()) * 1e3; // so that viewers do not come all at once
     this.failures += 1;

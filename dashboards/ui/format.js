@@ -45,11 +45,6 @@ export function shortId(id) {
   return name.length <= 13 ? name : `${name.slice(0, 6)}…${name.slice(-6)}`;
 }
 
-// A request as its client called it: an internal name has 16 digits and the number of the try before it.
-export function requestName(rid) {
-  return rid.replace(/^[0-9a-f]{16}\.\d+(c\d+)?-/, "");
-}
-
 function short(value) {
   if (value >= 99.5 || value === 0) return String(Math.round(value));
   return value >= 9.95 ? value.toFixed(1).replace(".0", "") : value.toFixed(1);

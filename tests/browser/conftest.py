@@ -20,7 +20,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[FakeObservatory]:
-    own = {name: FakeFleet(unified=2, ticks=8) for name in ("live", "lost", "locked", "treeless")}
+    own = {name: FakeFleet(unified=2, ticks=8) for name in ("live", "lost", "locked", "treeless", "leaving", "hidden")}
     starting = FakeFleet(unified=2)
     starting.become_starting()
     server = FakeObservatory(fleets() | own | {"starting": starting})

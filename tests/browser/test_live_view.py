@@ -45,7 +45,7 @@ def test_a_delta_changes_what_it_names(page: Page, served: FakeObservatory) -> N
     page.says(".link", "live")
     fleet = served.fleets["live"]
     served.tick("live")
-    newest = fleet.state["requests"][0]["rid"].partition("-")[2]
+    newest = fleet.state["requests"][0]["rid"]
     page.until(lambda: page.text(".request-name").splitlines()[0] == newest, f"{newest} at the top")
     for each in fleet.state["replicas"]:
         page.says(f'[data-replica="{each["id"]}"] .facts', f"running {each['running']} / 64")
@@ -55,7 +55,7 @@ def test_a_click_on_a_request_explains_it_candidate_by_candidate(page: Page, ser
     page.open(f"{served.url}/unified/")
     row = served.fleets["unified"].state["requests"][2]
     page.all(".requests tbody tr")[2].click()
-    page.says("#why .sentence", f"This request ({row['prompt_tokens']} prompt tokens) went to {row['replica']}")
+    page.says("#why .sentence", f"{row['rid']} ({row['prompt_tokens']} prompt tokens) went to {row['replica']}")
     short = row["replica"].partition("#")[2]
     assert page.text("#why h2") == f"Why {short}?"
     assert len(page.all("#why .candidates tbody tr")) == 2
@@ -162,7 +162,7 @@ def test_the_focus_stays_where_it_is_when_news_come(page: Page, served: FakeObse
         page.js("document.querySelector(arguments[0]).focus()", selector)
         at = page.js("return document.activeElement")
         served.tick("live")
-        newest = served.fleets["live"].state["requests"][0]["rid"].partition("-")[2]
+        newest = served.fleets["live"].state["requests"][0]["rid"]
         page.until(lambda: page.text(".request-name").splitlines()[0] == newest, f"{newest} at the top")  # noqa: B023
         assert page.js("return document.activeElement === arguments[0]", at), f"{selector} has lost the focus"
 
@@ -181,7 +181,7 @@ def test_a_second_of_eight_replicas_costs_little(page: Page, served: FakeObserva
     for _ in range(5):
         before = spent()
         served.tick("eight")
-        newest = served.fleets["eight"].state["requests"][0]["rid"].partition("-")[2]
+        newest = served.fleets["eight"].state["requests"][0]["rid"]
         page.until(lambda: page.text(".request-name").splitlines()[0] == newest, f"{newest} at the top")  # noqa: B023
         costs.append(spent() - before)
     print(f"main thread: {sorted(costs)[2] * 1e3:.0f} ms a second")

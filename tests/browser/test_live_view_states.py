@@ -95,3 +95,53 @@ def test_a_snapshot_asks_once_and_opens_no_stream(page: Page, served: FakeObserv
     page.says(".link", "snapshot")
     asked = [each.partition("?")[0] for each in served.calls if "/api/" in each]
     assert asked == ["/unified/api/state", "/unified/api/tree"]
+
+
+def test_a_filter_that_nothing_matches_says_so_and_no_length_of_bars(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/unified/")
+    page.says("#requests .panel-head .note", "from end to end")
+    page.one("#requests option[value=refused]").click()
+    page.says("#requests .notice", "No request of the last 40 is like that.")
+    assert page.text("#requests .panel-head") == "Latest requests"
+
+
+def test_a_filter_by_a_replica_that_leaves_is_taken_back_and_told(page: Page, served: FakeObservatory) -> None:
+    page.open(f"{served.url}/leaving/")
+    page.says(".link", "live")
+    fleet = served.fleets["leaving"]
+    stays, leaves = fleet.roles
+    page.one(f'#requests option[value="{leaves}"]').click()
+    of_it = [row["rid"] for row in fleet.state["requests"] if row["replica"] == leaves]
+    page.until(lambda: page.text(".request-name").splitlines() == of_it, "the requests of one replica")
+    del fleet.roles[leaves]
+    served.tick("leaving")
+    page.says("#requests [role=status]", f"{leaves.partition('#')[2]} has left: requests of all replicas are shown")
+    every = [row["rid"] for row in fleet.state["requests"]]
+    assert page.text(".request-name").splitlines() == every
+    assert page.js("return [...document.querySelectorAll('#requests select')].map((each) => each.value)") == ["", ""]
+    page.one(f'#requests option[value="{stays}"]').click()
+    page.until(lambda: page.text("#requests [role=status]") == "", "the word to go with the next choice")
+
+
+def test_a_hidden_page_has_no_stream_and_a_page_shown_again_is_up_to_date(page: Page, served: FakeObservatory) -> None:
+    """A browser opens six connections to a server, for all its tabs together: a seventh tab would hang."""
+
+    def streams() -> int:
+        served.tick("hidden")  # a server learns of a closed stream when it writes
+        return served.streams["hidden"]
+
+    page.open(f"{served.url}/hidden/")
+    page.says(".link", "live")
+    assert streams() == 1
+    mine = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    page.until(lambda: streams() == 0, "the hidden page to close its stream")
+    before = len([each for each in served.calls if each.startswith("/hidden/api/")])
+    served.tick("hidden")
+    assert len([each for each in served.calls if each.startswith("/hidden/api/")]) == before
+    page.driver.close()
+    page.driver.switch_to.window(mine)
+    newest = served.fleets["hidden"].state["requests"][0]["rid"]
+    page.until(lambda: page.text(".request-name").splitlines()[0] == newest, "what came meanwhile")
+    page.says(".link", "live")
+    assert streams() == 1
