@@ -12,9 +12,10 @@ less. And the CPU time a second while no request runs: what watching costs that 
 the three. The readers themselves (scraper, view, clients) are in the benchmark's process and count in no CPU time, but
 take their share of the cores.
 
-What to expect. A request of 32 tokens costs the replicas 0.3 to 0.7 s of CPU here. Metrics add microseconds a token and
-some 50 us a request; the observatory's poll and the scrapes some ten milliseconds a second. So about a percent of one
-core, and far less than the noise of throughput on a busy machine.
+What to expect. A request of 32 tokens costs the replicas 0.4 s of CPU on the machine of docs/observability.md. Metrics
+add microseconds a token and some 50 us a request; the observatory's poll, the view and the scrapes some tens of
+milliseconds a second, whatever runs. So about a percent of two cores or two, and far less than the noise of throughput
+on a busy machine.
 """
 
 import argparse
