@@ -1,7 +1,9 @@
 """A replica or a router that cannot start says so early and leaves nothing behind."""
 
+import asyncio
 import functools
 import socket
+import urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from replicas.engine import Engine
 from replicas.errors import InvalidConfig
 from tests.embedded import MODEL
 from tests.harness import fake_engine
+from tests.scraped import Scraped
 
 
 class Started(ModelReplica):
@@ -83,6 +86,17 @@ def test_a_replica_whose_metrics_cannot_be_made_stops_its_engine_and_gives_its_p
         Started(settings(port))
     assert len(loaded) == len(stopped) == 1
     socket.create_server(("127.0.0.1", port)).close()
+
+
+async def test_one_that_starts_serves_its_metrics_and_gives_all_back_at_its_end(loaded: list[Engine]) -> None:
+    started = Started(settings(0))
+    assert started._metrics is not None
+    address = started._metrics.target.address
+    seen = await asyncio.to_thread(lambda: Scraped(urllib.request.urlopen(f"http://{address}/metrics").read().decode()))
+    assert seen.value("replica_info", replica="r0", node="n0") == 1
+    await ModelReplica.__del__(started)
+    assert not started._served.loop._thread.is_alive()
+    socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))).close()
 
 
 async def test_a_router_that_did_not_come_far_ends_without_another_error() -> None:
