@@ -202,6 +202,7 @@ class Fleet:
         return good
 
     async def stop(self) -> None:
+        self._address = None  # connections that end from now on are not made anew
         for task in [*self._attaching.values(), *([self._watch] if self._watch else [])]:
             task.cancel()
         for replica_id in self.sync.asking:

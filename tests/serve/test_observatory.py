@@ -151,7 +151,8 @@ def test_a_reader_that_leaves_is_no_viewer_any_longer(app: Running) -> None:
 
     app.until(lambda: num_viewers() == 0, 15)
     with httpx.stream("GET", f"{app.url}/manta/api/events", headers=SHOWN, timeout=30) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: without its reader the connection ends
+        next(lines)
         app.until(lambda: num_viewers() == 1, 15)
     app.until(lambda: num_viewers() == 0, 15)
 

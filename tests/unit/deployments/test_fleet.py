@@ -197,3 +197,20 @@ def test_membership_tells_what_is_and_what_changes() -> None:
     membership.publish(deployment, frozenset({"r0", "r1"}))
     membership.publish(membership.key("app", "another"), frozenset({"x"}))
     assert heard == [frozenset({"r0"}), frozenset({"r0", "r1"})]
+
+
+async def test_a_router_that_stops_attaches_nobody_again(house: House) -> None:
+    """Its channel ends the connections, which is not to be mistaken for replicas that died."""
+    asked: list[str] = []
+
+    class Asked(ScriptedReplica):
+        async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+            asked.append(self.replica_id)
+            return await super().attach(address)
+
+    house.add(Asked("r0"))
+    assert await house.fleet.wait_ready(5)
+    await house.fleet.stop()
+    house.fleet.on_lost("r0")
+    await asyncio.sleep(0)
+    assert asked == ["r0"]
