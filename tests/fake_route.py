@@ -30,7 +30,7 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
         "rid": row["rid"], "internal_rid": internal, "router": row["router"], "time": row["time"],
         "replica": row["replica"], "outcome": row["outcome"], "num_retries": 0, "tries": [attempt],
         "total_s": row["total_s"], "stages": row["stages"],
-        "explanation": f"{internal}{told.removeprefix(row['rid'])}\n  replica   TTFT = queue\n> {row['replica']}   0.120",
+        "explanation": f"{internal}{told.removeprefix(row['rid'])}\n  replica   TTFT = queue\n> {row['replica']}  0.1",
     }  # fmt: skip
 
 
