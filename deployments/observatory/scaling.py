@@ -13,7 +13,7 @@ from deployments.observatory.serve_details import ServeDetails
 from replicas.types import EngineStats
 
 KEPT = 20  # changes
-RECENT = 15  # looks over which the highest and lowest pressure explain a change: Serve delays and averages
+RECENT = 6  # looks over which the highest and lowest pressure explain a change: Serve delays and averages
 ROLES = ("unified", "prefill", "decode")
 Pressure = dict[str, float | None]
 _ASKS = {

@@ -18,7 +18,7 @@ from deployments.observatory.viewers import Viewers
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0  # how often Serve is asked
+LOOK_S = 5.0  # how often Serve is asked: 5 ms of its controller each time
 
 
 class Watch:
