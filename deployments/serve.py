@@ -20,6 +20,7 @@ from typing import Any
 import ray
 import yaml
 from ray import serve
+from ray.exceptions import AuthenticationError, RayError
 from ray.serve._private.api import serve_start
 from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve.config import gRPCOptions
@@ -34,7 +35,12 @@ from replicas.errors import InvalidConfig
 
 OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
 LOOK_S = 0.5
+REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
 IMPORT_PATH = "deployments.app:build"
+
+
+class NoCluster(Exception):
+    """The Ray that RAY_ADDRESS names cannot be used."""
 
 
 def run(config_path: str) -> int:
@@ -59,6 +65,9 @@ def run(config_path: str) -> int:
                 time.sleep(3600)
             return 1
         say("stopped")
+    except NoCluster as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped at once", file=sys.stderr)
     return 0
@@ -153,7 +162,7 @@ def _ray(say: Callable[[str], None]) -> Iterator[None]:
         )
     else:
         say(f"connecting to Ray at {os.environ['RAY_ADDRESS']}")
-        ray.init(address="auto", namespace="serve", log_to_driver=False)
+        _connect(os.environ["RAY_ADDRESS"])
     _listen_for_the_end()  # Ray has set its own
     try:
         yield
@@ -162,6 +171,25 @@ def _ray(say: Callable[[str], None]) -> Iterator[None]:
         with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
             serve.shutdown()
         ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    """Raises: NoCluster, saying what to do."""
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal():  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        ray.init(address="auto", namespace="serve", log_to_driver=False)
+    except AuthenticationError as error:
+        raise NoCluster(
+            f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to "
+            "what the cluster was started with"
+        ) from error
+    except (OSError, RayError, RuntimeError, ValueError) as error:
+        raise NoCluster(
+            f"Ray at {address} (RAY_ADDRESS) does not answer: {error}\nStart it with `ray start --head`, give its "
+            "address, or unset RAY_ADDRESS to have Manta start a Ray of its own"
+        ) from error
 
 
 def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Callable[[str], None]) -> bool:
