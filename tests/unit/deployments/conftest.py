@@ -1,6 +1,7 @@
 """HTTP app, dispatcher, channel and a real engine on the embedded model in this process; only Ray is absent."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -23,6 +24,16 @@ from tests.unit.deployments.in_process import House
 
 POOL_TOKENS = 12_000
 ROUTER = Identity(model="SmolLM2-135M-Instruct", role="router", replica="router")
+
+
+@pytest.fixture
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Times of day are shown in UTC."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
 
 
 @pytest.fixture(scope="session")

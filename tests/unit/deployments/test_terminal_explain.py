@@ -4,7 +4,6 @@ import asyncio
 import http.server
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,6 +13,8 @@ from deployments.routes import own_route
 from deployments.terminal import ask, explain, explain_view
 from tests.unit.deployments import sample_values
 from tests.unit.deployments.in_process import House, ScriptedReplica
+
+pytestmark = pytest.mark.usefixtures("utc")
 
 
 def candidate(replica: str, *, chosen: bool, **changed: Any) -> dict[str, Any]:
@@ -44,15 +45,6 @@ def answer(*tries: dict[str, Any], **changed: Any) -> dict[str, Any]:
         "rid": "me", "internal_rid": "f00.0-me", "router": "r1", "time": 1763722000.1, "replica": "a1",
         "outcome": "finished", "num_retries": len(tries) - 1, "tries": list(tries), **changed,
     }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
 
 
 BLOCK = """\

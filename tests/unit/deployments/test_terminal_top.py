@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,6 +19,8 @@ from rich.console import Console
 
 from deployments.terminal import ask, top, top_view
 from deployments.terminal.table import Bar, count, percent, seconds
+
+pytestmark = pytest.mark.usefixtures("utc")
 
 L1 = {"tier": "L1", "capacity": 1600, "free": 400, "evictable": 400, "protected": 600, "reserved": 200,
       "quarantined": 0}  # fmt: skip
@@ -46,15 +47,6 @@ def state(**changed: Any) -> dict[str, Any]:
         "requests": [], "autoscaling": {"targets": [], "log": []}, "history": {"times": [], "used": {}},
     }  # fmt: skip
     return {**body, **changed}
-
-
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
 
 
 BLOCK = """\
