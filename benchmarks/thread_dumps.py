@@ -15,8 +15,9 @@ from pathlib import Path
 
 import psutil
 
-DUMP_S = 2.0  # for a process to write; one that is stopped does not
+DUMP_S = 5.0  # for a process to write; one that is stopped does not
 STEP_S = 0.05
+QUIET_S = 0.5  # it writes line by line, and has no last one: nothing for so long, and it has finished
 
 
 def take_part(folder: str) -> None:
@@ -47,11 +48,12 @@ def _stacks(process: psutil.Process, file: Path) -> str:
         process.send_signal(signal.SIGUSR1)
     except psutil.Error as error:
         return f"it has ended: {error}"
-    end_s = time.monotonic() + DUMP_S
+    asked_s = grew_s = time.monotonic()
     written = before
-    while time.monotonic() < end_s:
+    while (now_s := time.monotonic()) < asked_s + DUMP_S and (written == before or now_s < grew_s + QUIET_S):
         time.sleep(STEP_S)
-        if written == (size := file.stat().st_size) and size > before:
-            return f"{state}\n{file.read_bytes()[before:].decode(errors='replace')}"
-        written = size
-    return f"{state}; it wrote nothing within {DUMP_S:g} s"
+        if written != (size := file.stat().st_size):
+            written, grew_s = size, time.monotonic()
+    if written == before:
+        return f"{state}; it wrote nothing within {DUMP_S:g} s"
+    return f"{state}\n{file.read_bytes()[before:].decode(errors='replace')}"
