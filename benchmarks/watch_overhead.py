@@ -144,9 +144,11 @@ async def watching(url: str) -> AsyncIterator[Seen]:
 
 
 async def _scrape(session: aiohttp.ClientSession, url: str, seen: Seen) -> None:
+    groups: list[dict[str, list[str]]] = []
     while True:
         async with session.get(f"{url}/manta/sd") as answer:
-            groups = await answer.json()
+            if answer.status == 200:  # else it knows nothing yet, and Prometheus keeps the targets that it has
+                groups = await answer.json()
         for address in (address for group in groups for address in group["targets"]):
             headers = {"Accept-Encoding": "gzip"}  # as Prometheus asks
             async with session.get(f"http://{address}/metrics", headers=headers) as answer:
