@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -120,7 +121,7 @@ def test_the_key_is_asked_for_and_stands_in_no_log(app: Running) -> None:
     for headers, status in (({}, 401), ({"Accept": "text/html"}, 303), (SHOWN, 200)):
         assert httpx.get(f"{app.url}/manta/api/state", headers=headers, timeout=30).status_code == status
     assert KEY not in json.dumps(app.info())
-    logs = [file for file in Path("/tmp/ray/session_latest/logs").rglob("*") if file.is_file()]
+    logs = [file for file in Path(tempfile.gettempdir(), "ray", "session_latest", "logs").rglob("*") if file.is_file()]
     assert any("asks for the admin key" in file.read_text(errors="replace") for file in logs)
     assert any("Importing application 'observatory'" in file.read_text(errors="replace") for file in logs)
     assert [file.name for file in logs if KEY in file.read_text(errors="replace")] == []
