@@ -167,12 +167,12 @@ def test_when_no_answer_comes_all_ranks_of_both_engines_say_what_they_do(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(engine_process, "ANSWER_S", 0.1)
+        patch.setattr(engine_process, "_open", [smol_processes.prefill, smol_processes.decode])  # other tests' live on
         with pytest.raises(AssertionError, match=r"does not answer within 0\.1 s") as failed:
             smol_processes.decode.finish("never asked")
     said = str(failed.value)
     assert said.count("Current thread") + said.count("Thread 0x") >= 4 * 3  # main, engine or parent watch, transfer
-    followers = said.split("manta-rank")[1:]  # a thread that runs while it is told of may be told of twice
-    assert ["in serve_port\n" in follower for follower in followers] == [True, True]
+    assert said.count("in serve_port\n") == 2
     assert said.count("in _main\n") >= 2
     assert said.count("EngineStats(") == 2
     check_balance(smol_processes)
