@@ -16,12 +16,21 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import NamedTuple
 
 from replicas.errors import EngineDead
 from replicas.runner.kv_access import KvOrder
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 
 STEP_S = 0.05  # how often the end of the wait is looked for
+
+
+class _Caller(NamedTuple):
+    """Somebody who has connected: the socket by which it can be hung up, and the thread that hears it."""
+
+    socket: socket.socket
+    connection: Connection
+    thread: threading.Thread
 
 
 class PlanChannel:
@@ -46,7 +55,7 @@ class PlanChannel:
         Raises: EngineDead when one died first, or not all came within ``timeout_s``.
         """
         deadline_s = time.monotonic() + timeout_s
-        proving: list[tuple[socket.socket, threading.Thread]] = []
+        proving: list[_Caller] = []
         try:
             while len(self._followers) < count:
                 gone = dead()
@@ -62,12 +71,11 @@ class PlanChannel:
             self._listener.close()
             self._end(proving)
 
-    def _prove(self, caller: socket.socket) -> tuple[socket.socket, threading.Thread]:
-        """The caller's socket, by which it can be hung up, and the thread that hears it."""
+    def _prove(self, caller: socket.socket) -> "_Caller":
         connection = Connection(os.dup(caller.fileno()))
         thread = threading.Thread(target=self._admit, args=(connection,), name="manta-plan-admit", daemon=True)
         thread.start()
-        return caller, thread
+        return _Caller(caller, connection, thread)
 
     def _admit(self, connection: Connection) -> None:
         try:
@@ -78,14 +86,14 @@ class PlanChannel:
         else:
             self._followers.append(connection)
 
-    def _end(self, proving: Sequence[tuple[socket.socket, threading.Thread]]) -> None:
+    def _end(self, proving: Sequence["_Caller"]) -> None:
         """Hang up on who has not proved itself: its thread's read ends. Closing alone would leave it blocked."""
-        for caller, thread in proving:
-            if thread.is_alive():
+        for caller in proving:
+            if caller.connection not in self._followers:  # the thread of one that has may still be about to end
                 with suppress(OSError):
-                    caller.shutdown(socket.SHUT_RDWR)
-            thread.join()
-            caller.close()
+                    caller.socket.shutdown(socket.SHUT_RDWR)
+            caller.thread.join()
+            caller.socket.close()
 
     def send(self, message: StepPlan | KvOrder) -> None:
         """Raises: EngineDead when a follower has gone."""

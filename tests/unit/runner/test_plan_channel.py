@@ -49,6 +49,25 @@ def test_strangers_hold_nobody_up_and_leave_no_thread_behind(channel: PlanChanne
     ours[0].close()
 
 
+def test_a_follower_whose_thread_has_yet_to_end_is_not_hung_up(channel: PlanChannel) -> None:
+    """It has proved itself, the wait is over, and its thread returns a moment later."""
+
+    class Slow(list[Connection]):
+        def append(self, connection: Connection) -> None:
+            super().append(connection)
+            threading.Event().wait(0.2)  # longer than a look at who has come takes
+
+    channel._followers = Slow()
+    ours: list[Connection] = []
+    connect = started(lambda: ours.append(Client(channel.address, authkey=KEY)))
+    channel.accept(1, timeout_s=10, dead=no_one)
+    connect.join(timeout=10)
+    channel.connections[0].send("a plan")
+    assert ours[0].recv() == "a plan"
+    channel.close()
+    ours[0].close()
+
+
 def test_a_follower_that_never_comes_is_said_with_the_numbers_and_nobody_waits_for_it_any_more(
     channel: PlanChannel,
 ) -> None:
