@@ -9,12 +9,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from replicas.prefix_group import PrefixGroup
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BatchMeta:
     """The shape of one step. T tokens of B requests, packed; request b owns q[qo_indptr[b] : qo_indptr[b+1]].
 
-    A decode step is the case of one token each (``is_decode``). All int tensors live on the model's device.
+    A decode step is the case of one token each (``is_decode``); in a mixed step the last ``num_decode`` requests have one
+    token each. All int tensors live on the model's device.
     """
 
     is_decode: bool
@@ -27,6 +30,8 @@ class BatchMeta:
     table: Tensor  # [R, C] int32: ReqToTokenPool, slot of (row, position)
     max_seq_len: int
     num_tokens: int
+    num_decode: int = 0  # B in a decode step
+    prefix_groups: tuple[PrefixGroup, ...] = ()  # of requests that decode; a backend may ignore them
 
 
 class AttentionBackend(Protocol):

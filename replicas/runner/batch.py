@@ -74,6 +74,8 @@ def _decode(plan: DecodePlan, table: DeviceTable, device: torch.device) -> Devic
         table=table.slots,
         max_seq_len=int(plan.seq_lens.max()),
         num_tokens=size,
+        num_decode=size,
+        prefix_groups=plan.prefix_groups,
     )
     input_ids = torch.from_numpy(plan.token_ids).to(device).long()
     return DeviceBatch(
@@ -99,6 +101,8 @@ def _extend(plan: ExtendPlan, table: DeviceTable, device: torch.device) -> Devic
         table=table.slots,
         max_seq_len=int((prefix + lens).max()),
         num_tokens=int(indptr[-1]),
+        num_decode=plan.num_decode,
+        prefix_groups=plan.prefix_groups,
     )
     return DeviceBatch(
         input_ids=torch.from_numpy(np.concatenate([row.token_ids for row in plan.rows]).astype(np.int64)).to(device),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from replicas.prefix_group import PrefixGroup
 from replicas.types import SamplingParams, TokenIds, TokenLogprob
 
 BROKEN = -1  # in StepResult.token_ids: the row's logits held NaN or inf, or nothing was left to choose
@@ -40,11 +41,16 @@ class ExtendRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExtendPlan:
-    """Run new tokens over prefixes; ``sampling`` has one entry per row with ``sample``, in row order."""
+    """Run new tokens over prefixes; ``sampling`` has one entry per row with ``sample``, in row order.
+
+    In a mixed step the last ``num_decode`` rows are of running requests: one token each, sampled.
+    """
 
     table_writes: tuple[TableWrite, ...]  # to apply before the step
     rows: tuple[ExtendRow, ...]
     sampling: tuple["SampleRow", ...]
+    num_decode: int = 0
+    prefix_groups: tuple[PrefixGroup, ...] = ()  # among the last num_decode rows; members count from the first row
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +67,7 @@ class DecodePlan:
     seq_lens: npt.NDArray[np.int32]  # [B] tokens to attend over, the new one included
     slots: Slots  # [B]
     sampling: tuple["SampleRow", ...]  # [B]
+    prefix_groups: tuple[PrefixGroup, ...] = ()
 
 
 StepPlan = ExtendPlan | DecodePlan

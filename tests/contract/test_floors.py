@@ -20,6 +20,7 @@ FLOORS: dict[str, set[str]] = {
     "replicas": set(),  # a module that lands here has no floor yet: give it one
     "replicas.errors": set(),
     "replicas.types": {"replicas.errors", "kvtransfer.types"},
+    "replicas.prefix_group": set(),
     "replicas.config": {"replicas.errors", "kvtransfer.layout"},
     "replicas.hf_config": {"replicas.config", "replicas.errors"},
     "replicas.request": {"replicas.types", "replicas.errors", "kvtransfer.types"},
@@ -36,14 +37,14 @@ FLOORS: dict[str, set[str]] = {
         "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
         "replicas.tally", "replicas.distributions", "kvtransfer.pages", "kvtransfer.stores",
     },
-    "replicas.scheduler.plan": {"replicas.types"},  # a leaf: the runner knows plans, not the scheduler
+    "replicas.scheduler.plan": {"replicas.types", "replicas.prefix_group"},  # a leaf: the runner knows plans, not the scheduler
     "replicas.scheduler": {
-        "replicas.cache", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
+        "replicas.prefix_group", "replicas.cache", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
     },
     "replicas.kernels": set(),
     "replicas.layers": {"replicas.kernels", "replicas.parallel", "replicas.errors", "replicas.config"},
     "replicas.attention": {
-        "replicas.kernels", "replicas.memory", "replicas.parallel", "replicas.errors", "replicas.config",
+        "replicas.prefix_group", "replicas.kernels", "replicas.memory", "replicas.parallel", "replicas.errors", "replicas.config",
     },
     "replicas.models": {
         "replicas.layers", "replicas.attention", "replicas.parallel", "replicas.errors", "replicas.config",
@@ -137,6 +138,7 @@ ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours
 # importing any module of these must not load torch, not even through another module
 HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request", "replicas.stats",
+    "replicas.prefix_group",
     "replicas.tally", "replicas.distributions", "replicas.stages", "replicas.sinks", "replicas.detokenizer",
     "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
