@@ -16,8 +16,8 @@ from replicas.prefix_group import PrefixGroup
 class BatchMeta:
     """The shape of one step. T tokens of B requests, packed; request b owns q[qo_indptr[b] : qo_indptr[b+1]].
 
-    A decode step is the case of one token each (``is_decode``); in a mixed step the last ``num_decode`` requests have one
-    token each. All int tensors live on the model's device.
+    A decode step is the case of one token each (``is_decode``); in a mixed step the last ``num_decode`` requests have
+    one token each. All int tensors live on the model's device.
     """
 
     is_decode: bool

@@ -37,14 +37,17 @@ FLOORS: dict[str, set[str]] = {
         "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
         "replicas.tally", "replicas.distributions", "kvtransfer.pages", "kvtransfer.stores",
     },
-    "replicas.scheduler.plan": {"replicas.types", "replicas.prefix_group"},  # a leaf: the runner knows plans, not the scheduler
+    # a leaf: the runner knows plans, not the scheduler
+    "replicas.scheduler.plan": {"replicas.types", "replicas.prefix_group"},
     "replicas.scheduler": {
-        "replicas.prefix_group", "replicas.cache", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
+        "replicas.prefix_group", "replicas.cache", "replicas.request", "replicas.types", "replicas.errors",
+        "replicas.config",
     },
     "replicas.kernels": set(),
     "replicas.layers": {"replicas.kernels", "replicas.parallel", "replicas.errors", "replicas.config"},
     "replicas.attention": {
-        "replicas.prefix_group", "replicas.kernels", "replicas.memory", "replicas.parallel", "replicas.errors", "replicas.config",
+        "replicas.prefix_group", "replicas.kernels", "replicas.memory", "replicas.parallel", "replicas.errors",
+        "replicas.config",
     },
     "replicas.models": {
         "replicas.layers", "replicas.attention", "replicas.parallel", "replicas.errors", "replicas.config",
