@@ -61,6 +61,11 @@ class Line:
             raise QueryError(f"legend {self.legend!r} names {sorted(unknown)}; {self.query} has only {has}")
 
 
+def quantiles(name: str) -> tuple[Line, ...]:
+    """Of the histogram ``name``: QUANTILES, over all its series."""
+    return tuple(Line(KIT.quantile(share, name), legend) for share, legend in QUANTILES)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Where a value turns orange, then red; falling: low values are the bad ones."""

@@ -1,12 +1,8 @@
 """The board to look at first: is every request answered, how fast, and where does its time go."""
 
-from dashboards.board import KIT, QUANTILES, Board, Limits, Line, Panel, Row, Shape, Unit
+from dashboards.board import KIT, QUANTILES, Board, Limits, Line, Panel, Row, Shape, Unit, quantiles
 from dashboards.boards.replicas import ENGINE, REPLICAS
 from dashboards.query import Query, none_of, ratio
-
-
-def quantiles(name: str) -> tuple[Line, ...]:
-    return tuple(Line(KIT.quantile(share, name), legend) for share, legend in QUANTILES)
 
 
 def share_without(*outcomes: str) -> Query:
@@ -87,8 +83,7 @@ LATENCY = Row(
             title="Inter-token latency",
             shows="Gap between the deltas of an answer, per token.",
             act="Rises with Requests of one step: batches are large. Peaks alone: long prompts run between decode "
-                "steps; "
-                "prefill and decode apart would keep them out.",
+                "steps; prefill and decode apart would keep them out.",
             lines=quantiles("inter_token_latency_seconds"), unit=Unit.SECONDS,
         ),
         Panel(
@@ -116,9 +111,8 @@ LATENCY = Row(
             title="Where the time goes before decode",
             shows="The same without decode, which dwarfs the rest.",
             act="Queue: too few replicas (apart: of decode if grant among Parts of a hand-off is long, else of "
-                "prefill). Prefill: long prompts or few hits. Transfer: see the routing board. Route: "
-                "the "
-                "router's process has too little CPU.",
+                "prefill). Prefill: long prompts or few hits. Transfer: see the routing board. Route: the router's "
+                "process has too little CPU.",
             lines=(
                 Line(
                     KIT.mean("request_stage_duration_seconds", by=["stage"], where={"stage": none_of("decode")}),
@@ -157,8 +151,7 @@ TRAFFIC = Row(
             title="Waiting requests by replica",
             shows="Requests in each replica's queue.",
             act="One replica far above the others: the router prefers it for its prefixes; see Decisions on the "
-                "routing "
-                "board. All of them: add replicas.",
+                "routing board. All of them: add replicas.",
             lines=(
                 Line(KIT.gauge("scheduler_requests", by=["role", "replica"], where={"state": "waiting"}),
                      "{{role}} {{replica}}"),

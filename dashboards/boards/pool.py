@@ -1,6 +1,6 @@
 """The board of the KV pools and the prefix caches in them: what fills them, what is reused, what is lost."""
 
-from dashboards.board import KIT, QUANTILES, Board, Limits, Line, Needs, Panel, Row, Shape, Unit
+from dashboards.board import KIT, Board, Limits, Line, Needs, Panel, Row, Shape, Unit, quantiles
 from dashboards.query import complement, none_of, ratio
 
 L1 = {"tier": "L1"}
@@ -20,8 +20,7 @@ FULL = Row(
         Panel(
             title="Tokens by state",
             shows="Token slots of all pools: free, evictable (cached, nobody uses it), protected (cached and in use), "
-                  "reserved "
-                  "(taken, not yet in the cache), quarantined (of failed hand-offs).",
+                "reserved (taken, not yet in the cache), quarantined (of failed hand-offs).",
             act="Free near 0 is normal, the cache uses what is there. Evictable near 0: the pools are too small for "
                 "the load.",
             lines=(Line(KIT.gauge("kv_pool_tokens", by=["state"], where=L1), "{{state}}"),),
@@ -140,7 +139,7 @@ LOST = Row(
             shows="Time since the last use of nodes that were evicted for room.",
             act="Shorter than the pause between two turns of a chat: prefixes are lost that would be reused; enlarge "
                 "pools.",
-            lines=tuple(Line(KIT.quantile(share, "cache_evicted_idle_seconds"), legend) for share, legend in QUANTILES),
+            lines=quantiles("cache_evicted_idle_seconds"),
             unit=Unit.SECONDS, needs=Needs.EVENT,
         ),
         Panel(
@@ -153,7 +152,7 @@ LOST = Row(
         Panel(
             title="Retractions and failed allocations",
             shows="Running requests that went back to the queue, and allocations that found no room even after "
-                  "eviction.",
+                "eviction.",
             act="Lasting: raise scheduler.new_token_ratio, lower max_running_requests, or enlarge the pool.",
             lines=(
                 Line(KIT.rate("scheduler_retractions_total", by=["replica"]), "{{replica}} retracted"),
@@ -171,8 +170,7 @@ LOST = Row(
             title="Requests by state",
             shows="Requests in replicas that do not run yet or any more, by state.",
             act="waiting with a full pool: memory is the limit; with a free one: compute is. preallocating for long: "
-                "the "
-                "decode pool is full; handing_off grows with it.",
+                "the decode pool is full; handing_off grows with it.",
             lines=(
                 Line(KIT.gauge("scheduler_requests", by=["state"], where={"state": none_of("running")}), "{{state}}"),
             ),

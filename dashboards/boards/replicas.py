@@ -99,7 +99,8 @@ REPLICAS = Row(
         Panel(
             title="How long starts took",
             shows="The start of each replica, by phase.",
-            act="load_weights: put the model on local disk. total far above the rest: Ray waited for a place.",
+            act="load_weights: put the model on local disk. total far above the rest: other ranks, or the transfer "
+                "desk.",
             lines=(
                 Line(KIT.gauge("replica_start_seconds", over="max", by=["replica", "phase"]), "{{replica}} {{phase}}"),
             ),

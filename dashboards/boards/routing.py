@@ -1,6 +1,6 @@
 """The board of the router's decisions and of the hand-offs between prefill and decode."""
 
-from dashboards.board import KIT, QUANTILES, Board, Limits, Line, Needs, Panel, Row, Shape, Unit
+from dashboards.board import KIT, Board, Limits, Line, Needs, Panel, Row, Shape, Unit, quantiles
 from dashboards.query import ratio
 
 PROMPT = KIT.rate("router_prompt_tokens_total")
@@ -21,8 +21,7 @@ DECISIONS = Row(
             shows="Share of prompt tokens that some replica held, that the chosen one was expected to hold, and that "
                   "it reused.",
             act="Best above predicted: reuse given up for shorter queues; more replicas win it back. Predicted above "
-                "actual: "
-                "the router's index is stale; see the next row.",
+                "actual: the router's index is stale; see the next row.",
             lines=tuple(
                 Line(ratio(KIT.rate(f"router_{kind}_overlap_tokens_total"), PROMPT), kind)
                 for kind in ("best", "predicted", "actual")
@@ -33,10 +32,7 @@ DECISIONS = Row(
             title="Time of a decision",
             shows="What a decision costs in the router's process.",
             act="p99 above some ms: the process has too little CPU, or very many replicas and long prompts.",
-            lines=tuple(
-                Line(KIT.quantile(share, "router_decision_duration_seconds"), legend) for share, legend in QUANTILES
-            ),
-            unit=Unit.SECONDS,
+            lines=quantiles("router_decision_duration_seconds"), unit=Unit.SECONDS,
         ),
         Panel(
             title="Error of the predicted prefix, p90",
@@ -188,8 +184,7 @@ APART = Row(
             title="Damaged or late",
             shows="Pages that were not what was sent, and messages of hand-offs that had ended.",
             act="Any mismatch: memory or network is faulty, or two versions run together; replace the replica. Late "
-                "ones "
-                "are dropped and harmless.",
+                "ones are dropped and harmless.",
             lines=(
                 Line(KIT.rate("transfer_digest_mismatches_total"), "mismatches"),
                 Line(KIT.rate("transfer_late_messages_total"), "late"),
