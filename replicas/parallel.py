@@ -68,6 +68,15 @@ class TpGroup:
             self._group.allgather([parts], [tensor]).wait()
         return torch.cat(parts, dim)
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values into every rank's ``tensor``, in place; returns ``tensor``."""
+        if self._group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            with self._speaking_for("broadcast"):
+                self._group.broadcast([tensor], options).wait()
+        return tensor
+
     def min_int(self, value: int) -> int:
         """The smallest of the ranks' values (SPEC A04: all ranks size equal pools)."""
         if self._group is None:

@@ -11,6 +11,7 @@ import logging
 import time
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from replicas.runner import batch as batches
 from replicas.runner.device import free_device_bytes
 from replicas.runner.sampler import Sampler
 from replicas.runner.weights import load_weights, weight_bytes
-from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, StepPlan, StepResult
+from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, ExtendRow, PendingStep, StepPlan, StepResult
 from replicas.types import TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class ModelRunner:
             num_threads=config.num_threads,
         )
         self._sampler = Sampler(config.model.vocab_size, self.device)
+        self._sampled: Tensor | None = None  # [S] of the step launched last; rank 0 only
         self.start_times = {"load_weights": load_s, "warm_up": self._warm_up()}  # s, by phase
 
     @property
@@ -74,6 +76,8 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> tuple[Tensor, batches.DeviceBatch]:
         """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch."""
         batch = batches.build(plan, self.table, self.device)
+        if isinstance(plan, DecodePlan) and plan.follows is not None:
+            batch.input_ids = self._followed(plan.follows)
         logits = self._model.forward(batch.input_ids, batch.meta, batch.logits_rows)
         if isinstance(plan, ExtendPlan) and self.device.type == "cuda":
             # Kernels may still be under way, and what sends pages knows no stream. Each rank waits for its own; that of
@@ -81,15 +85,29 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).synchronize()
         return logits, batch
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Run a step and sample; rank 0 only."""
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a step and its sampling; rank 0 only. The next plan may be launched before this one's result is known,
+        and follow it (`DecodePlan.follows`). On a CPU the step is over when this returns."""
         logits, batch = self.forward(plan)
         prompt = _prompt_logprobs(self._sampler, logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
         if not plan.sampling:
-            return StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=prompt)
+            return DoneStep(StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=prompt))
         wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
         token_ids, logprobs = self._sampler.sample(wanted, plan.sampling)
-        return StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt)
+        self._sampled = torch.from_numpy(token_ids).to(self.device)
+        return DoneStep(StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run a step and sample; rank 0 only."""
+        return self.launch(plan).result()
+
+    def _followed(self, follows: npt.NDArray[np.int32]) -> Tensor:
+        """Input ids [B] of a step that follows the last one: what rank 0 sampled there, told to every rank."""
+        if self.tp.rank > 0:
+            return self.tp.broadcast(torch.empty(len(follows), dtype=torch.int64, device=self.device))
+        assert self._sampled is not None, "a plan follows a step, and none has sampled yet"
+        index = torch.from_numpy(follows).to(self.device)
+        return self.tp.broadcast(self._sampled[index].long().clamp_min_(0))
 
     def _free_bytes(self, weights: int) -> int:
         """Device memory that is free with ``weights`` bytes of this rank's weights loaded."""

@@ -5,6 +5,7 @@ Invariant: every slot that a plan writes belongs to the request whose row it is;
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,11 @@ class ExtendPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodePlan:
-    """One token for each running request; ``seq_lens`` count the new token."""
+    """One token for each running request; ``seq_lens`` count the new token.
+
+    A plan made while the step before it is under way does not know its input: row b's is what the step launched before
+    it sampled at ``follows[b]`` (0 for what is BROKEN there), and ``token_ids[b]`` stands for nothing.
+    """
 
     table_writes: tuple[TableWrite, ...]
     rows: npt.NDArray[np.int32]  # [B] rows of the ReqToTokenPool
@@ -68,6 +73,7 @@ class DecodePlan:
     slots: Slots  # [B]
     sampling: tuple["SampleRow", ...]  # [B]
     prefix_groups: tuple[PrefixGroup, ...] = ()
+    follows: npt.NDArray[np.int32] | None = None  # [B] indices into the sampled tokens of the step launched before
 
 
 StepPlan = ExtendPlan | DecodePlan
@@ -97,3 +103,21 @@ class StepResult:
     token_ids: TokenIds  # [S]; BROKEN where no token could be chosen
     logprobs: tuple[TokenLogprob | None, ...] = ()  # [S] when any row asked, else empty
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)  # by index into plan.rows
+
+
+class PendingStep(Protocol):
+    """A step that was launched; it may still be under way on the device."""
+
+    def result(self) -> StepResult:
+        """Wait until the step's tokens are on the host, and return them. To be called once, in the order of launch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that was over when its launch returned, as on a CPU."""
+
+    made: StepResult
+
+    def result(self) -> StepResult:
+        return self.made

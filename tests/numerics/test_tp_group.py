@@ -39,6 +39,15 @@ def test_all_gather_joins_in_rank_order_along_the_dimension(tmp_path: Path) -> N
     assert on_ranks(2, tmp_path / "meet", work) == [([[0, 1], [0, 1]], [[0], [0], [1], [1]])] * 2
 
 
+def test_broadcast_gives_every_rank_what_rank_0_has(tmp_path: Path) -> None:
+    def work(tp: TpGroup) -> list[int]:
+        mine = torch.tensor([tp.rank + 5, tp.rank + 9])
+        assert tp.broadcast(mine) is mine
+        return mine.tolist()
+
+    assert on_ranks(3, tmp_path / "meet", work) == [[5, 9]] * 3
+
+
 def test_min_int_is_the_smallest_of_the_ranks(tmp_path: Path) -> None:
     """SPEC A04; the values are larger than fp32 and int32 can hold."""
     assert on_ranks(3, tmp_path / "meet", lambda tp: tp.min_int(2**40 + 5 - tp.rank)) == [2**40 + 3] * 3
@@ -67,6 +76,7 @@ def test_one_rank_needs_no_process_group() -> None:
     tp, tensor = TpGroup(), torch.ones(2)
     assert tp.all_reduce(tensor) is tensor
     assert tp.all_gather(tensor) is tensor
+    assert tp.broadcast(tensor) is tensor
     assert tp.min_int(7) == 7
     tp.barrier()
 
