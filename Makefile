@@ -49,6 +49,7 @@ bench: install-test model ## Measure kernels, caches, the engine, hand-offs and 
 	@$(BIN)/python -m benchmarks --json bench_results/latest.json
 	@$(BIN)/python -m benchmarks.live_stalls --json bench_results/live_stalls.json
 	@$(BIN)/python -m benchmarks.watch_overhead --json bench_results/watch_overhead.json
+	@$(BIN)/python -m benchmarks.sweep --json bench_results/sweep.json
 
 simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
 	@$(BIN)/python -m benchmarks.simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \

@@ -103,7 +103,7 @@ def measure_all(url: str, *, quick: bool) -> list[Row]:
         "shared-prefix": ["--groups", "2", "--per-group", "2", "--prefix-len", "64", "--output-len", "4"],
         "multi-turn": ["--users", "2", "--turns", "2", "--turn-len", "16", "--output-len", "4"],
     }
-    client = Client(url, _first_model(url))
+    client = Client(url, first_model(url))
     rows: list[Row] = []
     for shape, sizes in small.items():
         options = parser().parse_args([shape, *(sizes if quick else [])])
@@ -180,7 +180,7 @@ def workload_maker(options: argparse.Namespace) -> Callable[[int], Workload]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
-    client = Client(options.url, options.model or _first_model(options.url))
+    client = Client(options.url, options.model or first_model(options.url))
     load = ClosedLoop(concurrency=options.concurrency) if options.rate is None else OpenLoop(rate=options.rate)
     rows = measure(
         client, workload_maker(options), load, repeats=options.repeat, seed=options.seed, max_s=options.max_s
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     publish(rows, json_path=options.json)
 
 
-def _first_model(url: str) -> str:
+def first_model(url: str) -> str:
     with urllib.request.urlopen(url.rstrip("/") + "/v1/models", timeout=10) as response:
         return str(json.load(response)["data"][0]["id"])
 
