@@ -18,6 +18,7 @@ from random import Random
 
 import aiohttp
 
+from benchmarks.dialect import OPENAI, Dialect, History
 from benchmarks.workloads import Conversation, Workload
 
 
@@ -57,6 +58,7 @@ class Sample:
     completion_tokens: int = 0
     cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)  # the answer's, where the server tells them
+    text: str = ""
     error: str | None = None
 
     @property
@@ -97,10 +99,10 @@ class Run:
 class Client:
     """Runs workloads against ``url`` (its root, without /v1)."""
 
-    def __init__(self, url: str, model: str, *, ignore_eos: bool = True, api_key: str = "none") -> None:
+    def __init__(self, url: str, model: str, *, dialect: Dialect = OPENAI, api_key: str = "none") -> None:
         self._url = url.rstrip("/") + "/v1/completions"
         self._model = model
-        self._ignore_eos = ignore_eos
+        self._dialect = dialect
         self._headers = {"Authorization": f"Bearer {api_key}"}
 
     async def run(self, workload: Workload, load: ClosedLoop | OpenLoop, *, max_s: float) -> Run:
@@ -113,7 +115,7 @@ class Client:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as session:
-            exchange = _Exchange(session, self._url, self._model, self._ignore_eos, started_s)
+            exchange = _Exchange(session, self._url, self._model, self._dialect, started_s)
             waits = _starts(load, len(workload.conversations))
             gate = asyncio.Semaphore(load.concurrency if isinstance(load, ClosedLoop) else len(waits) or 1)
             tasks = [
@@ -150,7 +152,7 @@ class _Exchange:
     session: aiohttp.ClientSession
     url: str
     model: str
-    ignore_eos: bool
+    dialect: Dialect
     started_s: float
 
     async def converse(
@@ -159,30 +161,27 @@ class _Exchange:
         """Send the turns one after another, each with the whole history; stop at the first failure."""
         await asyncio.sleep(wait_s)
         async with gate:
-            history: list[int] = []
+            history = History(self.dialect)
             for turn, sample in zip(conversation.turns, samples, strict=True):
-                history += turn.token_ids
-                await self.request(history, turn.max_new_tokens, sample)
+                history.ask(turn.token_ids)
+                await self.request(history.prompt, turn.max_new_tokens, sample)
                 if sample.error is not None:
                     for unsent in samples[samples.index(sample) + 1 :]:
                         unsent.error = "not sent: an earlier turn failed"
                     return
-                if sample.answer_known:
-                    history += sample.token_ids
-                else:  # stand-ins of the same length: the answer is then no prefix hit
-                    history += turn.token_ids[:1] * (sample.completion_tokens or turn.max_new_tokens)
+                token_ids: Sequence[int] = sample.token_ids
+                if not sample.answer_known:  # stand-ins of the same length: the answer is then no prefix hit
+                    token_ids = turn.token_ids[:1] * (sample.completion_tokens or turn.max_new_tokens)
+                history.answered(token_ids, sample.text)
 
-    async def request(self, prompt: list[int], max_new_tokens: int, sample: Sample) -> None:
+    async def request(self, prompt: list[int] | str, max_new_tokens: int, sample: Sample) -> None:
         """One streamed completion, into ``sample``."""
         body = {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": max_new_tokens,
-            "temperature": 0,
             "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": self.ignore_eos,
-            "return_token_ids": True,
+            **self.dialect.fields,
         }
         sent_s = time.perf_counter()
         sample.start_s = sent_s - self.started_s
@@ -191,32 +190,35 @@ class _Exchange:
                 if response.status != 200:
                     sample.error = f"HTTP {response.status}: {(await response.text())[:200]}"
                 else:
-                    await _read_stream(response, sample, sent_s)
+                    await _read_stream(response, sample, sent_s, says_done=self.dialect.says_done)
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: not JSON, or a line without end
             sample.error = f"{type(error).__name__}: {error}"
         sample.e2e_s = time.perf_counter() - sent_s
 
 
-async def _read_stream(response: aiohttp.ClientResponse, sample: Sample, sent_s: float) -> None:
-    """Server-sent events into ``sample``. A stream that ends without [DONE] is an error."""
+async def _read_stream(response: aiohttp.ClientResponse, sample: Sample, sent_s: float, *, says_done: bool) -> None:
+    """Server-sent events into ``sample``. A stream that ends without saying so is an error."""
     last_s = sent_s
+    ended = False
     async for line in response.content:
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
-            if sample.ttft_s is None and sample.error is None:
-                sample.error = "the stream ended without a token"
-            return
+            ended = True
+            break
         now_s = time.perf_counter()
         chunk = json.loads(data)
         if "error" in chunk:
-            sample.error = f"in the stream: {chunk['error'].get('message', chunk['error'])}"
+            error = chunk["error"]
+            sample.error = f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}"
             return
         _take_usage(chunk.get("usage"), sample)
         for choice in chunk.get("choices", ()):
+            ended = ended or (not says_done and choice.get("finish_reason") is not None)
             token_ids = choice.get("token_ids") or ()
             sample.token_ids += token_ids
+            sample.text += choice.get("text") or ""
             if not (token_ids or choice.get("text")):
                 continue
             if sample.ttft_s is None:
@@ -224,7 +226,10 @@ async def _read_stream(response: aiohttp.ClientResponse, sample: Sample, sent_s:
             else:
                 sample.gaps_s.append(now_s - last_s)
             last_s = now_s
-    sample.error = sample.error or "the stream ended without [DONE]"
+    if not ended:
+        sample.error = "the stream ended without [DONE]" if says_done else "the stream ended without a reason to end"
+    elif sample.ttft_s is None:
+        sample.error = "the stream ended without a token"
 
 
 def _take_usage(usage: dict[str, object] | None, sample: Sample) -> None:

