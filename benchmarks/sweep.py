@@ -83,8 +83,8 @@ class Sweep:
         self._client, self._shape, self._seed = client, shape, 0
 
     def closed(self, concurrency: int) -> Run:
-        """About three requests for each that may be open, at least 8."""
-        return self._run(max(8, 3 * concurrency), ClosedLoop(concurrency=concurrency))
+        """Two conversations for each that may be open, at least 4 (of shared prefixes: one a prefix)."""
+        return self._run(max(4, 2 * concurrency), ClosedLoop(concurrency=concurrency))
 
     def open(self, conversations_per_s: float, num: int) -> Run:
         return self._run(num, OpenLoop(rate=conversations_per_s, seed=self._seed))
@@ -98,8 +98,9 @@ class Sweep:
         return run
 
 
-def measure(url: str, shape: Shape, *, concurrency: Sequence[int], num_open: int) -> tuple[list[Row], str, str]:
+def measure(url: str, shape: Shape, *, quick: bool) -> tuple[list[Row], str, str]:
     """Rows, and the two plots as SVG."""
+    concurrency, shares, num_open = (CONCURRENCY[:2], SHARES[:2], 4) if quick else (CONCURRENCY, SHARES, 24)
     sweep = Sweep(Client(url, first_model(url)), shape)
     sweep.closed(1)  # what the first requests compile or touch is not the load's
     rows: list[Row] = []
@@ -115,7 +116,7 @@ def measure(url: str, shape: Shape, *, concurrency: Sequence[int], num_open: int
         rows.append(Row.of(section, f"{at_once} at once, TTFT p50", [ttft_s(run, 50)], "s"))
     p50: Series = []
     p95: Series = []
-    for share in SHARES:
+    for share in shares:
         run = sweep.open(share * best, num_open)
         rate = share * best
         p50.append((rate, ttft_s(run, 50)))
@@ -151,9 +152,7 @@ def sweep_all(url: str, pictures: Path, *, quick: bool) -> list[Row]:
     rows: list[Row] = []
     pictures.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
-        more, throughput, ttft = measure(
-            url, shape, concurrency=CONCURRENCY[:2] if quick else CONCURRENCY, num_open=8 if quick else 32
-        )
+        more, throughput, ttft = measure(url, shape, quick=quick)
         (pictures / f"throughput_{shape.file}.svg").write_text(throughput)
         (pictures / f"ttft_{shape.file}.svg").write_text(ttft)
         rows += more
