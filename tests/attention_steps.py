@@ -49,8 +49,12 @@ def make_step(
     page_size: int = 16,
     num_layers: int = 1,
     seed: int = 0,
+    num_decode: int | None = None,
 ) -> Step:
-    """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled."""
+    """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled.
+
+    It is mixed when it says that its last ``num_decode`` requests decode.
+    """
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
     pool = SmallPool(
@@ -76,7 +80,7 @@ def make_step(
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=random)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     batch = BatchMeta(
-        is_decode=bool((new_lens == 1).all()),
+        is_decode=num_decode is None and bool((new_lens == 1).all()),
         qo_indptr=torch.cat((torch.zeros(1, dtype=torch.int32), new_lens.cumsum(0, dtype=torch.int32))),
         rows=rows,
         prefix_lens=prefix_lens,
@@ -86,5 +90,6 @@ def make_step(
         table=table,
         max_seq_len=int((prefix_lens + new_lens).max()),
         num_tokens=num_tokens,
+        num_decode=num_decode or 0,
     )
     return Step(pool=pool, batch=batch, q=q, k=k, v=v)

@@ -104,6 +104,23 @@ def test_a_decode_result_is_the_same_bit_for_bit_alone_and_in_any_batch_on_any_t
     assert torch.equal(cpu(pick(step, [2, 0]), threads=2), together[[2, 0]])
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_mixed_step_equals_the_oracle(page_size: int, threads: int) -> None:
+    step = make_step([(40, 30), (0, 100), (0, 1), (200, 1), (129, 1)], page_size=page_size, num_decode=2)
+    assert error(step, threads=threads) < 1e-5
+
+
+def test_a_decode_result_is_the_same_bit_for_bit_in_a_mixed_step() -> None:
+    step = make_step([(40, 30), (0, 100), (700, 1), (129, 1)], num_decode=2)
+    mixed = cpu(step).clone()  # [132, H * D]
+    alone = pick(step, [2, 3])
+    alone.batch.is_decode = True
+    assert torch.equal(cpu(alone), mixed[130:])
+    extending = pick(step, [0, 1])
+    assert torch.equal(cpu(extending), mixed[:130])
+
+
 def test_an_extend_result_is_the_same_bit_for_bit_alone_and_in_a_batch() -> None:
     step = make_step([(0, 150), (30, 40)])
     together = cpu(step, threads=2).clone()
