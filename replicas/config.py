@@ -88,6 +88,7 @@ class SchedulerConfig:
     max_running_requests: int | None = None  # None: from the pool (SPEC A08)
     max_queued_requests: int = 1024  # beside those that may run; more are refused with Overloaded
     chunked_prefill_size: int | None = None  # most new tokens a step; None: 512 on CPU, 8,192 on GPU
+    mixed_steps: bool = True  # running requests make a token in the steps of prompts too; else prompts go first
     lpm_max_queue: int = 128  # longer queues fall back to fcfs (SPEC F03)
     ageing_s: float = 5.0  # a request that waited this long goes before any better match
     new_token_ratio: float = 0.7  # share of max_new_tokens reserved for a running request at admission (SPEC F05)

@@ -44,6 +44,14 @@ class NewTokenRatio:
         return 0 if req.is_prefill_leg else int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
 
 
+def prompt_tokens(chunk_size: int, num_decode: int) -> int:
+    """What a step of ``chunk_size`` tokens leaves to prompts beside one for each of ``num_decode`` running requests.
+
+    A quarter at least, so that no number of running requests keeps a prompt out.
+    """
+    return max(chunk_size - num_decode, -(-chunk_size // 4))
+
+
 class StepBudget:
     """Tokens that one extend step may still run (SPEC F06: the chunk size)."""
 

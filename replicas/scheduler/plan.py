@@ -57,6 +57,10 @@ class ExtendPlan:
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_tokens - self.num_decode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodePlan:

@@ -14,9 +14,10 @@ import numpy as np
 from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
-from replicas.scheduler.budget import NewTokenRatio, StepBudget
+from replicas.scheduler.budget import NewTokenRatio, StepBudget, prompt_tokens
 from replicas.scheduler.plan import ExtendRow, Slots
 from replicas.scheduler.prealloc import Rank, rank
+from replicas.scheduler.tokens import Counters
 from replicas.scheduler.waiting import WaitingQueue
 
 LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
@@ -52,25 +53,34 @@ class PrefillScheduler:
     """Picks from the waiting queue what fits the step and the pool."""
 
     def __init__(
-        self, kv: KvCache, waiting: WaitingQueue, ratio: NewTokenRatio, *, chunk_size: int, share_len: int
+        self,
+        kv: KvCache,
+        waiting: WaitingQueue,
+        ratio: NewTokenRatio,
+        counters: Counters,
+        *,
+        chunk_size: int,
+        share_len: int,
     ) -> None:
         self._kv = kv
         self._waiting = waiting
         self._ratio = ratio
+        self._counters = counters
         self._chunk_size = chunk_size
         self._share_len = share_len
         self.chunked: Req | None = None  # in the middle of its prompt; runs first in the next step
 
     def next_batch(
-        self, in_flight: list[Req], *, max_running: int, now_s: float, barrier: Rank | None = None
+        self, in_flight: list[Req], *, max_running: int, now_s: float, barrier: Rank | None = None, num_decode: int = 0
     ) -> ExtendBatch:
         """The next extend batch; without rows when nothing can start.
 
         Args: in_flight: those that have their pages and may need more: running, and whose K/V is on its way.
               barrier: waiting requests that rank after it may not start.
+              num_decode: running requests that make a token in the same step.
         """
         batch = ExtendBatch()
-        budget = StepBudget(self._chunk_size, page_size=self._kv.page_size)
+        budget = StepBudget(prompt_tokens(self._chunk_size, num_decode), page_size=self._kv.page_size)
         if self.chunked is not None and not self._extend(batch, self.chunked, budget):
             return batch  # its next chunk finds no room: nobody may overtake it into the pool
         batch.reserved = sum(self._ratio.reserve(req) for req in in_flight)
@@ -82,6 +92,7 @@ class PrefillScheduler:
                 refusal = self._try(batch, req, budget, len(in_flight), max_running)
             if refusal is None:
                 batch.reserved += self._still_needs(req)
+                self._count_start(req, now_s)
                 continue
             batch.refusals[(req.rid, req.index)] = refusal
             if refusal in NO_ROOM:
@@ -119,6 +130,13 @@ class PrefillScheduler:
         if req.admitted_s is None:
             req.cached_tokens = min(reused, req.prompt_len)
         return None
+
+    def _count_start(self, req: Req, now_s: float) -> None:
+        """Once for each request, however often it is retracted."""
+        if req.admitted_s is None:
+            req.admitted_s = now_s
+            self._counters.lookup_tokens += req.prompt_len
+            self._counters.cached_tokens += req.cached_tokens
 
     def _extend(self, batch: ExtendBatch, req: Req, budget: StepBudget) -> bool:
         """Add the next chunk of ``req`` to the batch; False when neither budget nor pages allow one."""

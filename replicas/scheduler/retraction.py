@@ -35,9 +35,9 @@ class Retraction:
         self._ratio = ratio
         self._counters = counters
 
-    def until_it_fits(self) -> None:
-        """Make room for one decode step: the running give way first, but one keeps going; that may be a prefill leg in
-        the middle of its prompt, whose pages are on their way."""
+    def until_it_fits(self) -> bool:
+        """Make room for one token of each who runs: the running give way first, but one keeps going; that may be a
+        prefill leg in the middle of its prompt, whose pages are on their way. Returns: whether anybody gave way."""
         retracted = False
         while len(self._running) and self._running.short_of_pages():
             chunked = self._prefill.chunked
@@ -49,6 +49,7 @@ class Retraction:
             retracted = True
         if retracted:
             self._ratio.retracted(self._running)
+        return retracted
 
     def retract(self, req: Req) -> None:
         """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens."""

@@ -1,19 +1,22 @@
 """The scheduler: `schedule` says what the next step runs, `apply` takes in what it made.
 
 Owns:      every request between submit and finish, and the order of all that happens to them. Legs of hand-offs that no
-           step runs are in legs.py, who gives way when pages run out is in retraction.py.
+           step runs are in legs.py, who gives way when pages run out is in retraction.py, what a step made of its
+           requests is in outcome.py.
 Never:     sees a tensor, a model or text.
 Invariant: a request is in exactly one of: waiting queue, being prefilled, running batch, prealloc queue, away,
            finished; see `check`.
 Thread:    engine thread only.
 
     submit ─> WaitingQueue ──next_batch──> ExtendPlan ─ step ─> apply ─┬─ mid-prompt: commit, next chunk goes first
-                  ^                                                    ├─ prompt done: commit, RunningBatch
+                  ^                            ^ mixed.py              ├─ prompt done: commit, RunningBatch
                   └────── retract (pool full) ── RunningBatch          └─ finished: release, pages stay in the tree
-                                                     └─> DecodePlan ─ step ─> apply
+                                                     └─> DecodePlan ─ step ─> apply    (no prompt can run)
 """
 
 from collections.abc import Callable
+
+import numpy as np
 
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
@@ -21,19 +24,21 @@ from replicas.request import Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio
 from replicas.scheduler.cramped import Cramped
 from replicas.scheduler.deadlines import Deadlines
-from replicas.scheduler.decode import RunningBatch, sample_row
+from replicas.scheduler.decode import RunningBatch
 from replicas.scheduler.legs import Legs
-from replicas.scheduler.plan import BROKEN, ExtendPlan, StepPlan, StepResult, TableWrite
+from replicas.scheduler.mixed import extend_plan
+from replicas.scheduler.outcome import Outcome
+from replicas.scheduler.plan import StepPlan, StepResult, TableWrite
 from replicas.scheduler.prealloc import Room
 from replicas.scheduler.prefill import ExtendBatch, PrefillScheduler, Refusal
 from replicas.scheduler.retraction import Retraction
-from replicas.scheduler.tokens import BROKEN_LOGITS, Counters, NewToken, stop_reason
+from replicas.scheduler.tokens import Counters, NewToken
 from replicas.scheduler.waiting import WaitingQueue
 from replicas.types import Finish, FinishReason, TokenLogprob
 
 
 class Scheduler:
-    """Prefill first, else decode (SPEC F01, F08); one step at a time."""
+    """One step at a time: prompts, and beside them a token of each who runs (not as SPEC F01, F08: see mixed.py)."""
 
     def __init__(self, kv: KvCache, config: SchedulerConfig, *, max_running: int, clock: Callable[[], float]) -> None:
         assert config.chunked_prefill_size is not None
@@ -43,6 +48,7 @@ class Scheduler:
         self._ratio = NewTokenRatio(
             initial=config.new_token_ratio, floor=config.min_new_token_ratio, decay=config.new_token_ratio_decay
         )
+        self.counters = Counters()
         self.waiting = WaitingQueue(
             policy=config.policy,
             lpm_max_queue=config.lpm_max_queue,
@@ -55,12 +61,14 @@ class Scheduler:
             kv,
             self.waiting,
             self._ratio,
+            self.counters,
             chunk_size=config.chunked_prefill_size,
             share_len=config.in_batch_prefix_len,
         )
-        self.counters = Counters()
+        self._mixed_steps = config.mixed_steps
         self.retraction = Retraction(kv, self.waiting, self.running, self.prefill, self._ratio, self.counters)
         self.refusals: dict[tuple[str, int], Refusal] = {}  # of the last scheduling round, for explanation
+        self._outcome = Outcome(kv, self.running, self.legs, self.counters, finish=self.finish, clock=clock)
         self._step_reqs: list[Req] = []  # requests of the plan that is running now, in row order
         self.deadlines = Deadlines()
         self.cramped = Cramped(kv, self.finish)
@@ -113,7 +121,7 @@ class Scheduler:
         self.kv.commit(req)
         req.move(ReqState.RUNNING)
         self.running.add(req)
-        return self._take_token(req, token_id, logprob)
+        return self._outcome.take_token(req, token_id, logprob)
 
     def compute_here(self, req: Req) -> None:
         """The K/V of a decode leg, granted or not, will not come or is wrong: it waits to be computed."""
@@ -148,45 +156,53 @@ class Scheduler:
         now_s = self._clock()
         self.made_progress = False
         self.deadlines.expire(now_s, self.finish)
-        in_flight = [*self.running, *self.legs.away.in_state(ReqState.RECEIVING)]
-        max_running = self.max_running - len(self.legs.away.in_state(ReqState.HANDING_OFF))  # those have but a row
-        batch = self.prefill.next_batch(
-            in_flight, max_running=max_running, now_s=now_s, barrier=self.legs.prealloc.barrier
-        )
-        self.refusals = batch.refusals
-        self._grant(batch, num_rows=max_running - len(in_flight) - len(batch.reqs), alone=not in_flight, now_s=now_s)
-        self._short = batch.short or self.legs.prealloc.short or (None if batch.rows else self.prefill.chunked)
+        gave_way, decode = self._take_decode_slots() if self._mixed_steps else (False, None)  # before any prompt's
+        batch = ExtendBatch() if gave_way and len(self.running) else self._next_prompts(now_s)
         if batch.rows:
             self.made_progress = True
-            return self._extend_plan(batch, now_s)
-        self.retraction.until_it_fits()
-        if not len(self.running):
+            self._step_reqs = [*batch.reqs, *(self.running if decode is not None else ())]
+            return extend_plan(batch, self.running.reqs, decode, self._table_writes())
+        if not self._mixed_steps:
+            _, decode = self._take_decode_slots()
+        if decode is None:
             self._ratio.idle()
             if not self.legs.holding and self.prefill.chunked is None:
                 heads = [head for head in (batch.short, self.legs.prealloc.short) if head is not None]
                 self.made_progress = self.cramped.answer(heads, now_s=now_s)
             return None
         self.made_progress = True
-        arrays = self.running.prepare()
         self._step_reqs = list(self.running)
+        return self.running.plan(self._table_writes(), decode)
+
+    def _take_decode_slots(self) -> tuple[bool, tuple[np.ndarray, ...] | None]:
+        """A slot for the next token of each who runs. Returns: whether anybody gave way for it, and what
+        `RunningBatch.prepare` does; None when nobody runs."""
+        gave_way = self.retraction.until_it_fits()
+        if not len(self.running):
+            return gave_way, None
         self._ratio.decode_step()
-        return self.running.plan(self._table_writes(), arrays)
+        return gave_way, self.running.prepare()
+
+    def _next_prompts(self, now_s: float) -> ExtendBatch:
+        """The prompts of this step, and grants for legs that others compute."""
+        in_flight = [*self.running, *self.legs.away.in_state(ReqState.RECEIVING)]
+        max_running = self.max_running - len(self.legs.away.in_state(ReqState.HANDING_OFF))  # those have but a row
+        batch = self.prefill.next_batch(
+            in_flight,
+            max_running=max_running,
+            now_s=now_s,
+            barrier=self.legs.prealloc.barrier,
+            num_decode=len(self.running) if self._mixed_steps else 0,
+        )
+        self.refusals = batch.refusals
+        self._grant(batch, num_rows=max_running - len(in_flight) - len(batch.reqs), alone=not in_flight, now_s=now_s)
+        self._short = batch.short or self.legs.prealloc.short or (None if batch.rows else self.prefill.chunked)
+        return batch
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
         """Take in a step: tokens to their requests, pages to the tree, finished requests out."""
         reqs, self._step_reqs = self._step_reqs, []
-        if isinstance(plan, ExtendPlan):
-            sampled = self._apply_extend(plan, result, reqs)
-        else:
-            for req in reqs:
-                req.computed_len += 1
-            self.counters.decode_tokens += len(reqs)
-            sampled = reqs
-        logprobs = result.logprobs or (None,) * len(sampled)
-        return [
-            self._take_token(req, int(token), logprob)
-            for req, token, logprob in zip(sampled, result.token_ids, logprobs, strict=True)
-        ]
+        return self._outcome.take(plan, result, reqs)
 
     def check(self) -> None:
         """All invariants of DESIGN.md section 3 that hold between two steps."""
@@ -205,54 +221,5 @@ class Scheduler:
         if self.legs.grant(room, barrier=batch.barrier, now_s=now_s):
             self.made_progress = True
 
-    def _extend_plan(self, batch: ExtendBatch, now_s: float) -> ExtendPlan:
-        for req in batch.reqs:
-            if req.admitted_s is None:
-                req.admitted_s = now_s
-                self.counters.lookup_tokens += req.prompt_len
-                self.counters.cached_tokens += req.cached_tokens
-        self._step_reqs = batch.reqs
-        return ExtendPlan(
-            table_writes=self._table_writes(),
-            rows=tuple(batch.rows),
-            sampling=tuple(sample_row(req) for req, row in zip(batch.reqs, batch.rows, strict=True) if row.sample),
-        )
-
     def _table_writes(self) -> tuple[TableWrite, ...]:
         return tuple(TableWrite(row, start, slots) for row, start, slots in self.kv.drain_table_writes())
-
-    def _apply_extend(self, plan: ExtendPlan, result: StepResult, reqs: list[Req]) -> list[Req]:
-        sampled = []
-        for index, (req, row) in enumerate(zip(reqs, plan.rows, strict=True)):
-            req.computed_len += len(row.token_ids)
-            req.prompt_logprobs += result.prompt_logprobs.get(index, ())
-            self.kv.commit(req)
-            self.counters.prefill_tokens += len(row.token_ids)
-            if not row.sample:
-                continue
-            req.prompt_logprobs_from = None  # all made; a retracted request need not make them again
-            if req.is_prefill_leg:
-                req.move(ReqState.HANDING_OFF)
-                self.legs.away.add(req)
-            else:
-                req.move(ReqState.RUNNING)
-                self.running.add(req)
-            sampled.append(req)
-        return sampled
-
-    def _take_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> NewToken:
-        if req.first_token_s is None:
-            req.first_token_s = self._clock()
-        if req.max_remaining <= 0:
-            self.finish(req, Finish(reason=FinishReason.LENGTH))
-            return NewToken(req, None, None)
-        if token_id == BROKEN:
-            self.finish(req, Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500))
-            return NewToken(req, None, None)
-        if req.state is ReqState.HANDING_OFF:
-            return NewToken(req, token_id, logprob)  # the receiver's to take
-        req.append(token_id)
-        finish = stop_reason(req)
-        if finish is not None:
-            self.finish(req, finish)
-        return NewToken(req, token_id, logprob)
