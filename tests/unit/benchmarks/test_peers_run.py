@@ -1,0 +1,205 @@
+"""The comparison's course: servers that start, die or are too slow, and what is done about it. No engine."""
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benchmarks.peers.cells import Cell
+from benchmarks.peers.compare import Comparison, Plan
+from benchmarks.peers.install import InstallFailed, Recipe, ensure, installed
+from benchmarks.peers.server import Command, ServerFailed, free_port, running
+from benchmarks.peers.systems import Place, Serving, System
+from benchmarks.peers.words import Words
+from benchmarks.workloads import Workload, random_lengths, shared_prefix
+
+TEXT = "the cat sat and the dog ran for the cat that was with the other dog and sat on that mat "
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
+    """Of a byte-level tokenizer that learned a dozen words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([TEXT * 20], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Words(folder)
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Answers each completion with as many tokens as asked for; a class of its own for each server."""
+
+    prompts: list[str | list[int]]
+    hang = threading.Event()
+    hang_on_len = 10**9  # prompts of so many tokens are not answered before ``hang``
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.prompts.append(body["prompt"])
+        if len(body["prompt"]) >= self.hang_on_len:
+            self.hang.wait(30)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        for _ in range(body["max_tokens"]):
+            self._send({"choices": [{"text": " cat", "token_ids": [7]}]})
+        self._send({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _send(self, chunk: dict[str, object]) -> None:
+        self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class FakeSystem:
+    """A server in a thread; counts its starts. ``fails_at``: the start that fails, from 1."""
+
+    def __init__(self, name: str, *, fails_at: int = 0, hang_on_len: int = 10**9) -> None:
+        self.starts = 0
+        self.fails_at = fails_at
+        self.hang = threading.Event()
+        self.handler = type(
+            "Handler", (Endpoint,), {"prompts": [], "hang": self.hang, "hang_on_len": hang_on_len}
+        )
+        self.system = System(name=name, settings="", exact=True, start=self.start)
+
+    @contextlib.contextmanager
+    def start(self, place: Place) -> Iterator[Serving]:
+        self.starts += 1
+        if self.starts == self.fails_at:
+            raise ServerFailed("ended with 1 while it started")
+        server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield Serving(url=f"http://127.0.0.1:{server.server_port}", model="m")
+        finally:
+            self.hang.set()
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+
+def cell(name: str, input_len: int, *, max_s: float = 20.0) -> Cell:
+    def make(vocab_size: int, seed: int) -> Workload:
+        return random_lengths(num_requests=2, input_len=input_len, output_len=3, vocab_size=vocab_size, seed=seed)
+
+    return Cell(name=name, title=name, make=make, concurrency=2, max_s=max_s)
+
+
+def comparison(words: Words, *fakes: FakeSystem, cells: list[Cell], rounds: int = 1) -> tuple[Comparison, list[str]]:
+    said: list[str] = []
+    plan = Plan(systems=[fake.system for fake in fakes], cells=cells, rounds=rounds, repeats=1, seed=0)
+    return Comparison(plan, words, Place(threads=1, logs=Path("unused")), said.append), said
+
+
+def test_rounds_alternate_and_both_systems_get_the_same_prompts(words: Words) -> None:
+    a, b = FakeSystem("a"), FakeSystem("b")
+    compared, said = comparison(words, a, b, cells=[cell("short", 5)], rounds=2)
+    book = compared.run()
+    assert [line.split(",")[0] for line in said] == ["a", "b", "b", "a"]
+    assert [run.answered for run in book.runs] == [2, 2, 2, 2]
+    assert sorted(map(str, a.handler.prompts)) == sorted(map(str, b.handler.prompts))
+    assert compared.answers["a"] == compared.answers["b"]
+    first, second = (run for run in book.runs if run.system == "a")
+    assert (first.round, second.round) == (0, 1)
+
+
+def test_a_system_that_does_not_start_is_absent_and_the_others_go_on(words: Words) -> None:
+    dead, alive = FakeSystem("dead", fails_at=1), FakeSystem("alive")
+    book = comparison(words, dead, alive, cells=[cell("short", 5)], rounds=2)[0].run()
+    assert book.absent == {"dead": "round 1: ended with 1 while it started"}
+    assert dead.starts == 1  # not tried again
+    assert len(book.whole("short", "alive")) == 2
+
+
+def test_after_a_workload_that_does_not_finish_the_server_starts_anew_and_the_rest_runs(words: Words) -> None:
+    slow = FakeSystem("slow", hang_on_len=700)
+    cells = [cell("long", 700, max_s=0.3), cell("short", 5)]
+    compared, said = comparison(words, slow, cells=cells, rounds=2)
+    book = compared.run()
+    assert book.problem("long", "slow") == "0 of 2 answered; 2 x cut off after 0.3 s"
+    assert len(book.whole("short", "slow")) == 2
+    assert slow.starts == 3  # two in the first round; the second does not try the long one again
+    assert len(book.of("long", "slow")) == 1
+    assert "cut off after 0.3 s" in said[0]
+
+
+def test_a_server_that_dies_at_its_start_says_what_its_log_says_last(tmp_path: Path) -> None:
+    program = "import sys; print('loading'); print('no such operator: nms'); sys.exit(3)"
+    command = Command(argv=[sys.executable, "-c", program], env={}, port=free_port(), model="m")
+    with pytest.raises(ServerFailed, match=r"ended with 3 while it started; .*no such operator: nms"):  # noqa: SIM117
+        with running(command, tmp_path / "log", start_s=30):
+            pass
+
+
+def test_a_server_that_is_never_ready_is_killed_with_its_children(tmp_path: Path) -> None:
+    child = f"import time; open({str(tmp_path / 'alive')!r}, 'w').close(); time.sleep(60)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    command = Command(argv=[sys.executable, "-c", program], env={}, port=free_port(), model="m")
+    with pytest.raises(ServerFailed, match="was not ready after 1 s"):  # noqa: SIM117
+        with running(command, tmp_path / "log", start_s=1.0):
+            pass
+    assert not _processes_with(str(tmp_path / "alive"))
+
+
+def _processes_with(argument: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().decode(errors="replace")
+            if argument in line:
+                found.append(line)
+    return found
+
+
+def test_a_program_that_is_not_there_is_a_failed_start(tmp_path: Path) -> None:
+    command = Command(argv=[str(tmp_path / "vllm")], env={}, port=free_port(), model="m")
+    with pytest.raises(ServerFailed, match="cannot be run: No such file"):  # noqa: SIM117
+        with running(command, tmp_path / "log", start_s=1.0):
+            pass
+
+
+def test_an_installation_without_time_is_a_failure_that_leaves_no_mark(tmp_path: Path) -> None:
+    recipe = Recipe(name="x", pip=(("install", "x"),))
+    with pytest.raises(InstallFailed, match="was not done when the time for it was over"):
+        ensure(recipe, limit_s=0.0, peers=tmp_path)
+    assert not installed(recipe, tmp_path)
+
+
+def test_an_environment_of_another_recipe_is_not_todays(tmp_path: Path) -> None:
+    recipe = Recipe(name="x", pip=(("install", "x==1"),))
+    (tmp_path / "x").mkdir()
+    mark = {"recipe": {"name": "x", "pip": [["install", "x==1"]], "env": {}, "files": {}}}
+    (tmp_path / "x" / ".installed.json").write_text(json.dumps(mark))
+    assert installed(recipe, tmp_path)
+    assert not installed(Recipe(name="x", pip=(("install", "x==2"),)), tmp_path)
+
+
+def test_prompts_of_words_are_the_same_tokens_as_text_and_as_ids(words: Words) -> None:
+    workload = words.of(random_lengths(num_requests=3, input_len=50, output_len=1, vocab_size=words.vocab_size, seed=1))
+    for conversation in workload.conversations:
+        token_ids = list(conversation.turns[0].token_ids)
+        assert words.encode(words.as_text(token_ids)) == token_ids
+        assert len(token_ids) == 50
+
+
+def test_what_a_workload_shares_its_words_share_too(words: Words) -> None:
+    drawn = shared_prefix(
+        num_groups=2, per_group=3, prefix_len=40, question_len=5, output_len=1, vocab_size=words.vocab_size, seed=0
+    )
+    shared = drawn.reusable_tokens
+    assert shared >= 2 * 2 * 40  # and what a dozen words share by chance
+    assert words.of(drawn).reusable_tokens == shared
