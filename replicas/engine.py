@@ -185,7 +185,8 @@ class Engine:
             self._observer.after_step(plan, tokens)
         is_extend, num_rows, step_s = isinstance(plan, ExtendPlan), len(plan.rows), self._clock() - started_s
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
-        self._steps.record(step_s, num_new, is_extend=is_extend)
+        num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
+        self._steps.record(step_s, num_prompt, is_extend=is_extend)
         self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
         return deltas
 

@@ -36,10 +36,13 @@ class Observer:
             observe.decode_after_restore(meta, self._kv_bytes.read(meta.slots), table_row=row)
 
     def after_step(self, plan: StepPlan, tokens: Sequence[NewToken]) -> None:
-        """J04 of a decode step; ``tokens`` in the order of its rows."""
-        if not isinstance(plan, DecodePlan):
-            return
-        for token, last, slot in zip(tokens, plan.token_ids.tolist(), plan.slots.tolist(), strict=True):
+        """J04 of each who decodes; ``tokens`` in the order of the plan's rows, those the last of them."""
+        if isinstance(plan, DecodePlan):
+            last_tokens, slots = plan.token_ids.tolist(), plan.slots.tolist()
+        else:
+            rows = plan.rows[len(plan.rows) - plan.num_decode :]
+            last_tokens, slots = [int(row.token_ids[0]) for row in rows], [int(row.slots[0]) for row in rows]
+        for token, last, slot in zip(tokens[len(tokens) - len(slots) :], last_tokens, slots, strict=True):
             if token.token_id is not None:
                 observe.decode_step(
                     rid=token.req.rid,

@@ -18,10 +18,16 @@ class StepClock:
         self.extend_s = 0.0
         self.decode_s = 0.0
         self.prefill_tokens_per_s = 0.0  # 0 until measured
-        self.decode_step_s = 0.0  # 0 until measured
+        self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
+        self._full_tokens, self._full_s = 0.0, 0.0  # smoothed, of extend steps of at least FULL_STEP_TOKENS
 
-    def record(self, step_s: float, num_tokens: int, *, is_extend: bool) -> None:
-        """One step of ``num_tokens`` new tokens took ``step_s`` seconds."""
+    def record(self, step_s: float, num_prompt_tokens: int, *, is_extend: bool) -> None:
+        """One step took ``step_s`` seconds and ran ``num_prompt_tokens`` of prompts.
+
+        A mixed step counts whole: it is as fast as that that prompts get their turn beside what runs. The smoothed sums
+        are divided, not the rates smoothed, so that steps weigh by their length: a short prompt that shares its step
+        with many that decode says little about the rate of long ones.
+        """
         if not is_extend:
             self.num_decode += 1
             self.decode_s += step_s
@@ -29,8 +35,10 @@ class StepClock:
             return
         self.num_extend += 1
         self.extend_s += step_s
-        if num_tokens >= FULL_STEP_TOKENS and step_s > 0:
-            self.prefill_tokens_per_s = _smooth(self.prefill_tokens_per_s, num_tokens / step_s)
+        if num_prompt_tokens >= FULL_STEP_TOKENS and step_s > 0:
+            self._full_tokens = _smooth(self._full_tokens, num_prompt_tokens)
+            self._full_s = _smooth(self._full_s, step_s)
+            self.prefill_tokens_per_s = self._full_tokens / self._full_s
 
 
 def _smooth(old: float, new: float) -> float:
