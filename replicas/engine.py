@@ -186,7 +186,7 @@ class Engine:
         is_extend, num_rows, step_s = isinstance(plan, ExtendPlan), len(plan.rows), self._clock() - started_s
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
-        self._steps.record(step_s, num_prompt, is_extend=is_extend)
+        self._steps.record(step_s, num_prompt, is_extend=is_extend, is_mixed=is_extend and num_prompt < num_new)
         self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
         return deltas
 

@@ -14,6 +14,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self.num_extend = 0
+        self.num_mixed = 0  # of num_extend
         self.num_decode = 0
         self.extend_s = 0.0
         self.decode_s = 0.0
@@ -21,7 +22,7 @@ class StepClock:
         self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
         self._full_tokens, self._full_s = 0.0, 0.0  # smoothed, of extend steps of at least FULL_STEP_TOKENS
 
-    def record(self, step_s: float, num_prompt_tokens: int, *, is_extend: bool) -> None:
+    def record(self, step_s: float, num_prompt_tokens: int, *, is_extend: bool, is_mixed: bool = False) -> None:
         """One step took ``step_s`` seconds and ran ``num_prompt_tokens`` of prompts.
 
         A mixed step counts whole: it is as fast as that that prompts get their turn beside what runs. The smoothed sums
@@ -34,6 +35,7 @@ class StepClock:
             self.decode_step_s = _smooth(self.decode_step_s, step_s)
             return
         self.num_extend += 1
+        self.num_mixed += is_mixed
         self.extend_s += step_s
         if num_prompt_tokens >= FULL_STEP_TOKENS and step_s > 0:
             self._full_tokens = _smooth(self._full_tokens, num_prompt_tokens)
@@ -81,5 +83,6 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         decode_step_s=steps.decode_step_s,
         num_preallocating=len(scheduler.legs.prealloc),
+        num_mixed_steps=steps.num_mixed,
         num_receiving=len(scheduler.legs.away.in_state(ReqState.RECEIVING)),
     )

@@ -341,6 +341,7 @@ class EngineStats:
     num_receiving: int = 0  # decode legs whose K/V is on its way
     num_handing_off: int = 0  # prefill legs that wait for their receiver, are computed, or drain
     transfer: TransferStats | None = None
+    num_mixed_steps: int = 0  # of the extend steps: running requests made a token in them too
     flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
 
 

@@ -25,6 +25,16 @@ actions = st.lists(
 )
 
 
+def step(bench: Bench, *, mixed: bool) -> None:
+    """With mixing nobody starves: whoever runs makes a token in every step, or it is the one that gives way."""
+    before = [(req, req.num_output, req.num_retractions) for req in bench.scheduler.running]
+    bench.step()
+    for req, num_output, num_retractions in before if mixed else ():
+        timed_out = req.finish is not None and req.finish.reason is FinishReason.ABORT
+        gave_way = req.num_retractions > num_retractions
+        assert req.num_output == num_output + 1 or gave_way or timed_out, f"{req.rid} made no token"
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     actions=actions,
@@ -34,6 +44,7 @@ actions = st.lists(
     ratio=st.sampled_from([0.0, 0.5, 1.0]),
     prefix_cache=st.sampled_from(["radix", "chunk"]),
     policy=st.sampled_from(["lpm", "fcfs"]),
+    mixed=st.booleans(),
 )
 def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     actions: list[tuple[object, ...]],
@@ -43,6 +54,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     ratio: float,
     prefix_cache: str,
     policy: str,
+    mixed: bool,
 ) -> None:
     """DESIGN.md section 3: Pool, Table, Radix, Same answer, Salt and Request, after every step."""
     longest = max(len(prefix) for prefix in PREFIXES) + 12 + 20  # one request alone always fits
@@ -55,6 +67,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
         new_token_ratio=ratio,
         min_new_token_ratio=min(ratio, 0.1),
         policy=policy,
+        mixed_steps=mixed,
     )
     reqs: list[Req] = []
     for action in actions:
@@ -69,14 +82,19 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
                 bench.scheduler.check()
             case ("step", int(count)):
                 for _ in range(count):
-                    bench.step()
-    bench.run()
+                    step(bench, mixed=mixed)
+    for _ in range(2000):
+        if bench.scheduler.has_work:
+            step(bench, mixed=mixed)
+    assert not bench.scheduler.has_work, f"still busy: {bench.scheduler.refusals}"
     for req in reqs:
         assert req.finish is not None
         made = req.output_ids.tolist()
         assert made == continuation(req.ids[: req.prompt_len].tolist(), len(made))
         if req.finish.reason is FinishReason.LENGTH:
             assert len(made) == req.sampling.max_new_tokens
+    counters = bench.scheduler.counters
+    assert counters.finished + counters.aborted == len(reqs)
     stats = bench.kv.stats()
     assert stats.protected_pages == stats.reserved_pages == 0
     assert stats.free_pages + stats.evictable_pages == stats.num_pages

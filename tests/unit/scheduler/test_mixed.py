@@ -1,0 +1,103 @@
+"""Steps that mix chunks of prompts with one token of each running request."""
+
+import pytest
+
+from replicas.request import ReqState
+from replicas.scheduler.budget import prompt_tokens
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
+from replicas.types import Finish, FinishReason
+from tests.fakes import continuation
+from tests.harness import Bench, ask, fake_engine, finish_all
+
+LONG = list(range(100, 140))  # 40 tokens
+
+
+def shape(plan: StepPlan) -> tuple[list[int], int]:
+    """Tokens of each prompt in the step, and how many requests make one more."""
+    if isinstance(plan, DecodePlan):
+        return [], len(plan.rows)
+    return [len(row.token_ids) for row in plan.rows[: len(plan.rows) - plan.num_decode]], plan.num_decode
+
+
+def test_who_runs_makes_a_token_in_each_step_of_a_long_prompt() -> None:
+    """15 of 16 tokens are left to the prompt; its parts end with pages of 4."""
+    bench = Bench(page_size=4, chunked_prefill_size=16)
+    writer = bench.submit([1, 2, 3], max_new_tokens=6)
+    bench.step()
+    long = bench.submit(LONG, max_new_tokens=2)
+    bench.run()
+    assert [shape(plan) for plan in bench.plans] == [([3], 0), ([12], 1), ([12], 1), ([12], 1), ([4], 1), ([], 2)]
+    assert writer.output_ids.tolist() == continuation([1, 2, 3], 6)
+    assert long.output_ids.tolist() == continuation(LONG, 2)
+    assert (bench.scheduler.counters.prefill_tokens, bench.scheduler.counters.decode_tokens) == (43, 6)
+
+
+def test_without_mixing_prompts_go_first_and_nobody_writes_meanwhile() -> None:
+    """SPEC F01, F08."""
+    bench = Bench(page_size=4, chunked_prefill_size=16, mixed_steps=False)
+    bench.submit([1, 2, 3], max_new_tokens=6)
+    bench.step()
+    bench.submit(LONG, max_new_tokens=2)
+    bench.run()
+    assert [shape(plan) for plan in bench.plans][:5] == [([3], 0), ([16], 0), ([16], 0), ([8], 0), ([], 2)]
+
+
+def test_prompts_without_end_keep_nobody_from_writing() -> None:
+    """One more prompt before each step, for as long as the answer takes."""
+    bench = Bench(page_size=4, num_pages=256, chunked_prefill_size=16, max_running=4)
+    writer = bench.submit([1, 2, 3], max_new_tokens=21)
+    bench.step()
+    for number in range(20):
+        bench.submit([number] * 20, max_new_tokens=1)
+        bench.step()
+    assert writer.output_ids.tolist() == continuation([1, 2, 3], 21)
+    bench.run()
+
+
+@pytest.mark.parametrize(("chunk", "running", "left"), [(16, 0, 16), (16, 5, 11), (16, 12, 4), (16, 300, 4), (3, 2, 1)])
+def test_a_step_leaves_prompts_what_the_running_do_not_take_and_a_quarter_at_least(
+    chunk: int, running: int, left: int
+) -> None:
+    assert prompt_tokens(chunk, running) == left
+
+
+def test_a_step_for_which_somebody_gives_way_starts_no_prompt() -> None:
+    """SPEC F11: the pages that were just freed are for those who run; who gave way may come back a step later."""
+    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    first = bench.submit([1, 2, 3, 4], max_new_tokens=20)
+    bench.step()
+    second = bench.submit([5, 6, 7, 8], max_new_tokens=20)
+    while not second.num_retractions:
+        bench.step()
+    assert shape(bench.plans[-1]) == ([], 1)
+    assert (first.state, second.state) == (ReqState.RUNNING, ReqState.WAITING)
+    bench.run()
+    assert first.output_ids.tolist() == continuation([1, 2, 3, 4], 20)
+    assert second.output_ids.tolist() == continuation([5, 6, 7, 8], 20)
+
+
+def test_a_request_that_ends_in_a_mixed_step_leaves_and_its_prompt_stays_reusable() -> None:
+    bench = Bench(page_size=4, chunked_prefill_size=16)
+    writer = bench.submit([1, 2, 3, 4, 5], max_new_tokens=2)
+    bench.step()
+    long = bench.submit(LONG, max_new_tokens=1)
+    plan = bench.step()
+    assert isinstance(plan, ExtendPlan)
+    assert writer.finish == Finish(reason=FinishReason.LENGTH)
+    assert bench.scheduler.prefill.chunked is long
+    again = bench.submit([1, 2, 3, 4, 9], max_new_tokens=1)
+    bench.run()
+    assert again.cached_tokens == 4
+
+
+def test_an_engine_tells_a_mixed_step_as_one_of_prompts_with_all_its_rows() -> None:
+    """The steps: 4 tokens of a; 6 of b beside one of a; then both decode."""
+    engine, _ = fake_engine()
+    engine.submit(ask("a", range(4), max_new_tokens=3))
+    engine.step()
+    engine.submit(ask("b", range(50, 56), max_new_tokens=2))
+    finish_all(engine)
+    stats, tallies = engine.stats(), engine.tallies()
+    assert (stats.num_extend_steps, stats.num_mixed_steps, stats.num_decode_steps) == (2, 1, 1)
+    assert (stats.prefill_tokens, stats.decode_tokens) == (10, 3)
+    assert (tallies.prefill_batch_requests.total, tallies.prefill_batch_tokens.total) == (3, 11)
