@@ -195,7 +195,7 @@ def _attention(engine: Engine) -> list[tuple[object, str]]:
 
 
 def _runner(engine: Engine) -> ModelRunner:
-    """Rank 0's runner: the engine itself knows only how to execute a plan."""
-    ranks = getattr(engine._execute, "__self__", None)
+    """Rank 0's runner: the engine itself knows only how to launch a plan."""
+    ranks = getattr(engine._launch, "__self__", None)
     assert isinstance(ranks, Ranks), "this engine was not built by load_engine; its steps cannot be taken apart"
     return ranks.runner

@@ -185,7 +185,7 @@ def watch() -> Callable[[], object]:
     time_calls(NixlAgent, "write", "write")
     time_calls(Wake, "__call__", "wake")
     time_calls(DecodeRole, "on_received", "on_received")
-    time_calls(Ranks, "execute", "execute")
+    time_calls(Ranks, "launch", "execute")
 
     def take() -> dict[str, list[tuple[float, float]]]:
         taken = dict(seen)

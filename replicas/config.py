@@ -89,6 +89,7 @@ class SchedulerConfig:
     max_queued_requests: int = 1024  # beside those that may run; more are refused with Overloaded
     chunked_prefill_size: int | None = None  # most new tokens a step; None: 512 on CPU, 8,192 on GPU
     mixed_steps: bool = True  # running requests make a token in the steps of prompts too; else prompts go first
+    overlap: Literal["auto", "on", "off"] = "auto"  # launch a decode step before the last is known; auto: on a GPU
     lpm_max_queue: int = 128  # longer queues fall back to fcfs (SPEC F03)
     ageing_s: float = 5.0  # a request that waited this long goes before any better match
     new_token_ratio: float = 0.7  # share of max_new_tokens reserved for a running request at admission (SPEC F05)
@@ -195,6 +196,9 @@ def resolve(
     if scheduler.chunked_prefill_size is None:
         scheduler = replace(scheduler, chunked_prefill_size=512 if hardware.device == "cpu" else 8192)
         origin["scheduler.chunked_prefill_size"] = f"default on {hardware.device}"
+    if scheduler.overlap == "auto":
+        scheduler = replace(scheduler, overlap="on" if hardware.device == "cuda" else "off")
+        origin["scheduler.overlap"] = f"default on {hardware.device}"
     if num_threads is None:
         num_threads = max(1, hardware.num_cpus // parallel.tp)
         origin["num_threads"] = f"{hardware.num_cpus} CPUs over {parallel.tp} ranks"

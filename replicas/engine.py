@@ -8,8 +8,14 @@ Invariant: every accepted request ends in exactly one delta with ``finish`` per 
 Thread:    whoever calls `step`; one thread only, except `check` (read-only).
 
     submit -> Scheduler.submit ┐
-    step:   schedule -> plan -> (broadcast) -> ModelRunner.run -> result -> apply -> tokens -> Choice -> TokenDelta
+    step:   schedule -> plan -> (broadcast) -> ModelRunner.launch -> result -> apply -> tokens -> Choice -> TokenDelta
     abort  -> Scheduler.finish ┘
+
+With overlap, decode step n + 1 is made and launched before the result of step n is waited for; it is then under way
+between two calls of `step`, and whatever ends a request meanwhile leaves its row there unheeded (scheduler/ahead.py):
+
+    step:   schedule, launch n, schedule_ahead, launch n + 1, result n, apply n
+    step:                       schedule_ahead, launch n + 2, result n + 1, apply n + 1
 
 A leg of a hand-off goes to `HandOffs` (disagg/), which tells the scheduler; what happens at its desk is taken first in
 every step, and by `poll` while nothing runs.
@@ -17,7 +23,7 @@ every step, and by `poll` while nothing runs.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvtransfer import observe
 from kvtransfer.payload import KvBytes
@@ -36,14 +42,24 @@ from replicas.intake import Intake
 from replicas.observer import Observer
 from replicas.open_requests import OpenRequests
 from replicas.request import Req
-from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
+from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan
 from replicas.scheduler.scheduler import Scheduler
+from replicas.scheduler.tokens import NewToken
 from replicas.stats import StepClock, snapshot
 from replicas.tokenizer import Tokenizer
 from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
 
 CacheEvents = tuple[CacheEvent, ...]  # in order
-Execute = Callable[[StepPlan], StepResult]  # runs a plan on all ranks
+Launch = Callable[[StepPlan], PendingStep]  # starts a plan on all ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that was launched and not applied."""
+
+    plan: StepPlan
+    pending: PendingStep
+    launched_s: float
 
 
 class Engine:
@@ -55,7 +71,7 @@ class Engine:
         *,
         kv: KvCache,
         max_running: int,
-        execute: Execute,
+        launch: Launch,
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
         dead_rank: Callable[[], str | None] = lambda: None,
@@ -74,7 +90,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.kv = kv
         self.scheduler = Scheduler(kv, config.scheduler, max_running=max_running, clock=clock)
-        self._execute = execute
+        self._launch = launch
+        self._overlap = config.scheduler.overlap == "on"
+        self._under_way: Launched | None = None
+        self._applied_s = clock()  # when the last step was
         self._clock = clock
         self._close = close
         self.dead_rank = dead_rank  # a sentence when another rank is gone; any thread may ask
@@ -103,7 +122,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._under_way is not None
 
     @property
     def transfer_error(self) -> EngineDead | None:
@@ -115,7 +134,7 @@ class Engine:
     def idle_s(self) -> float | None:
         """Seconds in which nothing can happen here unless an event, a command or another thread brings it; None while
         there is something to do."""
-        if self.scheduler.only_away:
+        if self.scheduler.only_away and self._under_way is None:
             next_s = self.scheduler.deadlines.next_s
             return float("inf") if next_s is None else max(0.0, next_s - self._clock())
         return None
@@ -168,27 +187,15 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Run one step: what it added to every choice, and the ends of those whose deadline passed."""
         deltas = self.poll()
-        plan = self.scheduler.schedule()
-        ended = [*self.scheduler.deadlines.take_expired(), *self.scheduler.cramped.take_answered()]
-        deltas += [self._open.tell(req) for req in ended]
-        if self._hand_offs is not None:
-            self._hand_offs.before_step()
-        if plan is None:
-            return deltas
-        started_s = self._clock()
-        result = self._execute(plan)
-        tokens = self.scheduler.apply(plan, result)
-        if self._hand_offs is not None:
-            tokens = self._hand_offs.after_step(tokens)
-        deltas += [self._open.push(token) for token in tokens]
-        if observe.enabled():
-            self._observer.after_step(plan, tokens)
-        is_extend, num_rows, step_s = isinstance(plan, ExtendPlan), len(plan.rows), self._clock() - started_s
-        num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
-        num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
-        self._steps.record(step_s, num_prompt, is_extend=is_extend, is_mixed=is_extend and num_prompt < num_new)
-        self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
+        if self._under_way is None:
+            deltas += self._start()
+        if self._under_way is not None:
+            deltas += self._apply(ahead=self._overlap and not observe.enabled())  # observers are told every input
         return deltas
+
+    def land(self) -> list[TokenDelta]:
+        """End the step that is under way, if one is; none is afterwards. Returns: what it added."""
+        return self._apply(ahead=False) if self._under_way is not None else []
 
     def poll(self) -> list[TokenDelta]:
         """Take what happened at the transfer desk since the last call; microseconds when nothing did."""
@@ -203,7 +210,10 @@ class Engine:
 
     def flush_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing done, while requests are open or peers use pages."""
-        if len(self._open) or self.kv.in_use:
+        if len(self._open):
+            return False
+        self.land()
+        if self.kv.in_use:
             return False
         self.kv.flush()
         return True
@@ -244,6 +254,49 @@ class Engine:
         if self._hand_offs is not None:
             self._hand_offs.close()
         self._close()
+
+    def _start(self) -> list[TokenDelta]:
+        """Schedule a step and launch it, if there is one. Returns: the ends of those for whom there will be none."""
+        plan = self.scheduler.schedule()
+        ended = [*self.scheduler.deadlines.take_expired(), *self.scheduler.cramped.take_answered()]
+        deltas = [self._open.tell(req) for req in ended]
+        if self._hand_offs is not None:
+            self._hand_offs.before_step()
+        if plan is not None:
+            self._under_way = self._launched(plan)
+        return deltas
+
+    def _launched(self, plan: StepPlan) -> Launched:
+        launched_s = self._clock()
+        return Launched(plan=plan, pending=self._launch(plan), launched_s=launched_s)
+
+    def _apply(self, *, ahead: bool) -> list[TokenDelta]:
+        """Wait for the step under way and take it in; before that, launch the next one if ``ahead`` and it can be."""
+        step = self._under_way
+        assert step is not None
+        plan = self.scheduler.schedule_ahead() if ahead else None
+        self._under_way = self._launched(plan) if plan is not None else None
+        tokens = self.scheduler.apply(step.plan, step.pending.result())
+        if self._hand_offs is not None:
+            tokens = self._hand_offs.after_step(tokens)
+        deltas = self._tell_tokens(tokens)
+        if observe.enabled():
+            self._observer.after_step(step.plan, tokens)
+        self._count(step)
+        return deltas
+
+    def _tell_tokens(self, tokens: list[NewToken]) -> list[TokenDelta]:
+        return [self._open.push(token) for token in tokens]
+
+    def _count(self, step: Launched) -> None:
+        """A step takes from its launch, or from the end of the one before it, to the end of all that is made of it."""
+        started_s, self._applied_s = max(step.launched_s, self._applied_s), self._clock()
+        plan, step_s = step.plan, self._applied_s - started_s
+        is_extend, num_rows = isinstance(plan, ExtendPlan), len(plan.rows)
+        num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
+        num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
+        self._steps.record(step_s, num_prompt, is_extend=is_extend, is_mixed=is_extend and num_prompt < num_new)
+        self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
 
     def _make_choices(self, request: GenerateRequest) -> list[Choice]:
         return [

@@ -84,7 +84,7 @@ def load_engine(
         config,
         kv=kv,
         max_running=runner.max_running,
-        execute=ranks.execute,
+        launch=ranks.launch,
         tokenizer=tokenizer,
         dead_rank=ranks.dead,
         close=ranks.close,

@@ -26,7 +26,7 @@ from replicas.runner.plan_channel import PlanChannel
 from replicas.runner.port import MakeAgent, PortSpec, make_port
 from replicas.runner.remote_port import RemotePort
 from replicas.runner.worker import WorkerSpec, die_with_parent, run_worker, worker_specs
-from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
+from replicas.scheduler.plan import PendingStep, StepPlan
 
 START_TIMEOUT_S = 300.0  # a follower that has not connected by then is not coming
 MEET_S = 300.0  # for the ranks' meeting, and for every collective after it
@@ -132,10 +132,6 @@ class Ranks:
         if self._channel is not None:
             self._channel.send(plan)
         return self.runner.launch(plan)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a plan on every rank, to its end."""
-        return self.launch(plan).result()
 
     def kv_bytes(self, config: EngineConfig) -> RankedKvBytes:
         """The pools of all ranks as bytes."""

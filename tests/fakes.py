@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,12 +22,18 @@ class FakeDevice:
         self.table = np.zeros((num_rows, row_len), dtype=np.int64)
         self.vocab_size = vocab_size
         self.num_computed = 0
+        self._sampled: list[int] = []  # by the step executed last
+
+    def launch(self, plan: StepPlan) -> "LateStep":
+        """The step runs when its result is asked for, as late as a real device may: what it reads and writes must be
+        there until then."""
+        return LateStep(self, plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         for write in plan.table_writes:
             self._write_table(write)
-        sampled = self._extend(plan) if isinstance(plan, ExtendPlan) else self._decode(plan)
-        return StepResult(token_ids=np.array(sampled, dtype=np.int32))
+        self._sampled = self._extend(plan) if isinstance(plan, ExtendPlan) else self._decode(plan)
+        return StepResult(token_ids=np.array(self._sampled, dtype=np.int32))
 
     def _extend(self, plan: ExtendPlan) -> list[int]:
         written = np.concatenate([row.slots for row in plan.rows])
@@ -39,7 +46,10 @@ class FakeDevice:
 
     def _decode(self, plan: DecodePlan) -> list[int]:
         assert len(np.unique(plan.slots)) == len(plan.slots), "two requests of a step share a slot"
-        for row, token, seq_len, slot in zip(plan.rows, plan.token_ids, plan.seq_lens, plan.slots, strict=True):
+        token_ids = plan.token_ids
+        if plan.follows is not None:
+            token_ids = np.array(self._sampled, dtype=np.int32)[plan.follows]
+        for row, token, seq_len, slot in zip(plan.rows, token_ids, plan.seq_lens, plan.slots, strict=True):
             self._store(int(row), int(seq_len) - 1, np.array([token]), np.array([slot]))
         return [self._next(int(row), int(n)) for row, n in zip(plan.rows, plan.seq_lens, strict=True)]
 
@@ -58,6 +68,17 @@ class FakeDevice:
         slots = self.table[row, :seq_len]
         assert (self.positions[slots] == np.arange(seq_len)).all(), f"row {row} reads slots of other positions"
         return next_token(self.tokens[slots], self.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LateStep:
+    """A step that a fake device has yet to run."""
+
+    device: FakeDevice
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        return self.device.execute(self.plan)
 
 
 def next_token(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> int:

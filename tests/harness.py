@@ -11,9 +11,9 @@ from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
 from replicas.disagg.rooms import HandOffTerms
 from replicas.disagg.wake import Wake
-from replicas.engine import Engine, Execute
+from replicas.engine import Engine
 from replicas.request import Req
-from replicas.scheduler.plan import StepPlan
+from replicas.scheduler.plan import DoneStep, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
 from replicas.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
@@ -107,7 +107,7 @@ class Bench:
 
 def fake_engine(
     *,
-    execute: Execute | None = None,
+    execute: Callable[[StepPlan], StepResult] | None = None,
     num_pages: int = 64,
     page_size: int = 4,
     max_running: int = 8,
@@ -119,7 +119,8 @@ def fake_engine(
 ) -> tuple[Engine, FakeDevice]:
     """A real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id.
 
-    Args: wire: what its hand-offs go over; None: it takes part in none.
+    Args: execute: runs a step at once, in place of the device's `launch`.
+          wire: what its hand-offs go over; None: it takes part in none.
     """
     device = FakeDevice(num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=132)
     model = ModelConfig(
@@ -164,7 +165,7 @@ def fake_engine(
         config,
         kv=kv,
         max_running=max_running,
-        execute=execute or device.execute,
+        launch=device.launch if execute is None else at_once(execute),
         tokenizer=_tokenizer(),
         clock=clock,
         kv_bytes=FakeKvBytes(device, page_size=page_size),
@@ -173,6 +174,11 @@ def fake_engine(
         wake=wake,
     )
     return engine, device
+
+
+def at_once(execute: Callable[[StepPlan], StepResult]) -> Callable[[StepPlan], DoneStep]:
+    """A launch that runs the step to its end."""
+    return lambda plan: DoneStep(execute(plan))
 
 
 @functools.cache

@@ -5,9 +5,10 @@ Invariant: every request in it is RUNNING and lacks exactly one token's K/V: tha
 Thread:    scheduler thread only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from replicas.cache.kv import KvCache
 from replicas.request import Req, ReqState
@@ -42,23 +43,30 @@ class RunningBatch:
         """Who gives way first: lowest priority, least output, longest prompt (SPEC F11)."""
         return min(self.reqs, key=lambda req: (req.priority, req.num_output, -req.prompt_len))
 
-    def prepare(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Take a slot for each request's last token (SPEC F10).
+    def prepare(
+        self, reqs: Sequence[Req], *, ahead: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Take a slot for the last token of each of ``reqs`` (SPEC F10); ``ahead``: for the one after it, which the
+        step under way makes.
 
-        Returns: rows, token_ids, seq_lens, slots, each [B] int32.
+        Returns: rows, token_ids (0 where they are to come), seq_lens, slots, each [B] int32.
         """
-        slots = self._kv.extend_decode(self.reqs)
-        size = len(self.reqs)
-        rows = np.empty(size, dtype=np.int32)
-        token_ids = np.empty(size, dtype=np.int32)
-        seq_lens = np.empty(size, dtype=np.int32)
-        for i, req in enumerate(self.reqs):
-            assert req.holding is not None
-            assert req.extend_len == 1
-            rows[i], token_ids[i], seq_lens[i] = req.holding.row, req.ids[req.num_tokens - 1], req.num_tokens
-        return rows, token_ids, seq_lens, slots
+        slots = self._kv.extend_decode(reqs)
+        held = [req.holding for req in reqs if req.holding is not None]
+        rows = np.array([holding.row for holding in held], dtype=np.int32)
+        seq_lens = np.array([holding.kv_len for holding in held], dtype=np.int32)
+        last = [0 if ahead else req.ids[req.num_tokens - 1] for req in reqs]
+        return rows, np.array(last, dtype=np.int32), seq_lens, slots
 
-    def plan(self, table_writes: tuple[TableWrite, ...], arrays: tuple[np.ndarray, ...]) -> DecodePlan:
+    def plan(
+        self,
+        reqs: Sequence[Req],
+        table_writes: tuple[TableWrite, ...],
+        arrays: tuple[np.ndarray, ...],
+        *,
+        follows: npt.NDArray[np.int32] | None = None,
+    ) -> DecodePlan:
+        """A decode step of ``reqs``, from what `prepare` returned; ``follows``: it was prepared ahead."""
         rows, token_ids, seq_lens, slots = arrays
         return DecodePlan(
             table_writes=table_writes,
@@ -66,7 +74,8 @@ class RunningBatch:
             token_ids=token_ids,
             seq_lens=seq_lens,
             slots=slots,
-            sampling=tuple(sample_row(req) for req in self.reqs),
+            sampling=tuple(sample_row(req, num_ahead=0 if follows is None else 1) for req in reqs),
+            follows=follows,
         )
 
     def check(self) -> None:
@@ -75,12 +84,12 @@ class RunningBatch:
             assert req.extend_len == 1, f"{req.rid} lacks the K/V of {req.extend_len} tokens"
 
 
-def sample_row(req: Req) -> SampleRow:
-    """What the sampler needs to choose the next token of ``req``."""
+def sample_row(req: Req, num_ahead: int = 0) -> SampleRow:
+    """What the sampler needs to choose the next token of ``req``, or the one ``num_ahead`` after it."""
     return SampleRow(
         params=req.sampling,
-        position=req.num_tokens,
-        num_output=req.num_output,
+        position=req.num_tokens + num_ahead,
+        num_output=req.num_output + num_ahead,
         stop_ids=req.stop_ids,
         prompt_ids=req.ids[: req.prompt_len],
         output_ids=req.output_ids,

@@ -38,19 +38,22 @@ class Outcome:
         self._clock = clock
 
     def take(self, plan: StepPlan, result: StepResult, reqs: list[Req]) -> list[NewToken]:
-        """``reqs`` [B] are those of the plan's rows, in order: prompts first, then who decodes."""
+        """``reqs`` [B] are those of the plan's rows, in order: prompts first, then who decodes. One that has ended
+        since the step was made gets nothing of it."""
         num_prompts, sampled = 0, []
         if isinstance(plan, ExtendPlan):
             num_prompts = len(reqs) - plan.num_decode
             sampled = self._take_prompts(plan, result, reqs[:num_prompts])
         for req in reqs[num_prompts:]:
-            req.computed_len += 1
-        self._counters.decode_tokens += len(reqs) - num_prompts
+            if req.finish is None:
+                req.computed_len += 1
+                self._counters.decode_tokens += 1
         sampled += reqs[num_prompts:]
         logprobs = result.logprobs or (None,) * len(sampled)
         return [
-            self.take_token(req, int(token), logprob)
-            for req, token, logprob in zip(sampled, result.token_ids, logprobs, strict=True)
+            self.take_token(req, token, logprob)
+            for req, token, logprob in zip(sampled, result.token_ids.tolist(), logprobs, strict=True)
+            if req.finish is None
         ]
 
     def take_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> NewToken:

@@ -2,7 +2,7 @@
 
 Owns:      every request between submit and finish, and the order of all that happens to them. Legs of hand-offs that no
            step runs are in legs.py, who gives way when pages run out is in retraction.py, what a step made of its
-           requests is in outcome.py.
+           requests is in outcome.py, whose the steps under way are is in ahead.py.
 Never:     sees a tensor, a model or text.
 Invariant: a request is in exactly one of: waiting queue, being prefilled, running batch, prealloc queue, away,
            finished; see `check`.
@@ -12,6 +12,7 @@ Thread:    engine thread only.
                   ^                            ^ mixed.py              ├─ prompt done: commit, RunningBatch
                   └────── retract (pool full) ── RunningBatch          └─ finished: release, pages stay in the tree
                                                      └─> DecodePlan ─ step ─> apply    (no prompt can run)
+                                                           └─ schedule_ahead ─> DecodePlan, before that apply
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import numpy as np
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import Req, ReqState
+from replicas.scheduler.ahead import Ahead, UnderWay
 from replicas.scheduler.budget import NewTokenRatio
 from replicas.scheduler.cramped import Cramped
 from replicas.scheduler.deadlines import Deadlines
@@ -28,7 +30,7 @@ from replicas.scheduler.decode import RunningBatch
 from replicas.scheduler.legs import Legs
 from replicas.scheduler.mixed import extend_plan
 from replicas.scheduler.outcome import Outcome
-from replicas.scheduler.plan import StepPlan, StepResult, TableWrite
+from replicas.scheduler.plan import DecodePlan, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prealloc import Room
 from replicas.scheduler.prefill import ExtendBatch, PrefillScheduler, Refusal
 from replicas.scheduler.retraction import Retraction
@@ -69,8 +71,11 @@ class Scheduler:
         self.retraction = Retraction(kv, self.waiting, self.running, self.prefill, self._ratio, self.counters)
         self.refusals: dict[tuple[str, int], Refusal] = {}  # of the last scheduling round, for explanation
         self._outcome = Outcome(kv, self.running, self.legs, self.counters, finish=self.finish, clock=clock)
-        self._step_reqs: list[Req] = []  # requests of the plan that is running now, in row order
+        self.under_way = UnderWay(lambda req, keep: self.legs.let_go(req, keep=keep))
         self.deadlines = Deadlines()
+        self._ahead = Ahead(
+            kv, self.running, self.waiting, self.prefill, self.legs, self.deadlines, self.under_way
+        )
         self.cramped = Cramped(kv, self.finish)
         self.made_progress = False  # whether the last `schedule` found something to run
         self._short: Req | None = None  # who found no room in it
@@ -95,12 +100,13 @@ class Scheduler:
 
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
-        self.waiting.add(req)
+        self._wait(req)
         self.deadlines.add(req)
 
     def ask_grant(self, req: Req) -> None:
         """Accept a decode leg: it gets row and pages when they fit, and is then among `Legs.take_granted`."""
         self.legs.prealloc.add(req)
+        self._ahead.disturb()
         self.deadlines.add(req)
 
     def park(self, req: Req) -> None:
@@ -110,7 +116,7 @@ class Scheduler:
 
     def unpark(self, req: Req) -> None:
         self.legs.away.remove(req)
-        self.waiting.add(req)
+        self._wait(req)
 
     def received(self, req: Req, token_id: int, logprob: TokenLogprob | None, *, cached_tokens: int) -> NewToken:
         """The K/V of a RECEIVING request is all here, and its next token; it runs on from there, without a forward."""
@@ -131,10 +137,11 @@ class Scheduler:
             req.leg.failed_s = self._clock()
             self.legs.let_go(req, keep=False)
             req.move(ReqState.WAITING)
-        self.waiting.add(req)
+        self._wait(req)
 
     def finish(self, req: Req, finish: Finish) -> None:
-        """End ``req`` wherever it is, between two steps; its computed prefix stays reusable (SPEC F17). Idempotent."""
+        """End ``req`` wherever it is; its computed prefix stays reusable (SPEC F17). Idempotent. What it holds goes
+        when no step is under way with it."""
         if req.state is ReqState.FINISHED:
             return
         if req in self.legs:
@@ -145,14 +152,21 @@ class Scheduler:
             self.running.remove(req)
         self.prefill.forget(req)
         if req.holding is not None:
-            self.legs.let_go(req, keep=finish.reason is not FinishReason.ERROR)
+            keep = finish.reason is not FinishReason.ERROR
+            if req in self.under_way:
+                self.under_way.hold(req, keep=keep)
+            else:
+                self.legs.let_go(req, keep=keep)
+        self._ahead.disturb()
         req.move(ReqState.FINISHED)
         req.finish, req.ended_s = finish, self._clock()
         self.counters.count_end(finish.reason)
         self.legs.ended(req)
 
     def schedule(self) -> StepPlan | None:
-        """What to run next, or None when nothing can run. Slots are taken here; `apply` must follow."""
+        """What to run next, or None when nothing can run; nothing may be under way. Slots are taken here; `apply` must
+        follow."""
+        assert not len(self.under_way), "a step is under way: apply it, or schedule ahead"
         now_s = self._clock()
         self.made_progress = False
         self.deadlines.expire(now_s, self.finish)
@@ -160,10 +174,10 @@ class Scheduler:
         batch = ExtendBatch() if gave_way and len(self.running) else self._next_prompts(now_s)
         if batch.rows:
             self.made_progress = True
-            self._step_reqs = [*batch.reqs, *(self.running if decode is not None else ())]
+            self.under_way.begin([*batch.reqs, *(self.running if decode is not None else ())])
             return extend_plan(batch, self.running.reqs, decode, self._table_writes())
         if not self._mixed_steps:
-            _, decode = self._take_decode_slots()
+            gave_way, decode = self._take_decode_slots()
         if decode is None:
             self._ratio.idle()
             if not self.legs.holding and self.prefill.chunked is None:
@@ -171,8 +185,21 @@ class Scheduler:
                 self.made_progress = self.cramped.answer(heads, now_s=now_s)
             return None
         self.made_progress = True
-        self._step_reqs = list(self.running)
-        return self.running.plan(self._table_writes(), decode)
+        self.under_way.begin(list(self.running))
+        if not gave_way:
+            self._ahead.looked()
+        return self.running.plan(self.running.reqs, self._table_writes(), decode)
+
+    def schedule_ahead(self) -> DecodePlan | None:
+        """The step after the one under way, before that one's tokens are known; None where it cannot be said yet."""
+        found = self._ahead.next(self._clock())
+        if found is None:
+            return None
+        reqs, follows = found
+        self.under_way.begin(reqs)
+        self._ratio.decode_step()
+        decode = self.running.prepare(reqs, ahead=True)
+        return self.running.plan(reqs, self._table_writes(), decode, follows=follows)
 
     def _take_decode_slots(self) -> tuple[bool, tuple[np.ndarray, ...] | None]:
         """A slot for the next token of each who runs. Returns: whether anybody gave way for it, and what
@@ -181,7 +208,7 @@ class Scheduler:
         if not len(self.running):
             return gave_way, None
         self._ratio.decode_step()
-        return gave_way, self.running.prepare()
+        return gave_way, self.running.prepare(self.running.reqs)
 
     def _next_prompts(self, now_s: float) -> ExtendBatch:
         """The prompts of this step, and grants for legs that others compute."""
@@ -201,18 +228,24 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
         """Take in a step: tokens to their requests, pages to the tree, finished requests out."""
-        reqs, self._step_reqs = self._step_reqs, []
-        return self._outcome.take(plan, result, reqs)
+        tokens = self._outcome.take(plan, result, self.under_way.end())
+        self.under_way.let_go()
+        return tokens
 
     def check(self) -> None:
-        """All invariants of DESIGN.md section 3 that hold between two steps."""
+        """All invariants of DESIGN.md section 3 that hold between two steps, one of which may be under way."""
         self.waiting.check()
         self.running.check()
         self.legs.check()
         held = [*self.running, *self.legs.holding, *([self.prefill.chunked] if self.prefill.chunked else [])]
         for req in held:
             assert req.holding is not None, f"{req.rid} is {req.state} and holds nothing"
-        self.kv.check(held)
+        self.under_way.check()
+        self.kv.check([*held, *self.under_way.ended])
+
+    def _wait(self, req: Req) -> None:
+        self.waiting.add(req)
+        self._ahead.disturb()
 
     def _grant(self, batch: ExtendBatch, *, num_rows: int, alone: bool, now_s: float) -> None:
         if self.prefill.chunked is not None and not batch.rows:

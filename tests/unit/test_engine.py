@@ -9,7 +9,7 @@ from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
 from replicas.types import Finish, FinishReason, GenerateRequest
 from tests.fakes import continuation
-from tests.harness import ask, fake_engine, finish_all
+from tests.harness import ask, at_once, fake_engine, finish_all
 
 pytestmark = pytest.mark.model
 PROMPT = [5, 6, 7, 8, 9]
@@ -163,7 +163,7 @@ def test_broken_logits_end_their_own_request_and_no_other() -> None:
         broken = [BROKEN if row.params.seed == 13 else int(token) for row, token in pairs]
         return StepResult(token_ids=np.array(broken, dtype=np.int32))
 
-    engine._execute = execute
+    engine._launch = at_once(execute)
     engine.submit(ask("sound", PROMPT))
     engine.submit(ask("broken", [50, 51], seed=13))
     deltas = finish_all(engine)

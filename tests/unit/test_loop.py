@@ -12,7 +12,7 @@ from replicas.loop import EngineLoop
 from replicas.scheduler.plan import StepPlan, StepResult
 from replicas.types import FinishReason, TokenDelta
 from tests.fakes import continuation
-from tests.harness import ask, fake_engine
+from tests.harness import ask, at_once, fake_engine
 
 pytestmark = pytest.mark.model
 PROMPT = [5, 6, 7, 8, 9]
@@ -86,7 +86,7 @@ def test_an_asker_whose_event_loop_was_closed_meanwhile_does_no_harm_to_the_engi
 async def test_a_consumer_that_leaves_aborts_its_request_and_frees_its_pages() -> None:
     gate = threading.Semaphore(3)
     engine, device = fake_engine()
-    engine._execute = lambda plan: gate.acquire() and device.execute(plan)
+    engine._launch = at_once(lambda plan: gate.acquire() and device.execute(plan))
     loop = EngineLoop(engine)
     loop.start()
     stream = loop.generate(ask("a", PROMPT, max_new_tokens=100))

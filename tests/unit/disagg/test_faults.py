@@ -11,7 +11,7 @@ from replicas.scheduler.cramped import PATIENCE_S
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
 from replicas.types import FinishReason
 from tests.fakes import continuation
-from tests.harness import ask
+from tests.harness import ask, at_once
 from tests.pair import Pair, Side
 
 pytestmark = pytest.mark.model
@@ -195,13 +195,13 @@ def test_a_confirmation_that_comes_when_the_sender_has_just_gone_frees_its_pages
 
 def test_a_first_token_that_cannot_be_chosen_fails_the_room_and_the_other_side_computes() -> None:
     pair = Pair()
-    device = pair.prefill.engine._execute
+    device = pair.prefill.engine._launch
 
     def broken(plan: StepPlan) -> StepResult:
-        result = device(plan)
+        result = device(plan).result()
         return StepResult(token_ids=np.full_like(result.token_ids, BROKEN))
 
-    pair.prefill.engine._execute = broken
+    pair.prefill.engine._launch = at_once(broken)
     pair.ask("a", PROMPT)
     pair.run()
     assert pair.prefill.end("a") is FinishReason.ERROR
