@@ -2,8 +2,9 @@
 
 Some chats write; once all do, prompts arrive at a fixed rate, each with a short answer. Measured, from the first
 arrival until the last prompt is answered: the time between two tokens of a chat (ITL), each prompt's first token
-(TTFT), and the tokens that the chats got a second. ``--ways`` are chunk sizes: ``first512`` lets prompts go first,
-``mixed256`` runs a token of each chat in every step of at most 256 tokens. They alternate, round by round, over other
+(TTFT), and the tokens that the chats got a second. ``--ways`` are tokens of a step: ``first512`` lets prompts go first,
+in steps of 512 tokens; ``mixed256`` runs a token of each chat in every step of at most 256 tokens
+(``chunked_prefill_size`` is 512 then: it is halved while others run). They alternate, round by round, over other
 prompts each; what an engine has cached is forgotten in between.
 
 What to expect. Prompts first: a chat waits for all prompts that overlap, its longest gap grows with their number.
@@ -53,10 +54,10 @@ class Measured:
 
 
 def parse_way(way: str) -> tuple[bool, int]:
-    """Whether steps mix, and the chunk size. Raises: ValueError."""
+    """Whether steps mix, and ``chunked_prefill_size``. Raises: ValueError."""
     for word, mixed in (("first", False), ("mixed", True)):
         if way.startswith(word) and way[len(word) :].isdigit():
-            return mixed, int(way[len(word) :])
+            return mixed, int(way[len(word) :]) * (2 if mixed else 1)
     raise ValueError(f"{way!r} is no way: write first or mixed and a number of tokens, as in mixed256")
 
 

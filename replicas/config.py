@@ -87,7 +87,7 @@ class SchedulerConfig:
     policy: Literal["lpm", "fcfs"] = "lpm"  # order of the waiting queue: longest prefix match first, or arrival
     max_running_requests: int | None = None  # None: from the pool (SPEC A08)
     max_queued_requests: int = 1024  # beside those that may run; more are refused with Overloaded
-    chunked_prefill_size: int | None = None  # most new tokens a step; None: 512 on CPU, 8,192 on GPU
+    chunked_prefill_size: int | None = None  # most new tokens a step (README); None: 512 on CPU, 8,192 on GPU
     mixed_steps: bool = True  # running requests make a token in the steps of prompts too; else prompts go first
     overlap: Literal["auto", "on", "off"] = "auto"  # launch a decode step before the last is known; auto: on a GPU
     lpm_max_queue: int = 128  # longer queues fall back to fcfs (SPEC F03)

@@ -6,9 +6,10 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
                  transfer_s  pages that the decode replica has not                  / the link's rate (link.py)
                  overhead_s  what a hand-off costs however small it is              (OVERHEAD_S)
     computed by  queue + own tokens                                                 / its prefill rate
-    the decode   stall_s     own_s for every request that runs or is to be computed there: extend steps go before
-    replica                  decode steps, so that each of them waits while ours is computed. Not for those that wait
-                             for K/V: prompts handed over would be a reason to hand over more
+    the decode   stall_s     own_s for every request that runs or is to be computed there: who runs makes one token
+    replica                  in each step of ours, which takes many times a decode step (counted as if it made none), or
+                             waits. Not for those that wait for K/V: prompts handed over would be a reason to hand over
+                             more
     either way   pressure_s  the wait for pages or for a place among the running    (ttft.py)
                  load_s      slower steps beside those that run
 

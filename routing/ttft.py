@@ -17,7 +17,8 @@ import numpy as np
 
 from routing.standing import Estimates, Floats, Ints, Standing
 
-# Extend steps go before decode steps: a new request waits only for the decode step in progress, on average half of it.
+# The next step takes new prompts in: a request waits only for the decode step in progress, on average half of it. Where
+# that is a step with prompts, what is left of them stands in the queue; what decode rows cost is in the prefill rate.
 DECODE_STEPS_WAITED = 0.5
 
 

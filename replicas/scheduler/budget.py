@@ -45,11 +45,12 @@ class NewTokenRatio:
 
 
 def prompt_tokens(chunk_size: int, num_decode: int) -> int:
-    """What a step of ``chunk_size`` tokens leaves to prompts beside one for each of ``num_decode`` running requests.
+    """What a step leaves to prompts of ``chunk_size`` tokens beside one for each of ``num_decode`` running requests.
 
-    A quarter at least, so that no number of running requests keeps a prompt out.
+    Beside any, a step has half as many tokens: they wait for the whole of it, and prompts lose little by it (measured:
+    docs/performance.md, Mixed steps). A quarter at least is left, so that no number of them keeps a prompt out.
     """
-    return max(chunk_size - num_decode, -(-chunk_size // 4))
+    return chunk_size if num_decode == 0 else max(chunk_size // 2 - num_decode, -(-chunk_size // 4))
 
 
 class StepBudget:

@@ -20,8 +20,8 @@ def shape(plan: StepPlan) -> tuple[list[int], int]:
 
 
 def test_who_runs_makes_a_token_in_each_step_of_a_long_prompt() -> None:
-    """15 of 16 tokens are left to the prompt; its parts end with pages of 4."""
-    bench = Bench(page_size=4, chunked_prefill_size=16)
+    """Of the 16 tokens that a step has beside others, 15 are left to the prompt; its parts end with pages of 4."""
+    bench = Bench(page_size=4, chunked_prefill_size=32)
     writer = bench.submit([1, 2, 3], max_new_tokens=6)
     bench.step()
     long = bench.submit(LONG, max_new_tokens=2)
@@ -54,8 +54,8 @@ def test_prompts_without_end_keep_nobody_from_writing() -> None:
     bench.run()
 
 
-@pytest.mark.parametrize(("chunk", "running", "left"), [(16, 0, 16), (16, 5, 11), (16, 12, 4), (16, 300, 4), (3, 2, 1)])
-def test_a_step_leaves_prompts_what_the_running_do_not_take_and_a_quarter_at_least(
+@pytest.mark.parametrize(("chunk", "running", "left"), [(16, 0, 16), (16, 3, 5), (16, 4, 4), (16, 300, 4), (3, 2, 1)])
+def test_beside_others_a_prompt_gets_what_they_leave_of_half_a_chunk_and_a_quarter_at_least(
     chunk: int, running: int, left: int
 ) -> None:
     assert prompt_tokens(chunk, running) == left
