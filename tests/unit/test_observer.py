@@ -73,6 +73,22 @@ def test_each_decode_step_says_what_it_read_and_made(events: pytest.LogCaptureFi
     assert device.positions[slots].tolist() == list(range(45, 52))
 
 
+def test_a_token_made_beside_a_prompt_is_told_like_any_other(events: pytest.LogCaptureFixture) -> None:
+    """SPEC J04; the prompt's own first token is none of a decode step."""
+    engine, device = fake_engine(chunked_prefill_size=64)
+    engine.submit(ask("a", PROMPT, max_new_tokens=4))
+    engine.step()
+    engine.submit(ask("b", range(200, 220), max_new_tokens=2))
+    finish_all(engine)
+    assert engine.stats().num_mixed_steps == 1
+    made = continuation(PROMPT, 4)
+    told = [step for step in lines(events, "decode_step") if step["rid"] == "a"]
+    assert [(step["i"], step["last_token"], step["next_token"]) for step in told] == [
+        (i, made[i - 1], made[i]) for i in range(1, 4)
+    ]
+    assert device.tokens[np.array([step["kv_indices_new"] for step in told]).reshape(-1)].tolist() == made[:3]
+
+
 def test_a_stop_string_is_the_reason_of_the_step_that_completed_it(events: pytest.LogCaptureFixture) -> None:
     engine, _ = fake_engine()
     whole = engine.tokenizer.decode(continuation(PROMPT, 8), True)
