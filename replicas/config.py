@@ -89,6 +89,7 @@ class SchedulerConfig:
     max_queued_requests: int = 1024  # beside those that may run; more are refused with Overloaded
     chunked_prefill_size: int | None = None  # most new tokens a step (README); None: 512 on CPU, 8,192 on GPU
     mixed_steps: bool = True  # running requests make a token in the steps of prompts too; else prompts go first
+    cascade: bool = True  # requests with one prefix read its K and V together in decode
     overlap: Literal["auto", "on", "off"] = "auto"  # launch a decode step before the last is known; auto: on a GPU
     lpm_max_queue: int = 128  # longer queues fall back to fcfs (SPEC F03)
     ageing_s: float = 5.0  # a request that waited this long goes before any better match

@@ -1,11 +1,14 @@
 """Steps over a small paged pool with shuffled pages, for tests and benchmarks of attention backends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from replicas.attention.base import BatchMeta
+from replicas.prefix_group import PrefixGroup
 
 
 class SmallPool:
@@ -50,10 +53,12 @@ def make_step(
     num_layers: int = 1,
     seed: int = 0,
     num_decode: int | None = None,
+    shared: Sequence[tuple[list[int], int]] = (),
 ) -> Step:
     """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled.
 
-    It is mixed when it says that its last ``num_decode`` requests decode.
+    It is mixed when it says that its last ``num_decode`` requests decode. ``shared``: who has the same first tokens,
+    and how many, whole pages.
     """
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
@@ -68,8 +73,15 @@ def make_step(
     pages = torch.randperm(sum(num_pages), generator=random) + 1
     table = torch.zeros(len(lengths) + 1, max(num_pages) * page_size, dtype=torch.int32)
     rows = torch.randperm(len(lengths) + 1, generator=random)[: len(lengths)].int()
+    groups = tuple(PrefixGroup(members=np.array(who, np.int32), length=length) for who, length in shared)
+    leader = {member: (who[0], length) for who, length in shared for member in who}
+    per_request = list(pages.split(num_pages))
+    for member, (first, length) in leader.items():
+        assert length % page_size == 0
+        assert length < sum(lengths[member])
+        per_request[member][: length // page_size] = per_request[first][: length // page_size]
     out_slots, positions = [], []
-    for row, (prefix, new), own in zip(rows.tolist(), lengths, pages.split(num_pages), strict=True):
+    for row, (prefix, new), own in zip(rows.tolist(), lengths, per_request, strict=True):
         slots = (own[:, None] * page_size + torch.arange(page_size)).flatten()
         table[row, : len(slots)] = slots
         out_slots.append(slots[prefix : prefix + new])
@@ -91,5 +103,6 @@ def make_step(
         max_seq_len=int((prefix_lens + new_lens).max()),
         num_tokens=num_tokens,
         num_decode=num_decode or 0,
+        prefix_groups=groups,
     )
     return Step(pool=pool, batch=batch, q=q, k=k, v=v)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention import cpu_decode, cpu_extend, cpu_tasks
+from replicas.attention import cpu_decode, cpu_extend, cpu_pages, cpu_tasks
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.errors import InvalidConfig
 from replicas.kernels.team import Kernel, Team
@@ -40,13 +40,15 @@ class CpuAttention:
         self._layers: list[tuple[int, int]] = []  # per layer: addresses of its first key and value
         self._batch: BatchMeta | None = None  # its memory is what the kernels read
         self._num_extend_tokens = self._num_decode = 0
-        self._extend_tasks = self._decode_tasks = self._first_task = np.zeros(0, np.int32)  # alive for the kernels
+        self._extend_tasks = np.zeros((0, 4), np.int32)  # what the kernels read, too
+        self._decode_tasks: cpu_tasks.DecodeTasks | None = None
         self._out, self._out_rows = torch.empty(0), torch.empty(0)
         self._partial, self._scratch = torch.empty(0), torch.empty(0)
         self._counters = np.zeros(2 * 8, np.int64)  # next task, next request to merge; each in a cache line
         self._decode, self._extend = cpu_decode.DecodeArgs(), cpu_extend.ExtendArgs()
         for arguments in (self._decode, self._extend):
             self._set_pool(arguments)
+        self._decode.in_place = int(self._pool.page_size >= cpu_decode.BLOCK)
         self._decode.merge_counter = self._counters.ctypes.data + 64
         for kernel in (cpu_decode.decode, cpu_extend.extend):
             assert kernel.address  # compile now, not in the first request
@@ -89,6 +91,7 @@ class CpuAttention:
         keys = self._pool.get_key_buffer(0)
         arguments.page_stride, arguments.head_stride = 4 * keys.stride(0), 4 * keys.stride(1)
         arguments.page_size = self._pool.page_size
+        arguments.kind, arguments.token_bytes = cpu_pages.FLOAT32, 4 * self._head_dim
         arguments.num_kv_heads, arguments.head_dim, arguments.group = self._num_kv_heads, self._head_dim, self._group
         arguments.counter = self._counters.ctypes.data
         arguments.scale = self._head_dim**-0.5
@@ -117,16 +120,20 @@ class CpuAttention:
     def _begin_decode(self, batch: BatchMeta, first: int) -> None:
         """The requests from ``first`` on."""
         arguments = self._decode
-        self._decode_tasks, self._first_task = cpu_tasks.decode_tasks(batch.seq_lens.numpy()[first:])
-        arguments.tasks, arguments.num_tasks = self._decode_tasks.ctypes.data, len(self._decode_tasks)
-        arguments.first_task = self._first_task.ctypes.data
-        floats = len(self._decode_tasks) * cpu_decode.partial_floats(self._num_heads, self._head_dim)
+        group = cpu_decode.max_members(self._group)
+        cut = cpu_tasks.decode_tasks(
+            batch.seq_lens.numpy()[first:], batch.prefix_groups, first=first, max_members=group
+        )
+        self._decode_tasks = cut
+        arguments.tasks, arguments.num_tasks = cut.tasks.ctypes.data, len(cut.tasks)
+        arguments.members, arguments.first_partial = cut.members.ctypes.data, cut.first_partial.ctypes.data
+        floats = int(cut.first_partial[-1]) * cpu_decode.partial_floats(self._num_heads, self._head_dim)
         self._partial = _grown(self._partial, floats)
         arguments.partial = self._partial.data_ptr()
         arguments.seq_lens = batch.seq_lens.data_ptr() + 4 * first
         first_token = self._num_extend_tokens
         self._set_part(arguments, batch, first_request=first, first_token=first_token, num_tokens=self._num_decode)
-        self._set_scratch(arguments, cpu_decode.scratch_floats(self._num_heads))
+        self._set_scratch(arguments, cpu_decode.scratch_floats(self._group, self._head_dim))
 
     def _set_part(
         self, arguments: ctypes.Structure, batch: BatchMeta, *, first_request: int, first_token: int, num_tokens: int

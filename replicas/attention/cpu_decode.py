@@ -1,10 +1,12 @@
 """Decode attention: one new token a request, limited by how fast K and V can be read.
 
-Method:    each request's tokens are cut into chunks of 128; a task is one chunk, all heads (flash decoding, Dao et al.
-           2023: the softmax of each chunk by itself, chunks merged by their maxima). K and V are read once, in place,
-           for all query heads of a group.
-Invariant: chunks begin at multiples of 128 of the request itself and merge in order: a request's result is the same bit
-           for bit whatever else is in the batch and however many threads there are.
+Method:    each request's tokens are cut into chunks of 128 (flash decoding, Dao et al. 2023: the softmax of each chunk
+           by itself, chunks merged by their maxima). A task is one KV head of one chunk, for one request, or for some
+           that have the same tokens there: K and V are read once, for all query heads of the group and all requests
+           (cascade attention, Ye et al. 2024).
+Invariant: chunks begin at multiples of 128 of the request itself and merge in order, and a product of many rows adds up
+           like one of few: a request's result is the same bit for bit whatever else is in the batch, whether its
+           chunks are read for it alone or for many, and however many threads there are.
 Thread:    all of the team; tasks are taken one by one, so that ragged batches and busy cores balance.
 """
 
@@ -13,7 +15,7 @@ from typing import Any
 
 from numba import carray
 
-from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, run_length, store_new, token_offset
+from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, read_block, run_length, store_new, token_offset
 from replicas.kernels.simd import (
     W,
     add,
@@ -34,75 +36,145 @@ from replicas.kernels.simd import (
 from replicas.kernels.team import barrier, inlined, kernel, struct, team_size, thread_id
 from replicas.kernels.tiles import dot, outer_fetch
 
-CHUNK = 128  # tokens; a multiple of 16. Scores of a chunk stay in L1
-TASK_BYTES = 8  # (request, chunk) as two int32
+CHUNK = 128  # tokens; a multiple of BLOCK. Scores of a chunk stay in L1
+BLOCK = 16  # tokens that are copied at a time where K and V are not read in place
+SHARED_ROWS = 48  # queries of a task at most, when it has more than one request: what L1 holds
+TASK_BYTES = 16  # (first member, members, chunk, 0) as four int32; a member is a request
 
 DecodeArgs = struct(
     "DecodeArgs",
     POOL_FIELDS
     + BATCH_FIELDS
-    + "seq_lens tasks num_tasks first_task partial scratch scratch_stride counter merge_counter",
+    + "seq_lens in_place members tasks num_tasks first_partial partial scratch scratch_stride counter merge_counter",
     floats="scale",
 )
 
 
 def partial_floats(num_heads: int, head_dim: int) -> int:
-    """Floats of one task's result: the weighted values of each head, then each head's maximum and sum, padded."""
+    """Floats of one chunk's result: the weighted values of each head, then each head's maximum and sum, padded."""
     return num_heads * head_dim + math.ceil(2 * num_heads / W) * W
 
 
-def scratch_floats(num_heads: int) -> int:
-    """Floats a thread needs: the scores of one chunk."""
-    return num_heads * CHUNK
+def scratch_floats(group: int, head_dim: int) -> int:
+    """Floats a thread needs: a block of K or V; scores, queries, results, maxima and sums of a task."""
+    return BLOCK * head_dim + max(group, SHARED_ROWS) * (CHUNK + 2 * head_dim + 2)
+
+
+def max_members(group: int) -> int:
+    """Requests of a task at most."""
+    return max(1, SHARED_ROWS // group)
 
 
 @inlined
-def attend_chunk(a: Any, row: int, q: int, start: int, end: int, following: int, scores: int, partial: int) -> None:
-    """One chunk, all heads: weighted values, maxima and sums of exp(score - maximum) into ``partial``.
+def attend_chunk(
+    a: Any, row: int, kv_head: int, start: int, end: int, after: int, queries: int, rows: int, work: int, result: int,
+    statistics: int,
+) -> None:
+    """Positions [start, end) of a KV head: weighted values of queries [rows, D] into ``result`` [rows, D], maxima and
+    sums of exp(score - maximum) into ``statistics`` [rows, 2].
 
-    Reading a page fetches the next one, where the hardware would not look: after the last page of keys comes the first
-    of values, after that of values the first of keys of ``following``, the thread's next task.
+    Reading tokens fetches the next ones, where the hardware would not look: after the last keys come the first values,
+    after the last values what lies at ``after``.
     """
     vector_bytes = a.head_dim * 4
-    group_bytes, num_heads = a.group * vector_bytes, a.num_kv_heads * a.group
-    score_bytes = a.group * CHUNK * 4
-    position, column = start, 0
+    keys, values = a.keys + kv_head * a.head_stride, a.values + kv_head * a.head_stride
+    block, scores = work, work + BLOCK * vector_bytes
+    first_value = values + token_offset(a, row, start)
+    position = start
     while position < end:
-        length = run_length(a, position, end)
-        offset = token_offset(a, row, position)
+        length = block_length(a, position, end)
+        at, distance = fetch(a, keys, row, position, length, end, first_value, block)
+        target = scores + 4 * (position - start)
+        dot(rows, length, a.head_dim, queries, vector_bytes, at, vector_bytes, target, CHUNK * 4, distance)
         position += length
-        ahead = token_offset(a, row, position) if position < end else token_offset(a, row, start) + a.values - a.keys
-        for h in range(a.num_kv_heads):
-            keys, target = a.keys + offset + h * a.head_stride, scores + h * score_bytes + column
-            queries, distance = q + h * group_bytes, ahead - offset
-            dot(a.group, length, a.head_dim, queries, vector_bytes, keys, vector_bytes, target, CHUNK * 4, distance)
-        column += 4 * length
-    for head in range(num_heads):
-        statistic = partial + num_heads * vector_bytes + 8 * head
-        softmax_row(scores + head * CHUNK * 4, end - start, a.scale, statistic)
-    position, column = start, 0
+    for i in range(rows):
+        softmax_row(scores + i * CHUNK * 4, end - start, a.scale, statistics + 8 * i)
+    position = start
     while position < end:
-        length = run_length(a, position, end)
-        offset = token_offset(a, row, position)
+        length = block_length(a, position, end)
+        at, distance = fetch(a, values, row, position, length, end, after, block)
+        weights, keep = scores + 4 * (position - start), 0 if position == start else 1
+        outer_fetch(
+            rows, a.head_dim, length, weights, CHUNK * 4, at, vector_bytes, result, vector_bytes, keep, distance
+        )
         position += length
-        ahead = token_offset(a, row, position) if position < end else first_key(a, following) - a.values
-        for h in range(a.num_kv_heads):
-            weights, values = scores + h * score_bytes + column, a.values + offset + h * a.head_stride
-            target, keep, distance = partial + h * group_bytes, 1 if column else 0, ahead - offset
-            outer_fetch(
-                a.group,
-                a.head_dim,
-                length,
-                weights,
-                CHUNK * 4,
-                values,
-                vector_bytes,
-                target,
-                vector_bytes,
-                keep,
-                distance,
-            )
-        column += 4 * length
+
+
+@inlined
+def block_length(a: Any, position: int, end: int) -> int:
+    """Tokens that are worked on at a time: a run inside a page, or a block."""
+    return run_length(a, position, end) if a.in_place else min(BLOCK, end - position)
+
+
+@inlined
+def fetch(
+    a: Any, buffer: int, row: int, position: int, length: int, last: int, after: int, block: int
+) -> tuple[int, int]:
+    """Where ``length`` tokens of a head can be read as float32, and how far behind them lies what is read next."""
+    following = position + length
+    if a.in_place:
+        at = buffer + token_offset(a, row, position)
+        return at, (buffer + token_offset(a, row, following) if following < last else after) - at
+    read_block(a, buffer, row, position, following, block, BLOCK, last, after)
+    return block, 0
+
+
+@inlined
+def attend(a: Any, first: int, members: int, kv_head: int, chunk: int, after: int, work: int) -> None:
+    """A chunk of request members[first], which the ``members`` requests from there on have in common.
+
+    One request's queries and results are used where they are; those of several are brought together for it.
+    """
+    vector_bytes, group_bytes = a.head_dim * 4, a.group * a.head_dim * 4
+    request, rows = load_i32(a.members + 4 * first), members * a.group
+    start = chunk * CHUNK
+    end = min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
+    if members == 1:
+        partial = partial_of(a, request, chunk)
+        queries, result = a.q + request * a.q_stride + kv_head * group_bytes, partial + kv_head * group_bytes
+        statistics = statistics_of(a, partial, kv_head)
+    else:
+        queries = work + BLOCK * vector_bytes + rows * CHUNK * 4
+        result = queries + rows * vector_bytes
+        statistics = result + rows * vector_bytes
+        for i in range(members):
+            member = load_i32(a.members + 4 * (first + i))
+            copy_floats(a.q + member * a.q_stride + kv_head * group_bytes, queries + i * group_bytes, group_bytes)
+    row = load_i32(a.rows + 4 * request)
+    attend_chunk(a, row, kv_head, start, end, after, queries, rows, work, result, statistics)
+    if members > 1:
+        for i in range(members):
+            partial = partial_of(a, load_i32(a.members + 4 * (first + i)), chunk)
+            copy_floats(result + i * group_bytes, partial + kv_head * group_bytes, group_bytes)
+            target = statistics_of(a, partial, kv_head)
+            for g in range(2 * a.group):
+                store1(target + 4 * g, load1(statistics + 4 * (2 * i * a.group + g)))
+
+
+@inlined
+def copy_floats(src: int, dst: int, num_bytes: int) -> None:
+    """``num_bytes`` of float32, a multiple of 64."""
+    for i in range(0, num_bytes, 4 * W):
+        store(dst + i, load(src + i))
+
+
+@inlined
+def partial_stride(a: Any) -> int:
+    """Bytes of one chunk's result: see `partial_floats`."""
+    num_heads = a.num_kv_heads * a.group
+    return int(4 * (num_heads * a.head_dim + (2 * num_heads + W - 1) // W * W))
+
+
+@inlined
+def partial_of(a: Any, request: int, chunk: int) -> int:
+    """Address of the result of a request's chunk."""
+    return int(a.partial + (load_i32(a.first_partial + 4 * request) + chunk) * partial_stride(a))
+
+
+@inlined
+def statistics_of(a: Any, partial: int, kv_head: int) -> int:
+    """Address of the maxima and sums of a head's group in a chunk's result."""
+    return int(partial + a.num_kv_heads * a.group * a.head_dim * 4 + 8 * kv_head * a.group)
 
 
 @inlined
@@ -124,36 +196,39 @@ def softmax_row(scores: int, count: int, scale: float, result: int) -> None:
 
 
 @inlined
-def merge_chunks(a: Any, request: int, partial_bytes: int) -> None:
-    """out[request] from the partial results of its chunks, in order."""
-    vector_bytes = a.head_dim * 4
+def merge_chunks(a: Any, request: int) -> None:
+    """out[request] from the results of its chunks, in order."""
+    vector_bytes, partial_bytes = a.head_dim * 4, partial_stride(a)
     num_heads = a.num_kv_heads * a.group
-    first, last = load_i32(a.first_task + 4 * request), load_i32(a.first_task + 4 * request + 4)
+    first, last = load_i32(a.first_partial + 4 * request), load_i32(a.first_partial + 4 * request + 4)
     for head in range(num_heads):
         statistic = a.partial + num_heads * vector_bytes + 8 * head
         peak = load1(statistic + first * partial_bytes)
-        for task in range(first + 1, last):
-            peak = max(peak, load1(statistic + task * partial_bytes))
+        for i in range(first + 1, last):
+            peak = max(peak, load1(statistic + i * partial_bytes))
         total = splat(0.0)
-        for task in range(first, last):
-            at = statistic + task * partial_bytes
+        for i in range(first, last):
+            at = statistic + i * partial_bytes
             weight = exp(splat(load1(at) - peak))
             total = add(total, mul(weight, splat(load1(at + 4))))
-        share = 1.0 / (hsum(total) * (1.0 / W))  # all lanes of total are equal
+            store1(at, hsum(weight) * (1.0 / W))  # all lanes are equal
+        share = W / hsum(total)
         target = a.out + request * a.out_stride + head * vector_bytes
         for d in range(0, vector_bytes, W * 4):
             value = splat(0.0)
-            for task in range(first, last):
-                weight = exp(splat(load1(statistic + task * partial_bytes) - peak))
-                value = add(value, mul(weight, load(a.partial + task * partial_bytes + head * vector_bytes + d)))
+            for i in range(first, last):
+                weight = splat(load1(statistic + i * partial_bytes))
+                value = add(value, mul(weight, load(a.partial + i * partial_bytes + head * vector_bytes + d)))
             store(target + d, mul(value, splat(share)))
 
 
 @inlined
 def first_key(a: Any, task: int) -> int:
-    """Address of the first key, of head 0, of a task's chunk."""
-    request, chunk = load_i32(a.tasks + TASK_BYTES * task), load_i32(a.tasks + TASK_BYTES * task + 4)
-    return int(a.keys + token_offset(a, load_i32(a.rows + 4 * request), chunk * CHUNK))
+    """Address of the first key of a task."""
+    at = a.tasks + task // a.num_kv_heads * TASK_BYTES
+    request, chunk = load_i32(a.members + 4 * load_i32(at)), load_i32(at + 8)
+    place = token_offset(a, load_i32(a.rows + 4 * request), chunk * CHUNK)
+    return int(a.keys + place + task % a.num_kv_heads * a.head_stride)
 
 
 @kernel(DecodeArgs)
@@ -163,20 +238,17 @@ def decode(pointer: Any) -> None:
     me, threads = thread_id(), team_size()
     store_new(a, a.num_tokens * me // threads, a.num_tokens * (me + 1) // threads)
     barrier()
-    num_heads = a.num_kv_heads * a.group
-    partial_bytes = 4 * (num_heads * a.head_dim + (2 * num_heads + W - 1) // W * W)
-    scores = a.scratch + me * a.scratch_stride
+    work, num_tasks = a.scratch + me * a.scratch_stride, a.num_tasks * a.num_kv_heads
     task = take_next(a.counter)
-    while task < a.num_tasks:
+    while task < num_tasks:
         following = take_next(a.counter)
-        request, chunk = load_i32(a.tasks + TASK_BYTES * task), load_i32(a.tasks + TASK_BYTES * task + 4)
-        start = chunk * CHUNK
-        end = min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
-        row, q = load_i32(a.rows + 4 * request), a.q + request * a.q_stride
-        attend_chunk(a, row, q, start, end, min(following, a.num_tasks - 1), scores, a.partial + task * partial_bytes)
+        after = first_key(a, min(following, num_tasks - 1))
+        kv_head, at = task % a.num_kv_heads, a.tasks + task // a.num_kv_heads * TASK_BYTES
+        first, members, chunk = load_i32(at), load_i32(at + 4), load_i32(at + 8)
+        attend(a, first, members, kv_head, chunk, after, work)
         task = following
     barrier()
     request = take_next(a.merge_counter)
     while request < a.num_tokens:
-        merge_chunks(a, request, partial_bytes)
+        merge_chunks(a, request)
         request = take_next(a.merge_counter)

@@ -13,7 +13,7 @@ from typing import Any
 
 from numba import carray
 
-from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, copy_block, store_new
+from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, read_block, store_new
 from replicas.kernels.register_tiles import transpose16
 from replicas.kernels.simd import (
     W,
@@ -75,11 +75,14 @@ def store_results(a: Any, kv_head: int, first: int, tokens: int, acc: int, stati
 
 
 @inlined
-def load_block(a: Any, row: int, kv_head: int, start: int, end: int, keys: int, keys_t: int, values: int) -> None:
-    """Keys [start, end) of a head, transposed into keys_t [D, 64], and its values [64, D]; missing rows are zero."""
+def load_block(
+    a: Any, row: int, kv_head: int, start: int, end: int, last: int, keys: int, keys_t: int, values: int
+) -> None:
+    """Keys [start, end) of ``last`` of a head, transposed into keys_t [D, 64], and its values [64, D]; missing rows
+    are zero."""
     offset = kv_head * a.head_stride
-    copy_block(a, a.keys + offset, row, start, end, keys)
-    copy_block(a, a.values + offset, row, start, end, values)
+    read_block(a, a.keys + offset, row, start, end, keys, BLOCK, last, a.keys + offset)
+    read_block(a, a.values + offset, row, start, end, values, BLOCK, last, a.values + offset)
     for i in range((end - start) * a.head_dim, BLOCK * a.head_dim, W):
         store(keys + 4 * i, splat(0.0))
         store(values + 4 * i, splat(0.0))
@@ -134,7 +137,7 @@ def attend_tile(a: Any, request: int, kv_head: int, first: int, tokens: int, scr
             store(acc + row * vector_bytes + d, splat(0.0))
     for start in range(0, position + tokens, BLOCK):
         end = min(start + BLOCK, position + tokens)
-        load_block(a, table_row, kv_head, start, end, keys, keys_t, values)
+        load_block(a, table_row, kv_head, start, end, position + tokens, keys, keys_t, values)
         outer(rows, BLOCK, head_dim, queries, vector_bytes, keys_t, BLOCK * 4, scores, BLOCK * 4, 0)
         for row in range(rows):
             visible = position + row // a.group + 1 - start

@@ -1,6 +1,8 @@
-"""Where a token's K and V lie in the paged pool, and the two ways to touch them: store new tokens, copy a block out.
+"""Where a token's K and V lie in the paged pool, and the two ways to touch them: store new tokens, read a block.
 
-Owns:      address arithmetic: slot s of a layer's view is page s // page_size, offset s % page_size.
+Owns:      address arithmetic: slot s of a layer's view is page s // page_size, offset s % page_size; what a number of
+           each kind of pool means. The block of a head in a page is its values [page_size, D], and in pools of int8 or
+           8-bit floats one float32 a token behind them, by which its numbers are to be multiplied.
 Never:     computes attention; hands out slots.
 Invariant: the slots of one page belong to consecutive positions, so that a run inside a page is one stretch of memory.
 Thread:    inside kernels, any.
@@ -8,26 +10,37 @@ Thread:    inside kernels, any.
 
 from typing import Any
 
-from replicas.kernels.simd import W, load, load_i32, load_i64, store
+from replicas.kernels.narrow import (
+    FP8_MAX,
+    INT8_MAX,
+    absolute,
+    load_bf16,
+    load_fp8,
+    load_int8,
+    prefetch,
+    store_bf16,
+    store_fp8,
+    store_int8,
+)
+from replicas.kernels.simd import W, hmax, load, load1, load_i32, load_i64, maximum, mul, splat, store, store1
 from replicas.kernels.team import inlined
 
+FLOAT32, BFLOAT16, INT8, FP8 = range(4)  # what a pool's numbers are
+KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "fp8": FP8}
+
 # One layer of the pool and of the batch, the part of the arguments that decode and extend share. Strides in bytes.
-POOL_FIELDS = "keys values page_stride head_stride page_size num_kv_heads head_dim table table_stride rows "
+POOL_FIELDS = (
+    "keys values page_stride head_stride token_bytes scales_at kind page_size num_kv_heads head_dim "
+    "table table_stride rows "
+)
 BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots num_tokens "
-
-
-@inlined
-def copy_floats(src: int, dst: int, count: int) -> None:
-    """``count`` floats, a multiple of 16."""
-    for i in range(0, count, W):
-        store(dst + 4 * i, load(src + 4 * i))
 
 
 @inlined
 def slot_offset(a: Any, slot: int) -> int:
     """Bytes from a head's first key (or value) of this layer to that of ``slot``."""
     page = slot // a.page_size
-    return int(page * a.page_stride + (slot - page * a.page_size) * a.head_dim * 4)
+    return int(page * a.page_stride + (slot - page * a.page_size) * a.token_bytes)
 
 
 @inlined
@@ -46,18 +59,92 @@ def run_length(a: Any, position: int, end: int) -> int:
 def store_new(a: Any, first: int, last: int) -> None:
     """Put k and v of the step's tokens [first, last) into their slots."""
     for t in range(first, last):
-        place = slot_offset(a, load_i64(a.out_slots + 8 * t))
+        slot = load_i64(a.out_slots + 8 * t)
+        page = slot // a.page_size
+        offset = slot - page * a.page_size
         for h in range(a.num_kv_heads):
-            copy_floats(a.k + t * a.k_stride + h * a.head_dim * 4, a.keys + place + h * a.head_stride, a.head_dim)
-            copy_floats(a.v + t * a.v_stride + h * a.head_dim * 4, a.values + place + h * a.head_stride, a.head_dim)
+            block = page * a.page_stride + h * a.head_stride
+            store_vector(a, a.k + t * a.k_stride + h * a.head_dim * 4, a.keys + block, offset)
+            store_vector(a, a.v + t * a.v_stride + h * a.head_dim * 4, a.values + block, offset)
 
 
 @inlined
-def copy_block(a: Any, buffer: int, row: int, start: int, end: int, dst: int) -> None:
-    """Positions [start, end) of a head into dst [end - start, D]; ``buffer``: the head's keys or values."""
+def store_vector(a: Any, src: int, block: int, offset: int) -> None:
+    """src [D] float32 becomes token ``offset`` of the head's block."""
+    dst = block + offset * a.token_bytes
+    if a.kind == FLOAT32:
+        for i in range(0, a.head_dim, W):
+            store(dst + 4 * i, load(src + 4 * i))
+    elif a.kind == BFLOAT16:
+        for i in range(0, a.head_dim, W):
+            store_bf16(dst + 2 * i, load(src + 4 * i))
+    else:
+        store_scaled(a, src, dst, block + a.scales_at + 4 * offset)
+
+
+@inlined
+def store_scaled(a: Any, src: int, dst: int, scale_at: int) -> None:
+    """src [D] as bytes, its largest magnitude the largest that a byte has; and what to multiply them by."""
+    top = absolute(load(src))
+    for i in range(W, a.head_dim, W):
+        top = maximum(top, absolute(load(src + 4 * i)))
+    largest = INT8_MAX if a.kind == INT8 else FP8_MAX
+    peak = max(hmax(top), 1e-30)
+    store1(scale_at, peak / largest)
+    factor = splat(largest / peak)
+    for i in range(0, a.head_dim, W):
+        scaled = mul(load(src + 4 * i), factor)
+        if a.kind == INT8:
+            store_int8(dst + i, scaled)
+        else:
+            store_fp8(dst + i, scaled)
+
+
+@inlined
+def read_block(
+    a: Any, buffer: int, row: int, start: int, end: int, dst: int, reach: int, last: int, after: int
+) -> None:
+    """Positions [start, end) of a head as float32 into dst [end - start, D]; ``buffer``: the head's keys or values.
+
+    Meanwhile asks for what lies ``reach`` positions further, or, where that is ``last`` or more, at ``after``.
+    """
     position = start
     while position < end:
         length = run_length(a, position, end)
-        copy_floats(buffer + token_offset(a, row, position), dst, length * a.head_dim)
+        slot = load_i32(a.table + row * a.table_stride + 4 * position)
+        page = slot // a.page_size
+        offset, block = slot - page * a.page_size, buffer + page * a.page_stride
+        src, further = block + offset * a.token_bytes, position + reach
+        ahead = (buffer + token_offset(a, row, further) if further < last else after) - src
+        read_run(a, src, block + a.scales_at + 4 * offset, length, dst, ahead)
         dst += length * a.head_dim * 4
         position += length
+
+
+@inlined
+def read_run(a: Any, src: int, scales: int, length: int, dst: int, ahead: int) -> None:
+    """``length`` tokens that lie one behind the other."""
+    if a.kind == FLOAT32:
+        for i in range(0, 4 * length * a.head_dim, 4 * W):
+            prefetch(src + ahead + i)
+            store(dst + i, load(src + i))
+    elif a.kind == BFLOAT16:
+        for i in range(0, length * a.head_dim, W):
+            prefetch(src + ahead + 2 * i)
+            store(dst + 4 * i, load_bf16(src + 2 * i))
+    elif a.kind == INT8:
+        for t in range(length):
+            factor = splat(load1(scales + 4 * t))
+            prefetch(src + ahead)
+            for i in range(0, a.head_dim, W):
+                store(dst + 4 * i, mul(load_int8(src + i), factor))
+            src += a.head_dim
+            dst += 4 * a.head_dim
+    else:
+        for t in range(length):
+            factor = splat(load1(scales + 4 * t))
+            prefetch(src + ahead)
+            for i in range(0, a.head_dim, W):
+                store(dst + 4 * i, mul(load_fp8(src + i), factor))
+            src += a.head_dim
+            dst += 4 * a.head_dim

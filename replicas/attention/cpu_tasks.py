@@ -6,10 +6,14 @@ Invariant: a request's chunks are cut at multiples of 128 of itself, whatever el
 Thread:    the thread that runs the model.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from replicas.attention.cpu_decode import CHUNK
+from replicas.prefix_group import PrefixGroup
 
 Ints = npt.NDArray[np.int32]
 TILE_ROWS = 192  # rows of an extend task: enough to pay for copying K and V, few enough for L2
@@ -17,18 +21,45 @@ MIN_TILE_TOKENS = 8
 TASKS_PER_THREAD = 4  # smaller tiles until there are so many tasks, so that threads end together
 
 
-def decode_tasks(seq_lens: Ints) -> tuple[Ints, Ints]:
-    """One task a chunk, in order of request and chunk.
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeTasks:
+    """What `cpu_decode.decode` reads; each task is done once for every KV head."""
 
-    Args:    seq_lens: [B].
-    Returns: tasks [N, 2] of (request, chunk), and [B + 1] the first task of each request.
+    tasks: Ints  # [N, 4] (first member, members, chunk, 0), those of several requests first
+    members: Ints  # [M] requests
+    first_partial: Ints  # [B + 1] results of a request's chunks: [first_partial[b], first_partial[b + 1])
+
+
+def decode_tasks(seq_lens: Ints, groups: Sequence[PrefixGroup], *, first: int, max_members: int) -> DecodeTasks:
+    """One task a chunk; whole chunks that a group has in common are one task, or few of at most ``max_members``.
+
+    Args: seq_lens: [B]. first: the request from which the groups count.
     """
     num_chunks = -(-seq_lens // CHUNK)  # [B]
-    first_task = np.zeros(len(num_chunks) + 1, np.int32)
-    np.cumsum(num_chunks, out=first_task[1:])
-    request = np.repeat(np.arange(len(num_chunks), dtype=np.int32), num_chunks)
-    chunk = np.arange(len(request), dtype=np.int32) - first_task[request]
-    return np.stack((request, chunk), axis=1).astype(np.int32, copy=False), first_task
+    shared = np.zeros_like(num_chunks)  # [B] chunks that are read together with others
+    parts: list[tuple[Ints, int]] = []  # members, chunks
+    for group in groups:
+        if group.length >= CHUNK and max_members > 1:
+            members = group.members - np.int32(first)
+            shared[members] = group.length // CHUNK
+            num_parts = -(-len(members) // max_members)
+            parts += [(part, group.length // CHUNK) for part in np.array_split(members, num_parts)]
+    together, num_together = [], 0
+    for part, chunks in parts:
+        together += [(num_together, len(part), chunk, 0) for chunk in range(chunks)]
+        num_together += len(part)
+    alone = num_chunks - shared
+    request = np.repeat(np.arange(len(seq_lens), dtype=np.int32), alone)
+    ends = np.cumsum(alone, dtype=np.int32)
+    tasks = np.zeros((len(together) + len(request), 4), np.int32)
+    tasks[: len(together)] = np.array(together, np.int32).reshape(-1, 4)
+    tasks[len(together) :, 0] = num_together + request
+    tasks[len(together) :, 1] = 1
+    tasks[len(together) :, 2] = np.arange(len(request), dtype=np.int32) - (ends - alone - shared)[request]
+    everyone = np.arange(len(seq_lens), dtype=np.int32)
+    first_partial = np.zeros(len(num_chunks) + 1, np.int32)
+    np.cumsum(num_chunks, out=first_partial[1:])
+    return DecodeTasks(tasks, np.concatenate([*(part for part, _ in parts), everyone]), first_partial)
 
 
 def extend_tasks(counts: Ints, prefix_lens: Ints, *, tile: int, num_kv_heads: int) -> Ints:

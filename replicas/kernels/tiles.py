@@ -13,7 +13,7 @@ from replicas.kernels.team import inlined
 
 _OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(r, 4, fetches=False) for r in (6, 4, 3, 2, 1))
 _OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(r, 1, fetches=False) for r in (6, 3, 1))
-_FETCH_4X4, _FETCH_3X4, _FETCH_1X4 = (outer_tile(r, 4, fetches=True) for r in (4, 3, 1))
+_FETCH_6X4, _FETCH_4X4, _FETCH_3X4, _FETCH_1X4 = (outer_tile(r, 4, fetches=True) for r in (6, 4, 3, 1))
 _FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (3, 1))
 _DOT_4X4, _DOT_3X4, _DOT_2X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 3, 2, 1))
 _DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
@@ -69,14 +69,17 @@ def _outer_narrow(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: in
 def outer_fetch(
     m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, keep: int, ahead: int
 ) -> None:
-    """`outer` for few rows and b in memory: meanwhile asks for what lies ``ahead`` bytes behind b."""
+    """`outer` for b in memory: meanwhile asks for what lies ``ahead`` bytes behind b."""
     column = 0
     while column < n:
         wide = n - column >= 4 * W
         b_at, row = b + 4 * column, 0
         while row < m:
             a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
-            if wide and left >= 4:
+            if wide and left >= 6:
+                _FETCH_6X4(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
+                row += 6
+            elif wide and left >= 4:
                 _FETCH_4X4(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
                 row += 4
             elif wide and left == 3:

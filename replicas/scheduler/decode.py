@@ -11,15 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from replicas.cache.kv import KvCache
+from replicas.prefix_group import PrefixGroup
 from replicas.request import Req, ReqState
 from replicas.scheduler.plan import DecodePlan, SampleRow, TableWrite
+from replicas.scheduler.shared import SharedPrefixes
 
 
 class RunningBatch:
     """Requests in decode, in the order in which they joined."""
 
-    def __init__(self, kv: KvCache) -> None:
+    def __init__(self, kv: KvCache, *, cascade: bool) -> None:
         self._kv = kv
+        self._shared = SharedPrefixes() if cascade else None
         self.reqs: list[Req] = []
 
     def __len__(self) -> int:
@@ -58,6 +61,10 @@ class RunningBatch:
         last = [0 if ahead else req.ids[req.num_tokens - 1] for req in reqs]
         return rows, np.array(last, dtype=np.int32), seq_lens, slots
 
+    def prefix_groups(self, reqs: Sequence[Req], *, first: int = 0) -> tuple[PrefixGroup, ...]:
+        """Who of ``reqs``, the first of which is the step's row ``first``, begin with the same pages."""
+        return () if self._shared is None else self._shared.groups(reqs, first=first)
+
     def plan(
         self,
         reqs: Sequence[Req],
@@ -75,6 +82,7 @@ class RunningBatch:
             seq_lens=seq_lens,
             slots=slots,
             sampling=tuple(sample_row(req, num_ahead=0 if follows is None else 1) for req in reqs),
+            prefix_groups=self.prefix_groups(reqs),
             follows=follows,
         )
 

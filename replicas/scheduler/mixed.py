@@ -11,32 +11,33 @@ Thread:    scheduler thread only.
 Source:    Sarathi-Serve, Agrawal et al. 2024 (arXiv:2403.02310), "piggy-backed" decodes.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from replicas.request import Req
-from replicas.scheduler.decode import sample_row
+from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.decode import RunningBatch, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, TableWrite
 from replicas.scheduler.prefill import ExtendBatch
 
 
 def extend_plan(
     batch: ExtendBatch,
-    running: Sequence[Req],
+    running: RunningBatch,
     decode: tuple[np.ndarray, ...] | None,
     table_writes: tuple[TableWrite, ...],
 ) -> ExtendPlan:
     """The step of ``batch`` and, unless ``decode`` (see `RunningBatch.prepare`) is None, of all of ``running``."""
+    groups: tuple[PrefixGroup, ...] = ()
     rows, sampled = list(batch.rows), [req for req, row in zip(batch.reqs, batch.rows, strict=True) if row.sample]
     if decode is not None:
         rows += _decode_rows(decode)
         sampled += running
+        groups = running.prefix_groups(running.reqs, first=len(batch.rows))
     return ExtendPlan(
         table_writes=table_writes,
         rows=tuple(rows),
         sampling=tuple(sample_row(req) for req in sampled),
         num_decode=len(rows) - len(batch.rows),
+        prefix_groups=groups,
     )
 
 

@@ -57,7 +57,7 @@ class Scheduler:
             ageing_s=config.ageing_s,
             peek_len=kv.peek_len,
         )
-        self.running = RunningBatch(kv)
+        self.running = RunningBatch(kv, cascade=config.cascade)
         self.legs = Legs(kv, self._ratio, max_running=max_running)
         self.prefill = PrefillScheduler(
             kv,
@@ -175,7 +175,7 @@ class Scheduler:
         if batch.rows:
             self.made_progress = True
             self.under_way.begin([*batch.reqs, *(self.running if decode is not None else ())])
-            return extend_plan(batch, self.running.reqs, decode, self._table_writes())
+            return extend_plan(batch, self.running, decode, self._table_writes())
         if not self._mixed_steps:
             gave_way, decode = self._take_decode_slots()
         if decode is None:

@@ -121,6 +121,42 @@ def test_a_decode_result_is_the_same_bit_for_bit_in_a_mixed_step() -> None:
     assert torch.equal(cpu(extending), mixed[:130])
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("size", [2, 8, 32])
+@pytest.mark.parametrize("length", [128, 192, 256, 320])
+def test_a_group_with_one_prefix_equals_the_oracle(size: int, length: int, page_size: int) -> None:
+    """Contexts end at, just after, and far from the shared part's end; one request is in no group."""
+    lengths = [(length + 37 * (b % 5), 1) for b in range(size)]
+    step = make_step([(300, 1), *lengths], page_size=page_size, shared=[(list(range(1, size + 1)), length)])
+    assert error(step) < 1e-5
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1), (64, 1)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+def test_a_result_is_the_same_bit_for_bit_whether_its_prefix_is_read_with_others(
+    page_size: int, heads: tuple[int, int]
+) -> None:
+    """Two groups, one of them of more requests than a task takes; members are not neighbours."""
+    groups = [(list(range(0, 38, 2)), 256), ([1, 5, 7], 144)]
+    step = make_step([(300, 1)] * 38, num_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, shared=groups)
+    together = cpu(step).clone()
+    step.batch.prefix_groups = ()
+    assert torch.equal(cpu(step), together)
+
+
+def test_a_group_of_a_mixed_step_counts_from_its_first_row() -> None:
+    step = make_step([(40, 30), (300, 1), (290, 1), (500, 1)], num_decode=3, shared=[([1, 3], 256)])
+    assert error(step) < 1e-5
+
+
+def test_a_prefix_shared_by_a_group_is_read_from_its_first_member_alone() -> None:
+    """The second member's row is broken where the group says that it equals the first's: nobody looks there."""
+    step = make_step([(300, 1), (290, 1)], shared=[([0, 1], 256)])
+    wanted = cpu(step).clone()
+    step.batch.table[step.batch.rows[1], :256] = 0
+    assert torch.equal(cpu(step), wanted)
+
+
 def test_an_extend_result_is_the_same_bit_for_bit_alone_and_in_a_batch() -> None:
     step = make_step([(0, 150), (30, 40)])
     together = cpu(step, threads=2).clone()

@@ -1,0 +1,97 @@
+"""Numbers of one and two bytes beside sixteen floats: bfloat16, int8, and 8-bit floats (e4m3).
+
+Owns:      the bit tricks. An 8-bit float is a float's upper bits with another bias: shifted into place and multiplied
+           by 2 ** 120 it is that float, its subnormal numbers too (Micikevicius et al. 2022, arXiv:2209.05433).
+Never:     chooses scales; callers multiply.
+Invariant: narrowing rounds to nearest, ties to even; what was widened narrows to the same bits.
+Thread:    any; inside kernels only. Memory is named by address (int64, bytes).
+"""
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+
+from replicas.kernels.simd import (
+    IVEC,
+    VEC,
+    W,
+    emit_llvm,
+    emit_prefetch,
+    int_const,
+    op,
+    pointer_to,
+    splat_const,
+    vector,
+)
+
+BYTES = ir.VectorType(ir.IntType(8), W)
+HALVES = ir.VectorType(ir.IntType(16), W)
+INT8_MAX, FP8_MAX = 127.0, 448.0  # the largest magnitudes
+
+
+@op(types.void, types.int64)
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for the cache line at ``address``; never faults."""
+    emit_prefetch(builder, address)
+
+
+@op(vector, vector)
+def absolute(builder: Any, v: Any) -> Any:
+    return emit_llvm(builder, "llvm.fabs.v16f32", VEC, v)
+
+
+@op(vector, types.int64)
+def load_bf16(builder: Any, address: Any) -> Any:
+    halves = builder.load(pointer_to(builder, address, HALVES), align=2)
+    return builder.bitcast(builder.shl(builder.zext(halves, IVEC), int_const(16)), VEC)
+
+
+@op(types.void, types.int64, vector)
+def store_bf16(builder: Any, address: Any, value: Any) -> None:
+    halves = builder.trunc(_rounded(builder, builder.bitcast(value, IVEC), 16), HALVES)
+    builder.store(halves, pointer_to(builder, address, HALVES), align=2)
+
+
+@op(vector, types.int64)
+def load_int8(builder: Any, address: Any) -> Any:
+    return builder.sitofp(builder.sext(_load_bytes(builder, address), IVEC), VEC)
+
+
+@op(types.void, types.int64, vector)
+def store_int8(builder: Any, address: Any, value: Any) -> None:
+    """``value`` lies within -127 and 127."""
+    rounded = emit_llvm(builder, "llvm.rint.v16f32", VEC, value)
+    _store_bytes(builder, address, builder.trunc(builder.fptosi(rounded, IVEC), BYTES))
+
+
+@op(vector, types.int64)
+def load_fp8(builder: Any, address: Any) -> Any:
+    bits = builder.zext(_load_bytes(builder, address), IVEC)
+    sign = builder.shl(builder.and_(bits, int_const(0x80)), int_const(24))
+    magnitude = builder.shl(builder.and_(bits, int_const(0x7F)), int_const(20))
+    return builder.fmul(builder.bitcast(builder.or_(sign, magnitude), VEC), splat_const(2.0**120))
+
+
+@op(types.void, types.int64, vector)
+def store_fp8(builder: Any, address: Any, value: Any) -> None:
+    """``value`` lies within -448 and 448."""
+    bits = builder.bitcast(builder.fmul(value, splat_const(2.0**-120)), IVEC)
+    magnitude = _rounded(builder, builder.and_(bits, int_const(0x7FFFFFFF)), 20)
+    sign = builder.and_(builder.lshr(bits, int_const(24)), int_const(0x80))
+    _store_bytes(builder, address, builder.trunc(builder.or_(sign, magnitude), BYTES))
+
+
+def _rounded(builder: Any, bits: Any, dropped: int) -> Any:
+    """``bits`` without the lowest ``dropped`` ones, rounded to nearest, ties to even."""
+    odd = builder.and_(builder.lshr(bits, int_const(dropped)), int_const(1))
+    half = builder.add(odd, int_const((1 << (dropped - 1)) - 1))
+    return builder.lshr(builder.add(bits, half), int_const(dropped))
+
+
+def _load_bytes(builder: Any, address: Any) -> Any:
+    return builder.load(pointer_to(builder, address, BYTES), align=1)
+
+
+def _store_bytes(builder: Any, address: Any, value: Any) -> None:
+    builder.store(value, pointer_to(builder, address, BYTES), align=1)
