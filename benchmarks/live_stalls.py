@@ -5,10 +5,10 @@ chats write long answers; meanwhile prompts of 4,000 tokens arrive, one after an
 tokens of the chats (ITL), as their clients see it, with and without the long prompts, and the first token of the
 long prompts themselves.
 
-What to expect. A whole replica that takes a long prompt writes no token while a chunk of it runs (512 tokens each): the
-chats there stall for most of the prompt's time, those on the other replica do not. Apart, no chat stalls for a prompt;
-but all of them share one replica, so that each token takes longer in the median. That is the trade: a better p99 for a
-worse p50.
+What to expect. A whole replica that takes a long prompt makes one token of each chat there in each of the prompt's
+steps, which take many times a decode step: those chats are slower for all of the prompt's time, those on the other
+replica are not. (``scheduler.mixed_steps: false``: they stall for all of it.) Apart, a prompt slows no chat; but all of
+them share one replica, so that each token takes longer in the median. That is the trade: a better p99 for a worse p50.
 """
 
 import argparse
