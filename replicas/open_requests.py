@@ -21,6 +21,7 @@ class OpenRequests:
         """``finish``: takes a sequence out of the scheduler; idempotent."""
         self._finish = finish
         self._choices: dict[str, list[Choice]] = {}
+        self._by_req: dict[Req, Choice] = {}  # the same, for a token a request and step
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -35,6 +36,7 @@ class OpenRequests:
     def add(self, rid: str, choices: Sequence[Choice]) -> None:
         assert rid not in self._choices, f"request {rid} is open"
         self._choices[rid] = list(choices)
+        self._by_req.update((choice.req, choice) for choice in choices)
 
     def choices(self, rid: str) -> list[Choice]:
         """Those that have not ended; none of a request that is not open."""
@@ -46,7 +48,7 @@ class OpenRequests:
 
     def push(self, token: NewToken) -> TokenDelta:
         """Token -> delta; a stop string found here ends the request."""
-        req, choice = token.req, self._find(token.req)
+        req, choice = token.req, self._by_req[token.req]
         if token.token_id is None:
             return self._tell(choice)
         text, finish = choice.push(token.token_id)
@@ -62,7 +64,7 @@ class OpenRequests:
 
     def tell(self, req: Req) -> TokenDelta:
         """What is to be told of the open choice of ``req``, without a new token."""
-        return self._tell(self._find(req))
+        return self._tell(self._by_req[req])
 
     def _tell(self, choice: Choice, token: NewToken | None = None, text: str = "") -> TokenDelta:
         delta = choice.delta(token, text)
@@ -70,11 +72,9 @@ class OpenRequests:
             self._forget(choice)
         return delta
 
-    def _find(self, req: Req) -> Choice:
-        return next(choice for choice in self._choices[req.rid] if choice.req is req)
-
     def _forget(self, choice: Choice) -> None:
         choices = self._choices[choice.req.rid]
         choices.remove(choice)
+        del self._by_req[choice.req]
         if not choices:
             del self._choices[choice.req.rid]

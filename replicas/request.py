@@ -167,7 +167,7 @@ class Req:
     @property
     def max_remaining(self) -> int:
         """Output tokens it may still make."""
-        return self.sampling.max_new_tokens - self.num_output
+        return self.sampling.max_new_tokens + self.prompt_len - self.num_tokens
 
     def move(self, state: ReqState) -> None:
         """Change state; an illegal move raises."""

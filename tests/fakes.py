@@ -38,6 +38,8 @@ class FakeDevice:
     def _extend(self, plan: ExtendPlan) -> list[int]:
         written = np.concatenate([row.slots for row in plan.rows])
         assert len(np.unique(written)) == len(written), "two tokens of a step share a slot"
+        for row in plan.rows[len(plan.rows) - plan.num_decode :]:
+            self.table[row.row, row.prefix_len] = row.slots[0]
         for row in plan.rows:
             self._store(row.row, row.prefix_len, row.token_ids, row.slots)
         return [
@@ -50,6 +52,7 @@ class FakeDevice:
         if plan.follows is not None:
             token_ids = np.array(self._sampled, dtype=np.int32)[plan.follows]
         for row, token, seq_len, slot in zip(plan.rows, token_ids, plan.seq_lens, plan.slots, strict=True):
+            self.table[row, seq_len - 1] = slot
             self._store(int(row), int(seq_len) - 1, np.array([token]), np.array([slot]))
         return [self._next(int(row), int(n)) for row, n in zip(plan.rows, plan.seq_lens, strict=True)]
 

@@ -148,10 +148,13 @@ class KvCache:
 
     def pages_needed_decode(self, reqs: Sequence[Req]) -> int:
         """Pages that `extend_decode` would take."""
-        return sum(_holding(req).kv_len % self.page_size == 0 for req in reqs)
+        page_size = self.page_size
+        return sum([_holding(req).kv_len % page_size == 0 for req in reqs])
 
     def extend_decode(self, reqs: Sequence[Req]) -> Slots:
         """One more slot for each of ``reqs`` (SPEC D07, F10; K3: once for the batch, K2: at column kv_len, from 0).
+
+        The next plan must be of exactly these: the slots are not among `drain_table_writes`, since it names them.
 
         Returns: [B] slots. Raises: PagesExhausted; nobody gets a slot then.
         """
@@ -252,7 +255,8 @@ class KvCache:
         self._store.flush()
 
     def drain_table_writes(self) -> tuple[Write, ...]:
-        """(row, start, slots) of every change of the table since the last call; for the next plan."""
+        """(row, start, slots) of every change of the table since the last call, but for those of `extend_decode`; for
+        the next plan."""
         return self._table.drain_writes()
 
     def drain_events(self) -> tuple[CacheEvent, ...]:

@@ -3,7 +3,7 @@
 Owns:      the rows and who may use them; the log of writes that the devices' copies have yet to make.
 Never:     knows pages, trees or devices; every rank's own copy follows the log (runner/batch.py).
 Invariant: row r is valid on [0, valid_len(r)): each entry there was written since the row was taken, and that write is
-           in the log or was drained from it. Row 0 is a dummy and is never handed out.
+           in the log, was drained from it, or is one of `append_each`. Row 0 is a dummy and is never handed out.
 Thread:    scheduler thread only.
 """
 
@@ -71,13 +71,14 @@ class ReqToTokenPool:
         self._log.setdefault(row, []).append((row, start, slots))
 
     def append_each(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], slots: Slots) -> None:
-        """One new position for each of B rows: position ``positions[b]`` of ``rows[b]`` lives in ``slots[b]``."""
+        """One new position for each of B rows: position ``positions[b]`` of ``rows[b]`` lives in ``slots[b]``.
+
+        Not logged: the plan that comes of it says all of that anyway, and ranks write their copies from it.
+        """
         assert self._taken[rows].all(), "a row is not taken"
         assert (self._valid_len[rows] == positions).all(), "a write would leave a gap, or change the past"
         self._slots[rows, positions] = slots
         self._valid_len[rows] = positions + 1
-        for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            self._log.setdefault(row, []).append((row, position, slots[i : i + 1]))
 
     def view(self, row: int, start: int, end: int) -> Slots:
         """[end - start] slots of positions [start, end); a view, changed by later writes."""

@@ -33,6 +33,10 @@ class DeviceTable:
             index = torch.from_numpy(np.concatenate(cells)).to(self.slots.device)
             self.slots.view(-1).index_copy_(0, index, values.to(self.slots.device))
 
+    def append(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Position ``positions[b]`` of ``rows[b]`` now lives in ``slots[b]``; all [B], on the table's device."""
+        self.slots.index_put_((rows, positions), slots.int())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
@@ -55,9 +59,12 @@ class DeviceBatch:
 
 
 def build(plan: StepPlan, table: DeviceTable, device: torch.device) -> DeviceBatch:
-    """The tensors of ``plan``; applies its table writes first."""
+    """The tensors of ``plan``; applies its table writes first, and enters the slots of the rows that decode."""
     table.apply(plan.table_writes)
-    return _decode(plan, table, device) if isinstance(plan, DecodePlan) else _extend(plan, table, device)
+    batch = _decode(plan, table, device) if isinstance(plan, DecodePlan) else _extend(plan, table, device)
+    if size := batch.meta.num_decode:
+        table.append(batch.meta.rows[-size:], batch.meta.positions[-size:], batch.meta.out_slots[-size:])
+    return batch
 
 
 def _decode(plan: DecodePlan, table: DeviceTable, device: torch.device) -> DeviceBatch:

@@ -2,6 +2,8 @@
 
 Owns:      nothing; these are values.
 Invariant: every slot that a plan writes belongs to the request whose row it is; no two rows of a plan write one slot.
+           The slots of rows that decode are not among ``table_writes``: each rank enters them into its table itself, at
+           the last position of the row's sequence, before the step.
 """
 
 from dataclasses import dataclass, field

@@ -4,6 +4,7 @@ Owns:      nothing; values, and the rule by which a token ends a request.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from replicas.request import Req
 from replicas.types import Finish, FinishReason, TokenLogprob
@@ -14,8 +15,7 @@ BROKEN_LOGITS = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NewToken:
+class NewToken(NamedTuple):
     """One sampled token of one request; ``req.finish`` is set when it was its last."""
 
     req: Req
@@ -49,10 +49,11 @@ class Counters:
 
 def stop_reason(req: Req) -> Finish | None:
     """Whether the last token of ``req`` ends it by id or by length; stop strings are the detokenizer's."""
-    if req.num_output > 0:
+    num_output, stop_ids = req.num_output, req.stop_ids
+    if stop_ids and num_output >= max(1, req.sampling.min_new_tokens):
         last = int(req.ids[req.num_tokens - 1])
-        if req.num_output >= req.sampling.min_new_tokens and last in req.stop_ids:
+        if last in stop_ids:
             return Finish(reason=FinishReason.STOP, matched=last)
-    if req.max_remaining <= 0:
+    if num_output >= req.sampling.max_new_tokens:
         return Finish(reason=FinishReason.LENGTH)
     return None

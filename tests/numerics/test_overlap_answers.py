@@ -6,6 +6,7 @@ in, and that its inputs are what the ranks remember (`DecodePlan.follows`), told
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -24,10 +25,10 @@ PROMPTS = np.random.default_rng(5).integers(1000, 20_000, (6, 40)).astype(np.int
 Answer = tuple[list[int], str, tuple[float, ...], object, object]  # ids, text, logprobs, usage, finish
 
 
-def make_engine(overlap: str, *, tp: int = 1, pages: int = 256) -> Engine:
+def make_engine(overlap: Literal["on", "off"], *, tp: int = 1) -> Engine:
     return load_engine(
         MODEL,
-        cache=CacheConfig(page_size=16, max_total_tokens=16 * pages),
+        cache=CacheConfig(page_size=16, max_total_tokens=4096),
         scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8, overlap=overlap),
         parallel=ParallelConfig(tp=tp),
         num_threads=1,

@@ -41,6 +41,7 @@ class KvUnderLoad(RuleBasedStateMachine):
         for row, start, values in self.kv.drain_table_writes():
             self.device[row, start : start + len(values)] = values
         assert req.holding is not None
+        self.device[req.holding.row, req.computed_len : req.holding.kv_len] = slots  # the plan's own
         for position, slot in zip(range(req.computed_len, req.holding.kv_len), slots.tolist(), strict=True):
             self.content[slot] = (req.salt, tuple(req.ids[: position + 1].tolist()))
         req.computed_len = req.holding.kv_len

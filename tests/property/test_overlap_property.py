@@ -115,7 +115,7 @@ def test_every_answer_is_the_oracles_with_steps_made_ahead(
     run = Run(-(-(longest + spare) // page_size), page_size, overlap="on", mixed_steps=mixed_steps)
     for action in actions:
         match action:
-            case ("arrive", int(prefix), list(tail), int(length), str(end), int(after), deadline_s):
+            case ("arrive", int(prefix), list(tail), int(length), str(end), int(after), float() | None as deadline_s):
                 run.arrive([*PREFIXES[prefix], *tail], length, end, after, deadline_s)
             case ("abort", int(index)):
                 run.take(run.engine.abort(f"r{index}"))
