@@ -14,6 +14,7 @@ answer. `elsewhere s` is CPU time that neither the server nor the client took: n
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -25,7 +26,7 @@ from benchmarks.peers.cells import FULL, QUICK
 from benchmarks.peers.compare import Comparison, Plan
 from benchmarks.peers.install import PEERS, InstallFailed, ensure
 from benchmarks.peers.systems import MODEL, Place, systems
-from benchmarks.peers.table import Book, reasons, table
+from benchmarks.peers.table import reasons, table
 from benchmarks.peers.words import Words
 from benchmarks.report import machine_facts, to_json
 
@@ -76,10 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 comparison.miss(system.name, f"not installed: {error}")
     if options.only_install:
         return 1 if comparison.book.absent else 0
-    return _report(comparison.run(), comparison, plan, options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both stop the server, and what there is is reported
+    try:
+        comparison.run()
+    except KeyboardInterrupt:
+        _say("interrupted; this was measured until now")
+    return _report(comparison, plan, options)
 
 
-def _report(book: Book, comparison: Comparison, plan: Plan, options: argparse.Namespace) -> int:
+def _report(comparison: Comparison, plan: Plan, options: argparse.Namespace) -> int:
+    book = comparison.book
     names = [system.name for system in plan.systems]
     sentences, agreed = compare(comparison.answers, [system.name for system in plan.systems if system.exact])
     facts = machine_facts()

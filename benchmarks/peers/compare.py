@@ -53,6 +53,7 @@ class Comparison:
         self._say(f"{system}: {why}")
 
     def run(self) -> Book:
+        """All rounds. What an interrupted run has measured is in `book`."""
         for round_ in range(self._plan.rounds):
             for system in self._plan.systems if round_ % 2 == 0 else reversed(self._plan.systems):
                 if system.name not in self._absent:

@@ -72,7 +72,8 @@ def reasons(book: Book, cells: Sequence[Cell], systems: Sequence[str]) -> list[s
 def _cells(book: Book, cell: str, system: str, ours: Sequence[str]) -> tuple[str, ...]:
     whole = book.whole(cell, system)
     if not whole:
-        why = "not installed or not started" if system in book.absent else "did not finish"
+        why = "not run" if not book.of(cell, system) else "did not finish"
+        why = "not installed or not started" if system in book.absent else why
         return (why, *[""] * (len(HEADER) - 1 + len(ours)))
     figures: tuple[tuple[Callable[[Measured], float | None], float], ...] = (
         (lambda run: run.tokens_per_s, 1),
