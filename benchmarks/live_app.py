@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +30,61 @@ def serving(config_file: str, args: Mapping[str, Any], *, observatory: bool = Tr
     Args: observatory: False leaves out what stands in the file beside the application itself.
     Yields: the URL, once it is ready. Raises: RuntimeError with the log of an application that did not start.
     """
+    applications = yaml.safe_load((ROOT / config_file).read_text())["applications"]
+    applications[0]["args"].update(args)
+    with running(applications if observatory else applications[:1], answers_at=["/health"]) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running(
+    applications: Sequence[Mapping[str, Any]],
+    *,
+    answers_at: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """``applications`` as Serve's configuration file has them, on a free port.
+
+    Args: answers_at: paths that answer 200 once all is ready; environment: beside this process's own.
+    Yields, raises: as `serving`.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    config = yaml.safe_load((ROOT / config_file).read_text())
-    config["http_options"]["port"] = port
-    config["applications"][0]["args"].update(args)
-    if not observatory:
-        del config["applications"][1:]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    config = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": list(applications),
+    }
+    own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as folder:
         file, log = Path(folder) / "serve_config.yaml", Path(folder) / "serve.log"
         file.write_text(yaml.safe_dump(config))
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "deployments", "serve", str(file)],
-                stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
+                stdout=out, stderr=subprocess.STDOUT, env={**own, **(environment or {})}, cwd=ROOT,
+                start_new_session=True,
             )  # fmt: skip
         try:
-            _wait_ready(process, log)
+            _wait_ready(process, log, [f"http://127.0.0.1:{port}{path}" for path in answers_at])
             yield f"http://127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(STOP_S)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, urls: Sequence[str]) -> None:
     deadline_s = time.monotonic() + START_S
-    while "Try it:" not in log.read_text():
+    while not all(_answers(url) for url in urls):
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise RuntimeError(f"the application did not start:\n{log.read_text()}")
         time.sleep(0.2)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False

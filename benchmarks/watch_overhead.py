@@ -27,21 +27,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
-import psutil
 
 from benchmarks import live_app
 from benchmarks.client import Client, ClosedLoop
 from benchmarks.report import Row, publish
+from benchmarks.server_cpu import cpu_by_part, difference
 from benchmarks.workloads import random_lengths
 
 SECTION = "watched (metrics, scrapes, one live view) and not, 2 replicas, 8 streams"
 MODES = {"not watched": False, "watched": True}
-# in the title of a process -> what it is called here
-PARTS = {
-    "ModelReplica": "replicas", ":Router": "router", ":Observatory": "observatory", "ProxyActor": "HTTP proxy",
-    "ServeController": "Serve controller",
-}  # fmt: skip
-REST = "rest of Ray"
 SCRAPE_S = 3.0
 IDLE_S = 15.0
 MAX_S = 240.0
@@ -110,20 +104,6 @@ async def measure(url: str, sizes: Sizes, seed: int, *, watched: bool) -> tuple[
         await asyncio.sleep(IDLE_S)
         idle = {part: used_s / IDLE_S for part, used_s in difference(before, cpu_by_part()).items()}
     return Start(batches=tuple(found[1:]), idle=idle), seen
-
-
-def cpu_by_part() -> dict[str, float]:
-    """User and system time of all that this process has started and that runs now, by part of the application."""
-    total = dict.fromkeys((*PARTS.values(), REST), 0.0)
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            title, times = " ".join(process.cmdline()), process.cpu_times()
-            total[next((part for name, part in PARTS.items() if name in title), REST)] += times.user + times.system
-    return total
-
-
-def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    return {part: after[part] - before[part] for part in after}
 
 
 @contextlib.asynccontextmanager

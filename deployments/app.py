@@ -39,9 +39,14 @@ DRAIN_LOOK_S = 0.5  # how often a leaving replica looks whether it is idle
 
 def build(args: dict[str, Any]) -> Application:
     """The application. Raises: InvalidConfig, saying which setting, why, and what is allowed."""
+    return build_of(ModelReplica, args)
+
+
+def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
+    """As `build`, with another class of model replicas, as benchmarks have."""
     config, settings = checked(args)
     replicas = [
-        serve.deployment(ModelReplica)
+        serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))
         .bind(settings, role.value)
         for role in roles_of(config)

@@ -28,7 +28,7 @@ from deployments.request_ids import name_of
 from deployments.rids import new_rid
 from deployments.routed import Routed, routed_of
 from deployments.service import Service, service_of
-from deployments.streaming import DONE, answer, collected, merged, sse, stream
+from deployments.streaming import DONE, TextEvents, answer, collected, merged, sse, stream
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, Usage
 
@@ -70,7 +70,9 @@ class ChatJob:
     async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
+        only_text = not (continuous or self.body.return_token_ids or self.body.logprobs)
         usages: dict[tuple[int, int], Usage] = {}
+        plain: dict[int, TextEvents] = {}  # by choice
         async for _, delta in merged([routed.stream(self.request)]):
             begins = (0, delta.index) not in usages
             usages[0, delta.index] = delta.usage
@@ -79,11 +81,22 @@ class ChatJob:
                 content["content"] = delta.text
             if not (content or delta.finish or delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
                 continue
+            if only_text and not begins and delta.finish is None:
+                if delta.index not in plain:
+                    plain[delta.index] = self._text_events(delta)
+                yield plain[delta.index].event(delta.text)
+                continue
             chunk = self._body("chat.completion.chunk", [self._choice(delta, "delta", content)])
             yield sse({**chunk, "usage": usage_body(usages)} if continuous else chunk)
         if options is not None and options.include_usage:
             yield sse({**self._body("chat.completion.chunk", []), "usage": usage_body(usages)})
         yield DONE
+
+    def _text_events(self, delta: TokenDelta) -> TextEvents:
+        """Of the choice that ``delta`` is of, while it has nothing but text."""
+        return TextEvents(
+            lambda text: self._body("chat.completion.chunk", [self._choice(delta, "delta", {"content": text})])
+        )
 
     def _choice(self, delta: TokenDelta, part: str, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = None

@@ -30,7 +30,7 @@ from deployments.request_ids import name_of
 from deployments.rids import new_rid
 from deployments.routed import Routed, routed_of
 from deployments.service import Service, service_of
-from deployments.streaming import DONE, answer, collected, merged, sse, stream
+from deployments.streaming import DONE, TextEvents, answer, collected, merged, sse, stream
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, TokenIds, Usage
 
@@ -72,8 +72,11 @@ class CompletionJob:
 
     async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+        only_text = not (continuous or self.body.return_token_ids or self.body.logprobs is not None)
         usages: dict[tuple[int, int], Usage] = {}
         offsets: dict[tuple[int, int], int] = {}
+        plain: dict[tuple[int, int], TextEvents] = {}
         async for number, delta in merged([routed.stream(request) for request in self.requests]):
             key = (number, delta.index)
             begins = key not in usages
@@ -81,13 +84,21 @@ class CompletionJob:
             text = (self.prompts[number] if begins else "") + delta.text
             if not (text or delta.finish or delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
                 continue
+            if only_text and delta.finish is None:
+                if key not in plain:
+                    plain[key] = self._text_events(number, delta)
+                yield plain[key].event(text)
+                continue
             choice = self._choice(number, delta, text=text, offset=offsets.get(key, 0))
             offsets[key] = offsets.get(key, 0) + len(text)
-            continuous = options is not None and options.continuous_usage_stats
             yield sse(self._body([choice], usage_body(usages) if continuous else None))
         if options is not None and options.include_usage:
             yield sse(self._body([], usage_body(usages)))
         yield DONE
+
+    def _text_events(self, number: int, delta: TokenDelta) -> TextEvents:
+        """Of the choice that ``delta`` is of, while it has nothing but text."""
+        return TextEvents(lambda text: self._body([self._choice(number, delta, text=text, offset=0)], None))
 
     def _choice(self, number: int, delta: TokenDelta, *, text: str, offset: int) -> dict[str, Any]:
         logprobs = None

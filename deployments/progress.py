@@ -68,8 +68,10 @@ class Progress:
             if self._cached_tokens[index] is None:
                 self._cached_tokens[index] = delta.usage.cached_tokens
         usage, cached_tokens = delta.usage, self._cached_tokens[index]
-        if cached_tokens is not None:
+        if cached_tokens is not None and cached_tokens != usage.cached_tokens:
             usage = dataclasses.replace(usage, cached_tokens=cached_tokens)
+        elif index == delta.index and delta.rid == self.request.rid:
+            return delta  # of the first try: as it came, without a copy a token
         return dataclasses.replace(delta, rid=self.request.rid, index=index, usage=usage)
 
     def check(self) -> None:

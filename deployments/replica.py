@@ -51,7 +51,7 @@ class ModelReplica:
             port = _metrics_port(config)  # before the weights: what cannot be is said at once
             if port is not None:
                 undo.callback(port.close)
-            engine = _load(config, Role(role))
+            engine = self.load(config, Role(role))
             loop = EngineLoop(engine)
             loop.start()
             undo.callback(loop.stop)
@@ -67,6 +67,23 @@ class ModelReplica:
             )
             undo.pop_all()  # nothing failed: `__del__` ends it
         log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())
+
+    @staticmethod
+    def load(config: AppConfig, role: Role) -> Engine:
+        """The engine; a class that has another overrides it."""
+        return load_engine(
+            local_path(config.model.path),
+            cache=config.cache,
+            scheduler=config.scheduler,
+            parallel=config.parallel,
+            attention=config.attention,
+            num_threads=max(1, int(config.replicas.cpus)),
+            dtype=config.model.dtype,
+            context_len=config.model.context_len,
+            workers=_workers(config),
+            record_events=True,
+            transfer=_transfer(config, role),
+        )
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
         return await self._served.attach(address)
@@ -105,22 +122,6 @@ class ModelReplica:
         served = getattr(self, "_served", None)  # the constructor may have failed
         if served is not None:
             await served.stop()
-
-
-def _load(config: AppConfig, role: Role) -> Engine:
-    return load_engine(
-        local_path(config.model.path),
-        cache=config.cache,
-        scheduler=config.scheduler,
-        parallel=config.parallel,
-        attention=config.attention,
-        num_threads=max(1, int(config.replicas.cpus)),
-        dtype=config.model.dtype,
-        context_len=config.model.context_len,
-        workers=_workers(config),
-        record_events=True,
-        transfer=_transfer(config, role),
-    )
 
 
 def _metrics_port(config: AppConfig) -> MetricsServer | None:
