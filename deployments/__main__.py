@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from deployments import ray_env
+from deployments import haproxy, ray_env
 
 DEFAULT = "serve_config.yaml"
 URL = "http://127.0.0.1:8000"
@@ -22,9 +22,18 @@ def main() -> int:
 
         return explain.run(args.url, args.rid, as_json=args.json)
     ray_env.prepare()
-    from deployments import serve  # imports Ray, which reads the environment; the others do without
+    if args.command == "serve":
+        with haproxy.prepared(os.environ, host=haproxy.host_of(args.config), warn=_warn):
+            from deployments import serve  # imports Ray, which reads the environment; the others do without
 
-    return serve.run(args.config) if args.command == "serve" else serve.check(args.config)
+            return serve.run(args.config)
+    from deployments import serve
+
+    return serve.check(args.config)
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
