@@ -1,8 +1,9 @@
 """Same answer on every path: SmolLM2's greedy ids and seeded samples do not depend on how the engine got there.
 
 {miss, hit, partial hit} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed,
-not} (DESIGN.md section 3), whole for one rank and in its corners for three. The greedy oracle is Transformers in fp32;
-the sampled one is the plainest path of ours.
+not} (DESIGN.md section 3), whole for one rank and in its corners for three. In a busy batch some of the answer's tokens
+are made in steps that mix: prompts of others come while it is written. The greedy oracle is Transformers in fp32; the
+sampled one is the plainest path of ours.
 """
 
 import itertools
@@ -27,6 +28,7 @@ TEXT = (
     "He ran from door to door, shouting, until the old pilot took him by the shoulder and asked, very slowly, what flag"
 )
 NUM_NEW = 20
+NUM_EARLY = 3  # tokens of "asked" before the others' prompts come
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
 def make_engine(page: int, chunk: int, *, tp: int) -> Engine:
@@ -89,16 +91,24 @@ def seeded_oracle(prompt: np.ndarray) -> list[int]:
     return run(engine, {"plain": (prompt, SEEDED)})["plain"]
 
 
+Prompts = dict[str, tuple[np.ndarray, SamplingParams]]
+
+
 def run(
-    engine: Engine, prompts: dict[str, tuple[np.ndarray, SamplingParams]], *, retract: str | None = None
+    engine: Engine, prompts: Prompts, *, retract: str | None = None, late: Prompts | None = None
 ) -> dict[str, list[int]]:
-    """Output ids by rid; ``retract`` names a request that loses its pages in the middle of its answer."""
-    made: dict[str, list[int]] = {rid: [] for rid in prompts}
+    """Output ids by rid; ``retract`` names a request that loses its pages in the middle of its answer, ``late`` come
+    when "asked" has made NUM_EARLY tokens."""
+    late = dict(late or {})
+    made: dict[str, list[int]] = {rid: [] for rid in (*prompts, *late)}
     for rid, (ids, sampling) in prompts.items():
         engine.submit(GenerateRequest(rid=rid, token_ids=ids, sampling=sampling))
     while engine.has_work:
         for delta in engine.step():
             made[delta.rid] += delta.token_ids
+        while late and len(made["asked"]) >= NUM_EARLY:
+            rid, (ids, sampling) = late.popitem()
+            engine.submit(GenerateRequest(rid=rid, token_ids=ids, sampling=sampling))
         if retract is not None and len(made[retract]) == NUM_NEW // 2:
             engine.scheduler.retraction.retract(next(req for req in engine.scheduler.running if req.rid == retract))
             retract = None
@@ -148,15 +158,15 @@ def check_answer(
     one = SamplingParams(max_new_tokens=1, temperature=0.0)
     if cached != "miss":
         run(engine, {"prime": (prompt if cached == "hit" else np.append(prompt[:40], [5, 6, 7]).astype(np.int32), one)})
-    before = engine.stats().cached_tokens
-    requests = {"asked": (prompt, sampling)}
+    before, requests, late = engine.stats(), {"asked": (prompt, sampling)}, {}
     if busy:
-        others = {f"other{i}": (prompt[10 * i : 10 * i + 30], GREEDY if i % 2 else SEEDED) for i in range(1, 4)}
-        requests = {"other0": (prompt[3:50], SEEDED), **requests, **others}
-    made = run(engine, requests, retract="asked" if retracted else None)
+        requests = {"other0": (prompt[3:50], SEEDED), **requests}
+        late = {f"other{i}": (prompt[10 * i : 10 * i + 30], GREEDY if i % 2 else SEEDED) for i in range(1, 4)}
+    made = run(engine, requests, retract="asked" if retracted else None, late=late)
     page = engine.config.cache.page_size
     expected = {"miss": 0, "partial": 40 // page * page, "hit": (len(prompt) - 1) // page * page}[cached]
-    assert engine.stats().cached_tokens - before == expected
+    assert engine.stats().cached_tokens - before.cached_tokens == expected
+    assert not busy or engine.stats().num_mixed_steps > before.num_mixed_steps
     assert made["asked"] == (oracles.greedy if sampling is GREEDY else oracles.seeded)
     pool = engine.stats().pool
     assert pool.free_pages + pool.evictable_pages == pool.num_pages
