@@ -196,6 +196,6 @@ def _attention(engine: Engine) -> list[tuple[object, str]]:
 
 def _runner(engine: Engine) -> ModelRunner:
     """Rank 0's runner: the engine itself knows only how to launch a plan."""
-    ranks = getattr(engine._launch, "__self__", None)
+    ranks = getattr(engine.steps.launch, "__self__", None)
     assert isinstance(ranks, Ranks), "this engine was not built by load_engine; its steps cannot be taken apart"
     return ranks.runner

@@ -12,10 +12,8 @@ Thread:    whoever calls `step`; one thread only, except `check` (read-only).
     abort  -> Scheduler.finish ┘
 
 With overlap, decode step n + 1 is made and launched before the result of step n is waited for; it is then under way
-between two calls of `step`, and whatever ends a request meanwhile leaves its row there unheeded (scheduler/ahead.py):
-
-    step:   schedule, launch n, schedule_ahead, launch n + 1, result n, apply n
-    step:                       schedule_ahead, launch n + 2, result n + 1, apply n + 1
+between two calls of `step`, and whatever ends a request meanwhile leaves its row there unheeded (stepping.py,
+scheduler/ahead.py).
 
 A leg of a hand-off goes to `HandOffs` (disagg/), which tells the scheduler; what happens at its desk is taken first in
 every step, and by `poll` while nothing runs.
@@ -23,7 +21,7 @@ every step, and by `poll` while nothing runs.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvtransfer import observe
 from kvtransfer.payload import KvBytes
@@ -42,24 +40,14 @@ from replicas.intake import Intake
 from replicas.observer import Observer
 from replicas.open_requests import OpenRequests
 from replicas.request import Req
-from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
-from replicas.stats import StepClock, snapshot
+from replicas.stats import snapshot
+from replicas.stepping import Launch, Stepping
 from replicas.tokenizer import Tokenizer
 from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
 
 CacheEvents = tuple[CacheEvent, ...]  # in order
-Launch = Callable[[StepPlan], PendingStep]  # starts a plan on all ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """A step that was launched and not applied."""
-
-    plan: StepPlan
-    pending: PendingStep
-    launched_s: float
 
 
 class Engine:
@@ -90,17 +78,14 @@ class Engine:
         self.tokenizer = tokenizer
         self.kv = kv
         self.scheduler = Scheduler(kv, config.scheduler, max_running=max_running, clock=clock)
-        self._launch = launch
         self._overlap = config.scheduler.overlap == "on"
-        self._under_way: Launched | None = None
-        self._applied_s = clock()  # when the last step was
         self._clock = clock
         self._close = close
         self.dead_rank = dead_rank  # a sentence when another rank is gone; any thread may ask
         self.kv_bytes = kv_bytes  # of all ranks; for replay.py
         self.start_times = dict(start_times or {})
-        self._steps = StepClock()
         self._distributions = Distributions()
+        self.steps = Stepping(launch, self.scheduler, self._distributions, clock=clock)
         self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_desk=desk is not None)
         self._open = OpenRequests(self.scheduler.finish)
         self._observer = Observer(kv, kv_bytes)
@@ -122,7 +107,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._under_way is not None
+        return self.scheduler.has_work or self.steps.under_way
 
     @property
     def transfer_error(self) -> EngineDead | None:
@@ -134,7 +119,7 @@ class Engine:
     def idle_s(self) -> float | None:
         """Seconds in which nothing can happen here unless an event, a command or another thread brings it; None while
         there is something to do."""
-        if self.scheduler.only_away and self._under_way is None:
+        if self.scheduler.only_away and not self.steps.under_way:
             next_s = self.scheduler.deadlines.next_s
             return float("inf") if next_s is None else max(0.0, next_s - self._clock())
         return None
@@ -187,15 +172,15 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Run one step: what it added to every choice, and the ends of those whose deadline passed."""
         deltas = self.poll()
-        if self._under_way is None:
+        if not self.steps.under_way:
             deltas += self._start()
-        if self._under_way is not None:
+        if self.steps.under_way:
             deltas += self._apply(ahead=self._overlap and not observe.enabled())  # observers are told every input
         return deltas
 
     def land(self) -> list[TokenDelta]:
         """End the step that is under way, if one is; none is afterwards. Returns: what it added."""
-        return self._apply(ahead=False) if self._under_way is not None else []
+        return self._apply(ahead=False) if self.steps.under_way else []
 
     def poll(self) -> list[TokenDelta]:
         """Take what happened at the transfer desk since the last call; microseconds when nothing did."""
@@ -240,7 +225,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; engine thread only."""
-        stats = snapshot(self.scheduler, self.kv, self._steps, now_s=self._clock())
+        stats = snapshot(self.scheduler, self.kv, self.steps.times, now_s=self._clock())
         if self._hand_offs is None:
             return stats
         return replace(stats, num_handing_off=self._hand_offs.num_handing_off, transfer=self._hand_offs.stats())
@@ -263,40 +248,22 @@ class Engine:
         if self._hand_offs is not None:
             self._hand_offs.before_step()
         if plan is not None:
-            self._under_way = self._launched(plan)
+            self.steps.begin(plan)
         return deltas
 
-    def _launched(self, plan: StepPlan) -> Launched:
-        launched_s = self._clock()
-        return Launched(plan=plan, pending=self._launch(plan), launched_s=launched_s)
-
     def _apply(self, *, ahead: bool) -> list[TokenDelta]:
-        """Wait for the step under way and take it in; before that, launch the next one if ``ahead`` and it can be."""
-        step = self._under_way
-        assert step is not None
-        plan = self.scheduler.schedule_ahead() if ahead else None
-        self._under_way = self._launched(plan) if plan is not None else None
-        tokens = self.scheduler.apply(step.plan, step.pending.result())
+        """Take in the step under way, before which the next one may be launched."""
+        step, tokens = self.steps.end(ahead=ahead)
         if self._hand_offs is not None:
             tokens = self._hand_offs.after_step(tokens)
         deltas = self._tell_tokens(tokens)
         if observe.enabled():
             self._observer.after_step(step.plan, tokens)
-        self._count(step)
+        self.steps.count(step)
         return deltas
 
     def _tell_tokens(self, tokens: list[NewToken]) -> list[TokenDelta]:
         return [self._open.push(token) for token in tokens]
-
-    def _count(self, step: Launched) -> None:
-        """A step takes from its launch, or from the end of the one before it, to the end of all that is made of it."""
-        started_s, self._applied_s = max(step.launched_s, self._applied_s), self._clock()
-        plan, step_s = step.plan, self._applied_s - started_s
-        is_extend, num_rows = isinstance(plan, ExtendPlan), len(plan.rows)
-        num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
-        num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
-        self._steps.record(step_s, num_prompt, is_extend=is_extend, is_mixed=is_extend and num_prompt < num_new)
-        self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
 
     def _make_choices(self, request: GenerateRequest) -> list[Choice]:
         return [

@@ -94,13 +94,14 @@ class RunningBatch:
 
 def sample_row(req: Req, num_ahead: int = 0) -> SampleRow:
     """What the sampler needs to choose the next token of ``req``, or the one ``num_ahead`` after it."""
+    num_tokens, prompt_len, ids = req.num_tokens, req.prompt_len, req.ids
     return SampleRow(
-        params=req.sampling,
-        position=req.num_tokens + num_ahead,
-        num_output=req.num_output + num_ahead,
-        stop_ids=req.stop_ids,
-        prompt_ids=req.ids[: req.prompt_len],
-        output_ids=req.output_ids,
-        return_logprobs=req.return_logprobs,
-        top_logprobs=req.top_logprobs,
+        req.sampling,
+        num_tokens + num_ahead,
+        num_tokens - prompt_len + num_ahead,
+        req.stop_ids,
+        ids[:prompt_len],
+        ids[prompt_len:num_tokens],
+        req.return_logprobs,
+        req.top_logprobs,
     )

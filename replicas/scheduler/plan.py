@@ -7,7 +7,7 @@ Invariant: every slot that a plan writes belongs to the request whose row it is;
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -85,9 +85,8 @@ class DecodePlan:
 StepPlan = ExtendPlan | DecodePlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampleRow:
-    """What the sampler needs for one token; only rank 0 reads it.
+class SampleRow(NamedTuple):
+    """What the sampler needs for one token; only rank 0 reads it. A tuple: one is made for every token.
 
     ``prompt_ids`` and ``output_ids`` are views of the request's own buffer, read only when penalties ask for them.
     """

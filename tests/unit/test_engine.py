@@ -163,7 +163,7 @@ def test_broken_logits_end_their_own_request_and_no_other() -> None:
         broken = [BROKEN if row.params.seed == 13 else int(token) for row, token in pairs]
         return StepResult(token_ids=np.array(broken, dtype=np.int32))
 
-    engine._launch = at_once(execute)
+    engine.steps.launch = at_once(execute)
     engine.submit(ask("sound", PROMPT))
     engine.submit(ask("broken", [50, 51], seed=13))
     deltas = finish_all(engine)

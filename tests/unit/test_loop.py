@@ -86,7 +86,7 @@ def test_an_asker_whose_event_loop_was_closed_meanwhile_does_no_harm_to_the_engi
 async def test_a_consumer_that_leaves_aborts_its_request_and_frees_its_pages() -> None:
     gate = threading.Semaphore(3)
     engine, device = fake_engine()
-    engine._launch = at_once(lambda plan: gate.acquire() and device.execute(plan))
+    engine.steps.launch = at_once(lambda plan: gate.acquire() and device.execute(plan))
     loop = EngineLoop(engine)
     loop.start()
     stream = loop.generate(ask("a", PROMPT, max_new_tokens=100))

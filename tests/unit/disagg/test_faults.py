@@ -195,13 +195,13 @@ def test_a_confirmation_that_comes_when_the_sender_has_just_gone_frees_its_pages
 
 def test_a_first_token_that_cannot_be_chosen_fails_the_room_and_the_other_side_computes() -> None:
     pair = Pair()
-    device = pair.prefill.engine._launch
+    device = pair.prefill.engine.steps.launch
 
     def broken(plan: StepPlan) -> StepResult:
         result = device(plan).result()
         return StepResult(token_ids=np.full_like(result.token_ids, BROKEN))
 
-    pair.prefill.engine._launch = at_once(broken)
+    pair.prefill.engine.steps.launch = at_once(broken)
     pair.ask("a", PROMPT)
     pair.run()
     assert pair.prefill.end("a") is FinishReason.ERROR

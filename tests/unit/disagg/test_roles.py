@@ -93,8 +93,8 @@ def test_what_the_prefill_side_had_goes_before_its_forward_and_counts_as_cached(
     pair.ask("a", PROMPT)
     pair.turn()
     due = []
-    before = pair.prefill.engine._launch
-    pair.prefill.engine._launch = lambda plan: (due.append(pair.wire.room(1).next_page), before(plan))[1]
+    before = pair.prefill.engine.steps.launch
+    pair.prefill.engine.steps.launch = lambda plan: (due.append(pair.wire.room(1).next_page), before(plan))[1]
     pair.turn()
     assert due == [11]
     pair.run()
