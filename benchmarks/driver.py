@@ -184,8 +184,10 @@ def watched(*calls: tuple[object, str]) -> Iterator[Stopwatch]:
 
 
 def _matrix_products(engine: Engine) -> list[tuple[object, str]]:
-    """Every matrix product of the model on this rank, for `watched`."""
-    return [(layer, "matmul") for _, layer in _runner(engine)._model.walk() if hasattr(layer, "matmul")]
+    """Every matrix product of the model on this rank, for `watched`; in programs together with what stands between."""
+    model = _runner(engine)._model
+    programs = [(program, "run") for program in model.fused.programs] if model.fused is not None else []
+    return [(layer, "matmul") for _, layer in model.walk() if hasattr(layer, "matmul")] + programs
 
 
 def _attention(engine: Engine) -> list[tuple[object, str]]:

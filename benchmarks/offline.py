@@ -120,7 +120,7 @@ def _parts_rows(section: str, name: str, parts: Sequence[driver.Parts]) -> list[
         return [100 * share(part) for part in parts]
 
     return [
-        Row.of(section, f"{name}: matrix products", percent(lambda p: p.products_s / p.total_s), "%"),
+        Row.of(section, f"{name}: products, norms, rope, SiLU", percent(lambda p: p.products_s / p.total_s), "%"),
         Row.of(section, f"{name}: attention", percent(lambda p: p.attention_s / p.total_s), "%"),
         Row.of(section, f"{name}: outside both", percent(lambda p: p.outside_share), "%", target="< 15%"),
     ]

@@ -1,11 +1,13 @@
 """What stands between the matrix products, in one pass each: RMS norm, SiLU times up, rotary embedding. fp32 in memory.
 
-Owns:      the kernels, and how tokens are shared among threads: few floats are not worth waking a second one.
-Never:     changes its inputs; results are fresh tensors.
+Owns:      the kernels, as functions of tensors and as stages of a program (`VectorStage`), and how tokens are shared
+           among threads: few floats are not worth waking a second one.
+Never:     as functions: changes its inputs; results are fresh tensors.
 Invariant: a token's result does not depend on the other tokens.
 Thread:    any.
 """
 
+import ctypes
 import math
 from typing import Any
 
@@ -18,57 +20,83 @@ from replicas.kernels.team import Kernel, inlined, kernel, struct, team, team_si
 
 FLOATS_PER_THREAD = 32 << 10  # a thread less for every so many floats that are missing; 32 K take ~5 us
 
-# x is [tokens, heads, size]: heads of a token lie one behind the other, tokens x_stride bytes apart; out is contiguous
-VectorArgs = struct("VectorArgs", "x x_stride out tokens heads size weight cos sin", floats="eps")
+# x and out are [tokens, heads, size]: heads of a token lie one behind the other, tokens a stride (bytes) apart
+VectorArgs = struct("VectorArgs", "x x_stride out out_stride tokens heads size weight cos sin term", floats="eps")
 
 
 @kernel(VectorArgs)
-def _rms_norm(pointer: Any) -> None:
+def rms_norm_rows(pointer: Any) -> None:
+    """out may be x. ``term`` != 0: [tokens, size] that is added to x, in x, before (one head)."""
     a = carray(pointer, 1)[0]
     me, threads = thread_id(), team_size()
+    num_bytes = a.size * 4
     for t in range(a.tokens * me // threads, a.tokens * (me + 1) // threads):
         for h in range(a.heads):
-            x, out = a.x + t * a.x_stride + h * a.size * 4, a.out + (t * a.heads + h) * a.size * 4
+            x, out = a.x + t * a.x_stride + h * num_bytes, a.out + t * a.out_stride + h * num_bytes
+            if a.term:
+                _add_row(x, a.term + t * num_bytes, num_bytes)
             squares = splat(0.0)
-            for i in range(0, a.size * 4, 4 * W):
+            for i in range(0, num_bytes, 4 * W):
                 value = load(x + i)
                 squares = fma(value, value, squares)
             factor = splat(1.0 / math.sqrt(hsum(squares) / a.size + a.eps))
-            for i in range(0, a.size * 4, 4 * W):
+            for i in range(0, num_bytes, 4 * W):
                 store(out + i, mul(mul(load(x + i), factor), load(a.weight + i)))
 
 
+@inlined
+def _add_row(x: int, term: int, num_bytes: int) -> None:
+    for i in range(0, num_bytes, 4 * W):
+        store(x + i, add(load(x + i), load(term + i)))
+
+
 @kernel(VectorArgs)
-def _silu_mul(pointer: Any) -> None:
+def silu_mul_rows(pointer: Any) -> None:
     """x is [tokens, 2, size]: gate, then up."""
     a = carray(pointer, 1)[0]
     me, threads = thread_id(), team_size()
     for t in range(a.tokens * me // threads, a.tokens * (me + 1) // threads):
-        gate, out = a.x + t * a.x_stride, a.out + t * a.size * 4
+        gate, out = a.x + t * a.x_stride, a.out + t * a.out_stride
         for i in range(0, a.size * 4, 4 * W):
             value = load(gate + i)
             sigmoid = div(splat(1.0), add(splat(1.0), exp(mul(value, splat(-1.0)))))
             store(out + i, mul(mul(value, sigmoid), load(gate + a.size * 4 + i)))
 
 
-@inlined
-def _rotate_half(x: int, other: int, cos: int, sin: int, out: int, num_bytes: int) -> None:
-    for i in range(0, num_bytes, 4 * W):
-        store(out + i, fma(load(x + i), load(cos + i), mul(load(other + i), load(sin + i))))
-
-
 @kernel(VectorArgs)
-def _rotate(pointer: Any) -> None:
-    """out = x * cos + (x's halves swapped) * sin, with one row of cos and sin a token."""
+def rotate_rows(pointer: Any) -> None:
+    """out = x * cos + (x's halves swapped) * sin, with one row of cos and sin a token; out may be x."""
     a = carray(pointer, 1)[0]
     me, threads = thread_id(), team_size()
     half = a.size * 2  # bytes
     for t in range(a.tokens * me // threads, a.tokens * (me + 1) // threads):
         cos, sin = a.cos + t * a.size * 4, a.sin + t * a.size * 4
         for h in range(a.heads):
-            x, out = a.x + t * a.x_stride + h * a.size * 4, a.out + (t * a.heads + h) * a.size * 4
-            _rotate_half(x, x + half, cos, sin, out, half)
-            _rotate_half(x + half, x, cos + half, sin + half, out + half, half)
+            x, out = a.x + t * a.x_stride + h * a.size * 4, a.out + t * a.out_stride + h * a.size * 4
+            for i in range(0, half, 4 * W):
+                first, second = load(x + i), load(x + half + i)
+                store(out + i, fma(first, load(cos + i), mul(second, load(sin + i))))
+                store(out + half + i, fma(second, load(cos + half + i), mul(first, load(sin + half + i))))
+
+
+class VectorStage:
+    """One of the kernels above as a stage of a program, on rows of tensors whose memory the caller keeps."""
+
+    def __init__(self, function: Kernel, x: Tensor, out: Tensor, *, heads: int = 1, size: int, **more: float) -> None:
+        self._function = function
+        self._arguments = VectorArgs(
+            x=x.data_ptr(),
+            x_stride=4 * x.stride(0),
+            out=out.data_ptr(),
+            out_stride=4 * out.stride(0),
+            heads=heads,
+            size=size,
+            **more,
+        )
+
+    def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:
+        self._arguments.tokens = num_rows
+        return self._function, self._arguments
 
 
 def serves(x: Tensor, *, halves: bool = False) -> bool:
@@ -85,21 +113,21 @@ def serves(x: Tensor, *, halves: bool = False) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, size] or [T, heads, size] over its root mean square, times weight [size] (contiguous)."""
     out = torch.empty(x.shape)
-    _run(_rms_norm, x, out, weight=weight.data_ptr(), eps=eps)
+    _run(rms_norm_rows, x, out, weight=weight.data_ptr(), eps=eps)
     return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 size] -> silu(first half) * second half, [T, size]."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _run(_silu_mul, gate_up, out)
+    _run(silu_mul_rows, gate_up, out)
     return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, D] rotated by cos, sin [T, 1, D] (contiguous, sin's first half negated)."""
     out = torch.empty(x.shape)
-    _run(_rotate, x, out, cos=cos.data_ptr(), sin=sin.data_ptr())
+    _run(rotate_rows, x, out, cos=cos.data_ptr(), sin=sin.data_ptr())
     return out
 
 
@@ -109,6 +137,7 @@ def _run(function: Kernel, x: Tensor, out: Tensor, **more: float) -> None:
         x=x.data_ptr(),
         x_stride=4 * x.stride(0),
         out=out.data_ptr(),
+        out_stride=4 * out.stride(0),
         tokens=tokens,
         heads=heads,
         size=out.shape[-1],

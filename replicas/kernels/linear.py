@@ -6,6 +6,8 @@ Invariant: an output row depends on its own x row and on which of the two ways w
 Thread:    all of the team; tasks are taken one by one.
 """
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,19 +16,26 @@ from numba import carray
 from torch import Tensor
 
 from replicas.kernels.register_tiles import transpose16
-from replicas.kernels.simd import W, take_next
-from replicas.kernels.team import Team, inlined, kernel, struct, thread_id
+from replicas.kernels.simd import W, load1, store1, take_next
+from replicas.kernels.team import Kernel, Team, inlined, kernel, struct, thread_id
 from replicas.kernels.tiles import dot, outer
 
 PANEL = 64  # weight rows a task of the many-rows way transposes
 STRIP_BYTES = 256 << 10  # weight bytes a task of the few-rows way reads
-FEW_ROWS = 32  # from here on transposing pays: measured crossing between 16 and 48 rows on Zen 5
+FEW_ROWS = 64  # from here on transposing pays: measured crossing between 48 and 100 rows on Zen 5
 SUM_LENGTH = 192  # products summed before they join the total: rounding errors grow with the length of a running sum
 PACK_ROWS = 24  # transposing a panel takes as long as multiplying it with this many rows; for balancing only
 
 LinearArgs = struct(
-    "LinearArgs", "x x_stride weight out out_stride m n k strip block scratch scratch_stride counter"
+    "LinearArgs", "x x_stride weight bias out out_stride m n k strip block scratch scratch_stride counter"
 )
+
+
+@inlined
+def add_bias(rows: int, columns: int, bias: int, out: int, out_stride: int) -> None:
+    for row in range(rows):
+        for i in range(0, 4 * columns, 4):
+            store1(out + row * out_stride + i, load1(out + row * out_stride + i) + load1(bias + i))
 
 
 @kernel(LinearArgs)
@@ -38,6 +47,8 @@ def few_rows(pointer: Any) -> None:
         count = min(a.strip, a.n - first)
         weight, out = a.weight + first * row_bytes, a.out + 4 * first
         dot(a.m, count, a.k, a.x, a.x_stride, weight, row_bytes, out, a.out_stride, 4 * row_bytes)
+        if a.bias:
+            add_bias(a.m, count, a.bias + 4 * first, out, a.out_stride)
         first = take_next(a.counter) * a.strip
 
 
@@ -69,39 +80,65 @@ def many_rows(pointer: Any) -> None:
             length, keep = min(SUM_LENGTH, a.k - i), 1 if i else 0
             part = panel + 4 * i * PANEL
             outer(count, width, length, x + 4 * i, a.x_stride, part, 4 * PANEL, out, a.out_stride, keep)
+        if a.bias:
+            add_bias(count, width, a.bias + 4 * column, out, a.out_stride)
         task = take_next(a.counter)
 
 
 class LinearKernel:
-    """Multiplies by one weight [N, K]; N and K multiples of 16, fp32, contiguous, in memory."""
+    """Multiplies by one weight [N, K], adds ``bias`` [N]; N and K multiples of 16, fp32, contiguous, in memory."""
 
-    def __init__(self, weight: Tensor, team: Team) -> None:
+    def __init__(self, weight: Tensor, team: Team, bias: Tensor | None = None) -> None:
         assert serves(weight), f"{weight.shape} {weight.dtype} is not for these kernels"
-        self._weight, self._team = weight, team
-        n, k = weight.shape
+        self._weight, self._bias, self._team = weight, bias, team
         self._counter = np.zeros(8, np.int64)
-        strip = max(4, STRIP_BYTES // (4 * k) // 4 * 4)
-        self._arguments = LinearArgs(weight=weight.data_ptr(), n=n, k=k, strip=strip, out_stride=4 * n)
-        self._arguments.counter = self._counter.ctypes.data
+        self._arguments = self._fixed_arguments()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N], a fresh tensor."""
-        m, n = x.shape[0], self._weight.shape[0]
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty(m, n)
+        out = torch.empty(x.shape[0], self._weight.shape[0])
         arguments = self._arguments
-        arguments.x, arguments.x_stride, arguments.out, arguments.m = x.data_ptr(), 4 * x.stride(0), out.data_ptr(), m
+        arguments.x, arguments.x_stride, arguments.out = x.data_ptr(), 4 * x.stride(0), out.data_ptr()
+        function = self._set_rows(arguments, x.shape[0])
+        arguments.scratch, arguments.counter = self._team.scratch(self._scratch_floats), self._counter.ctypes.data
         self._counter[0] = 0
-        if m < FEW_ROWS:
-            self._team.run(few_rows, arguments)
-        else:
-            arguments.block = self._block(m)
-            floats = self._weight.shape[1] * PANEL
-            scratch = self._team.scratch(floats * self._team.num_threads)
-            arguments.scratch, arguments.scratch_stride = scratch, 4 * floats
-            self._team.run(many_rows, arguments)
+        self._team.run(function, arguments)
         return out
+
+    def stage(self, x: Tensor, out: Tensor, team: Team) -> "LinearStage":
+        """The product as a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept by
+        the caller."""
+        arguments = self._fixed_arguments()
+        arguments.x, arguments.x_stride = x.data_ptr(), 4 * x.stride(0)
+        arguments.out, arguments.out_stride = out.data_ptr(), 4 * out.stride(0)
+        return LinearStage(arguments, self._set_rows, team.memory(self._scratch_floats))
+
+    def _fixed_arguments(self) -> Any:
+        n, k = self._weight.shape
+        strips = -(-4 * n * k // (STRIP_BYTES * self._team.num_threads)) * self._team.num_threads  # as many for each
+        return LinearArgs(
+            weight=self._weight.data_ptr(),
+            bias=0 if self._bias is None else self._bias.data_ptr(),
+            n=n,
+            k=k,
+            strip=-(-n // (4 * strips)) * 4,
+            out_stride=4 * n,
+            scratch_stride=4 * k * PANEL,
+        )
+
+    def _set_rows(self, arguments: Any, num_rows: int) -> Kernel:
+        """Fits the arguments to so many rows of x. Returns: the kernel for them."""
+        arguments.m = num_rows
+        if num_rows < FEW_ROWS:
+            return few_rows
+        arguments.block = self._block(num_rows)
+        return many_rows
+
+    @property
+    def _scratch_floats(self) -> int:
+        return self._weight.shape[1] * PANEL * self._team.num_threads
 
     def _block(self, m: int) -> int:
         """Rows of x a task takes, so that the threads end together without packing panels too often."""
@@ -111,6 +148,23 @@ class LinearKernel:
             return -(-panels * blocks // threads) * (-(-m // blocks) + PACK_ROWS)
 
         return -(-m // min(range(1, 5), key=cost))
+
+
+class LinearStage:
+    """One product of a program (replicas/kernels/program.py)."""
+
+    def __init__(self, arguments: Any, set_rows: Callable[[Any, int], Kernel], scratch: Tensor) -> None:
+        self._arguments, self._set_rows = arguments, set_rows
+        self._memory = scratch  # kept alive
+        arguments.scratch = scratch.data_ptr()
+
+    def read_from(self, x: Tensor) -> None:
+        """Multiply the rows of ``x`` from now on."""
+        self._arguments.x, self._arguments.x_stride = x.data_ptr(), 4 * x.stride(0)
+
+    def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:
+        self._arguments.counter = counter
+        return self._set_rows(self._arguments, num_rows), self._arguments
 
 
 def serves(weight: Tensor) -> bool:

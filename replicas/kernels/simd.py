@@ -210,3 +210,11 @@ def exp(builder: Any, x: Any) -> Any:
 def take_next(builder: Any, counter: Any) -> Any:
     """Atomically add 1 to the int64 at ``counter``; returns what it was: the next task for the thread that asks."""
     return builder.atomic_rmw("add", pointer_to(builder, counter, I64), ir.Constant(I64, 1), "monotonic")
+
+
+@op(types.void, types.int64, types.int64)
+def call_kernel(builder: Any, function: Any, arguments: Any) -> None:
+    """Call the kernel whose code lies at ``function`` with the address of its arguments."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(arguments, byte)])

@@ -76,10 +76,14 @@ class Team:
 
     def scratch(self, floats: int) -> int:
         """Address of memory for kernels that this thread starts, until its next `scratch`; grows, never shrinks."""
+        return self.memory(floats).data_ptr()
+
+    def memory(self, floats: int) -> torch.Tensor:
+        """What `scratch` gives, for those who keep its address: as long as they keep the tensor."""
         if getattr(self._local, "floats", 0) < floats:
             self._local.floats, self._local.memory = floats, torch.empty(floats)
         memory: torch.Tensor = self._local.memory
-        return memory.data_ptr()
+        return memory
 
 
 @functools.cache

@@ -17,7 +17,7 @@ class RMSNorm(Layer):
     """Normalises the last dimension. The same on all ranks."""
 
     def __init__(self, eps: float) -> None:
-        self._eps = eps
+        self.eps = eps
         self.weight: Tensor | None = None  # [size]
 
     def slots(self) -> Mapping[str, Put]:
@@ -38,5 +38,5 @@ class RMSNorm(Layer):
         """[..., size] -> the same shape, a fresh tensor."""
         assert self.weight is not None, "finalize() comes before the first call"
         if elementwise.serves(x) and self.weight.dtype == x.dtype:
-            return elementwise.rms_norm(x, self.weight, self._eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+            return elementwise.rms_norm(x, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -5,6 +5,7 @@ Never:     knows where K and V lie (the attention backend does), or how a layer 
 Source:    Touvron et al. 2023 (arXiv:2302.13971); Jiang et al. 2023 (arXiv:2310.06825).
 """
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -18,6 +19,7 @@ from replicas.layers.linear import QKVParallelLinear, RowParallelLinear
 from replicas.layers.mlp import GatedMLP
 from replicas.layers.norm import RMSNorm
 from replicas.layers.rope import RotaryEmbedding, Rotation
+from replicas.models.fused import FusedBlocks
 from replicas.parallel import TpGroup
 
 
@@ -44,6 +46,10 @@ class LlamaAttention(Layer):
         q, k, v = self.qkv.split(self.qkv(x))
         q, k = self.rotate(q, k, rotation)
         return self.o_proj(self._backend.forward(self._index, q, k, v))
+
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """Norms of each query head and each key head before the rotation, where the model has them."""
+        return None
 
     def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """q [T, H, D], k [T, K, D] -> the same with their positions in."""
@@ -82,6 +88,7 @@ class Llama(Layer):
 
     def __init__(self, config: ModelConfig, tp: TpGroup, attention: AttentionBackend) -> None:
         self.config = config
+        self._tp = tp
         self._attention = attention
         self.embed = VocabParallelEmbedding(config.vocab_size, tp=tp)
         self.blocks = [self.block(config, i, tp, attention) for i in range(config.num_layers)]
@@ -95,6 +102,13 @@ class Llama(Layer):
             dtype=getattr(torch, config.dtype),
             device=tp.device,
         )
+
+    @functools.cached_property
+    def fused(self) -> FusedBlocks | None:
+        """What runs the blocks of steps of up to its ``max_rows`` tokens; None where the layers run them all."""
+        if self._tp.device.type != "cpu" or self._tp.size > 1:
+            return None
+        return FusedBlocks(self.blocks, self.norm, self._attention, torch.get_num_threads())
 
     def parts(self) -> Mapping[str, Layer]:
         blocks = {f"model.layers.{i}": block for i, block in enumerate(self.blocks)}
@@ -111,8 +125,14 @@ class Llama(Layer):
         self._attention.begin(meta)
         rotation = self.rope.at(meta.positions)
         hidden = self.embed(input_ids)  # [T, hidden]
-        for block in self.blocks:
-            block(hidden, rotation)
-        if logits_rows is not None:
-            hidden = hidden.index_select(0, logits_rows)
-        return self.head(self.norm(hidden))
+        if self.fused is not None and 1 <= meta.num_tokens <= self.fused.max_rows:
+            hidden = _rows(self.fused(hidden, rotation), logits_rows)
+        else:
+            for block in self.blocks:
+                block(hidden, rotation)
+            hidden = self.norm(_rows(hidden, logits_rows))
+        return self.head(hidden)
+
+
+def _rows(hidden: Tensor, wanted: Tensor | None) -> Tensor:
+    return hidden if wanted is None else hidden.index_select(0, wanted)

@@ -27,6 +27,9 @@ class Qwen3Attention(LlamaAttention):
     def parts(self) -> Mapping[str, Layer]:
         return {**super().parts(), "q_norm": self.q_norm, "k_norm": self.k_norm}
 
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        return self.q_norm, self.k_norm
+
     def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         return rotation(self.q_norm(q)), rotation(self.k_norm(k))
 
