@@ -113,7 +113,7 @@ class Client:
             for conversation in workload.conversations
         }
         started_s, cpu_s = time.perf_counter(), time.process_time()
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, force_close=not self._dialect.keeps_alive)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as session:
             exchange = _Exchange(session, self._url, self._model, self._dialect, started_s)

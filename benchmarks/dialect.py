@@ -21,6 +21,7 @@ class Dialect:
 
     fields: Mapping[str, Any] = field(default_factory=lambda: FIELDS)  # besides model, prompt, max_tokens and stream
     as_text: Callable[[Sequence[int]], str] | None = None  # for a server that takes text alone; None: it takes ids
+    keeps_alive: bool = True  # False: a connection for each request, as the server hangs up on kept ones unannounced
     says_done: bool = True  # the stream ends with [DONE]; otherwise with the chunk that tells why it ended
 
 

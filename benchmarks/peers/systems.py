@@ -186,7 +186,7 @@ def systems(words: Words) -> dict[str, System]:
             RECIPES["llama.cpp"],
             _llama_cpp,
             exact=False,
-            dialect=Dialect(as_text=words.as_text),  # it does not tell the ids of its answers
+            dialect=Dialect(as_text=words.as_text, keeps_alive=False),  # it does not tell the ids of its answers
         ),
     )
     return {system.name: system for system in listed}

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.client import Client, ClosedLoop, OpenLoop
+from benchmarks.dialect import OPENAI, Dialect
 from benchmarks.serving import rows_of
 from benchmarks.workloads import multi_turn, random_lengths
 
@@ -24,12 +25,15 @@ class Endpoint:
         self.open = 0
         self.most_open = 0
         self.tells_ids = True
+        self.says_done = True
+        self.connections: set[object] = set()
         self.fault: Callable[[int], str | None] = lambda index: None
         self.never = asyncio.Event()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         fault = self.fault(len(self.bodies))
+        self.connections.add(request.transport)
         self.bodies.append(body)
         if fault == "503":
             return web.json_response({"error": {"message": "full"}}, status=503)
@@ -59,12 +63,15 @@ class Endpoint:
             if fault == "cut":
                 return
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        if not self.says_done:
+            await send({"choices": [{"index": 0, "text": "", "finish_reason": "length"}], "usage": usage})
+            return
         await send({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 2}}})
         await response.write(b"data: [DONE]\n\n")
 
 
 @asynccontextmanager
-async def served(endpoint: Endpoint) -> AsyncIterator[Client]:
+async def served(endpoint: Endpoint, dialect: Dialect = OPENAI) -> AsyncIterator[Client]:
     app = web.Application()
     app.router.add_post("/v1/completions", endpoint.complete)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -73,7 +80,7 @@ async def served(endpoint: Endpoint) -> AsyncIterator[Client]:
     await site.start()
     host, port = runner.addresses[0]
     try:
-        yield Client(f"http://{host}:{port}/", "m")
+        yield Client(f"http://{host}:{port}/", "m", dialect=dialect)
     finally:
         endpoint.never.set()
         await runner.cleanup()
@@ -182,3 +189,39 @@ async def test_after_a_failed_turn_the_rest_of_the_conversation_is_not_sent() ->
         run = await client.run(workload, ClosedLoop(concurrency=1), max_s=30)
     assert len(endpoint.bodies) == 1
     assert [sample.error for sample in run.samples[1:]] == ["not sent: an earlier turn failed"] * 2
+
+
+async def test_a_server_that_takes_text_gets_the_history_as_text_with_its_own_answers() -> None:
+    endpoint = Endpoint()
+    workload = multi_turn(num_users=1, num_turns=2, turn_len=2, output_len=3, vocab_size=32_000, seed=0)
+    dialect = Dialect(as_text=lambda token_ids: f"<{len(token_ids)}>")
+    async with served(endpoint, dialect) as client:
+        await client.run(workload, ClosedLoop(concurrency=1), max_s=30)
+    assert [body["prompt"] for body in endpoint.bodies] == ["<2>", "<2>xxx<2>"]
+
+
+async def test_a_dialects_fields_take_the_place_of_our_own() -> None:
+    endpoint = Endpoint()
+    async with served(endpoint, Dialect(fields={"seed": 7})) as client:
+        await client.run(WORKLOAD, ClosedLoop(concurrency=1), max_s=30)
+    assert set(endpoint.bodies[0]) == {"model", "prompt", "max_tokens", "stream", "seed"}
+
+
+async def test_a_stream_may_end_with_the_reason_alone_only_where_the_dialect_says_so() -> None:
+    endpoint = Endpoint()
+    endpoint.says_done = False
+    async with served(endpoint, Dialect(says_done=False)) as client:
+        run = await client.run(WORKLOAD, ClosedLoop(concurrency=6), max_s=30)
+    assert run.errors == {}
+    assert run.answered[0].completion_tokens == 3
+    async with served(endpoint) as client:
+        run = await client.run(WORKLOAD, ClosedLoop(concurrency=6), max_s=30)
+    assert run.errors == {"the stream ended without [DONE]": 6}
+
+
+async def test_connections_are_kept_unless_the_dialect_says_that_the_server_does_not() -> None:
+    kept, closed = Endpoint(), Endpoint()
+    for endpoint, dialect in ((kept, OPENAI), (closed, Dialect(keeps_alive=False))):
+        async with served(endpoint, dialect) as client:
+            await client.run(WORKLOAD, ClosedLoop(concurrency=1), max_s=30)
+    assert (len(kept.connections), len(closed.connections)) == (1, 6)
