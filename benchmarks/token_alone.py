@@ -24,9 +24,13 @@ class Pace:
 
     streams: int
     tokens_per_s: int  # of each stream; 0: flat out
+    windows: float  # how long, in windows: where tokens are few, what idle processes do weighs more
 
 
-PACES = {"steady": Pace(streams=16, tokens_per_s=20), "flat out": Pace(streams=32, tokens_per_s=0)}
+PACES = {
+    "steady": Pace(streams=16, tokens_per_s=20, windows=1.0),
+    "flat out": Pace(streams=32, tokens_per_s=0, windows=0.5),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class Alone:
         loop.start()
         try:
             return Alone(
-                us_a_token={name: _engine_cost(loop, pace, window_s) for name, pace in PACES.items()},
+                us_a_token={name: _engine_cost(loop, pace, pace.windows * window_s) for name, pace in PACES.items()},
                 latency_s={
                     "unary": asyncio.run(_engine_latency(loop, requests, max_new_tokens=1)),
                     "TTFT": asyncio.run(_engine_latency(loop, requests, max_new_tokens=2)),

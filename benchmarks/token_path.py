@@ -37,6 +37,7 @@ PARTS = {
     "ModelReplica": "replica", ":Router": "router", "haproxy": "HAProxy", "PlainEngine": "plain engine",
     "PlainIngress": "plain ingress", "ProxyActor": "Serve's proxy", "ServeController": "controller",
 }  # fmt: skip
+WARM_REQUESTS = 30
 TARGETS = {"steady": 100.0, "flat out": 50.0, "unary": 6.0, "TTFT": 8.0}  # us, us, ms, ms
 
 
@@ -82,12 +83,11 @@ async def measure(url: str, sizes: Sizes, alone: Alone) -> dict[str, Path]:
     found = {name: Path() for name in PREFIXES}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for prefix in PREFIXES.values():  # what happens once is not counted
-            await times_of(session, f"{url}{prefix}/v1/completions", stream=True, numbers=range(5))
-        await asyncio.sleep(WARM_S)
-        before = cpu_by_part(PARTS)
-        await asyncio.sleep(sizes.window_s)
-        idle = {part: used_s / sizes.window_s for part, used_s in difference(before, cpu_by_part(PARTS)).items()}
+            for stream in (True, False):
+                await times_of(session, f"{url}{prefix}/v1/completions", stream=stream, numbers=range(WARM_REQUESTS))
         for round_ in range(sizes.rounds):
+            await asyncio.sleep(WARM_S)
+            idle = await cost_of_idling(sizes.window_s)
             for name, prefix in PREFIXES.items():
                 address = f"{url}{prefix}/v1/completions"
                 for kind, times in found[name].added_ms.items():
@@ -95,8 +95,17 @@ async def measure(url: str, sizes: Sizes, alone: Alone) -> dict[str, Path]:
                     took = await times_of(session, address, stream=kind == "TTFT", numbers=numbers)
                     times.append(1e3 * (statistics.median(took) - alone.latency_s[kind]))
                 for load, pace in PACES.items():
-                    found[name].spent[load].append(await spend(session, address, pace, sizes.window_s, idle))
+                    window_s = pace.windows * sizes.window_s
+                    found[name].spent[load].append(await spend(session, address, pace, window_s, idle))
     return found
+
+
+async def cost_of_idling(window_s: float) -> dict[str, float]:
+    """Part -> CPU seconds a second while nobody asks for anything."""
+    before, started_s = cpu_by_part(PARTS), time.perf_counter()
+    await asyncio.sleep(window_s)
+    used, wall_s = difference(before, cpu_by_part(PARTS)), time.perf_counter() - started_s
+    return {part: used_s / wall_s for part, used_s in used.items()}
 
 
 async def spend(
@@ -169,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parse.add_argument("--rounds", type=int, default=3, help="of each application, behind each proxy")
-    parse.add_argument("--window", type=float, default=5.0, metavar="S", help="seconds of each load")
+    parse.add_argument("--window", type=float, default=10.0, metavar="S", help="seconds of idling and of steady load")
     parse.add_argument("--requests", type=int, default=100, help="single ones, of each kind and round")
     parse.add_argument("--proxy", choices=list(PROXIES), action="append", help="only behind this one")
     parse.add_argument("--json", metavar="OUT", help="also write JSON here")
