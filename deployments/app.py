@@ -85,7 +85,12 @@ def check_config(config: AppConfig) -> None:
     if not Path(path).is_dir():
         check_ranks(config)
         return
-    model = load_model_config(path, dtype=config.model.dtype, context_len=config.model.context_len)
+    model = load_model_config(
+        path,
+        dtype=config.model.dtype,
+        context_len=config.model.context_len,
+        quantization=config.model.quantization,
+    )
     check_ranks(config, num_kv_heads=model.num_kv_heads)
     for role in roles_of(config):
         own = config_of(config, role)

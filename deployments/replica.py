@@ -79,6 +79,7 @@ class ModelReplica:
             attention=config.attention,
             num_threads=max(1, int(config.replicas.cpus)),
             dtype=config.model.dtype,
+            quantization=config.model.quantization,
             context_len=config.model.context_len,
             workers=_workers(config),
             record_events=True,

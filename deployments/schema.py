@@ -18,7 +18,7 @@ from deployments.replica_settings import (
     only_fields_of,
 )
 from deployments.transfer_settings import TransferGroup
-from replicas.config import CacheConfig, DType, ParallelConfig, SchedulerConfig
+from replicas.config import CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig
 from replicas.errors import InvalidConfig
 from routing.policies import POLICIES
 
@@ -27,6 +27,7 @@ class ModelSettings(Settings):
     path: str = Field(min_length=1)  # folder (relative to the project's root) or hub id
     served_name: str | None = None  # as requests name it; None: the last part of the path
     dtype: DType | None = None  # None: float32 on CPU, the checkpoint's on GPU
+    quantization: Quantization = "none"  # int8: on CPU, products in int8
     context_len: int | None = Field(default=None, ge=1)  # None: the model's own
 
     @property

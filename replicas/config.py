@@ -7,13 +7,14 @@ Never: reads files or devices; `replicas/runner/weights.py` reads the model's fo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from kvtransfer.layout import KvLayout
 from replicas.errors import InvalidConfig
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -49,6 +50,7 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm on each query and key head (Qwen3)
     eos_ids: tuple[int, ...]
     dtype: DType  # compute and weight dtype
+    quantization: Quantization = "none"  # int8: weights per output channel, activations per token
 
     def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
         """Bytes of one token's K and V on one rank, all layers (SPEC A06, MHA); heads are replicated if tp > heads."""
@@ -181,6 +183,11 @@ def resolve(
     _check_model(model)
     _check_cache(cache)
     _check_scheduler(scheduler)
+    if model.quantization == "int8" and (hardware.device != "cpu" or model.dtype != "float32"):
+        raise InvalidConfig(
+            f"model.quantization = 'int8' on {hardware.device} with dtype {model.dtype}; int8 products are made on "
+            "the CPU for a model in float32: leave quantization out, or set model.dtype: float32 on a machine without a GPU"
+        )
     origin: dict[str, str] = {}
     if parallel.tp not in model.tp_sizes():
         raise InvalidConfig(
@@ -216,6 +223,10 @@ def resolve(
 
 
 def _check_model(model: ModelConfig) -> None:
+    if model.quantization not in get_args(Quantization):
+        raise InvalidConfig(
+            f"model.quantization = {model.quantization!r} is unknown; allowed: {', '.join(get_args(Quantization))}"
+        )
     if model.dtype not in DTYPE_BYTES:
         raise InvalidConfig(f"model.dtype = {model.dtype!r} is unknown; allowed: {sorted(DTYPE_BYTES)}")
     if model.num_heads % model.num_kv_heads:

@@ -20,7 +20,8 @@ from replicas.runner.port import PortSpec
 def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
     """What all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
     try:
-        return PortSpec(layout=kv_layout(config, model_identity(config.model.path)), settings=settings)
+        identity = model_identity(config.model.path, config.model.quantization)
+        return PortSpec(layout=kv_layout(config, identity), settings=settings)
     except ValueError as error:
         raise InvalidConfig(
             f"K/V cannot be handed over with parallel.tp = {config.parallel.tp}: {error}; choose a tp that divides the "

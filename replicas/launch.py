@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvtransfer.types import TransferSettings
 from replicas.cache.kv import KvCache
-from replicas.config import CacheConfig, DType, ParallelConfig, SchedulerConfig, resolve
+from replicas.config import CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig, resolve
 from replicas.desk import open_desk, port_spec
 from replicas.disagg.wake import Wake
 from replicas.engine import Engine
@@ -32,6 +32,7 @@ def load_engine(
     attention: Literal["auto", "torch_native", "cpu"] = "auto",
     num_threads: int | None = None,
     dtype: DType | None = None,
+    quantization: Quantization = "none",
     context_len: int | None = None,
     workers: WorkerLauncher | None = None,
     record_events: bool = False,
@@ -48,7 +49,7 @@ def load_engine(
             come up; TransferError or OSError when the transfer library or its address is not to be had.
     """
     started_s = time.monotonic()
-    model_config = load_model_config(model, dtype=dtype, context_len=context_len)
+    model_config = load_model_config(model, dtype=dtype, context_len=context_len, quantization=quantization)
     config = resolve(
         model_config,
         measure_hardware(),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replicas.layers.int8 import Int8Matmul
 from replicas.layers.layer import Layer, Put
 from replicas.layers.matmul import Matmul
 from replicas.parallel import TpGroup
@@ -25,30 +26,45 @@ class VocabParallelEmbedding(Layer):
         self._rows = -(-vocab_size // tp.size)
         self._first = tp.rank * self._rows
         self.weight: Tensor | None = None  # [S, hidden]
+        self.table: Int8Matmul | None = None  # instead, where quantized
 
     def slots(self) -> Mapping[str, Put]:
         return {"weight": self._put}
+
+    def quantize(self) -> None:
+        self.table = Int8Matmul()
 
     def _put(self, tensor: Tensor) -> None:
         self.weight = slice_vocab(tensor, first=self._first, rows=self._rows)
 
     def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
         assert self.weight is not None, "no embedding was put"
-        self.weight = self.weight.to(device=device, dtype=dtype)
+        if self.table is None:
+            self.weight = self.weight.to(device=device, dtype=dtype)
+        else:
+            self.table.prepare(self.weight, None)
+            self.weight = None
 
     @property
     def num_bytes(self) -> int:
+        if self.table is not None:
+            return self.table.num_bytes
         return 0 if self.weight is None else self.weight.nbytes
 
     def __call__(self, ids: Tensor) -> Tensor:
         """[T] -> [T, hidden], a fresh tensor."""
-        assert self.weight is not None, "finalize() comes before the first call"
         if self._tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return self._rows_of(ids)
         local = ids - self._first
         elsewhere = (local < 0) | (local >= self._rows)  # [T]
-        out = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        out = self._rows_of(local.masked_fill(elsewhere, 0))
         return self._tp.all_reduce(out.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+    def _rows_of(self, local: Tensor) -> Tensor:
+        if self.table is not None:
+            return self.table.rows(local)
+        assert self.weight is not None, "finalize() comes before the first call"
+        return F.embedding(local, self.weight)
 
 
 class ParallelLMHead(Layer):
@@ -60,7 +76,7 @@ class ParallelLMHead(Layer):
         self._tied = tied
         self._rows = -(-vocab_size // tp.size)
         self._piece: Tensor | None = None  # [S, hidden], until finalize
-        self.matmul = Matmul()
+        self.matmul: Matmul | Int8Matmul = Matmul()
 
     def slots(self) -> Mapping[str, Put]:
         return {} if self._tied else {"weight": self._put}
@@ -68,8 +84,14 @@ class ParallelLMHead(Layer):
     def _put(self, tensor: Tensor) -> None:
         self._piece = slice_vocab(tensor, first=self._tp.rank * self._rows, rows=self._rows)
 
+    def quantize(self) -> None:
+        """After the embedding's, where tied."""
+        self.matmul = Int8Matmul() if self._tied is None or self._tied.table is None else self._tied.table
+
     def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
         """After the embedding's, where tied."""
+        if self._tied is not None and self._tied.table is not None:
+            return  # prepared by the embedding
         weight = self._piece if self._tied is None else self._tied.weight
         assert weight is not None, "no output head was put"
         self.matmul.prepare(weight.to(device=device, dtype=dtype), None)

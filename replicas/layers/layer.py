@@ -27,6 +27,9 @@ class Layer:
     def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
         """Bring the weights that were put into the form in which they are used."""
 
+    def quantize(self) -> None:
+        """Multiply in int8, where this layer has a product; comes before ``finalize``."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes of this layer's own weights on this rank."""

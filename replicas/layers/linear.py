@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from replicas.layers.int8 import Int8Matmul
 from replicas.layers.layer import Layer, Put
 from replicas.layers.matmul import Matmul
 from replicas.parallel import TpGroup
@@ -23,7 +24,10 @@ class _Linear(Layer):
         self._names = names
         self._has_bias = bias
         self._pieces: dict[str, Tensor] = {}  # name -> this rank's slice, until finalize
-        self.matmul = Matmul()
+        self.matmul: Matmul | Int8Matmul = Matmul()
+
+    def quantize(self) -> None:
+        self.matmul = Int8Matmul()
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
         """This rank's share of a whole weight [out, in] or bias [out]; None where it has none."""

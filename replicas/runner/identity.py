@@ -10,6 +10,7 @@ from pathlib import Path
 
 import xxhash
 
+from replicas.config import Quantization
 from replicas.runner.weights import model_folder
 
 NOT_MEANING = frozenset({"_name_or_path", "transformers_version"})  # of config.json: differ, and change no K/V
@@ -17,8 +18,9 @@ SAMPLES = 32  # blocks read of each weight file, evenly spaced, its header and i
 SAMPLE_BYTES = 1 << 16
 
 
-def model_identity(path_or_hub_id: str) -> str:
-    """32 hex digits over the config and the weight files: names, sizes, headers and samples of their bytes.
+def model_identity(path_or_hub_id: str, quantization: Quantization) -> str:
+    """32 hex digits over the config and the weight files: names, sizes, headers and samples of their bytes; and over how
+    the weights are rounded when they are loaded: K and V of the one mean something else to the other.
 
     Two checkpoints of one architecture (a fine-tune and its base) differ nearly everywhere, so that samples tell them
     apart; one that was edited in a few numbers only may go unnoticed.
@@ -30,6 +32,8 @@ def model_identity(path_or_hub_id: str) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         _add_samples(digest, path)
+    if quantization != "none":
+        digest.update(quantization.encode())
     return str(digest.hexdigest())
 
 

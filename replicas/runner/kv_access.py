@@ -50,7 +50,7 @@ def run_order(order: KvOrder, pool: MHATokenToKVPool, tp: TpGroup, num_kv_heads:
         return np.ascontiguousarray(whole)
     first = tp.rank * num_kv_heads // tp.size
     own = np.ascontiguousarray(order.payload[:, :, :, first : first + pool.num_kv_heads])
-    pool.write_slots(order.slots, torch.from_numpy(own).view(pool.dtype))
+    pool.write_slots(order.slots, torch.from_numpy(own).view(pool.buffer.dtype))
     return None
 
 
@@ -68,7 +68,7 @@ class RankedKvBytes:
     @functools.cached_property
     def layout(self) -> KvLayout:
         """Reads samples of the model's files, once."""
-        return kv_layout(self._config, model_identity(self._config.model.path), tp=1)
+        return kv_layout(self._config, model_identity(self._config.model.path, self._config.model.quantization), tp=1)
 
     def read(self, slots: Slots) -> Payload:
         payload = self._run(ReadKv(slots))

@@ -19,9 +19,10 @@ from typing import Any, get_args
 import torch
 from safetensors import safe_open
 
-from replicas.config import Device, DType, ModelConfig
+from replicas.config import Device, DType, ModelConfig, Quantization
 from replicas.errors import InvalidConfig
 from replicas.hf_config import model_config_from_hf
+from replicas.layers import int8
 from replicas.layers.layer import full_name
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
@@ -67,12 +68,14 @@ def load_model_config(
     dtype: DType | None = None,
     context_len: int | None = None,
     device: Device | None = None,
+    quantization: Quantization = "none",
 ) -> ModelConfig:
     """The config of a model's folder or hub id.
 
     Args:    dtype: to compute in; None takes float32 on CPU (bfloat16 is slower there) and the checkpoint's on CUDA.
              context_len: a shorter context than the model's own; None takes the model's.
              device: for the default dtype; None is CUDA where there is one.
+             quantization: of the weights, as they are loaded.
     Raises:  InvalidConfig (UnsupportedModel for architectures that replicas/models lacks), naming the file.
     """
     folder = model_folder(path_or_hub_id)
@@ -95,6 +98,7 @@ def load_model_config(
         eos_ids=_eos_ids(folder, hf),
         dtype=dtype or _default_dtype(folder, hf, device or ("cuda" if torch.cuda.is_available() else "cpu")),
     )
+    config = replace(config, quantization=quantization)
     return config if context_len is None else _shorten(config, context_len)
 
 
@@ -119,6 +123,10 @@ def load_weights(model: Llama, config: ModelConfig, tp: TpGroup, *, progress: Pr
         found |= names
     _check_names(folder, wanted.keys(), found, tied=config.tie_embeddings)
     layers = list(model.walk())
+    if config.quantization == "int8":
+        for _, layer in layers:
+            layer.quantize()
+        (log.info if tp.rank == 0 else log.debug)("int8 products: %s", int8.describe())
     loaded = LoadLog(sum(num_bytes.values()), tell=log.info if tp.rank == 0 else log.debug)
     with _bar(f"loading {folder.name}") if progress is None else _as_is(progress) as advance:
         for done, (prefix, layer) in enumerate(layers, start=1):

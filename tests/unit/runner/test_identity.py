@@ -15,7 +15,7 @@ def make(folder: Path, *, weights: bytes = bytes(SIZE), **config: object) -> str
     fields = {"architectures": ["LlamaForCausalLM"], "rope_theta": 1e4, "transformers_version": "5.0", **config}
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "model.safetensors").write_bytes(weights)
-    return model_identity(str(folder))
+    return model_identity(str(folder), "none")
 
 
 def test_the_same_files_have_the_same_name_wherever_they_lie(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_the_same_files_have_the_same_name_wherever_they_lie(tmp_path: Path) -> 
     assert len(one) == 32
     assert make(tmp_path / "b", transformers_version="5.1", _name_or_path="elsewhere") == one
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
-    assert model_identity(str(tmp_path / "b")) == one
+    assert model_identity(str(tmp_path / "b"), "none") == one
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,11 @@ def test_the_same_files_have_the_same_name_wherever_they_lie(tmp_path: Path) -> 
 )
 def test_other_weights_have_another_name(tmp_path: Path, weights: bytes) -> None:
     assert make(tmp_path / "a") != make(tmp_path / "b", weights=weights)
+
+
+def test_rounded_weights_have_another_name_than_those_of_the_checkpoint(tmp_path: Path) -> None:
+    one = make(tmp_path / "a")
+    assert model_identity(str(tmp_path / "a"), "int8") != one
 
 
 def test_another_config_has_another_name(tmp_path: Path) -> None:
