@@ -48,6 +48,7 @@ lint: install-test ## ruff and mypy --strict
 
 bench: install-test model ## Measure kernels, caches, the engine, hand-offs and what long prompts do; JSON under bench_results/
 	@$(BIN)/python -m benchmarks --json bench_results/latest.json
+	@$(BIN)/python -m benchmarks.token_path --json bench_results/token_path.json
 	@$(BIN)/python -m benchmarks.live_stalls --json bench_results/live_stalls.json
 	@$(BIN)/python -m benchmarks.watch_overhead --json bench_results/watch_overhead.json
 	@$(BIN)/python -m benchmarks.sweep --json bench_results/sweep.json
