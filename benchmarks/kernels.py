@@ -23,12 +23,14 @@ from replicas.attention.cpu import CpuAttention
 from replicas.kernels import elementwise
 from replicas.kernels.linear import LinearKernel
 from replicas.kernels.team import team
-from tests.attention_steps import make_step
+from tests.attention_steps import Step, make_step
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 LINEARS = {"qkv": (960, 576), "o": (576, 576), "gate and up": (3072, 576), "down": (576, 1536)}
 ROWS = (1, 8, 32, 256, 1024)
 RUNS = 5
+TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 4  # K and V of a layer in float32
+MAX_KV_BYTES = 1.8e9
 WEIGHT_BYTES = 100e6  # copies of a weight to walk over
 
 
@@ -47,7 +49,7 @@ def measure(threads: int) -> list[Row]:
     rows: list[Row] = []
     for _ in range(3):
         limits.sample()  # one sample in a busy moment would spoil every share
-    for part in (decode_rows, extend_rows, linear_rows, elementwise_rows):
+    for part in (decode_rows, shared_rows, kv_dtype_rows, extend_rows, linear_rows, elementwise_rows):
         limits.sample()
         rows += part(limits, threads)
     limits.sample()
@@ -57,43 +59,88 @@ def measure(threads: int) -> list[Row]:
 def decode_rows(limits: Limits, threads: int) -> list[Row]:
     """Bytes of K and V read a second, and what one layer costs beside them."""
     section, rows = "decode attention, a layer", []
-    for batch, context in ((32, 1100), (8, 1100), (1, 1100), (32, 128), (1, 1)):
-        times = attention_s([(context - 1, 1)] * batch, threads)
-        num_bytes = batch * context * NUM_KV_HEADS * HEAD_DIM * 2 * 4
-        name, micros = f"batch {batch} x {context:,} tokens", f"{1e6 * statistics.median(times):.1f} us"
-        if context == 1:
-            rows.append(Row.of(section, "one token of context", [1e6 * t for t in times], "us", target="< 30"))
-            continue
-        rates = [num_bytes / t / 1e9 for t in times]
-        rows.append(Row.of(section, name, rates, "GB/s", limit=limits.median_bandwidth / 1e9, note=micros))
+    shapes = [(batch, context, 16) for batch in (1, 8, 32) for context in (128, 1100, 4000)]
+    shapes += [(batch, 1100, page_size) for page_size in (1, 64) for batch in (1, 32)]
+    for batch, context, page_size in shapes:
+        times = attention_s(decode_step(batch, context, page_size=page_size), threads)
+        rates = [batch * context * TOKEN_BYTES / t / 1e9 for t in times]
+        name, micros = f"batch {batch} x {context:,}, pages of {page_size}", f"{1e6 * statistics.median(times):.1f} us"
+        limit = limits.median_bandwidth / 1e9
+        rows.append(Row.of(section, name, rates, "GB/s", limit=limit, target=">= 70 %", note=micros))
+    times = attention_s(decode_step(1, 1), threads)
+    rows.append(Row.of(section, "one token of context", [1e6 * t for t in times], "us", target="< 30"))
     return rows
+
+
+def shared_rows(limits: Limits, threads: int) -> list[Row]:
+    """A prefix that all requests have in common, read for each and read once."""
+    section, rows = "decode over a shared prefix and 64 tokens of one's own, a layer", []
+    for batch, shared in ((2, 128), (2, 1024), (8, 128), (8, 1024), (32, 1024)):
+        step = decode_step(batch, shared + 64, shared=[(list(range(batch)), shared)])
+        together = attention_s(step, threads)
+        step.batch.prefix_groups = ()
+        apart = statistics.median(attention_s(step, threads))
+        rates = [4 * batch * NUM_HEADS * HEAD_DIM * (shared + 64) / t / 1e9 for t in together]
+        note = f"{1e6 * statistics.median(together):.0f} us; each by itself {1e6 * apart:.0f} us"
+        name = f"{batch} requests, {shared:,} shared"
+        rows.append(Row.of(section, name, rates, "GFLOP/s", limit=limits.median_flops / 1e9, note=note))
+    return rows
+
+
+def kv_dtype_rows(limits: Limits, threads: int) -> list[Row]:
+    """The same decode step over pools of narrower numbers; the share is that of the bytes which are then read."""
+    section, rows = "decode attention by cache.kv_dtype, batch 32 x 1,100 tokens, a layer", []
+    exact = 0.0
+    for kv_dtype, token_bytes in (("float32", 1536), ("bfloat16", 768), ("int8", 408), ("fp8", 408)):
+        times = attention_s(decode_step(32, 1100, kv_dtype=kv_dtype), threads)
+        median = statistics.median(times)
+        exact = exact or median
+        rates = [32 * 1100 * token_bytes / t / 1e9 for t in times]
+        note = f"{1e6 * median:.0f} us, {exact / median:.2f} x"
+        rows.append(Row.of(section, kv_dtype, rates, "GB/s", limit=limits.median_bandwidth / 1e9, note=note))
+    return rows
+
+
+def decode_step(
+    batch: int,
+    context: int,
+    *,
+    page_size: int = 16,
+    shared: Sequence[tuple[list[int], int]] = (),
+    kv_dtype: str = "float32",
+) -> Step:
+    """``batch`` requests of ``context`` tokens, the new one included; fewer layers where all would not fit memory."""
+    layers = min(NUM_LAYERS, max(1, int(MAX_KV_BYTES / (batch * context * TOKEN_BYTES))))
+    return make_step(
+        [(context - 1, 1)] * batch, num_layers=layers, page_size=page_size, shared=shared, kv_dtype=kv_dtype
+    )
 
 
 def extend_rows(limits: Limits, threads: int) -> list[Row]:
     """Multiply-adds of the causal half a second."""
     section, rows = "extend attention, a layer", []
-    for lengths in ([(0, 256)], [(0, 1024)], [(512, 512)], [(1024, 64)] * 8):
-        times = attention_s(lengths, threads)
+    for lengths in ([(0, 256)], [(0, 512)], [(0, 1024)], [(1024, 256)], [(1024, 1024)], [(1024, 64)] * 8):
+        times = attention_s(make_step(lengths, num_layers=NUM_LAYERS), threads)
         flops = sum(4 * NUM_HEADS * HEAD_DIM * (prefix * new + new * (new + 1) / 2) for prefix, new in lengths)
         name = f"{len(lengths)} x {lengths[0][1]:,} new tokens over {lengths[0][0]:,}"
         rates = [flops / t / 1e9 for t in times]
-        rows.append(Row.of(section, name, rates, "GFLOP/s", limit=limits.median_flops / 1e9, target=">= 50 %"))
+        rows.append(Row.of(section, name, rates, "GFLOP/s", limit=limits.median_flops / 1e9, target=">= 70 %"))
     return rows
 
 
-def attention_s(lengths: list[tuple[int, int]], threads: int) -> list[float]:
+def attention_s(step: Step, threads: int) -> list[float]:
     """Seconds a layer of each run; a run is a step of all layers."""
-    step = make_step(lengths, num_layers=NUM_LAYERS)
     backend = CpuAttention(
         step.pool, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, num_threads=threads
     )
+    num_layers = step.num_layers
 
     def run() -> None:
         backend.begin(step.batch)
-        for layer in range(NUM_LAYERS):
+        for layer in range(num_layers):
             backend.forward(layer, step.q, step.k, step.v)
 
-    return [t / NUM_LAYERS for t in timed(run)]
+    return [t / num_layers for t in timed(run)]
 
 
 def linear_rows(limits: Limits, threads: int) -> list[Row]:

@@ -1,7 +1,8 @@
 """What the bytes of a KV page mean, and which of them two ranks share.
 
 Owns:      the description of a pool's pages that two engines compare before one writes into the other's memory.
-Invariant: one rank's page is [L, 2, K / tp, page_size, D] of one dtype, contiguous (replicas/memory/pool.py).
+Invariant: one rank's page is [L, 2, K / tp, page_size, D] of one dtype, contiguous (replicas/memory/pool.py); where
+           numbers are scaled, a head's page_size scales follow its numbers (replicas/memory/scaled_pool.py).
 """
 
 import hashlib
@@ -10,7 +11,13 @@ from dataclasses import dataclass, fields
 from kvtransfer.errors import IncompatibleLayout
 
 MAX_COUNT = 2**31  # page ids are int32
+SCALED = frozenset({"int8", "fp8"})
 MAY_DIFFER = frozenset({"tp"})  # heads are sliced then
+
+
+def scale_bytes(dtype: str) -> int:
+    """Bytes of the scale of one token and head: a float32 where numbers of ``dtype`` mean nothing without one."""
+    return 4 if dtype in SCALED else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +38,7 @@ class KvLayout:
     num_layers: int
     num_kv_heads: int  # of all ranks together
     head_dim: int
-    dtype: str  # "float32", "bfloat16", ...
+    dtype: str  # "float32", "bfloat16", ...; it says whether numbers are scaled
     item_bytes: int  # of one number
     page_size: int  # tokens
     tp: int
@@ -48,9 +55,14 @@ class KvLayout:
         return self.num_kv_heads // self.tp
 
     @property
+    def token_bytes(self) -> int:
+        """One token of one head of one layer's K (or V), its scale included."""
+        return self.head_dim * self.item_bytes + scale_bytes(self.dtype)
+
+    @property
     def head_bytes(self) -> int:
-        """One head of one layer's K (or V) in a page."""
-        return self.page_size * self.head_dim * self.item_bytes
+        """One head of one layer's K (or V) in a page: the numbers of all tokens, then their scales if they have any."""
+        return self.page_size * self.token_bytes
 
     @property
     def page_bytes(self) -> int:

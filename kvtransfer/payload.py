@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtransfer.errors import IncompatibleLayout
 from kvtransfer.layout import KvLayout
 
-# uint8 [L, 2, n, K, D * item_bytes]: for each layer its K, then its V, of n tokens in order (SPEC H10)
+# uint8 [L, 2, n, K, token_bytes]: for each layer its K, then its V, of n tokens in order (SPEC H10); scales after numbers
 Payload = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset
 
@@ -66,8 +66,8 @@ class PayloadMeta:
 
 
 def payload_shape(layout: KvLayout, num_tokens: int) -> tuple[int, int, int, int, int]:
-    """[L, 2, n, K, D * item_bytes] with all heads."""
-    return layout.num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim * layout.item_bytes
+    """[L, 2, n, K, token_bytes] with all heads."""
+    return layout.num_layers, 2, num_tokens, layout.num_kv_heads, layout.token_bytes
 
 
 def require_same_meaning(here: KvLayout, there: KvLayout) -> None:

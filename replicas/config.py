@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout import KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
+KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1}  # of a number, beside its scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +55,10 @@ class ModelConfig:
     quantization: Quantization = "none"  # int8: weights per output channel, activations per token
 
     def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
-        """Bytes of one token's K and V on one rank, all layers (SPEC A06, MHA); heads are replicated if tp > heads."""
+        """Bytes of one token's K and V on one rank, all layers, scales included (SPEC A06, MHA); heads are replicated
+        if tp > heads."""
         heads = max(1, self.num_kv_heads // tp)
-        return heads * self.head_dim * self.num_layers * 2 * DTYPE_BYTES[kv_dtype]
+        return heads * self.num_layers * 2 * (self.head_dim * KV_DTYPE_BYTES[kv_dtype] + scale_bytes(kv_dtype))
 
     def tp_sizes(self) -> list[int]:
         """Tensor-parallel sizes that split the heads evenly: divisors of the query heads that divide, or are
@@ -79,7 +82,7 @@ class CacheConfig:
     mem_fraction_static: float = 0.9  # share of device memory for weights + KV
     device_memory_bytes: int | None = None  # CPU only: the budget that plays device memory; None takes a share of RAM
     max_total_tokens: int | None = None  # cap on the pool; None takes all that fits
-    kv_dtype: DType | None = None  # None: the model's dtype
+    kv_dtype: KvDType | None = None  # None: the model's dtype; int8, fp8: a scale for each token and head, CPU only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,7 @@ class EngineConfig:
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def kv_dtype(self) -> DType:
+    def kv_dtype(self) -> KvDType:
         return self.cache.kv_dtype or self.model.dtype
 
     @property
@@ -155,7 +158,7 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
         dtype=config.kv_dtype,
-        item_bytes=DTYPE_BYTES[config.kv_dtype],
+        item_bytes=KV_DTYPE_BYTES[config.kv_dtype],
         page_size=config.cache.page_size,
         tp=config.parallel.tp if tp is None else tp,
     )
@@ -182,6 +185,16 @@ def resolve(
     cache, scheduler, parallel = cache or CacheConfig(), scheduler or SchedulerConfig(), parallel or ParallelConfig()
     _check_model(model)
     _check_cache(cache)
+    if hardware.device != "cpu" and cache.kv_dtype is not None and scale_bytes(cache.kv_dtype):
+        raise InvalidConfig(
+            f"cache.kv_dtype = {cache.kv_dtype!r} on {hardware.device}: only the CPU's kernels read scaled numbers; "
+            "leave cache.kv_dtype out, or set bfloat16"
+        )
+    if cache.kv_dtype is not None and scale_bytes(cache.kv_dtype) and model.head_dim % 4:
+        raise InvalidConfig(
+            f"cache.kv_dtype = {cache.kv_dtype!r} needs a head_dim that is a multiple of 4, this model has "
+            f"{model.head_dim}: leave cache.kv_dtype out"
+        )
     _check_scheduler(scheduler)
     if model.quantization == "int8" and (hardware.device != "cpu" or model.dtype != "float32"):
         raise InvalidConfig(

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention.base import BatchMeta
+from replicas.attention.base import BatchMeta, KvPool
+from replicas.memory.scaled_pool import kv_pool
 from replicas.prefix_group import PrefixGroup
 
 
@@ -26,6 +27,10 @@ class SmallPool:
     def get_value_buffer(self, layer: int) -> Tensor:
         return self.data[:, layer, 1]
 
+    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        page, offset = slots // self.page_size, slots % self.page_size
+        return self.get_key_buffer(layer)[page, :, offset], self.get_value_buffer(layer)[page, :, offset]
+
     def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         page, offset = loc // self.page_size, loc % self.page_size
         self.data[page, layer, 0, :, offset] = k
@@ -36,11 +41,26 @@ class SmallPool:
 class Step:
     """One step of a layer: what a backend's begin and forward are given."""
 
-    pool: SmallPool
+    pool: KvPool
     batch: BatchMeta
     q: Tensor  # [T, H, D], strided as a slice of a fused QKV product
     k: Tensor  # [T, K, D]
     v: Tensor  # [T, K, D]
+    num_layers: int
+
+
+def filled_pool(num_pages: int, shape: dict[str, int], kv_dtype: str, random: torch.Generator) -> KvPool:
+    """A pool whose every slot holds normal numbers."""
+    if kv_dtype == "float32":
+        small = SmallPool(num_pages=num_pages, **shape)
+        small.data.normal_(generator=random)
+        return small
+    pool = kv_pool(kv_dtype, num_pages=num_pages, device="cpu", **shape)
+    slots = torch.arange((num_pages + 1) * shape["page_size"])
+    for layer in range(shape["num_layers"]):
+        k, v = torch.randn(2, len(slots), shape["num_kv_heads"], shape["head_dim"], generator=random)
+        pool.set_kv_buffer(layer, slots, k, v)
+    return pool
 
 
 def make_step(
@@ -54,6 +74,7 @@ def make_step(
     seed: int = 0,
     num_decode: int | None = None,
     shared: Sequence[tuple[list[int], int]] = (),
+    kv_dtype: str = "float32",
 ) -> Step:
     """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled.
 
@@ -62,14 +83,8 @@ def make_step(
     """
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
-    pool = SmallPool(
-        num_pages=sum(num_pages),
-        page_size=page_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        num_layers=num_layers,
-    )
-    pool.data.normal_(generator=random)
+    shape = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
+    pool = filled_pool(sum(num_pages), shape, kv_dtype, random)
     pages = torch.randperm(sum(num_pages), generator=random) + 1
     table = torch.zeros(len(lengths) + 1, max(num_pages) * page_size, dtype=torch.int32)
     rows = torch.randperm(len(lengths) + 1, generator=random)[: len(lengths)].int()
@@ -105,4 +120,4 @@ def make_step(
         num_decode=num_decode or 0,
         prefix_groups=groups,
     )
-    return Step(pool=pool, batch=batch, q=q, k=k, v=v)
+    return Step(pool=pool, batch=batch, q=q, k=k, v=v, num_layers=num_layers)

@@ -7,9 +7,13 @@ so that a token attends to itself and to the tokens before it in the same chunk.
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from replicas.prefix_group import PrefixGroup
+
+Lengths = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,6 +36,15 @@ class BatchMeta:
     num_tokens: int
     num_decode: int = 0  # B in a decode step
     prefix_groups: tuple[PrefixGroup, ...] = ()  # of requests that decode; a backend may ignore them
+    host_qo_indptr: Lengths | None = None  # what is on the device, so that nobody waits for it; None on a CPU
+    host_seq_lens: Lengths | None = None
+
+    def on_host(self) -> tuple[Lengths, Lengths]:
+        """``qo_indptr`` and ``seq_lens`` as arrays of the host."""
+        bounds, seq_lens = self.host_qo_indptr, self.host_seq_lens
+        if bounds is None or seq_lens is None:
+            bounds, seq_lens = self.qo_indptr.cpu().numpy(), self.seq_lens.cpu().numpy()
+        return bounds, seq_lens
 
 
 class AttentionBackend(Protocol):
@@ -60,6 +73,10 @@ class KvPool(Protocol):
         ...
 
     def get_value_buffer(self, layer: int) -> Tensor: ...
+
+    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [n, K, D] of ``slots`` [n] int64 as numbers, scaled where the pool's are."""
+        ...
 
     def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [T, K, D] at slots ``loc`` [T]."""

@@ -22,7 +22,7 @@ from replicas.kernels.team import Kernel, Team
 
 
 class CpuAttention:
-    """AttentionBackend over an fp32 KvPool in memory.
+    """AttentionBackend over a KvPool in memory whose numbers are one of `cpu_pages.KINDS`; queries are fp32.
 
     Raises: InvalidConfig for another dtype, or a head_dim that is not a multiple of 16 (torch_native serves those).
     """
@@ -48,7 +48,7 @@ class CpuAttention:
         self._decode, self._extend = cpu_decode.DecodeArgs(), cpu_extend.ExtendArgs()
         for arguments in (self._decode, self._extend):
             self._set_pool(arguments)
-        self._decode.in_place = int(self._pool.page_size >= cpu_decode.BLOCK)
+        self._decode.in_place = int(self._decode.kind == cpu_pages.FLOAT32 and pool.page_size >= cpu_decode.BLOCK)
         self._decode.merge_counter = self._counters.ctypes.data + 64
         for kernel in (cpu_decode.decode, cpu_extend.extend):
             assert kernel.address  # compile now, not in the first request
@@ -89,9 +89,12 @@ class CpuAttention:
 
     def _set_pool(self, arguments: ctypes.Structure) -> None:
         keys = self._pool.get_key_buffer(0)
-        arguments.page_stride, arguments.head_stride = 4 * keys.stride(0), 4 * keys.stride(1)
+        item_bytes = keys.element_size()
+        arguments.kind = cpu_pages.KINDS[keys.dtype]
+        arguments.page_stride, arguments.head_stride = item_bytes * keys.stride(0), item_bytes * keys.stride(1)
+        arguments.token_bytes = item_bytes * self._head_dim
         arguments.page_size = self._pool.page_size
-        arguments.kind, arguments.token_bytes = cpu_pages.FLOAT32, 4 * self._head_dim
+        arguments.scales_at = self._pool.page_size * self._head_dim
         arguments.num_kv_heads, arguments.head_dim, arguments.group = self._num_kv_heads, self._head_dim, self._group
         arguments.counter = self._counters.ctypes.data
         arguments.scale = self._head_dim**-0.5
@@ -155,8 +158,9 @@ class CpuAttention:
 def why_not(pool: KvPool, *, head_dim: int) -> str | None:
     """Why these kernels cannot serve the pool; None when they can."""
     keys = pool.get_key_buffer(0)  # [P, K, page_size, D]
-    if keys.dtype != torch.float32 or keys.device.type != "cpu":
-        return f"works on float32 pools in memory, this one holds {keys.dtype} on {keys.device}"
+    if keys.dtype not in cpu_pages.KINDS or keys.device.type != "cpu":
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in cpu_pages.KINDS)
+        return f"works on pools of {kinds} in memory, this one holds {keys.dtype} on {keys.device}"
     if head_dim % 16:
         return f"needs a head_dim that is a multiple of 16, got {head_dim}"
     return None

@@ -10,6 +10,8 @@ Thread:    inside kernels, any.
 
 from typing import Any
 
+import torch
+
 from replicas.kernels.narrow import (
     FP8_MAX,
     INT8_MAX,
@@ -26,7 +28,7 @@ from replicas.kernels.simd import W, hmax, load, load1, load_i32, load_i64, maxi
 from replicas.kernels.team import inlined
 
 FLOAT32, BFLOAT16, INT8, FP8 = range(4)  # what a pool's numbers are
-KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "fp8": FP8}
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
 
 # One layer of the pool and of the batch, the part of the arguments that decode and extend share. Strides in bytes.
 POOL_FIELDS = (
@@ -37,9 +39,15 @@ BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots 
 
 
 @inlined
+def page_of(a: Any, slot: int) -> int:
+    """The page of ``slot``; a division costs as much as reading a token from L2, and pages of one token need none."""
+    return int(slot if a.page_size == 1 else slot // a.page_size)
+
+
+@inlined
 def slot_offset(a: Any, slot: int) -> int:
     """Bytes from a head's first key (or value) of this layer to that of ``slot``."""
-    page = slot // a.page_size
+    page = page_of(a, slot)
     return int(page * a.page_stride + (slot - page * a.page_size) * a.token_bytes)
 
 
@@ -52,7 +60,7 @@ def token_offset(a: Any, row: int, position: int) -> int:
 @inlined
 def run_length(a: Any, position: int, end: int) -> int:
     """Tokens from ``position`` that lie one behind the other: to the end of the page, at most to ``end``."""
-    return int(min(a.page_size - position % a.page_size, end - position))
+    return int(1 if a.page_size == 1 else min(a.page_size - position % a.page_size, end - position))
 
 
 @inlined
@@ -60,7 +68,7 @@ def store_new(a: Any, first: int, last: int) -> None:
     """Put k and v of the step's tokens [first, last) into their slots."""
     for t in range(first, last):
         slot = load_i64(a.out_slots + 8 * t)
-        page = slot // a.page_size
+        page = page_of(a, slot)
         offset = slot - page * a.page_size
         for h in range(a.num_kv_heads):
             block = page * a.page_stride + h * a.head_stride
@@ -112,7 +120,7 @@ def read_block(
     while position < end:
         length = run_length(a, position, end)
         slot = load_i32(a.table + row * a.table_stride + 4 * position)
-        page = slot // a.page_size
+        page = page_of(a, slot)
         offset, block = slot - page * a.page_size, buffer + page * a.page_stride
         src, further = block + offset * a.token_bytes, position + reach
         ahead = (buffer + token_offset(a, row, further) if further < last else after) - src

@@ -31,13 +31,11 @@ class TorchNativeAttention:
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._batch is not None, "begin() comes before forward()"
         self._pool.set_kv_buffer(layer, self._batch.out_slots, k, v)
-        keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
         for b, slots in enumerate(self._slots):
             span = slice(self._bounds[b], self._bounds[b + 1])
-            k_seen = gather(keys, slots, self._pool.page_size).to(q.dtype)
-            v_seen = gather(values, slots, self._pool.page_size).to(q.dtype)
-            out[span] = attend(q[span], k_seen, v_seen)
+            k_seen, v_seen = self._pool.read_kv(layer, slots)
+            out[span] = attend(q[span], k_seen.to(q.dtype), v_seen.to(q.dtype))
         return out.flatten(1)
 
 

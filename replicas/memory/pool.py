@@ -42,9 +42,14 @@ class MHATokenToKVPool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = torch.device(device)
-        shape = (num_pages + 1, num_layers, 2, num_kv_heads, page_size, head_dim)
+        shape, stored = self.storage()
         on_cpu = self.device.type == "cpu"
-        self.buffer = _lazy_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
+        self.buffer = _lazy_zeros(shape, stored) if on_cpu else torch.zeros(shape, dtype=stored, device=self.device)
+
+    def storage(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of ``buffer``."""
+        shape = (self.num_pages + 1, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
+        return shape, self.dtype
 
     @property
     def page_bytes(self) -> int:
@@ -69,6 +74,11 @@ class MHATokenToKVPool:
         self.get_key_buffer(layer)[page, :, offset] = k.to(self.dtype)
         self.get_value_buffer(layer)[page, :, offset] = v.to(self.dtype)
 
+    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [n, K, D] of ``slots`` [n] int64, a copy."""
+        page, offset = slots // self.page_size, slots % self.page_size
+        return self.get_key_buffer(layer)[page, :, offset], self.get_value_buffer(layer)[page, :, offset]
+
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """What a transfer library registers (SPEC C10): addresses, lengths in bytes, and bytes of an item.
 
@@ -77,7 +87,7 @@ class MHATokenToKVPool:
         return [self.buffer.data_ptr()], [self.buffer.numel() * self.buffer.element_size()], [self.page_bytes]
 
     def read_pages(self, pages: Sequence[int]) -> Tensor:
-        """[n, L, 2, K, page_size, D] a copy of ``pages``."""
+        """[n, *buffer.shape[1:]] a copy of ``pages``."""
         return self.buffer[torch.as_tensor(pages, dtype=torch.int64, device=self.device)]
 
     def read_slots(self, slots: npt.NDArray[np.int32]) -> Tensor:
@@ -105,9 +115,9 @@ class MHATokenToKVPool:
 
     def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
         """Inverse of `read_pages`, bit for bit."""
-        if data.shape[1:] != self.buffer.shape[1:] or data.dtype != self.dtype or len(data) != len(pages):
+        if data.shape[1:] != self.buffer.shape[1:] or data.dtype != self.buffer.dtype or len(data) != len(pages):
             raise ValueError(
-                f"{len(pages)} pages of {tuple(self.buffer.shape[1:])} {self.dtype} are wanted, "
+                f"{len(pages)} pages of {tuple(self.buffer.shape[1:])} {self.buffer.dtype} are wanted, "
                 f"got {tuple(data.shape)} {data.dtype}"
             )
         self.buffer[torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = data.to(self.device)

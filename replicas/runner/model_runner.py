@@ -20,6 +20,7 @@ from replicas.attention.registry import make_attention
 from replicas.config import EngineConfig
 from replicas.memory import sizing
 from replicas.memory.pool import MHATokenToKVPool
+from replicas.memory.scaled_pool import kv_pool
 from replicas.memory.table import ROW_SLACK
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
@@ -127,13 +128,13 @@ class ModelRunner:
 
     def _make_pool(self) -> MHATokenToKVPool:
         model = self._config.model
-        return MHATokenToKVPool(
+        return kv_pool(
+            self._config.kv_dtype,
             num_pages=self.pool_size.num_pages,
             page_size=self.pool_size.page_size,
             num_layers=model.num_layers,
             num_kv_heads=max(1, model.num_kv_heads // self.tp.size),
             head_dim=model.head_dim,
-            dtype=getattr(torch, self._config.kv_dtype),
             device=self.device,
         )
 

@@ -19,7 +19,7 @@ from replicas.cache.node import TreeNode
 from replicas.prefix_group import PrefixGroup
 from replicas.request import Req
 
-MIN_LEN = 128  # tokens; what the CPU kernel reads at a time, and where sharing begins to pay
+MIN_LEN = 256  # tokens; where sharing begins to pay on a CPU (docs/performance.md, Attention)
 
 
 class SharedPrefixes:

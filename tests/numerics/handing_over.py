@@ -12,7 +12,7 @@ import pytest
 from benchmarks.engine_process import TOKEN
 from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
-from replicas.config import CacheConfig, SchedulerConfig
+from replicas.config import CacheConfig, KvDType, SchedulerConfig
 from replicas.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
@@ -27,12 +27,14 @@ WAIT_TURNS = 200_000
 rooms = itertools.count(1)
 
 
-def make_engine(model: str, page: int, chunk: int, fabric: LocalFabric | None) -> Engine:
+def make_engine(
+    model: str, page: int, chunk: int, fabric: LocalFabric | None, *, kv_dtype: KvDType | None = None
+) -> Engine:
     names = itertools.count()
     settings = TransferSettings(host="127.0.0.1", token=TOKEN)
     return load_engine(
         model,
-        cache=CacheConfig(page_size=page, max_total_tokens=2048),
+        cache=CacheConfig(page_size=page, max_total_tokens=2048, kv_dtype=kv_dtype),
         scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
         num_threads=1,
         context_len=256,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.local import LocalFabric
+from replicas.config import KvDType
 from replicas.engine import Engine
 from replicas.types import FinishReason, GenerateRequest, SamplingParams
 from tests.embedded import MODEL
@@ -52,12 +53,12 @@ class Trio:
             engine.close()
 
 
-def trio(model: str, page: int, chunk: int) -> Trio:
+def trio(model: str, page: int, chunk: int, *, kv_dtype: KvDType | None = None) -> Trio:
     fabric = LocalFabric()
     return Trio(
-        make_engine(model, page, chunk, fabric),
-        make_engine(model, page, chunk, fabric),
-        make_engine(model, page, chunk, None),
+        make_engine(model, page, chunk, fabric, kv_dtype=kv_dtype),
+        make_engine(model, page, chunk, fabric, kv_dtype=kv_dtype),
+        make_engine(model, page, chunk, None, kv_dtype=kv_dtype),
     )
 
 
@@ -108,6 +109,21 @@ def test_two_tiny_replicas_answer_as_one(tiny_trio: Trio, sampling: SamplingPara
     """Four prompts for each of 8 engines x 8 cases: 256."""
     for seed, length in enumerate(LENGTHS):
         check_pair(tiny_trio, tiny_prompt(length, seed), cached, sampling)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_two_replicas_with_narrow_pages_answer_as_one(
+    folders: dict[str, Path], kv_dtype: KvDType, page: int
+) -> None:
+    """Pages go over with the scales of their numbers."""
+    of = trio(str(folders["gqa"]), page, 16, kv_dtype=kv_dtype)
+    try:
+        for seed, (length, cached) in enumerate(itertools.product(LENGTHS, CACHED)):
+            check_pair(of, tiny_prompt(length, seed), cached, GREEDY)
+    finally:
+        of.close()
 
 
 @pytest.fixture(

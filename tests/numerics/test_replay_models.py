@@ -177,7 +177,8 @@ def test_one_rank_goes_on_with_what_three_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "kv_dtype", "pages"),
-    [("llama", "float32", (4, 1)), ("qwen3", "bfloat16", (1, 16)), ("mistral-one-kv-head", "float16", (16, 3))],
+    [("llama", "float32", (4, 1)), ("qwen3", "bfloat16", (1, 16)), ("mistral-one-kv-head", "float16", (16, 3)),
+     ("llama", "int8", (4, 1)), ("qwen3", "fp8", (1, 16))],
 )
 def test_every_family_and_kv_dtype_goes_on_bit_for_bit(
     tmp_path: Path, kind: str, kv_dtype: str, pages: tuple[int, int]

@@ -7,6 +7,7 @@ from torch import Tensor
 from replicas.attention.cpu import CpuAttention
 from replicas.attention.torch_native import TorchNativeAttention
 from replicas.errors import InvalidConfig
+from replicas.memory.pool import MHATokenToKVPool
 from tests.attention_steps import SmallPool, Step, make_step
 
 
@@ -68,12 +69,14 @@ def test_large_scores_do_not_overflow() -> None:
 
 def test_new_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
     step = make_step([(20, 3), (0, 2)])
-    wanted = step.pool.data.clone()
-    before, step.pool.data = step.pool.data, wanted
-    step.pool.set_kv_buffer(0, step.batch.out_slots, step.k, step.v)
-    step.pool.data = before
+    pool = step.pool
+    assert isinstance(pool, SmallPool)
+    wanted = pool.data.clone()
+    before, pool.data = pool.data, wanted
+    pool.set_kv_buffer(0, step.batch.out_slots, step.k, step.v)
+    pool.data = before
     cpu(step)
-    assert torch.equal(step.pool.data, wanted)
+    assert torch.equal(pool.data, wanted)
 
 
 def pick(step: Step, requests: list[int]) -> Step:
@@ -93,7 +96,7 @@ def pick(step: Step, requests: list[int]) -> Step:
         max_seq_len=batch.max_seq_len,
         num_tokens=len(tokens),
     )
-    return Step(pool=step.pool, batch=smaller, q=step.q[tokens], k=step.k[tokens], v=step.v[tokens])
+    return Step(pool=step.pool, batch=smaller, q=step.q[tokens], k=step.k[tokens], v=step.v[tokens], num_layers=1)
 
 
 def test_a_decode_result_is_the_same_bit_for_bit_alone_and_in_any_batch_on_any_threads() -> None:
@@ -149,6 +152,31 @@ def test_a_group_of_a_mixed_step_counts_from_its_first_row() -> None:
     assert error(step) < 1e-5
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+def test_pools_of_narrow_numbers_are_read_as_the_oracle_reads_them(kv_dtype: str, page_size: int) -> None:
+    """SPEC K10, K11."""
+    groups = [([0, 1, 4], 192)] if page_size != 1 else [([0, 1, 4], 130)]
+    step = make_step([(300, 1), (250, 1), (0, 1), (15, 1), (193, 1)], page_size=page_size, kv_dtype=kv_dtype,
+                     shared=groups)
+    assert error(step) < 1e-5
+    assert error(make_step([(64, 63), (0, 30), (33, 2)], page_size=page_size, kv_dtype=kv_dtype)) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_new_tokens_become_the_bytes_that_the_pool_would_make(kv_dtype: str, head_dim: int) -> None:
+    step = make_step([(20, 40), (3, 2)], head_dim=head_dim, kv_dtype=kv_dtype)
+    step.k[3] *= 1000.0
+    step.k[4, 1] = 0.0  # nothing to scale by
+    cpu(step)
+    pool = step.pool
+    assert isinstance(pool, MHATokenToKVPool)
+    ours = pool.buffer.clone()
+    pool.set_kv_buffer(0, step.batch.out_slots, step.k, step.v)
+    assert torch.equal(ours, pool.buffer)
+
+
 def test_a_prefix_shared_by_a_group_is_read_from_its_first_member_alone() -> None:
     """The second member's row is broken where the group says that it equals the first's: nobody looks there."""
     step = make_step([(300, 1), (290, 1)], shared=[([0, 1], 256)])
@@ -191,6 +219,6 @@ def test_a_pool_or_head_dim_it_cannot_serve_is_refused_with_what_to_do() -> None
     pool = SmallPool(num_pages=1, page_size=1, num_kv_heads=1, head_dim=24)
     with pytest.raises(InvalidConfig, match=r"multiple of 16, got 24; set attention: torch_native"):
         CpuAttention(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)
-    pool.data = pool.data.to(torch.bfloat16)
-    with pytest.raises(InvalidConfig, match=r"float32 pools in memory, this one holds torch\.bfloat16"):
+    pool.data = pool.data.to(torch.float16)
+    with pytest.raises(InvalidConfig, match=r"pools of float32, bfloat16, .* in memory, this one holds torch\.float16"):
         CpuAttention(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)

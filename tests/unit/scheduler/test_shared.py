@@ -58,10 +58,10 @@ def decode_groups(bench: Bench) -> list[tuple[list[int], int]]:
     return [(group.members.tolist(), group.length) for group in plan.prefix_groups]
 
 
-def started(**settings: object) -> Bench:
-    """Two requests with 128 tokens in common, a third without, all running; 40 tokens each to write."""
-    bench = Bench(num_pages=256, context_len=256, chunked_prefill_size=512, **settings)
-    for prompt in ([*run(1, 128), 2, 3], run(4, 130), [*run(1, 128), 5, 6]):
+def started(*, cascade: bool = True) -> Bench:
+    """Two requests with 256 tokens in common, a third without, all running; 40 tokens each to write."""
+    bench = Bench(num_pages=256, context_len=400, chunked_prefill_size=512, cascade=cascade)
+    for prompt in ([*run(1, 256), 2, 3], run(4, 260), [*run(1, 256), 5, 6]):
         bench.submit(prompt, max_new_tokens=40)
         bench.step()
     return bench
@@ -69,9 +69,9 @@ def started(**settings: object) -> Bench:
 
 def test_a_decode_plan_says_who_reads_a_prefix_together() -> None:
     bench = started()
-    assert decode_groups(bench) == [([0, 2], 128)]
+    assert decode_groups(bench) == [([0, 2], 256)]
     bench.scheduler.running.reqs.reverse()
-    assert decode_groups(bench) == [([0, 2], 128)]
+    assert decode_groups(bench) == [([0, 2], 256)]
 
 
 def test_a_mixed_step_counts_members_from_its_first_row() -> None:
@@ -80,18 +80,18 @@ def test_a_mixed_step_counts_members_from_its_first_row() -> None:
     plan = bench.step()
     assert isinstance(plan, ExtendPlan)
     assert plan.num_decode == 3
-    assert [(group.members.tolist(), group.length) for group in plan.prefix_groups] == [([1, 3], 128)]
+    assert [(group.members.tolist(), group.length) for group in plan.prefix_groups] == [([1, 3], 256)]
 
 
 def test_who_joins_and_who_leaves_changes_the_groups() -> None:
     bench = started()
-    assert decode_groups(bench) == [([0, 2], 128)]
-    joined = bench.submit([*run(1, 128), 7, 8], max_new_tokens=3)
+    assert decode_groups(bench) == [([0, 2], 256)]
+    joined = bench.submit([*run(1, 256), 7, 8], max_new_tokens=3)
     bench.step()
-    assert decode_groups(bench) == [([0, 2, 3], 128)]
+    assert decode_groups(bench) == [([0, 2, 3], 256)]
     while joined.finish is None:
         bench.step()
-    assert decode_groups(bench) == [([0, 2], 128)]
+    assert decode_groups(bench) == [([0, 2], 256)]
 
 
 def test_with_cascade_off_no_plan_has_groups() -> None:

@@ -1,0 +1,114 @@
+"""Pools whose numbers are bytes: int8, or 8-bit floats (e4m3), each token and head with a scale of its own.
+
+Owns:      the bytes of such a pool, scales included. A head's block of a page is its numbers [page_size, D], then its
+           scales [page_size] float32: a page stays one run of bytes, and a run of heads another.
+Never:     computes attention; the CPU's kernels write the same bytes (attention/cpu_pages.py).
+Invariant: a number times its scale is the value; the largest magnitude of a token's head is the largest byte (SPEC K10,
+           K11: one scale for a layer would have to be known before its first token).
+Thread:    the runner's.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvtransfer.layout import scale_bytes
+from replicas.memory.pool import MHATokenToKVPool
+
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SMALLEST_PEAK = 1e-30  # what a vector of zeros is divided by
+
+
+class ScaledKVPool(MHATokenToKVPool):
+    """``buffer`` uint8 [num_pages + 1, L, 2, K, page_size * (D + 4)]; D is a multiple of 4."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(num_pages, page_size, num_layers, num_kv_heads, head_dim, dtype, device)
+        numbers = page_size * head_dim
+        shape = (*self.buffer.shape[:4], page_size, head_dim)
+        self._numbers: Tensor = self.buffer[..., :numbers].view(shape)  # [P, L, 2, K, page_size, D]
+        self._scales: Tensor = self.buffer.view(torch.float32)[..., numbers // 4 :]  # [P, L, 2, K, page_size]
+
+    def storage(self) -> tuple[tuple[int, ...], torch.dtype]:
+        block = self.page_size * (self.head_dim + 4)
+        return (self.num_pages + 1, self.num_layers, 2, self.num_kv_heads, block), torch.uint8
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return self._numbers[:, layer, 0].view(self.dtype)
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return self._numbers[:, layer, 1].view(self.dtype)
+
+    def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [T, K, D] at slots ``loc`` [T], each vector scaled so that its largest magnitude fits."""
+        loc = loc.long()
+        page, offset = loc // self.page_size, loc % self.page_size
+        largest = LARGEST[self.dtype]
+        for part, x in enumerate((k, v)):
+            peak = x.float().abs().amax(dim=-1).clamp_min(SMALLEST_PEAK)  # [T, K]
+            scaled = x.float() * (largest / peak).unsqueeze(-1)
+            numbers = scaled.round() if self.dtype == torch.int8 else scaled
+            self._numbers[:, layer, part][page, :, offset] = numbers.to(self.dtype).view(torch.uint8)
+            self._scales[:, layer, part][page, :, offset] = peak / largest
+
+    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        page, offset = slots // self.page_size, slots % self.page_size
+        numbers = self._numbers[:, layer].permute(1, 0, 3, 2, 4)[:, page, offset].view(self.dtype)  # [2, n, K, D]
+        scales = self._scales[:, layer].permute(1, 0, 3, 2)[:, page, offset]  # [2, n, K]
+        k, v = numbers.float() * scales.unsqueeze(-1)
+        return k, v
+
+    def read_slots(self, slots: npt.NDArray[np.int32]) -> Tensor:
+        """uint8 [L, 2, n, K, D + 4]: the numbers of each token and head, then its scale."""
+        page, offset = self._places(slots)
+        scales = self._scales_by_token()[:, :, page, offset].unsqueeze(-1).contiguous()
+        return torch.cat((self._by_token()[:, :, page, offset], scales.view(torch.uint8)), dim=-1)
+
+    def write_slots(self, slots: npt.NDArray[np.int32], data: Tensor) -> None:
+        shape = (self.num_layers, 2, len(slots), self.num_kv_heads, self.head_dim + 4)
+        if data.shape != shape or data.dtype != torch.uint8:
+            raise ValueError(f"{shape} uint8 is wanted for {len(slots)} slots, got {tuple(data.shape)} {data.dtype}")
+        page, offset = self._places(slots)
+        data = data.to(self.device)
+        self._by_token()[:, :, page, offset] = data[..., : self.head_dim]
+        scales = data[..., self.head_dim :].contiguous().view(torch.float32).squeeze(-1)
+        self._scales_by_token()[:, :, page, offset] = scales
+
+    def _by_token(self) -> Tensor:
+        return self._numbers.permute(1, 2, 0, 4, 3, 5)
+
+    def _scales_by_token(self) -> Tensor:
+        """[L, 2, num_pages + 1, page_size, K] strided view."""
+        return self._scales.permute(1, 2, 0, 4, 3)
+
+
+def kv_pool(
+    kv_dtype: str,
+    *,
+    num_pages: int,
+    page_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> MHATokenToKVPool:
+    """The pool of the setting ``cache.kv_dtype``."""
+    kind = ScaledKVPool if scale_bytes(kv_dtype) else MHATokenToKVPool
+    return kind(num_pages, page_size, num_layers, num_kv_heads, head_dim, KV_DTYPES[kv_dtype], device)
