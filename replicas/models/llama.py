@@ -14,12 +14,12 @@ from torch import Tensor
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.config import ModelConfig
 from replicas.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from replicas.layers.fused import FusedBlocks
 from replicas.layers.layer import Layer
 from replicas.layers.linear import QKVParallelLinear, RowParallelLinear
 from replicas.layers.mlp import GatedMLP
 from replicas.layers.norm import RMSNorm
 from replicas.layers.rope import RotaryEmbedding, Rotation
-from replicas.models.fused import FusedBlocks
 from replicas.parallel import TpGroup
 
 
@@ -108,7 +108,7 @@ class Llama(Layer):
         """What runs the blocks of steps of up to its ``max_rows`` tokens; None where the layers run them all."""
         if self._tp.device.type != "cpu" or self._tp.size > 1:
             return None
-        return FusedBlocks(self.blocks, self.norm, self._attention, torch.get_num_threads())
+        return FusedBlocks(self.blocks, self.norm, self._attention.forward, torch.get_num_threads())
 
     def parts(self) -> Mapping[str, Layer]:
         blocks = {f"model.layers.{i}": block for i, block in enumerate(self.blocks)}

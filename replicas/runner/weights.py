@@ -27,6 +27,7 @@ from replicas.layers.layer import full_name
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
+from replicas.runner.hf_files import read_config
 
 log = logging.getLogger(__name__)
 
@@ -81,13 +82,8 @@ def load_model_config(
     folder = model_folder(path_or_hub_id)
     if not (folder / "config.json").is_file():
         raise InvalidConfig(f"model: {folder} has no config.json; there is: {_listing(folder)}. Give a model's folder")
-    from transformers import AutoConfig
-
     model_class(_architecture(folder))  # before Transformers, which says less about what it does not know
-    try:
-        hf: dict[str, Any] = AutoConfig.from_pretrained(str(folder)).to_dict()
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidConfig(f"model: {folder}/config.json cannot be read: {error}") from error
+    hf = read_config(folder)
     if hf.get("hidden_act", "silu") != "silu":
         raise InvalidConfig(f"model: {folder}/config.json has hidden_act {hf['hidden_act']!r}; supported: 'silu'")
     if hf.get("quantization_config"):

@@ -9,14 +9,13 @@ Thread:    the one that runs the model.
     norm, qkv, rotate | attention | o, add and norm, gate and up, SiLU, down, add and norm, next qkv, rotate | ...
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from replicas.attention.base import AttentionBackend
 from replicas.kernels import elementwise
 from replicas.kernels.elementwise import VectorStage
 from replicas.kernels.program import Program, ReadingStage, Stage
@@ -27,6 +26,7 @@ from replicas.layers.mlp import GatedMLP
 from replicas.layers.norm import RMSNorm
 from replicas.layers.rope import Rotation
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # an AttentionBackend's ``forward``
 FIRST_ROWS = 64  # that the first buffers hold
 
 
@@ -85,8 +85,8 @@ class _Programs:
 class FusedBlocks:
     """The blocks and the norm after the last."""
 
-    def __init__(self, blocks: Sequence[Block], norm: RMSNorm, backend: AttentionBackend, num_threads: int) -> None:
-        self._blocks, self._norm, self._backend = blocks, norm, backend
+    def __init__(self, blocks: Sequence[Block], norm: RMSNorm, attend: Attend, num_threads: int) -> None:
+        self._blocks, self._norm, self._attend = blocks, norm, attend
         self._team = Team(num_threads)  # its scratch is no other model's
         self.max_rows = program_rows(blocks, norm) - 1  # of a step; without any, the layers are called one by one
         self._made: _Programs | None = None
@@ -108,7 +108,7 @@ class FusedBlocks:
         q, k, v = self._blocks[0].attn.qkv.split(at.qkv[:rows])
         for i, projection in enumerate(self._made.projections):
             programs[i].run(rows)
-            projection.read_from(self._backend.forward(i, q, k, v))
+            projection.read_from(self._attend(i, q, k, v))
         programs[-1].run(rows)
         return at.normed[:rows]
 
