@@ -10,6 +10,7 @@ Thread:    any; the interpreter lock is released while a kernel runs. Each calli
 
 import ctypes
 import functools
+import logging
 import pathlib
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from numba.core import types
 
+log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS: dict[str, Any] = {"nopython": True, "error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}
 
@@ -52,7 +54,11 @@ class Kernel:
     def address(self) -> int:
         record = numba.from_dtype(np.dtype(self.arguments))
         signature = types.void(types.CPointer(record))  # type: ignore[attr-defined]
-        self._compiled = numba.cfunc(signature, cache=True, **_OPTIONS)(self.function)  # owns the code: keep it
+        try:
+            self._compiled = numba.cfunc(signature, cache=True, **_OPTIONS)(self.function)  # owns the code: keep it
+        except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
+            log.warning("%s: compiled anew at every start; set NUMBA_CACHE_DIR to a folder that can be written", error)
+            self._compiled = numba.cfunc(signature, **_OPTIONS)(self.function)
         return int(self._compiled.address)
 
 
