@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replicas.kernels.argmax import argmax
 from replicas.runner.draw import draw
 from replicas.runner.logit_edits import edit_logits, needs_edit
 from replicas.runner.logprobs import token_logprobs
@@ -39,7 +40,7 @@ class Sampler:
         if not rows:
             return np.empty(0, dtype=np.int32), ()
         edited = edit_logits(logits, rows) if any(needs_edit(row) for row in rows) else logits
-        best = torch.argmax(edited, dim=-1, keepdim=True)  # [S, 1]; the first of equals, and a NaN before any number
+        best = argmax(edited)[:, None]  # [S, 1]; the first of equals, and a NaN before any number
         peaks = edited.gather(1, best)[:, 0].double().cpu().numpy()  # [S]
         sound = np.isfinite(peaks)
         token_ids = np.where(sound, best[:, 0].cpu().numpy(), BROKEN).astype(np.int32)

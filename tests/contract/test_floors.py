@@ -53,8 +53,8 @@ FLOORS: dict[str, set[str]] = {
         "replicas.layers", "replicas.attention", "replicas.parallel", "replicas.errors", "replicas.config",
     },
     "replicas.runner": {
-        "replicas.models", "replicas.attention", "replicas.layers", "replicas.memory", "replicas.parallel",
-        "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
+        "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
+        "replicas.parallel", "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
         "kvtransfer.layout",
         "kvtransfer.payload", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.port",
         "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent", "kvtransfer.alive",
