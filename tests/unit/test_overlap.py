@@ -1,0 +1,155 @@
+"""An engine with a step under way between two calls: what a caller, a crash, a deadline and a watchdog find then."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from replicas.errors import EngineDead
+from replicas.loop import EngineLoop
+from replicas.request import ReqState
+from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResult
+from replicas.types import Finish, FinishReason, TokenDelta
+from tests.fakes import FakeDevice, continuation
+from tests.harness import Clock, ask, fake_engine, finish_all
+
+pytestmark = pytest.mark.model
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def test_a_token_that_ends_a_request_keeps_its_pages_until_the_step_made_ahead_is_applied() -> None:
+    """Pages of 4: prompt 5 and 3 tokens are two pages; the step under way writes the first slot of a third."""
+    engine, _ = fake_engine(overlap="on")
+    ids = continuation(PROMPT, 8)
+    engine.submit(ask("a", PROMPT, stop_token_ids=(ids[3],)))
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    assert deltas[-1].finish == Finish(reason=FinishReason.STOP, matched=ids[3])
+    assert deltas[-1].usage.completion_tokens == 4
+    held = engine.stats().pool
+    assert (held.free_pages, held.reserved_pages + held.protected_pages) == (61, 3)
+    assert engine.has_work
+    assert not engine.kv.stats().evictable_pages
+    engine.scheduler.check()
+    assert engine.step() == []
+    after = engine.stats().pool
+    assert (after.free_pages, after.evictable_pages) == (62, 2)
+    assert not engine.has_work
+
+
+def test_an_abort_answers_at_once_and_frees_when_the_step_is_over() -> None:
+    engine, _ = fake_engine(overlap="on")
+    engine.submit(ask("a", PROMPT, max_new_tokens=20))
+    engine.submit(ask("b", [1, 2, 3], max_new_tokens=20))
+    for _ in range(3):
+        engine.step()
+    (last,) = engine.abort("a")
+    assert last.finish is not None
+    assert engine.stats().pool.protected_pages + engine.stats().pool.reserved_pages > 0
+    engine.scheduler.check()
+    deltas = finish_all(engine)
+    assert {delta.rid for delta in deltas} == {"b"}
+    assert [t for d in deltas for t in d.token_ids] == continuation([1, 2, 3], 20)[3:]
+    assert engine.stats().decode_tokens == 19 + 2  # the aborted row of the step under way does not count
+
+
+def test_a_deadline_ends_at_most_one_step_late() -> None:
+    clock = Clock()
+    engine, _ = fake_engine(overlap="on", clock=clock)
+    request = ask("a", PROMPT, max_new_tokens=50)
+    object.__setattr__(request, "deadline_s", 1.0)
+    engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    clock.now_s = 1.5
+    first, second = engine.step(), engine.step()
+    assert [delta.finish for delta in first] == [None]
+    assert second[-1].finish is not None
+    assert second[-1].finish.http_status == 504
+    assert not engine.has_work
+
+
+def test_a_flush_ends_the_step_under_way_when_nobody_is_open() -> None:
+    engine, _ = fake_engine(overlap="on")
+    ids = continuation(PROMPT, 3)
+    engine.submit(ask("a", PROMPT, stop_token_ids=(ids[1],)))
+    engine.step()
+    engine.step()
+    assert engine.has_work
+    assert engine.flush_cache()
+    assert engine.stats().pool.free_pages == 64
+
+
+def test_who_waits_starts_after_the_step_that_was_under_way_when_it_came() -> None:
+    engine, _ = fake_engine(overlap="on")
+    engine.submit(ask("a", PROMPT, max_new_tokens=20))
+    for _ in range(3):
+        engine.step()
+    engine.submit(ask("b", [1, 2, 3], max_new_tokens=4))
+    assert {delta.rid for delta in engine.step()} == {"a"}
+    assert {delta.rid for delta in engine.step()} == {"a", "b"}
+
+
+def test_those_who_find_no_place_do_not_keep_steps_from_being_made_ahead() -> None:
+    engine, _ = fake_engine(overlap="on", max_running=1)
+    for rid in ("a", "b"):
+        engine.submit(ask(rid, PROMPT, max_new_tokens=12))
+    ahead = 0
+    while engine.find("b") is not None and engine.find("b").state is ReqState.WAITING:  # type: ignore[union-attr]
+        engine.step()
+        ahead += len(engine.scheduler.under_way)
+    assert ahead == 10  # of 11 decode steps all but the last, whose end makes room
+    finish_all(engine)
+
+
+def broken_launch(device: FakeDevice, fail: Callable[[], StepResult]) -> Callable[[StepPlan], PendingStep]:
+    """The third step made ahead fails when its result is asked for."""
+    made = 0
+
+    class Failing:
+        def result(self) -> StepResult:
+            return fail()
+
+    def launch(plan: StepPlan) -> PendingStep:
+        nonlocal made
+        made += isinstance(plan, DecodePlan) and plan.follows is not None
+        return Failing() if made >= 3 else device.launch(plan)
+
+    return launch
+
+
+def test_a_crash_of_a_step_under_way_answers_everyone_once() -> None:
+    def crash() -> StepResult:
+        raise RuntimeError("illegal memory access")
+
+    got = answers(crash)
+    assert sorted(delta.rid for delta in got if delta.finish) == ["a", "b"]
+    assert all("illegal memory access" in (d.finish.message or "") for d in got if d.finish)
+
+
+def test_a_step_under_way_that_never_ends_is_noticed() -> None:
+    stuck = threading.Event()
+
+    def hang() -> StepResult:
+        stuck.wait(20)
+        raise RuntimeError("woken")
+
+    got = answers(hang)
+    stuck.set()
+    assert sorted(delta.rid for delta in got if delta.finish) == ["a", "b"]
+    assert all("watchdog_s" in (d.finish.message or "") for d in got if d.finish)
+
+
+def answers(fail: Callable[[], StepResult]) -> list[TokenDelta]:
+    """What two requests are told by an engine whose third step made ahead fails so."""
+    engine, device = fake_engine(overlap="on", watchdog_s=0.2)
+    engine.steps.launch = broken_launch(device, fail)
+    loop, got = EngineLoop(engine), list[TokenDelta]()
+    for rid in ("a", "b"):
+        loop.submit(ask(rid, PROMPT, max_new_tokens=30), got.extend)
+    loop.start()
+    deadline_s = time.monotonic() + 10
+    while loop.num_open and time.monotonic() < deadline_s:
+        threading.Event().wait(0.01)
+    assert isinstance(loop.error, EngineDead)
+    return got
