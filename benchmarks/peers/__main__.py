@@ -102,7 +102,9 @@ def _report(comparison: Comparison, plan: Plan, options: argparse.Namespace) -> 
         path = Path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
         runs = [{**asdict(run), "tokens_per_s": run.tokens_per_s} for run in book.runs]
+        answers = {name: [asdict(answer) for answer in given] for name, given in comparison.answers.items()}
         found = {**to_json([], command=sys.orig_argv), "runs": runs, "absent": dict(book.absent), "notes": notes}
+        found["answers"] = answers
         path.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if agreed else 1
 

@@ -50,8 +50,8 @@ def ask(client: Client, words: Words) -> tuple[Answer, ...]:
 def compare(answers: Mapping[str, Sequence[Answer]], exact: Sequence[str]) -> tuple[list[str], bool]:
     """Returns: a sentence for each system, and whether all of ``exact`` agree with the first of them."""
     known = [name for name in exact if name in answers]
-    if len(known) < 2:
-        return ["answers: fewer than two fp32 systems answered, nothing to compare"], True
+    if not known or len(answers) < 2:
+        return ["answers: there are no two systems to compare, one of them in fp32"], True
     reference, agreed = known[0], True
     found = []
     for name, given in answers.items():

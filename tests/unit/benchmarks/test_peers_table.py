@@ -123,6 +123,11 @@ def test_only_a_difference_between_fp32_systems_is_a_failure() -> None:
         "answers: llama.cpp = manta on 0 of 3 prompts",
     ]
     assert not compare({"manta": right, "vllm": wrong}, ["manta", "vllm"])[1]
+    assert compare({"vllm": right, "llama.cpp": right}, ["manta", "vllm"]) == (
+        ["answers: llama.cpp = vllm on 3 of 3 prompts"],
+        True,
+    )
+    assert "no two systems" in compare({"vllm": right}, ["manta", "vllm"])[0][0]
 
 
 def test_quick_has_the_workloads_of_the_full_run_at_smaller_sizes() -> None:
