@@ -12,9 +12,8 @@ Cost:      O(bytes of the new tokens): one incremental UTF-8 step a token and on
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from replicas.types import TokenIds
 
@@ -30,8 +29,7 @@ class Pieces(Protocol):
     def pieces(self, skip_special_tokens: bool) -> Sequence[bytes]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DetokDelta:
+class DetokDelta(NamedTuple):
     """What a push added to the text."""
 
     text: str  # never taken back

@@ -186,7 +186,9 @@ class Scheduler:
             return None
         self.made_progress = True
         self.under_way.begin(list(self.running))
-        if not gave_way:
+        if gave_way:
+            self._ahead.disturb()
+        else:
             self._ahead.looked()
         return self.running.plan(self.running.reqs, self._table_writes(), decode)
 
