@@ -96,7 +96,7 @@ def cell(name: str, input_len: int, *, max_s: float = 20.0) -> Cell:
     def make(vocab_size: int, seed: int) -> Workload:
         return random_lengths(num_requests=2, input_len=input_len, output_len=3, vocab_size=vocab_size, seed=seed)
 
-    return Cell(name=name, title=name, make=make, concurrency=2, max_s=max_s)
+    return Cell(name=name, make=make, concurrency=2, max_s=max_s)
 
 
 def comparison(words: Words, *fakes: FakeSystem, cells: list[Cell], rounds: int = 1) -> tuple[Comparison, list[str]]:

@@ -9,7 +9,6 @@ from benchmarks.workloads import random_lengths
 
 CELL = Cell(
     name="random-8",
-    title="8 at once",
     make=lambda vocab_size, seed: random_lengths(
         num_requests=8, input_len=4, output_len=10, vocab_size=vocab_size, seed=seed
     ),
@@ -136,4 +135,5 @@ def test_quick_has_the_workloads_of_the_full_run_at_smaller_sizes() -> None:
         assert quick.make(5000, 0).prompt_tokens < full.make(5000, 0).prompt_tokens
     sizes = [(cell.make(5000, 0).num_requests, cell.make(5000, 0).output_tokens) for cell in FULL]
     assert sizes == [(2, 256), (8, 512), (32, 2048), (64, 2048), (40, 2560)]  # notes of issue 6, section 2
+    assert FULL[1].title == "random 8 x 256 in, 64 out; 8 at once"
     assert max(make(5000, 0).prompt_tokens for make in WARM_UP) == 600
