@@ -69,5 +69,5 @@ dashboards: install-test ## Write the boards, the rules and docs/metrics.md anew
 pictures: install-test model ## Take the pictures of the live view in docs/pictures anew, from a Manta under load
 	@$(BIN)/python -m tests.serve.pictures
 
-clean: ## Remove .venv, models and results
-	@rm -rf $(VENV) .tools models bench_results .pytest_cache .mypy_cache .ruff_cache
+clean: ## Remove .venv, other systems, models and results
+	@rm -rf $(VENV) .tools .peers models bench_results .pytest_cache .mypy_cache .ruff_cache
