@@ -86,7 +86,7 @@ def ending(engine: Engine, prompt: list[int], length: int, end: str, after: int)
             return {"stop_token_ids": (made[-1],)}
         case "text":
             text = engine.tokenizer.decode(made, True)
-            return {"stop": (text[-2:],)} if len(text) > 2 else {}
+            return {"stop": (text[-2:],)} if len(text) > 2 and "\ufffd" not in text[-2:] else {}  # half a character
         case "penalty":
             return {"presence_penalty": 0.5}  # the fake device does not heed it, the scheduler does
         case "min":
