@@ -62,10 +62,12 @@ def _pressure_s(standing: Standing, need_tokens: Ints, max_new_tokens: int) -> F
 
     A running request takes about ``max_new_tokens`` decode steps (ours stands for all), so that in this time all that
     is held now comes free, evenly: short of a share x of what is held, one waits the share x of the time. Those
-    queued before ours take their pages and places first, and give them back as evenly.
+    queued before ours take their pages and places first, and give them back as evenly. Nobody needs more than the pool:
+    the engine cuts longer outputs to it, so that where nothing is held nobody waits, and nowhere longer than that time.
     """
     before = standing.utilization * standing.pool_tokens + standing.queued_tokens
-    short_tokens = np.where(standing.pool_tokens > 0, before + need_tokens - standing.pool_tokens, 0.0)
+    cut_tokens = np.minimum(need_tokens, standing.pool_tokens)
+    short_tokens = np.where(standing.pool_tokens > 0, before + cut_tokens - standing.pool_tokens, 0.0)
     short_pages = np.maximum(short_tokens, 0.0) / np.maximum(before, 1.0)
     short_places = np.maximum(standing.num_requests + 1 - standing.max_requests, 0.0) / standing.max_requests
     stay_s = max_new_tokens * standing.decode_step_s

@@ -104,6 +104,16 @@ def test_a_full_pool_costs_the_share_of_what_is_held_that_must_come_free() -> No
     assert b.terms.pressure_s == pytest.approx(10.0 * 1_100 / 16_000)
 
 
+def test_an_output_longer_than_the_pool_waits_for_what_is_held_and_no_longer() -> None:
+    """A chat without a limit asks for the context, 40,000 tokens; the engine cuts it to the pool of 16,000. Nothing is
+    held: nothing to wait for. 1,600 are held: all must come free, in 40,000 steps of 0.1 s."""
+    f = Fixture(view("a", decode_step_s=0.1), view("b", pool_utilization=0.1, num_running=1, decode_step_s=0.1))
+    ask = RouteQuery(rid="r", token_ids=PROMPT, max_new_tokens=40_000)
+    a, b = f.router.explain_only(ask).candidates
+    assert a.terms.pressure_s == 0.0
+    assert b.terms.pressure_s == pytest.approx(4_000.0)
+
+
 def test_no_place_among_the_running_costs_a_turn_s_share() -> None:
     f = Fixture(view("a", num_running=4, num_waiting=1, decode_step_s=0.1, max_running_requests=4))
     assert f.choose().candidates[0].terms.pressure_s == pytest.approx(10.0 * 2 / 4)
