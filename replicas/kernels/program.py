@@ -39,7 +39,7 @@ class ReadingStage(Stage, Protocol):
     """A stage whose input may lie elsewhere at each run."""
 
     def read_from(self, x: Tensor) -> None:
-        """Read the rows of ``x`` from now on."""
+        """Read the rows of ``x`` from now on. The caller keeps ``x`` until the run has ended."""
         ...
 
 

@@ -108,7 +108,9 @@ class FusedBlocks:
         q, k, v = self._blocks[0].attn.qkv.split(at.qkv[:rows])
         for i, projection in enumerate(self._made.projections):
             programs[i].run(rows)
-            projection.read_from(self._attend(i, q, k, v))
+            attended = self._attend(i, q, k, v)  # may be a fresh tensor: bound until the program that reads it has run
+            assert attended.stride(1) == 1, f"rows must be whole, strides are {attended.stride()}"
+            projection.read_from(attended)
         programs[-1].run(rows)
         return at.normed[:rows]
 

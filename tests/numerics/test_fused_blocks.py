@@ -1,9 +1,12 @@
 """A step of one program between two attention calls gives the bits of the layers called one by one."""
 
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from replicas.kernels.linear import FEW_ROWS
 from tests.numerics import tiny
@@ -30,6 +33,25 @@ def test_programs_and_layers_give_the_same_bits(folder: Path, chunk: int, monkey
     for ours, theirs in zip(fused.prefill(PROMPTS, chunk=chunk), layers.prefill(PROMPTS, chunk=chunk), strict=True):
         assert torch.equal(ours, theirs)
     assert len(fused.model.fused.programs) == 3 + 1  # blocks, and what follows the last attention
+
+
+def test_what_attention_returns_lives_until_it_has_been_read(tmp_path: Path) -> None:
+    """A backend may return a fresh tensor (torch_native does): here its memory turns to NaN when nobody holds it."""
+    tiny.save("llama", tmp_path, **SERVED)
+    fused, layers = open_model(tmp_path, attention="cpu"), open_model(tmp_path, attention="cpu")
+    assert fused.model.fused is not None
+    layers.model.fused = None
+    attend = fused.model.fused._attend
+
+    def fleeting(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        memory = attend(layer, q, k, v).numpy().copy()
+        result = torch.from_numpy(memory)
+        weakref.finalize(result, memory.fill, np.nan)
+        return result
+
+    fused.model.fused._attend = fleeting
+    for ours, theirs in zip(fused.prefill(PROMPTS, chunk=7), layers.prefill(PROMPTS, chunk=7), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_where_blas_is_faster_it_takes_the_steps_of_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
