@@ -1,9 +1,10 @@
-"""y = x @ weight.T with int8 weights (a scale per output channel) and int8 activations (a scale per token).
+"""y = x @ weight.T with int8 weights (a scale per output channel) and int8 activations (a scale per 64 of a token's).
 
 Owns:      the packed form of a weight: panels of 32 output channels, [K / 4, 32, 4] bytes each, one behind the other.
 Method:    the kernel first rounds the rows of x, shared among the threads, then multiplies: x is fp32 in memory, and
-           nobody else sees its bytes. Panels are read once for up to 12 rows; few rows are as fast as memory allows.
-Invariant: sums are exact, so an output row depends on its own x row alone: not on other rows, their number, threads.
+           nobody else sees its bytes. Panels are read once by few rows, and stay in L1 for many.
+Invariant: integer sums are exact and groups of 64 are added in their order, so an output row depends on its own x row
+           alone: not on other rows, their number, or threads.
 Thread:    all of the team; tasks are taken one by one.
 """
 
@@ -15,66 +16,63 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from replicas.kernels.int8_tiles import COLS, ZERO, absolute, cpu_has_vnni, product_tile, store_bytes
+from replicas.kernels.int8_tiles import COLS, ZERO, absolute, cpu_has_vnni, product_tile, store_bytes, store_i32
 from replicas.kernels.simd import W, hmax, load, maximum, mul, splat, store1, take_next
 from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
 
 PANEL = COLS * W  # output channels of a panel
-BLOCK_ROWS = 252  # of x, of one task: a multiple of 12 whose bytes lie in L2
+GROUP = 64  # activations that share a scale: one that is large costs the others of its group their precision
+BLOCK_ROWS = 252  # of x, of one task: a multiple of 6 whose bytes lie in L2
 STRIP_BYTES = 64 << 10  # weight bytes a task reads at least
 AHEAD_BYTES = 4 << 10  # what is asked for before it is read
-LARGEST_K = 1 << 16  # 127 * 255 * K must fit an int32
 
+# bytes: [m, k] x rounded; parts: [m, groups, 2] what the sum of a group starts with (int32), and its scale (fp32)
 Int8Args = struct(
     "Int8Args",
-    "x x_stride bytes scales weight columns columns_stride out out_stride m n k strip block counter",
+    "x x_stride bytes parts weight columns columns_stride out out_stride m n k groups strip block counter",
 )
 
-_TILE_12, _TILE_8, _TILE_6, _TILE_4, _TILE_3, _TILE_2, _TILE_1 = (product_tile(r) for r in (12, 8, 6, 4, 3, 2, 1))
+_TILE_6, _TILE_4, _TILE_3, _TILE_2, _TILE_1 = (product_tile(rows) for rows in (6, 4, 3, 2, 1))
 
 
 @inlined
-def quantize_row(x: int, k: int, out: int, scale: int) -> None:
-    """k floats at x into bytes at out: multiples of the largest magnitude / 127, shifted by 128."""
+def round_group(x: int, length: int, out: int, part: int) -> None:
+    """Floats at x into bytes at out: multiples of the largest magnitude / 127."""
     most = splat(0.0)
-    for i in range(0, 4 * k, 4 * W):
+    for i in range(0, 4 * length, 4 * W):
         most = maximum(most, absolute(load(x + i)))
     largest = hmax(most)
     factor = splat(127.0 / largest if largest > 0.0 else 0.0)
-    for i in range(0, k, W):
-        store_bytes(out + i, mul(load(x + 4 * i), factor))
-    store1(scale, largest / 127.0)
+    total = 0
+    for i in range(0, length, W):
+        total += store_bytes(out + i, mul(load(x + 4 * i), factor))
+    store_i32(part, -ZERO * total)
+    store1(part + 4, largest / 127.0)
 
 
 @inlined
 def multiply(
-    m: int, a: int, lda: int, b: int, columns: int, columns_stride: int, scales: int, c: int, ldc: int, k: int,
-    ahead: int,
+    m: int, a: int, lda: int, parts: int, b: int, columns: int, columns_stride: int, c: int, ldc: int, groups: int,
+    steps: int,
 ) -> None:  # fmt: skip
     """One panel by m rows."""
     row = 0
     while row < m:
-        left, a_at, s, c_at = m - row, a + row * lda, scales + 4 * row, c + row * ldc
-        if left >= 12:
-            _TILE_12(a_at, lda, b, columns, columns_stride, s, c_at, ldc, k, ahead)
-            row += 12
-        elif left >= 8:
-            _TILE_8(a_at, lda, b, columns, columns_stride, s, c_at, ldc, k, ahead)
-            row += 8
-        elif left >= 6:
-            _TILE_6(a_at, lda, b, columns, columns_stride, s, c_at, ldc, k, ahead)
+        left, a_at, p, ldp, c_at = m - row, a + row * lda, parts + row * groups * 8, groups * 8, c + row * ldc
+        if left >= 6:
+            _TILE_6(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 6
         elif left >= 4:
-            _TILE_4(a_at, lda, b, columns, columns_stride, s, c_at, ldc, k, ahead)
+            _TILE_4(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 4
         elif left == 3:
-            _TILE_3(a_at, lda, b, columns, columns_stride, s, c_at, ldc, k, ahead)
+            _TILE_3(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 3
         elif left == 2:
-            _TILE_2(a_at, lda, b, columns, columns_stride, s, c_at, ldc, k, ahead)
+            _TILE_2(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 2
         else:
-            _TILE_1(a_at, lda, b, columns, columns_stride, s, c_at, ldc, k, ahead)
+            _TILE_1(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 1
 
 
@@ -83,8 +81,10 @@ def product(pointer: Any) -> None:
     """Tasks are (strip of panels, block of x rows), blocks of a strip one after the other."""
     a = carray(pointer, 1)[0]
     me, threads = thread_id(), team_size()
-    for row in range(a.m * me // threads, a.m * (me + 1) // threads):
-        quantize_row(a.x + row * a.x_stride, a.k, a.bytes + row * a.k, a.scales + 4 * row)
+    length = a.k // a.groups
+    for i in range(a.m * a.groups * me // threads, a.m * a.groups * (me + 1) // threads):
+        row, start = i // a.groups, i % a.groups * length
+        round_group(a.x + row * a.x_stride + 4 * start, length, a.bytes + row * a.k + start, a.parts + 8 * i)
     barrier()
     panels, blocks = a.n // PANEL, (a.m + a.block - 1) // a.block
     num_tasks = (panels + a.strip - 1) // a.strip * blocks
@@ -93,11 +93,11 @@ def product(pointer: Any) -> None:
         first, row = task // blocks * a.strip, task % blocks * a.block
         rows = min(a.block, a.m - row)
         for panel in range(first, min(first + a.strip, panels)):
-            weight, column = a.weight + panel * PANEL * a.k, 4 * panel * PANEL
-            out = a.out + row * a.out_stride + column
+            column = 4 * panel * PANEL
             multiply(
-                rows, a.bytes + row * a.k, a.k, weight, a.columns + column, a.columns_stride, a.scales + 4 * row,
-                out, a.out_stride, a.k, AHEAD_BYTES,
+                rows, a.bytes + row * a.k, a.k, a.parts + row * a.groups * 8, a.weight + panel * PANEL * a.k,
+                a.columns + column, a.columns_stride, a.out + row * a.out_stride + column, a.out_stride, a.groups,
+                length // 4,
             )  # fmt: skip
         task = take_next(a.counter)
 
@@ -112,11 +112,10 @@ class Int8Kernel:
         self._n, self._team = n, team
         padded = -(-n // PANEL) * PANEL
         self._packed = pack(weight, padded)
-        self._columns = torch.zeros(3, padded)
-        self._columns[0, :n] = (weight.sum(1, dtype=torch.int32) * -ZERO).view(torch.float32)
-        self._columns[1, :n] = scales
+        self._columns = torch.zeros(2, padded)
+        self._columns[0, :n] = scales
         if bias is not None:
-            self._columns[2, :n] = bias
+            self._columns[1, :n] = bias
         self._counter = np.zeros(8, np.int64)
 
     @property
@@ -148,7 +147,7 @@ class Int8Kernel:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` [T] of the weight, as floats [T, K]."""
         panels = self._packed[ids // PANEL, :, ids % PANEL]  # [T, K / 4, 4]
-        return panels.flatten(1).float().mul_(self._columns[1][ids].unsqueeze(1))
+        return panels.flatten(1).float().sub_(ZERO).mul_(self._columns[0][ids].unsqueeze(1))
 
 
 class Int8Stage:
@@ -156,14 +155,15 @@ class Int8Stage:
 
     def __init__(self, columns: Tensor, packed: Tensor, x: Tensor, out: Tensor, team: Team) -> None:
         n, k = columns.shape[1], x.shape[1]
-        self._room = -(-x.shape[0] // W) * W  # of the scales, in floats
-        self._memory = team.memory(self._room + x.shape[0] * k // 4)  # kept alive
+        groups = num_groups(k)
+        floats = x.shape[0] * k // 4  # of the bytes; k is a multiple of 16
+        self._memory = team.memory(floats + 2 * x.shape[0] * groups)  # kept alive
         scratch = self._memory.data_ptr()
         self._arguments = Int8Args(
             x=x.data_ptr(),
             x_stride=4 * x.stride(0),
-            scales=scratch,
-            bytes=scratch + 4 * self._room,
+            bytes=scratch,
+            parts=scratch + 4 * floats,
             weight=packed.data_ptr(),
             columns=columns.data_ptr(),
             columns_stride=4 * n,
@@ -171,6 +171,7 @@ class Int8Stage:
             out_stride=4 * out.stride(0),
             n=n,
             k=k,
+            groups=groups,
             strip=max(1, STRIP_BYTES // (PANEL * k)),
             block=BLOCK_ROWS,
         )
@@ -185,18 +186,22 @@ class Int8Stage:
 
 
 def pack(weight: Tensor, padded: int) -> Tensor:
-    """[N, K] int8 -> [padded / 32, K / 4, 32, 4]; rows from N on are zero."""
+    """[N, K] int8 -> [padded / 32, K / 4, 32, 4] unsigned, shifted by 128; rows from N on are zero."""
     n, k = weight.shape
-    packed = torch.zeros(padded // PANEL, k // 4, PANEL, 4, dtype=torch.int8)
+    packed = torch.full((padded // PANEL, k // 4, PANEL, 4), ZERO, dtype=torch.uint8)
+    shifted = weight.view(torch.uint8) ^ ZERO
     whole = n // PANEL
-    packed[:whole] = weight[: whole * PANEL].view(whole, PANEL, k // 4, 4).transpose(1, 2)
+    packed[:whole] = shifted[: whole * PANEL].view(whole, PANEL, k // 4, 4).transpose(1, 2)
     if whole * PANEL < n:
-        rest = n - whole * PANEL
-        packed[whole, :, :rest] = weight[whole * PANEL :].view(rest, k // 4, 4).transpose(0, 1)
+        packed[whole, :, : n - whole * PANEL] = shifted[whole * PANEL :].view(-1, k // 4, 4).transpose(0, 1)
     return packed
+
+
+def num_groups(k: int) -> int:
+    """Groups of a row of k activations: one where k is no multiple of `GROUP`."""
+    return k // GROUP if k % GROUP == 0 else 1
 
 
 def serves(weight: Tensor) -> bool:
     """Whether the kernel can multiply by this weight [N, K] int8, on this CPU."""
-    k = weight.shape[1]
-    return weight.device.type == "cpu" and k % W == 0 and k <= LARGEST_K and cpu_has_vnni()
+    return weight.device.type == "cpu" and weight.shape[1] % W == 0 and cpu_has_vnni()

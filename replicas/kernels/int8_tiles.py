@@ -6,7 +6,7 @@ Invariant: sums are of integers, hence exact in any order: an element does not d
 Thread:    any; no state.
 
 ``vpdpbusd`` adds four products of an unsigned and a signed byte to each of 16 int32 sums, without saturating. The
-activations are the unsigned ones: shifted by 128, which the sums' starting values take back.
+weights are the unsigned ones: shifted by 128, which the sums' starting values take back.
 """
 
 from typing import Any
@@ -29,13 +29,15 @@ from replicas.kernels.simd import (
     emit_prefetch,
     emit_splat,
     emit_store,
+    int_const,
     op,
     pointer_to,
+    splat_const,
     vector,
 )
 
 COLS = 2  # vectors of a tile, and of a panel of the packed weight
-ZERO = 128  # the unsigned byte that stands for 0
+ZERO = 128  # the unsigned byte of the packed weight that stands for 0
 _BYTES = ir.VectorType(ir.IntType(8), W)
 _QUADS = ir.VectorType(ir.IntType(8), 4 * W)  # what the instruction multiplies
 _OLD_LLVM = 22  # until then the intrinsic took its bytes as vectors of int32
@@ -62,51 +64,68 @@ def _emit_load_ints(builder: Any, address: Any) -> Any:
 
 
 def product_tile(rows: int) -> Any:
-    """Kernel ``f(a, a_stride, b, columns, columns_stride, scales, c, c_stride, k, ahead)``: c[rows, 32] of a[rows, k]
-    (unsigned bytes) and a panel of the packed weight.
+    """Kernel ``f(a, a_stride, parts, parts_stride, b, columns, columns_stride, c, c_stride, groups, steps, ahead)``:
+    c[rows, 32] of rows of signed bytes and a panel of the packed weight, in groups of 4 * steps bytes of a row.
 
-    b: [k / 4, 32, 4] signed bytes. columns: three rows, ``columns_stride`` bytes apart, of the columns' starting sums
-    (int32), scales and biases. scales: of the rows of a. k is a multiple of 4; each cache line of b that is read asks
-    for the one ``ahead`` bytes further. 2 rows + 3 registers: 12 rows fill most of AVX-512's 32.
+    a: [rows, groups * 4 * steps] bytes. parts: [rows, groups, 2] of each group its starting sum (int32) and its scale
+    (fp32). b: [groups * steps, 32, 4] unsigned bytes. columns: scales and, ``columns_stride`` bytes on, biases of the
+    columns. Each cache line of b that is read asks for the one ``ahead`` bytes further. 4 rows + 3 registers: 6 rows
+    fill most of AVX-512's 32.
     """
 
-    @op(types.void, *[types.int64] * 10)
+    @op(types.void, *[types.int64] * 12)
     def tile(
-        builder: Any, a: Any, lda: Any, b: Any, columns: Any, columns_stride: Any, scales: Any, c: Any, ldc: Any,
-        k: Any, ahead: Any,
+        builder: Any, a: Any, lda: Any, parts: Any, ldp: Any, b: Any, columns: Any, columns_stride: Any, c: Any,
+        ldc: Any, groups: Any, steps: Any, ahead: Any,
     ) -> None:  # fmt: skip
-        a_rows = [builder.add(a, builder.mul(lda, ir.Constant(I64, i))) for i in range(rows)]
-        c_rows = [builder.add(c, builder.mul(ldc, ir.Constant(I64, i))) for i in range(rows)]
-        sums = [[cgutils.alloca_once(builder, IVEC) for _ in range(COLS)] for _ in range(rows)]
-        for j in range(COLS):
-            start = _emit_load_ints(builder, add_bytes(builder, columns, 4 * W * j))
-            for r in range(rows):
-                builder.store(start, sums[r][j])
-        with cgutils.for_range(builder, builder.lshr(k, ir.Constant(I64, 2)), intp=I64) as loop:
-            b_row = builder.add(b, builder.mul(loop.index, ir.Constant(I64, 4 * W * COLS)))
-            bs = [_emit_load_ints(builder, add_bytes(builder, b_row, 4 * W * j)) for j in range(COLS)]
-            for j in range(COLS):
-                emit_prefetch(builder, add_bytes(builder, builder.add(b_row, ahead), 4 * W * j))
-            offset = builder.shl(loop.index, ir.Constant(I64, 2))
-            for r in range(rows):
-                quad = builder.load(pointer_to(builder, builder.add(a_rows[r], offset), I32), align=1)
-                one = builder.insert_element(ir.Constant(IVEC, ir.Undefined), quad, ir.Constant(I32, 0))
-                x = builder.shuffle_vector(one, ir.Constant(IVEC, ir.Undefined), ir.Constant(IVEC, [0] * W))
+        a_rows, part_rows, c_rows = (_rows(builder, *at, rows) for at in ((a, lda), (parts, ldp), (c, ldc)))
+        places = [(r, j) for r in range(rows) for j in range(COLS)]
+        sums = {place: cgutils.alloca_once(builder, IVEC) for place in places}
+        totals = {place: cgutils.alloca_once(builder, VEC) for place in places}
+        for place in places:
+            builder.store(splat_const(0.0), totals[place])
+        with cgutils.for_range(builder, groups, intp=I64) as group:
+            part = builder.shl(group.index, ir.Constant(I64, 3))
+            for r, j in places:
+                builder.store(_emit_splat_int(builder, builder.add(part_rows[r], part)), sums[r, j])
+            first = builder.mul(group.index, steps)
+            with cgutils.for_range(builder, steps, intp=I64) as loop:
+                step = builder.add(first, loop.index)
+                b_row = builder.add(b, builder.mul(step, ir.Constant(I64, 4 * W * COLS)))
+                offset = builder.shl(step, ir.Constant(I64, 2))
+                bs = [_emit_load_ints(builder, add_bytes(builder, b_row, 4 * W * j)) for j in range(COLS)]
                 for j in range(COLS):
-                    builder.store(_emit_dot4(builder, builder.load(sums[r][j]), x, bs[j]), sums[r][j])
-        scale_row, bias_row = builder.add(columns, columns_stride), builder.add(
-            columns, builder.mul(columns_stride, ir.Constant(I64, 2))
-        )
-        for r in range(rows):
-            scale = builder.load(pointer_to(builder, add_bytes(builder, scales, 4 * r), F32), align=4)
-            for j in range(COLS):
-                value = builder.fmul(builder.sitofp(builder.load(sums[r][j]), VEC), emit_splat(builder, scale))
-                weight_scale = emit_load(builder, add_bytes(builder, scale_row, 4 * W * j))
-                bias = emit_load(builder, add_bytes(builder, bias_row, 4 * W * j))
-                value = emit_fma(builder, value, weight_scale, bias)
-                emit_store(builder, add_bytes(builder, c_rows[r], 4 * W * j), value)
+                    emit_prefetch(builder, add_bytes(builder, builder.add(b_row, ahead), 4 * W * j))
+                for r in range(rows):
+                    x = _emit_splat_int(builder, builder.add(a_rows[r], offset))
+                    for j in range(COLS):
+                        builder.store(_emit_dot4(builder, builder.load(sums[r, j]), bs[j], x), sums[r, j])
+            for r, j in places:
+                scale = emit_splat(builder, _emit_load_one(builder, builder.add(part_rows[r], part), 4))
+                value = builder.sitofp(builder.load(sums[r, j]), VEC)
+                builder.store(emit_fma(builder, value, scale, builder.load(totals[r, j])), totals[r, j])
+        for r, j in places:
+            scale = emit_load(builder, add_bytes(builder, columns, 4 * W * j))
+            bias = emit_load(builder, add_bytes(builder, builder.add(columns, columns_stride), 4 * W * j))
+            value = emit_fma(builder, builder.load(totals[r, j]), scale, bias)
+            emit_store(builder, add_bytes(builder, c_rows[r], 4 * W * j), value)
 
     return tile
+
+
+def _rows(builder: Any, start: Any, stride: Any, count: int) -> list[Any]:
+    return [builder.add(start, builder.mul(stride, ir.Constant(I64, i))) for i in range(count)]
+
+
+def _emit_load_one(builder: Any, address: Any, offset: int) -> Any:
+    return builder.load(pointer_to(builder, add_bytes(builder, address, offset), F32), align=1)
+
+
+def _emit_splat_int(builder: Any, address: Any) -> Any:
+    """The int32 at ``address`` in all lanes."""
+    scalar = builder.load(pointer_to(builder, address, I32), align=1)
+    one = builder.insert_element(ir.Constant(IVEC, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(IVEC, ir.Undefined), int_const(0))
 
 
 @op(vector, vector)
@@ -114,9 +133,16 @@ def absolute(builder: Any, x: Any) -> Any:
     return emit_llvm(builder, "llvm.fabs.v16f32", VEC, x)
 
 
-@op(types.void, types.int64, vector)
-def store_bytes(builder: Any, address: Any, x: Any) -> None:
-    """Sixteen floats of -127 to 127, rounded to the nearest integer (ties to even) plus 128, as 16 unsigned bytes."""
+@op(types.int64, types.int64, vector)
+def store_bytes(builder: Any, address: Any, x: Any) -> Any:
+    """Sixteen floats of -127 to 127, rounded to the nearest integer (ties to even), as 16 bytes; returns their sum."""
     whole = builder.fptosi(emit_llvm(builder, "llvm.rint.v16f32", VEC, x), IVEC)
-    shifted = builder.add(whole, ir.Constant(IVEC, [ZERO] * W))
-    builder.store(builder.trunc(shifted, _BYTES), pointer_to(builder, address, _BYTES), align=1)
+    builder.store(builder.trunc(whole, _BYTES), pointer_to(builder, address, _BYTES), align=1)
+    add = ir.FunctionType(I32, [IVEC])
+    total = cgutils.get_or_insert_function(builder.module, add, "llvm.vector.reduce.add.v16i32")
+    return builder.sext(builder.call(total, [whole]), I64)
+
+
+@op(types.void, types.int64, types.int64)
+def store_i32(builder: Any, address: Any, value: Any) -> None:
+    builder.store(builder.trunc(value, I32), pointer_to(builder, address, I32), align=4)

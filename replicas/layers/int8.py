@@ -1,23 +1,21 @@
-"""``x @ weight.T + bias`` in int8: weights rounded per output channel when loaded, activations per token at each call.
+"""``x @ weight.T + bias`` in int8: weights rounded per output channel when loaded, activations at each call.
 
 Owns:      the rounding of weights, and the choice of the product: our kernel (replicas/kernels/int8.py) on CPUs with
-           AVX-512 VNNI, PyTorch's ways on all others.
+           AVX-512 VNNI; on all others the weight is widened a part at a time for PyTorch's fp32 product.
 Never:     keeps the weight as it was loaded.
-Invariant: a product's sum is exact, so an output row depends on its own x row alone, whatever the other rows are.
+Invariant: our kernel's output row depends on its own x row alone, whatever the other rows are.
 """
-
-import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.kernels.int8 import Int8Kernel, serves
+from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.program import ReadingStage, Stage
 from replicas.kernels.team import Team, team
 
-CHUNK_ROWS = 4096  # of a weight, that are rounded (or, without integer products, widened) at a time
-EXACT_LENGTH = 1024  # so many products of int8 sum exactly in fp32: 127 * 127 * 1,024 < 2 ** 24
+CHUNK_ROWS = 4096  # of a weight, that are rounded or widened at a time
 ANY_ROWS = 1 << 62
 
 
@@ -26,7 +24,7 @@ class Int8Matmul:
 
     def __init__(self) -> None:
         self.shape = (0, 0)  # (out, in)
-        self._product: Int8Kernel | TorchInt8 | None = None
+        self._product: Int8Kernel | WidenedInt8 | None = None
 
     def prepare(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take the weight [out, in] and bias [out], of any float dtype, on CPU. Called once."""
@@ -36,14 +34,14 @@ class Int8Matmul:
         if serves(rounded):
             self._product = Int8Kernel(rounded, scales, floats, team(torch.get_num_threads()))
         else:
-            self._product = TorchInt8(rounded, scales, floats)
+            self._product = WidenedInt8(rounded, scales, floats)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp32 -> [T, out], a fresh tensor."""
         return self.product(x)
 
     @property
-    def product(self) -> "Int8Kernel | TorchInt8":
+    def product(self) -> "Int8Kernel | WidenedInt8":
         assert self._product is not None, "finalize() comes before the first call"
         return self._product
 
@@ -66,8 +64,8 @@ class Int8Matmul:
         return 0 if self._product is None else self._product.num_bytes
 
 
-class TorchInt8:
-    """One weight, multiplied with PyTorch's operations."""
+class WidenedInt8:
+    """One weight in int8, multiplied in fp32: the memory of the one, a little more than the time of the other."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         """weight [N, K] int8; scales, bias [N] fp32."""
@@ -75,9 +73,11 @@ class TorchInt8:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] fp32 -> [M, N], a fresh tensor."""
-        rounded, scales = round_rows(x)
-        product = torch._int_mm if integer_products_are_exact() else _product_in_floats
-        out = product(rounded, self._weight.t()).float().mul_(scales.unsqueeze(1)).mul_(self._scales)
+        out = torch.empty(x.shape[0], self._weight.shape[0])
+        for first in range(0, self._weight.shape[0], CHUNK_ROWS):
+            chunk = slice(first, first + CHUNK_ROWS)
+            out[:, chunk] = F.linear(x, self._weight[chunk].float())
+        out.mul_(self._scales)
         return out if self._bias is None else out.add_(self._bias)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -89,11 +89,11 @@ class TorchInt8:
         return sum(t.nbytes for t in (self._weight, self._scales, self._bias) if t is not None)
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[N, K] -> (int8 [N, K], scales [N] fp32): each row in steps of its largest magnitude / 127."""
-    rounded, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
-    for first in range(0, x.shape[0], CHUNK_ROWS):
-        part = x[first : first + CHUNK_ROWS].float()
+    rounded, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
+    for first in range(0, weight.shape[0], CHUNK_ROWS):
+        part = weight[first : first + CHUNK_ROWS].float()
         largest = part.abs().amax(dim=1)
         factor = torch.where(largest > 0, 127.0 / largest, 0.0)
         rounded[first : first + CHUNK_ROWS] = (part * factor.unsqueeze(1)).round_()
@@ -103,30 +103,6 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def describe() -> str:
     """Which product this CPU gets, in words."""
-    if serves(torch.empty(16, 16, dtype=torch.int8)):
-        return "our AVX-512 VNNI kernel"
-    if integer_products_are_exact():
-        return "torch._int_mm (this CPU has no AVX-512 VNNI)"
-    return "fp32 products of whole numbers, slow (this CPU has no AVX-512 VNNI, and its torch._int_mm saturates)"
-
-
-@functools.cache
-def integer_products_are_exact() -> bool:
-    """Whether torch._int_mm gives the right sums for the largest numbers: older CPUs add pairs of them in 16 bits."""
-    for sign in (1, -1):
-        x = torch.full((32, 64), 127, dtype=torch.int8)
-        weight = torch.full((32, 64), 127 * sign, dtype=torch.int8)
-        if int(torch._int_mm(x, weight.t())[0, 0]) != 64 * 127 * 127 * sign:
-            return False
-    return True
-
-
-def _product_in_floats(x: Tensor, weight_t: Tensor) -> Tensor:
-    """[M, K] int8 @ [K, N] int8 -> [M, N] int32, exactly, widening a part of the weight at a time."""
-    weight = weight_t.t()
-    out = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32)
-    for first in range(0, weight.shape[0], CHUNK_ROWS):
-        for start in range(0, x.shape[1], EXACT_LENGTH):
-            part = weight[first : first + CHUNK_ROWS, start : start + EXACT_LENGTH].float()
-            out[:, first : first + CHUNK_ROWS] += F.linear(x[:, start : start + EXACT_LENGTH].float(), part).int()
-    return out
+    if cpu_has_vnni():
+        return "our kernels (AVX-512 VNNI)"
+    return "weights are widened for fp32 products: this CPU has no AVX-512 VNNI, int8 saves memory here and no time"
