@@ -11,6 +11,8 @@ from replicas.attention.base import BatchMeta, KvPool
 from replicas.memory.scaled_pool import kv_pool
 from replicas.prefix_group import PrefixGroup
 
+MAX_DRAWN = 1 << 24  # random numbers of a pool; drawing gigabytes takes longer than measuring
+
 
 class SmallPool:
     """A KvPool: the one page-major, head-major allocation, without the bookkeeping."""
@@ -50,16 +52,20 @@ class Step:
 
 
 def filled_pool(num_pages: int, shape: dict[str, int], kv_dtype: str, random: torch.Generator) -> KvPool:
-    """A pool whose every slot holds normal numbers."""
+    """A pool whose every slot holds normal numbers; they repeat where it is larger than any test's."""
     if kv_dtype == "float32":
         small = SmallPool(num_pages=num_pages, **shape)
-        small.data.normal_(generator=random)
+        num_drawn = max(1, MAX_DRAWN // small.data[0].numel())  # pages
+        small.data[:num_drawn].normal_(generator=random)
+        for start in range(num_drawn, num_pages + 1, num_drawn):
+            part = small.data[start : start + num_drawn]
+            part.copy_(small.data[: len(part)])
         return small
     pool = kv_pool(kv_dtype, num_pages=num_pages, device="cpu", **shape)
     slots = torch.arange((num_pages + 1) * shape["page_size"])
-    for layer in range(shape["num_layers"]):
-        k, v = torch.randn(2, len(slots), shape["num_kv_heads"], shape["head_dim"], generator=random)
-        pool.set_kv_buffer(layer, slots, k, v)
+    k, v = torch.randn(2, len(slots), shape["num_kv_heads"], shape["head_dim"], generator=random)
+    pool.set_kv_buffer(0, slots, k, v)
+    pool.buffer[:, 1:] = pool.buffer[:, :1]
     return pool
 
 

@@ -80,10 +80,10 @@ class CpuAttention:
     ) -> None:
         """The part of the step that begins with token ``first_token``."""
         arguments.keys, arguments.values = self._layer(layer)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            stride = 4 * x.stride(0)
-            setattr(arguments, name, x.data_ptr() + first_token * stride)
-            setattr(arguments, name + "_stride", stride)
+        q_stride, k_stride, v_stride = 4 * q.stride(0), 4 * k.stride(0), 4 * v.stride(0)
+        arguments.q, arguments.q_stride = q.data_ptr() + first_token * q_stride, q_stride
+        arguments.k, arguments.k_stride = k.data_ptr() + first_token * k_stride, k_stride
+        arguments.v, arguments.v_stride = v.data_ptr() + first_token * v_stride, v_stride
         self._counters[:] = 0
         self._team.run(kernel, arguments)
 
@@ -93,8 +93,9 @@ class CpuAttention:
         arguments.kind = cpu_pages.KINDS[keys.dtype]
         arguments.page_stride, arguments.head_stride = item_bytes * keys.stride(0), item_bytes * keys.stride(1)
         arguments.token_bytes = item_bytes * self._head_dim
-        arguments.page_size = self._pool.page_size
-        arguments.scales_at = self._pool.page_size * self._head_dim
+        arguments.page_size = page_size = self._pool.page_size
+        arguments.page_shift = page_size.bit_length() - 1 if page_size.bit_count() == 1 else -1
+        arguments.scales_at = page_size * self._head_dim
         arguments.num_kv_heads, arguments.head_dim, arguments.group = self._num_kv_heads, self._head_dim, self._group
         arguments.counter = self._counters.ctypes.data
         arguments.scale = self._head_dim**-0.5

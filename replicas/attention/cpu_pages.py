@@ -30,9 +30,10 @@ from replicas.kernels.team import inlined
 FLOAT32, BFLOAT16, INT8, FP8 = range(4)  # what a pool's numbers are
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
 
-# One layer of the pool and of the batch, the part of the arguments that decode and extend share. Strides in bytes.
+# One layer of the pool and of the batch, the part of the arguments that decode and extend share. Strides in bytes;
+# page_shift is log2 of the page size, or -1.
 POOL_FIELDS = (
-    "keys values page_stride head_stride token_bytes scales_at kind page_size num_kv_heads head_dim "
+    "keys values page_stride head_stride token_bytes scales_at kind page_size page_shift num_kv_heads head_dim "
     "table table_stride rows "
 )
 BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots num_tokens "
@@ -40,8 +41,8 @@ BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots 
 
 @inlined
 def page_of(a: Any, slot: int) -> int:
-    """The page of ``slot``; a division costs as much as reading a token from L2, and pages of one token need none."""
-    return int(slot if a.page_size == 1 else slot // a.page_size)
+    """The page of ``slot``. A division costs as much as reading a token from L2: most page sizes need none."""
+    return int(slot >> a.page_shift if a.page_shift >= 0 else slot // a.page_size)
 
 
 @inlined
@@ -60,7 +61,8 @@ def token_offset(a: Any, row: int, position: int) -> int:
 @inlined
 def run_length(a: Any, position: int, end: int) -> int:
     """Tokens from ``position`` that lie one behind the other: to the end of the page, at most to ``end``."""
-    return int(1 if a.page_size == 1 else min(a.page_size - position % a.page_size, end - position))
+    offset = position & (a.page_size - 1) if a.page_shift >= 0 else position % a.page_size
+    return int(min(a.page_size - offset, end - position))
 
 
 @inlined
@@ -140,19 +142,12 @@ def read_run(a: Any, src: int, scales: int, length: int, dst: int, ahead: int) -
         for i in range(0, length * a.head_dim, W):
             prefetch(src + ahead + 2 * i)
             store(dst + 4 * i, load_bf16(src + 2 * i))
-    elif a.kind == INT8:
-        for t in range(length):
-            factor = splat(load1(scales + 4 * t))
-            prefetch(src + ahead)
-            for i in range(0, a.head_dim, W):
-                store(dst + 4 * i, mul(load_int8(src + i), factor))
-            src += a.head_dim
-            dst += 4 * a.head_dim
     else:
         for t in range(length):
             factor = splat(load1(scales + 4 * t))
             prefetch(src + ahead)
             for i in range(0, a.head_dim, W):
-                store(dst + 4 * i, mul(load_fp8(src + i), factor))
+                number = load_int8(src + i) if a.kind == INT8 else load_fp8(src + i)
+                store(dst + 4 * i, mul(number, factor))
             src += a.head_dim
             dst += 4 * a.head_dim

@@ -30,21 +30,16 @@ SMALLEST_PEAK = 1e-30  # what a vector of zeros is divided by
 class ScaledKVPool(MHATokenToKVPool):
     """``buffer`` uint8 [num_pages + 1, L, 2, K, page_size * (D + 4)]; D is a multiple of 4."""
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(num_pages, page_size, num_layers, num_kv_heads, head_dim, dtype, device)
-        numbers = page_size * head_dim
-        shape = (*self.buffer.shape[:4], page_size, head_dim)
-        self._numbers: Tensor = self.buffer[..., :numbers].view(shape)  # [P, L, 2, K, page_size, D]
-        self._scales: Tensor = self.buffer.view(torch.float32)[..., numbers // 4 :]  # [P, L, 2, K, page_size]
+    @property
+    def _numbers(self) -> Tensor:
+        """[num_pages + 1, L, 2, K, page_size, D] strided view."""
+        numbers = self.page_size * self.head_dim
+        return self.buffer[..., :numbers].view(*self.buffer.shape[:4], self.page_size, self.head_dim)
+
+    @property
+    def _scales(self) -> Tensor:
+        """[num_pages + 1, L, 2, K, page_size] strided view."""
+        return self.buffer.view(torch.float32)[..., self.page_size * self.head_dim // 4 :]
 
     def storage(self) -> tuple[tuple[int, ...], torch.dtype]:
         block = self.page_size * (self.head_dim + 4)
