@@ -77,6 +77,7 @@ class ModelReplica:
             scheduler=config.scheduler,
             parallel=config.parallel,
             attention=config.attention,
+            cuda_graphs=config.cuda_graphs,
             num_threads=max(1, int(config.replicas.cpus)),
             dtype=config.model.dtype,
             quantization=config.model.quantization,

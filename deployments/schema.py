@@ -18,7 +18,7 @@ from deployments.replica_settings import (
     only_fields_of,
 )
 from deployments.transfer_settings import TransferGroup
-from replicas.config import CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig
+from replicas.config import Attention, CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig
 from replicas.errors import InvalidConfig
 from routing.policies import POLICIES
 
@@ -72,7 +72,8 @@ class AppConfig(Settings):
     cache: Annotated[CacheConfig, only_fields_of(CacheConfig)] = CacheConfig()
     scheduler: Annotated[SchedulerConfig, only_fields_of(SchedulerConfig)] = SchedulerConfig()
     parallel: Annotated[ParallelConfig, only_fields_of(ParallelConfig)] = ParallelConfig()
-    attention: Literal["auto", "torch_native", "cpu"] = "auto"
+    attention: Attention = "auto"
+    cuda_graphs: bool = True
     mode: Literal["unified", "disaggregated"] = "unified"  # disaggregated: prefill and decode on different replicas
     prefill: RoleSettings = RoleSettings()
     decode: RoleSettings = RoleSettings()

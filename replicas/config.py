@@ -16,6 +16,7 @@ Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
+Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1}  # of a number, beside its scale
 
@@ -130,7 +131,8 @@ class EngineConfig:
     scheduler: SchedulerConfig
     parallel: ParallelConfig
     device: Device
-    attention: Literal["auto", "torch_native", "cpu"] = "auto"
+    attention: Attention = "auto"
+    cuda_graphs: bool = True  # of decode steps, on a GPU
     num_threads: int = 1  # compute threads of each rank, CPU only
     origin: Mapping[str, str] = field(default_factory=dict)
 
@@ -175,7 +177,8 @@ def resolve(
     cache: CacheConfig | None = None,
     scheduler: SchedulerConfig | None = None,
     parallel: ParallelConfig | None = None,
-    attention: Literal["auto", "torch_native", "cpu"] = "auto",
+    attention: Attention = "auto",
+    cuda_graphs: bool = True,
     num_threads: int | None = None,
 ) -> EngineConfig:
     """Check the settings against model and machine and fill in what was left open. Pure.
@@ -230,6 +233,7 @@ def resolve(
         parallel=parallel,
         device=hardware.device,
         attention=attention,
+        cuda_graphs=cuda_graphs,
         num_threads=num_threads,
         origin=origin,
     )

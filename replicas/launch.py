@@ -6,11 +6,10 @@ Never:     decides settings (config.resolve) or sizes (memory/sizing); starts fo
 
 import logging
 import time
-from typing import Literal
 
 from kvtransfer.types import TransferSettings
 from replicas.cache.kv import KvCache
-from replicas.config import CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig, resolve
+from replicas.config import Attention, CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig, resolve
 from replicas.desk import open_desk, port_spec
 from replicas.disagg.wake import Wake
 from replicas.engine import Engine
@@ -29,7 +28,8 @@ def load_engine(
     cache: CacheConfig | None = None,
     scheduler: SchedulerConfig | None = None,
     parallel: ParallelConfig | None = None,
-    attention: Literal["auto", "torch_native", "cpu"] = "auto",
+    attention: Attention = "auto",
+    cuda_graphs: bool = True,
     num_threads: int | None = None,
     dtype: DType | None = None,
     quantization: Quantization = "none",
@@ -57,6 +57,7 @@ def load_engine(
         scheduler=scheduler,
         parallel=parallel,
         attention=attention,
+        cuda_graphs=cuda_graphs,
         num_threads=num_threads,
     )
     for setting, source in config.origin.items():

@@ -1,10 +1,11 @@
-"""Which attention backend runs where."""
+"""Which attention backend runs where, chosen by what is there; says which, and why."""
 
+import importlib
 import logging
 
 from replicas.attention.base import AttentionBackend
-from replicas.attention.cpu import CpuAttention
 from replicas.attention.torch_native import TorchNativeAttention
+from replicas.errors import InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 
 log = logging.getLogger(__name__)
@@ -13,13 +14,59 @@ log = logging.getLogger(__name__)
 def make_attention(
     name: str, pool: MHATokenToKVPool, *, num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
 ) -> AttentionBackend:
-    """The backend called ``name``; ``auto`` takes the fast one of the pool's device.
+    """The backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, on a GPU
+    ``flashinfer``, else ``triton``, else ``torch_native``.
 
-    Args: num_heads, num_kv_heads: of this rank.
+    Args:   num_heads, num_kv_heads: of this rank.
+    Raises: InvalidConfig for a backend asked for by name that cannot serve here.
     """
-    if name == "cpu" or (name == "auto" and pool.device.type == "cpu"):
-        return CpuAttention(
-            pool, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_threads=num_threads
-        )
-    log.info("attention: torch_native, the plain reference")
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    if name == "auto":
+        name, why = _choose(pool, head_dim)
+        log.info("attention: %s, %s", name, why)
+    else:
+        log.info("attention: %s, as the settings say", name)
+    if name == "cpu":
+        from replicas.attention.cpu import CpuAttention  # numba: not where the GPU engine runs
+
+        return CpuAttention(pool, num_threads=num_threads, **shape)
+    if name == "flashinfer":
+        _require(name, missing("triton") or missing(name))
+        from replicas.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(pool, **shape)
+    if name == "triton":
+        _require(name, missing(name))
+        from replicas.attention.triton_paged import TritonAttention
+
+        return TritonAttention(pool, **shape)
     return TorchNativeAttention(pool)
+
+
+def _choose(pool: MHATokenToKVPool, head_dim: int) -> tuple[str, str]:
+    """The name of a backend, and the reason."""
+    if pool.device.type == "cpu":
+        return "cpu", "the fast one of this device"
+    without = missing("triton")  # which the FlashInfer backend stores K and V with
+    if without is not None:
+        return "torch_native", f"the slow reference, since triton {without}"
+    reason = missing("flashinfer")
+    if reason is None:
+        from replicas.attention.flashinfer import why_not
+
+        reason = why_not(pool.dtype, head_dim=head_dim)
+    return ("flashinfer", "the fast one of this device") if reason is None else ("triton", f"since flashinfer {reason}")
+
+
+def missing(package: str) -> str | None:
+    """Why ``package`` cannot be imported, in words that follow its name."""
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:  # a missing dependency or library of its own counts too
+        return f"cannot be imported ({error})"
+    return None
+
+
+def _require(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise InvalidConfig(f"attention: {name} {reason}; install it, or leave attention at auto")

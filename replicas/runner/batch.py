@@ -6,12 +6,14 @@ Invariant: before a step, row r of the table is valid on [0, seq_len) for every 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from replicas.attention.base import BatchMeta
+from replicas.runner.staging import Array, Staging
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan, TableWrite
 
 
@@ -22,16 +24,16 @@ class DeviceTable:
         self.slots = torch.zeros((num_rows, row_len), dtype=torch.int32, device=device)  # [R, C]
         self._host = self.slots.numpy() if device.type == "cpu" else None  # the same memory, quicker to write
 
-    def apply(self, writes: tuple[TableWrite, ...]) -> None:
+    def apply(self, writes: tuple[TableWrite, ...], staging: Staging) -> None:
         if self._host is not None:
             for write in writes:
                 self._host[write.row, write.start : write.start + len(write.slots)] = write.slots
         elif writes:
             width = self.slots.shape[1]
             cells = [np.arange(len(write.slots)) + (write.row * width + write.start) for write in writes]
-            values = torch.from_numpy(np.concatenate([write.slots for write in writes]))
-            index = torch.from_numpy(np.concatenate(cells)).to(self.slots.device)
-            self.slots.view(-1).index_copy_(0, index, values.to(self.slots.device))
+            slots = np.concatenate([write.slots for write in writes])
+            index, values = staging.upload([np.concatenate(cells).astype(np.int64), slots.astype(np.int32)])
+            self.slots.view(-1).index_copy_(0, index, values)
 
     def append(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Position ``positions[b]`` of ``rows[b]`` now lives in ``slots[b]``; all [B], on the table's device."""
@@ -58,65 +60,108 @@ class DeviceBatch:
     prompt_rows: list[PromptRows]
 
 
-def build(plan: StepPlan, table: DeviceTable, device: torch.device) -> DeviceBatch:
+def build(plan: StepPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:
     """The tensors of ``plan``; applies its table writes first, and enters the slots of the rows that decode."""
-    table.apply(plan.table_writes)
-    batch = _decode(plan, table, device) if isinstance(plan, DecodePlan) else _extend(plan, table, device)
-    if size := batch.meta.num_decode:
-        table.append(batch.meta.rows[-size:], batch.meta.positions[-size:], batch.meta.out_slots[-size:])
+    if isinstance(plan, DecodePlan):
+        return build_decode(plan, table, staging, size=len(plan.rows))
+    table.apply(plan.table_writes, staging)
+    batch = _extend(plan, table, staging)
+    _append(table, batch.meta)
     return batch
 
 
-def _decode(plan: DecodePlan, table: DeviceTable, device: torch.device) -> DeviceBatch:
-    size = len(plan.rows)
-    seq_lens = torch.from_numpy(plan.seq_lens).to(device)
+def build_decode(
+    plan: DecodePlan, table: DeviceTable, staging: Staging, *, size: int, into: Tensor | None = None
+) -> DeviceBatch:
+    """As `build`, filled up to ``size`` rows, which lie in ``into`` where it is given (runner/graphs.py)."""
+    table.apply(plan.table_writes, staging)
+    arrays = decode_arrays(plan, size)
+    ids, positions, out_slots, rows, prefix_lens, seq_lens, bounds = staging.upload(arrays, into)
+    on_device = staging.device.type != "cpu"
     meta = BatchMeta(
         is_decode=True,
-        qo_indptr=torch.arange(size + 1, dtype=torch.int32, device=device),
-        rows=torch.from_numpy(plan.rows).to(device),
-        prefix_lens=seq_lens - 1,
+        qo_indptr=bounds,
+        rows=rows,
+        prefix_lens=prefix_lens,
         seq_lens=seq_lens,
-        positions=(seq_lens - 1).long(),
-        out_slots=torch.from_numpy(plan.slots).to(device).long(),
+        positions=positions,
+        out_slots=out_slots,
         table=table.slots,
         max_seq_len=int(plan.seq_lens.max()),
         num_tokens=size,
         num_decode=size,
         prefix_groups=plan.prefix_groups,
+        host_qo_indptr=arrays[-1] if on_device else None,
+        host_seq_lens=arrays[-2] if on_device else None,
     )
-    input_ids = torch.from_numpy(plan.token_ids).to(device).long()
-    return DeviceBatch(
-        input_ids=input_ids, meta=meta, logits_rows=None, sample_rows=list(range(size)), prompt_rows=[]
-    )
+    _append(table, meta)
+    sample_rows = list(range(len(plan.rows)))
+    return DeviceBatch(input_ids=ids, meta=meta, logits_rows=None, sample_rows=sample_rows, prompt_rows=[])
 
 
-def _extend(plan: ExtendPlan, table: DeviceTable, device: torch.device) -> DeviceBatch:
+def decode_arrays(plan: DecodePlan, size: int) -> list[Array]:
+    """Input ids, positions, slots (int64), rows, prefix_lens, seq_lens, qo_indptr (int32) of ``plan``, filled up to
+    ``size`` rows with ones that see one token, that of the sink."""
+
+    def filled(values: Array, dtype: type[np.integer[Any]], rest: int = 0) -> Array:
+        out = np.full(size, rest, dtype)
+        out[: len(values)] = values
+        return out
+
+    seq_lens = filled(plan.seq_lens, np.int32, 1)
+    return [
+        filled(plan.token_ids, np.int64),
+        (seq_lens - 1).astype(np.int64),
+        filled(plan.slots, np.int64),
+        filled(plan.rows, np.int32),
+        seq_lens - np.int32(1),
+        seq_lens,
+        np.arange(size + 1, dtype=np.int32),
+    ]
+
+
+def _append(table: DeviceTable, meta: BatchMeta) -> None:
+    if size := meta.num_decode:
+        table.append(meta.rows[-size:], meta.positions[-size:], meta.out_slots[-size:])
+
+
+def _extend(plan: ExtendPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:
     lens = np.array([len(row.token_ids) for row in plan.rows], dtype=np.int32)
     prefix = np.array([row.prefix_len for row in plan.rows], dtype=np.int32)
     indptr = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(lens, out=indptr[1:])
-    positions = np.concatenate([np.arange(p, p + n, dtype=np.int64) for p, n in zip(prefix, lens, strict=True)])
     wanted, sample_rows, prompt_rows = _logits_rows(plan, indptr)
+    ids, positions, out_slots, logits_rows, rows, prefix_lens, seq_lens, bounds = staging.upload(
+        [
+            np.concatenate([row.token_ids for row in plan.rows]).astype(np.int64),
+            np.concatenate([np.arange(p, p + n, dtype=np.int64) for p, n in zip(prefix, lens, strict=True)]),
+            np.concatenate([row.slots for row in plan.rows]).astype(np.int64),
+            np.array(wanted, np.int64),
+            np.array([row.row for row in plan.rows], np.int32),
+            prefix,
+            prefix + lens,
+            indptr,
+        ]
+    )
+    on_device = staging.device.type != "cpu"
     meta = BatchMeta(
         is_decode=False,
-        qo_indptr=torch.from_numpy(indptr).to(device),
-        rows=torch.tensor([row.row for row in plan.rows], dtype=torch.int32, device=device),
-        prefix_lens=torch.from_numpy(prefix).to(device),
-        seq_lens=torch.from_numpy(prefix + lens).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        out_slots=torch.from_numpy(np.concatenate([row.slots for row in plan.rows]).astype(np.int64)).to(device),
+        qo_indptr=bounds,
+        rows=rows,
+        prefix_lens=prefix_lens,
+        seq_lens=seq_lens,
+        positions=positions,
+        out_slots=out_slots,
         table=table.slots,
         max_seq_len=int((prefix + lens).max()),
         num_tokens=int(indptr[-1]),
         num_decode=plan.num_decode,
         prefix_groups=plan.prefix_groups,
+        host_qo_indptr=indptr if on_device else None,
+        host_seq_lens=prefix + lens if on_device else None,
     )
     return DeviceBatch(
-        input_ids=torch.from_numpy(np.concatenate([row.token_ids for row in plan.rows]).astype(np.int64)).to(device),
-        meta=meta,
-        logits_rows=torch.tensor(wanted, dtype=torch.int64, device=device),
-        sample_rows=sample_rows,
-        prompt_rows=prompt_rows,
+        input_ids=ids, meta=meta, logits_rows=logits_rows, sample_rows=sample_rows, prompt_rows=prompt_rows
     )
 
 

@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 HEAD = 64  # tokens that leave the device; on a CPU, torch.topk of 256 takes 7 times as long
-_MIN_TEMPERATURE = 1e-6  # float32 stays exact enough; anything colder is greedy but for exact ties
+MIN_TEMPERATURE = 1e-6  # float32 stays exact enough; anything colder is greedy but for exact ties
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio
 _BELOW_HEAD = np.array([1 << 40], dtype=np.uint64)  # "token" whose noise those below the head share
 
@@ -73,7 +73,7 @@ class _Rules:
         params = [row.params for row in rows]
         with np.errstate(divide="ignore"):  # min_p 0 becomes -inf: keeps all
             return _Rules(
-                temperature=np.array([[max(p.temperature, _MIN_TEMPERATURE)] for p in params]),
+                temperature=np.array([[max(p.temperature, MIN_TEMPERATURE)] for p in params]),
                 top_k=np.array([[min(p.top_k or vocab_size, vocab_size)] for p in params], dtype=np.int64),
                 top_p=np.array([[p.top_p if p.top_p < 1.0 else np.inf] for p in params]),
                 log_min_p=np.log(np.array([[p.min_p] for p in params])),

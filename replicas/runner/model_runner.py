@@ -11,7 +11,6 @@ import logging
 import time
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +25,10 @@ from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
 from replicas.runner import batch as batches
 from replicas.runner.device import free_device_bytes
+from replicas.runner.graphs import SIZES, DecodeGraphs, GraphAttention, graph_bytes
+from replicas.runner.pending import PendingTokens
 from replicas.runner.sampler import Sampler
+from replicas.runner.staging import Staging
 from replicas.runner.weights import load_weights, weight_bytes
 from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, ExtendRow, PendingStep, StepPlan, StepResult
 from replicas.types import TokenLogprob
@@ -67,6 +69,10 @@ class ModelRunner:
         )
         self._sampler = Sampler(config.model.vocab_size, self.device)
         self._sampled: Tensor | None = None  # [S] of the step launched last; rank 0 only
+        self._samples_on_device = self.device.type == "cuda"  # where the host may go on meanwhile
+        self._staging = Staging(self.device)
+        self._begun: BatchMeta | None = None  # a step that graphs.py has begun
+        self._graphs: DecodeGraphs | None = None
         self.start_times = {"load_weights": load_s, "warm_up": self._warm_up()}  # s, by phase
 
     @property
@@ -76,13 +82,17 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, batches.DeviceBatch]:
         """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch."""
-        batch = batches.build(plan, self.table, self.device)
-        if isinstance(plan, DecodePlan) and plan.follows is not None:
-            batch.input_ids = self._followed(plan.follows)
+        graphs = self._graphs
+        if graphs is not None and isinstance(plan, DecodePlan) and len(plan.rows) <= graphs.sizes[-1]:
+            batch = graphs.fill(plan)
+            self._put_followed(plan, batch)
+            return graphs.replay(batch, len(plan.rows)), batch
+        batch = batches.build(plan, self.table, self._staging)
+        self._put_followed(plan, batch)
         logits = self._model.forward(batch.input_ids, batch.meta, batch.logits_rows)
-        if isinstance(plan, ExtendPlan) and self.device.type == "cuda":
-            # Kernels may still be under way, and what sends pages knows no stream. Each rank waits for its own; that of
-            # rank 0, which gives the pages away, also waits for the others in the collective after the last layer.
+        if isinstance(plan, ExtendPlan) and self.device.type == "cuda" and self.tp.rank > 0:
+            # Kernels may still be under way, and what sends pages knows no stream. Each rank waits for its own; rank 0,
+            # which gives the pages away, does so for its result, and waits for the others in the last collective.
             torch.cuda.current_stream(self.device).synchronize()
         return logits, batch
 
@@ -90,6 +100,10 @@ class ModelRunner:
         """Start a step and its sampling; rank 0 only. The next plan may be launched before this one's result is known,
         and follow it (`DecodePlan.follows`). On a CPU the step is over when this returns."""
         logits, batch = self.forward(plan)
+        if self._samples_on_device and _only_tokens(plan):
+            wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
+            self._sampled = self._sampler.sample_on_device(wanted, plan.sampling)
+            return PendingTokens(self._sampled)
         prompt = _prompt_logprobs(self._sampler, logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
         if not plan.sampling:
             return DoneStep(StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=prompt))
@@ -102,13 +116,16 @@ class ModelRunner:
         """Run a step and sample; rank 0 only."""
         return self.launch(plan).result()
 
-    def _followed(self, follows: npt.NDArray[np.int32]) -> Tensor:
-        """Input ids [B] of a step that follows the last one: what rank 0 sampled there, told to every rank."""
-        if self.tp.rank > 0:
-            return self.tp.broadcast(torch.empty(len(follows), dtype=torch.int64, device=self.device))
-        assert self._sampled is not None, "a plan follows a step, and none has sampled yet"
-        index = torch.from_numpy(follows).to(self.device)
-        return self.tp.broadcast(self._sampled[index].long().clamp_min_(0))
+    def _put_followed(self, plan: StepPlan, batch: batches.DeviceBatch) -> None:
+        """Into the input ids of a step that follows the last one: what rank 0 sampled there, told to every rank."""
+        if not isinstance(plan, DecodePlan) or plan.follows is None:
+            return
+        ids = batch.input_ids[: len(plan.follows)]
+        if self.tp.rank == 0:
+            assert self._sampled is not None, "a plan follows a step, and none has sampled yet"
+            (index,) = self._staging.upload([plan.follows])
+            ids.copy_(self._sampled[index].clamp_min(0))
+        self.tp.broadcast(ids)
 
     def _free_bytes(self, weights: int) -> int:
         """Device memory that is free with ``weights`` bytes of this rank's weights loaded."""
@@ -120,11 +137,54 @@ class ModelRunner:
 
     def _size_pool(self, free_before: int) -> sizing.PoolSize:
         config, cache = self._config, self._config.cache
-        kv_bytes = self.tp.min_int(
-            sizing.kv_bytes(free_before, self._free_bytes(self.weight_bytes), cache.mem_fraction_static)
-        )
+        left = self._free_bytes(self.weight_bytes) - self._graph_bytes()
+        kv_bytes = self.tp.min_int(sizing.kv_bytes(free_before, left, cache.mem_fraction_static))
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
         return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
+
+    @property
+    def _graph_rows(self) -> int:
+        """The largest batch to capture CUDA graphs for; 0 where there are none. Not with more ranks than one: that
+        collectives can be captured has been tried nowhere yet."""
+        if self.device.type != "cuda" or self.tp.size > 1 or not self._config.cuda_graphs:
+            return 0
+        limit = self._config.scheduler.max_running_requests
+        return SIZES[-1] if limit is None else min(limit, SIZES[-1])
+
+    def _graph_bytes(self) -> int:
+        model = self._config.model
+        if not self._graph_rows:
+            return 0
+        return graph_bytes(
+            self._graph_rows,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_heads=model.num_heads,
+            head_dim=model.head_dim,
+        )
+
+    def _capture_graphs(self) -> None:
+        """Record decode steps, where the device and its attention backend can."""
+        if not self._graph_rows:
+            return
+        if not isinstance(self._attention, GraphAttention):
+            log.info("CUDA graphs: none, the attention backend cannot be captured")
+            return
+        graphs = DecodeGraphs(
+            self._attention,
+            self.table,
+            self._staging,
+            max_rows=self._graph_rows,
+            vocab_size=self._config.model.vocab_size,
+        )
+        graphs.capture(self._forward_begun)
+        self._graphs = graphs
+
+    def _forward_begun(self, batch: batches.DeviceBatch) -> Tensor:
+        """The forward pass of a step for which attention is prepared already."""
+        self._begun = batch.meta
+        return self._model.forward(batch.input_ids, batch.meta, None)
 
     def _make_pool(self) -> MHATokenToKVPool:
         model = self._config.model
@@ -159,6 +219,7 @@ class ModelRunner:
                 sampling=(),
             )
         )
+        self._capture_graphs()
         warm_up_s = time.monotonic() - started_s
         log.info("warm-up: %.1f s", warm_up_s)
         return warm_up_s
@@ -171,10 +232,18 @@ class _Unsized:
         self._runner = runner
 
     def begin(self, batch: BatchMeta) -> None:
-        self._runner.attention.begin(batch)
+        if batch is not self._runner._begun:
+            self._runner.attention.begin(batch)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._runner.attention.forward(layer, q, k, v)
+
+
+def _only_tokens(plan: StepPlan) -> bool:
+    """Whether nothing but tokens is wanted of a step: logprobs are made on the host."""
+    if isinstance(plan, ExtendPlan) and any(row.target_ids is not None for row in plan.rows):
+        return False
+    return not any(row.return_logprobs for row in plan.sampling)
 
 
 def _prompt_logprobs(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from replicas.kernels.argmax import argmax
+from replicas.runner.device_draw import sample_on_device
 from replicas.runner.draw import draw
 from replicas.runner.logit_edits import edit_logits, needs_edit
 from replicas.runner.logprobs import token_logprobs
@@ -49,6 +50,14 @@ class Sampler:
             chosen = edited if len(drawn) == len(rows) else edited[torch.tensor(drawn, device=edited.device)]
             token_ids[drawn] = draw(chosen, peaks[drawn], [rows[i] for i in drawn])
         return token_ids, self._logprobs(logits, token_ids, rows)
+
+    def sample_on_device(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """`sample` without logprobs, by the device: tokens [S] int64, for which nothing has waited."""
+        self._check_shape(logits, len(rows))
+        if not rows:
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
+        edited = edit_logits(logits, rows) if any(needs_edit(row) for row in rows) else logits
+        return sample_on_device(edited, rows)
 
     def prompt_logprobs(self, logits: Tensor, target_ids: TokenIds, top_n: int = 0) -> tuple[TokenLogprob, ...]:
         """Logprobs of prompt tokens, with the ``top_n`` most likely alternatives.

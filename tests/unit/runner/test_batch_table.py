@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from replicas.runner.batch import DeviceTable, build
+from replicas.runner.staging import Staging
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, TableWrite
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ def test_a_decode_steps_slots_are_entered_at_the_last_positions() -> None:
     plan = DecodePlan(
         table_writes=writes, rows=ints(2, 1), token_ids=ints(5, 6), seq_lens=ints(2, 3), slots=ints(33, 18), sampling=()
     )
-    build(plan, table, CPU)
+    build(plan, table, Staging(CPU))
     assert table.slots[1, :4].tolist() == [16, 17, 18, 0]
     assert table.slots[2, :3].tolist() == [32, 33, 0]
 
@@ -31,6 +32,6 @@ def test_a_mixed_steps_decode_rows_are_entered_and_its_prompts_come_as_writes() 
         ExtendRow(row=2, token_ids=ints(9), prefix_len=1, slots=ints(33), sample=True),
     )
     writes = (TableWrite(1, 0, ints(16, 17)), TableWrite(2, 0, ints(32)))
-    build(ExtendPlan(table_writes=writes, rows=rows, sampling=(), num_decode=1), table, CPU)
+    build(ExtendPlan(table_writes=writes, rows=rows, sampling=(), num_decode=1), table, Staging(CPU))
     assert table.slots[1, :3].tolist() == [16, 17, 0]
     assert table.slots[2, :3].tolist() == [32, 33, 0]

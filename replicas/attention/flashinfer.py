@@ -1,0 +1,186 @@
+"""The FlashInfer backend: its paged prefill and decode kernels over the page-major pool.
+
+A layer's keys and values are strided views of the one allocation (heads before tokens: "HND"), given as they are: the
+kernels take the stride between pages. Requests that extend are one plan, requests that decode another, and what groups
+of those have in common a third, whose results are merged by the logarithm of the sums of weights.
+
+Owns:      the wrappers and their workspaces; the pages of the step (page_lists.py).
+Never:     plans within a layer: `begin` plans the step once. In `begin_graph` every buffer that kernels read keeps its
+           address, a wrapper for each batch size.
+Invariant: a plan is not written before the copies of the one before have run: FlashInfer stages them in one pinned
+           buffer a wrapper, and the host may be a step ahead of the device.
+Thread:    the thread that runs the model.
+Source:    Ye et al. 2025 (arXiv:2501.01005).
+"""
+
+from typing import Any
+
+import flashinfer
+import numpy as np
+import torch
+from torch import Tensor
+
+from replicas.attention.base import BatchMeta, KvPool
+from replicas.attention.fence import Fence
+from replicas.attention.page_lists import Ints, page_bounds, page_indices
+from replicas.attention.triton_paged import store_kv
+from replicas.errors import InvalidConfig
+from replicas.prefix_group import PrefixGroup
+
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; shared by all wrappers, which run one after the other
+INT_WORKSPACE_BYTES = 8 << 20  # of each wrapper, by its constructor
+HEAD_DIMS = (64, 128, 256)
+TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores decode; the other kernel knows 1, 2, 3, 4 and 8
+
+
+class FlashInferAttention:
+    """AttentionBackend over a pool in fp16 or bf16.
+
+    Raises: InvalidConfig for what its kernels do not know (the Triton backend does).
+    """
+
+    def __init__(self, pool: KvPool, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        keys = pool.get_key_buffer(0)
+        reason = why_not(keys.dtype, head_dim=head_dim)
+        if reason is not None:
+            raise InvalidConfig(f"attention: flashinfer {reason}; set attention: triton")
+        self._pool, self._dtype, self._device = pool, keys.dtype, keys.device
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._tensor_cores = num_heads // num_kv_heads >= TENSOR_CORE_GROUP
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        self._extend = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        self._group = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        self._eager = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "HND", use_tensor_cores=self._tensor_cores
+        )
+        self._graphs: dict[int, Any] = {}  # batch size -> decode wrapper with fixed buffers
+        self._indices = torch.empty(0, dtype=torch.int32, device=self._device)  # of those, shared
+        self._decode = self._eager  # of the current step
+        self._copied = Fence(self._device)  # behind the last plan's copies
+        self._batch: BatchMeta | None = None
+        self._num_decode = 0
+        self._members: Tensor | None = None  # [M] of all prefix groups: indices among the requests that decode
+
+    def begin(self, batch: BatchMeta) -> None:
+        self._copied.wait()
+        self._batch, self._decode = batch, self._eager
+        size = batch.rows.shape[0]
+        self._num_decode = size if batch.is_decode else batch.num_decode
+        num_extend = size - self._num_decode
+        bounds, seq_lens = batch.on_host()
+        if num_extend:
+            self._plan_extend(batch, bounds[: num_extend + 1], seq_lens[:num_extend])
+        self._members = None
+        if self._num_decode:
+            first_pages = None
+            if batch.prefix_groups:
+                first_pages = self._plan_groups(batch, batch.prefix_groups, num_extend)
+            self._plan_decode(batch.table, batch.rows[num_extend:], seq_lens[num_extend:], first_pages)
+        self._copied.mark()
+
+    def begin_graph(self, batch: BatchMeta) -> None:
+        """A decode step whose forward is captured in, or replayed from, a CUDA graph of its batch size."""
+        self._copied.wait()
+        size = batch.rows.shape[0]
+        if size not in self._graphs:
+            self._graphs[size] = self._graph_wrapper(size, -(-batch.table.shape[1] // self._pool.page_size))
+        self._batch, self._decode, self._num_decode, self._members = batch, self._graphs[size], size, None
+        self._plan_decode(batch.table, batch.rows, batch.on_host()[1], None)
+        self._copied.mark()
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch = self._batch
+        assert batch is not None, "begin() comes before forward()"
+        keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
+        store_kv(k, v, keys, values, batch.out_slots)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
+        first = batch.num_tokens - self._num_decode
+        if first:
+            self._extend.run(q[:first], (keys, values), out=out[:first])
+        if self._members is not None:
+            self._cascade(q[first:], (keys, values), out[first:], self._members)
+        elif self._num_decode:
+            self._decode.run(q[first:], (keys, values), out=out[first:])
+        return out.flatten(1)
+
+    def _cascade(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, members: Tensor) -> None:
+        """Each request's own keys, then those of its group; q, out [B, H, D]."""
+        _, own = self._decode.run(q, kv, out=out, return_lse=True)  # own: [B, H] log2 of the sums of weights
+        shared_out, shared = self._group.run(q[members], kv, return_lse=True)
+        out[members] = flashinfer.merge_state(out[members], own[members], shared_out, shared)[0]
+
+    def _plan_extend(self, batch: BatchMeta, bounds: Ints, seq_lens: Ints) -> None:
+        self._plan_prefill(self._extend, batch.table, batch.rows[: len(seq_lens)], bounds, seq_lens, causal=True)
+
+    def _plan_groups(self, batch: BatchMeta, groups: tuple[PrefixGroup, ...], first_request: int) -> Ints:
+        """Returns: [num_decode] pages of each request that its group reads."""
+        page_size = self._pool.page_size
+        members = np.concatenate([group.members for group in groups]).astype(np.int64)
+        counts = np.array([len(group.members) for group in groups], np.int32)
+        lengths = np.array([group.length for group in groups], np.int32)
+        bounds = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        leaders = torch.from_numpy(members[bounds[:-1]]).to(self._device)
+        self._plan_prefill(self._group, batch.table, batch.rows[leaders], bounds, lengths, causal=False)
+        own = members - first_request
+        self._members = torch.from_numpy(own).to(self._device)
+        first_pages = np.zeros(self._num_decode, np.int32)
+        first_pages[own] = np.repeat(lengths // page_size, counts)
+        return first_pages
+
+    def _plan_prefill(
+        self, wrapper: Any, table: Tensor, rows: Tensor, bounds: Ints, seq_lens: Ints, *, causal: bool
+    ) -> None:
+        page_size = self._pool.page_size
+        indptr, last_page_len = page_bounds(seq_lens, page_size)
+        wrapper.plan(
+            torch.from_numpy(bounds),
+            torch.from_numpy(indptr),
+            page_indices(table, rows, indptr, page_size),
+            torch.from_numpy(last_page_len),
+            self._num_heads,
+            self._num_kv_heads,
+            self._head_dim,
+            page_size,
+            causal=causal,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+
+    def _plan_decode(self, table: Tensor, rows: Tensor, seq_lens: Ints, first_pages: Ints | None) -> None:
+        page_size = self._pool.page_size
+        indptr, last_page_len = page_bounds(seq_lens, page_size, first_pages)
+        self._decode.plan(
+            torch.from_numpy(indptr),
+            page_indices(table, rows, indptr, page_size, first_pages),
+            torch.from_numpy(last_page_len),
+            self._num_heads,
+            self._num_kv_heads,
+            self._head_dim,
+            page_size,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+
+    def _graph_wrapper(self, size: int, max_pages: int) -> Any:
+        """``max_pages``: of a request."""
+        if len(self._indices) < size * max_pages:
+            assert not self._graphs, "the largest batch size is captured first"
+            self._indices = torch.zeros(size * max_pages, dtype=torch.int32, device=self._device)
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=self._tensor_cores,
+            paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=self._device),
+            paged_kv_indices_buffer=self._indices,
+            paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=self._device),
+        )
+
+
+def why_not(dtype: torch.dtype, *, head_dim: int) -> str | None:
+    """What keeps FlashInfer's kernels from a pool, in words that follow its name."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"knows K and V in bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS:
+        return f"knows heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {head_dim}"
+    return None

@@ -1,0 +1,188 @@
+"""Attention over the paged pool in Triton: what each program computes. `triton_paged.py` decides what runs.
+
+Queries of one KV head's group are rows of one tile, so that its keys and values are read once for all of them. Row r of
+a tile is token r // GROUP_ROWS, query head r % GROUP_ROWS of the group (GROUP_ROWS is the group's size up to a power of
+two). A part is the attention over some of the keys: its result, and the base-2 logarithm of the sum of its weights, by
+which parts are merged.
+
+Source: Dao 2023 (arXiv:2307.08691); parts as in Flash-Decoding (Dao et al. 2023) and Hydragen (arXiv:2402.05099).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attend(
+    q, keys, values, slots, low, high, last, scale, page_stride,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Queries q [ROWS, BLOCK_D] over positions [low, high), row r up to position last[r] if CAUSAL.
+
+    keys, values: of this layer and KV head; slots: slot of each position. scale: of the scores, times log2(e).
+    Returns: result [ROWS, BLOCK_D], 0 where nothing was seen, and log2 of the weights' sum [ROWS], -inf there.
+    """
+    d = tl.arange(0, BLOCK_D)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for start in range(low, high, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        there = position < high
+        slot = tl.load(slots + position, mask=there, other=0)
+        place = (slot // PAGE).to(tl.int64) * page_stride + (slot % PAGE) * D  # [BLOCK]
+        k = tl.load(keys + place[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
+        score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale  # [ROWS, BLOCK]
+        seen = there[None, :]
+        if CAUSAL:
+            seen = seen & (position[None, :] <= last[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet: no inf - inf
+        weight = tl.exp2(score - shift[:, None])
+        fade = tl.exp2(peak - shift)
+        v = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        out = out * fade[:, None] + tl.dot(weight.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
+        total = total * fade + tl.sum(weight, 1)
+        peak = higher
+    some = total > 0.0
+    out = out / tl.where(some, total, 1.0)[:, None]
+    return out, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@triton.jit(do_not_specialize=["first_token", "first_request"])
+def decode_parts(
+    q, keys, values, table, rows, seq_lens, shared_lens, part_out, part_lse, first_token, first_request,
+    scale, q_stride, page_stride, head_stride, table_stride, num_heads,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CASCADE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (b, kv head, split): one token of request b over its share of the keys, after what a group has read.
+
+    q [T, H, D]; part_out [B, H, PARTS, D] fp32, part_lse [B, H, PARTS]; shared_lens [B] keys that a group reads.
+    """
+    b, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = first_request + b
+    seq_len = tl.load(seq_lens + request)
+    begin = 0
+    if CASCADE:
+        begin = tl.load(shared_lens + b)
+    share = tl.cdiv(tl.cdiv(seq_len - begin, SPLITS), BLOCK) * BLOCK
+    low = begin + split * share
+    high = tl.minimum(low + share, seq_len)
+    g, d = tl.arange(0, GROUP_ROWS), tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + g
+    exists = (g < GROUP)[:, None] & (d < D)[None, :]
+    token = (first_token + b).to(tl.int64)
+    own_q = tl.load(q + token * q_stride + head[:, None] * D + d[None, :], mask=exists, other=0.0)
+    row = tl.load(rows + request).to(tl.int64)
+    out, lse = _attend(
+        own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
+        low, high, g, scale, page_stride, PAGE, D, BLOCK_D, GROUP_ROWS, BLOCK, False, PRECISION,
+    )
+    part = (b * num_heads + head) * PARTS + split
+    tl.store(part_lse + part, lse, mask=g < GROUP)
+    tl.store(part_out + part[:, None] * D + d[None, :], out, mask=exists & (lse > float("-inf"))[:, None])
+
+
+@triton.jit(do_not_specialize=["first_token", "first_request"])
+def group_parts(
+    q, keys, values, table, rows, tiles, members, part_out, part_lse, first_token, first_request,
+    scale, q_stride, page_stride, head_stride, table_stride, num_heads,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv head, split): up to TILE requests of a group over a share of what they have in common.
+
+    tiles [N, 3]: first of its members, how many, keys in common. members [M]: indices of requests that decode.
+    Writes parts PARTS - SPLITS + split of each member.
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
+    length = tl.load(tiles + 3 * tile + 2)
+    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    low = split * share
+    high = tl.minimum(low + share, length)
+    r, d = tl.arange(0, TILE * GROUP_ROWS), tl.arange(0, BLOCK_D)
+    member, g = r // GROUP_ROWS, r % GROUP_ROWS
+    wanted = (member < count) & (g < GROUP)
+    b = tl.load(members + first + member, mask=wanted, other=0)
+    head = kv_head * GROUP + g
+    exists = wanted[:, None] & (d < D)[None, :]
+    token = (first_token + b).to(tl.int64)
+    own_q = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d[None, :], mask=exists, other=0.0)
+    row = tl.load(rows + first_request + tl.load(members + first)).to(tl.int64)
+    out, lse = _attend(
+        own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
+        low, high, r, scale, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, False, PRECISION,
+    )
+    part = (b * num_heads + head) * PARTS + (PARTS - SPLITS) + split
+    tl.store(part_lse + part, lse, mask=wanted)
+    tl.store(part_out + part[:, None] * D + d[None, :], out, mask=exists & (lse > float("-inf"))[:, None])
+
+
+@triton.jit(do_not_specialize=["first_token"])
+def merge_parts(
+    part_out, part_lse, out, first_token, num_heads,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (b, head): the parts of one query as one result; out [T, H, D]."""
+    b, head = tl.program_id(0), tl.program_id(1)
+    p, d = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_D)
+    part = (b * num_heads + head) * PARTS + p
+    lse = tl.load(part_lse + part, mask=p < PARTS, other=float("-inf"))
+    weight = tl.exp2(lse - tl.max(lse, 0))  # some part is never empty: a token sees itself
+    seen = (lse > float("-inf"))[:, None] & (d < D)[None, :]
+    value = tl.load(part_out + part[:, None] * D + d[None, :], mask=seen, other=0.0)
+    merged = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
+    place = (first_token + b).to(tl.int64) * num_heads + head
+    tl.store(out + place * D + d, merged.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def extend(
+    q, keys, values, table, rows, qo_indptr, prefix_lens, tiles, out,
+    scale, q_stride, page_stride, head_stride, table_stride, num_heads,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv head): up to TILE new tokens of a request over all keys before and among them.
+
+    tiles [N, 2]: request, and the first of its new tokens. q, out [T, H, D].
+    """
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    request, start = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    bound = tl.load(qo_indptr + request)
+    num_new = tl.load(qo_indptr + request + 1) - bound
+    prefix = tl.load(prefix_lens + request)
+    r, d = tl.arange(0, TILE * GROUP_ROWS), tl.arange(0, BLOCK_D)
+    token, g = start + r // GROUP_ROWS, r % GROUP_ROWS
+    exists = ((token < num_new) & (g < GROUP))[:, None] & (d < D)[None, :]
+    head = kv_head * GROUP + g
+    place = (bound + token).to(tl.int64)
+    own_q = tl.load(q + place[:, None] * q_stride + head[:, None] * D + d[None, :], mask=exists, other=0.0)
+    row = tl.load(rows + request).to(tl.int64)
+    high = prefix + tl.minimum(start + TILE, num_new)
+    attended, _ = _attend(
+        own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
+        0, high, prefix + token, scale, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, True, PRECISION,
+    )
+    at = (place[:, None] * num_heads + head[:, None]) * D + d[None, :]
+    tl.store(out + at, attended.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def store(
+    k, v, keys, values, out_slots, k_stride, v_stride, page_stride, head_stride,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (token, kv head): k, v [T, K, D] of the token into its slot."""
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    slot = tl.load(out_slots + token)
+    place = (slot // PAGE).to(tl.int64) * page_stride + kv_head * head_stride + (slot % PAGE) * D + d
+    new_k = tl.load(k + token * k_stride + kv_head * D + d, mask=d < D)
+    new_v = tl.load(v + token * v_stride + kv_head * D + d, mask=d < D)
+    tl.store(keys + place, new_k.to(keys.dtype.element_ty), mask=d < D)
+    tl.store(values + place, new_v.to(values.dtype.element_ty), mask=d < D)

@@ -1,0 +1,207 @@
+"""The Triton backend: paged attention on a GPU without other libraries. Decides what runs; triton_kernels.py computes.
+
+A step is up to three launches a layer after K and V are stored: requests that extend, requests that decode (keys split
+among programs, parts merged), and what groups of those have in common, read once for the group.
+
+Owns:      the lists of tiles of a step, and sizes of tiles and splits.
+Never:     reads tensors of the device on the host; keeps results (they are fresh, so a CUDA graph may hold them).
+Invariant: what is launched depends on numbers of requests and tiles alone, never on lengths on the device: a decode
+           step of so many requests can be captured once and replayed.
+Thread:    the thread that runs the model.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from torch import Tensor
+
+from replicas.attention import triton_kernels as kernels
+from replicas.attention.base import BatchMeta, KvPool
+from replicas.prefix_group import PrefixGroup
+
+MAX_SPLITS = 32
+PROGRAMS = 2048  # wanted in a decode step: enough for all multiprocessors, few enough that empty ones cost little
+GROUP_TILE_ROWS = 64  # queries that read a shared page together
+GROUP_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What is the same in all steps, as the kernels take it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def group_rows(self) -> int:
+        return int(triton.next_power_of_2(self.group))
+
+    @property
+    def block_d(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.head_dim)))
+
+    def constants(self, dtype: torch.dtype) -> dict[str, object]:
+        """Of every attention kernel. Without "ieee", fp32 products keep 10 bits."""
+        precision = "ieee" if dtype == torch.float32 else "tf32"
+        return {
+            "GROUP": self.group, "PAGE": self.page_size, "D": self.head_dim, "BLOCK_D": self.block_d,
+            "PRECISION": precision,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The prefix groups of a step on the device; requests count from the first that decodes."""
+
+    tiles: Tensor  # [N, 3] int32: first of its members, how many, keys in common
+    members: Tensor  # [M] int32
+    shared_lens: Tensor  # [B] int32: keys that a group reads for request b
+
+
+class TritonAttention:
+    """AttentionBackend over any pool on a GPU (on a CPU under TRITON_INTERPRET=1, for tests)."""
+
+    def __init__(self, pool: KvPool, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        self._pool = pool
+        self._shape = _Shape(num_heads, num_kv_heads, head_dim, pool.page_size)
+        self._batch: BatchMeta | None = None
+        self._num_decode = 0
+        self._tiles: Tensor | None = None  # [N, 2] int32: request, first new token
+        self._groups: _Groups | None = None
+
+    def begin(self, batch: BatchMeta) -> None:
+        self._batch = batch
+        size, device = batch.rows.shape[0], batch.rows.device
+        self._num_decode = size if batch.is_decode else batch.num_decode
+        num_extend = size - self._num_decode
+        self._tiles = None
+        if num_extend:
+            bounds, _ = batch.on_host()
+            tile = self._extend_tile(batch.table.device)
+            tiles = extend_tiles(np.diff(bounds[: num_extend + 1]), tile)
+            self._tiles = torch.from_numpy(tiles).to(device, non_blocking=True)
+        self._groups = None
+        if batch.prefix_groups:
+            made = group_tiles(
+                batch.prefix_groups, first_request=num_extend, num_decode=self._num_decode, tile=self._group_tile
+            )
+            self._groups = _Groups(*(torch.from_numpy(array).to(device, non_blocking=True) for array in made))
+
+    def begin_graph(self, batch: BatchMeta) -> None:
+        """A decode step whose forward is captured or replayed: nothing to prepare, all that is read is in ``batch``."""
+        self._batch, self._num_decode = batch, batch.rows.shape[0]
+        self._tiles = self._groups = None
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, shape = self._batch, self._shape
+        assert batch is not None, "begin() comes before forward()"
+        for x in (q, k, v):
+            assert x.stride()[1:] == (shape.head_dim, 1), f"heads must lie in a row, strides are {x.stride()}"
+        keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
+        store_kv(k, v, keys, values, batch.out_slots)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
+        if self._tiles is not None:
+            self._extend(batch, q, keys, values, self._tiles, out)
+        if self._num_decode:
+            self._decode(batch, q, keys, values, out)
+        return out.flatten(1)
+
+    def _extend(self, batch: BatchMeta, q: Tensor, keys: Tensor, values: Tensor, tiles: Tensor, out: Tensor) -> None:
+        shape, tile = self._shape, self._extend_tile(q.device)
+        kernels.extend[(len(tiles), shape.num_kv_heads)](
+            q, keys, values, batch.table, batch.rows, batch.qo_indptr, batch.prefix_lens, tiles, out,
+            *self._numbers(q, keys, batch.table), **shape.constants(q.dtype), GROUP_ROWS=shape.group_rows, TILE=tile,
+            BLOCK=64 if q.dtype != torch.float32 else 32, num_warps=8,
+        )  # fmt: skip
+
+    def _decode(self, batch: BatchMeta, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        shape, size = self._shape, self._num_decode
+        first = (batch.num_tokens - size, batch.rows.shape[0] - size)  # token, request
+        splits = num_splits(size, shape.num_kv_heads)
+        parts = splits + (GROUP_SPLITS if self._groups is not None else 0)
+        part_out = torch.empty((size, shape.num_heads, parts, shape.head_dim), device=q.device)
+        part_lse = torch.empty((size, shape.num_heads, parts), device=q.device)
+        shared_lens = batch.seq_lens  # not read
+        block = 64 if q.dtype != torch.float32 else 32
+        common = (*self._numbers(q, keys, batch.table),)
+        if self._groups is not None:
+            shared_lens = self._groups.shared_lens
+            part_lse[:, :, splits:] = -math.inf  # of requests in no group
+            kernels.group_parts[(len(self._groups.tiles), shape.num_kv_heads, GROUP_SPLITS)](
+                q, keys, values, batch.table, batch.rows, self._groups.tiles, self._groups.members, part_out, part_lse,
+                *first, *common, **shape.constants(q.dtype), GROUP_ROWS=shape.group_rows, TILE=self._group_tile,
+                SPLITS=GROUP_SPLITS, PARTS=parts, BLOCK=block,
+            )  # fmt: skip
+        kernels.decode_parts[(size, shape.num_kv_heads, splits)](
+            q, keys, values, batch.table, batch.rows, batch.seq_lens, shared_lens, part_out, part_lse, *first, *common,
+            **shape.constants(q.dtype), GROUP_ROWS=max(16, shape.group_rows), SPLITS=splits, PARTS=parts, BLOCK=block,
+            CASCADE=self._groups is not None,
+        )  # fmt: skip
+        kernels.merge_parts[(size, shape.num_heads)](
+            part_out, part_lse, out, first[0], shape.num_heads, PARTS=parts,
+            BLOCK_PARTS=triton.next_power_of_2(parts), D=shape.head_dim, BLOCK_D=shape.block_d,
+        )  # fmt: skip
+
+    def _numbers(self, q: Tensor, keys: Tensor, table: Tensor) -> tuple[float, int, int, int, int, int]:
+        scale = self._shape.head_dim**-0.5 * math.log2(math.e)
+        return scale, q.stride(0), keys.stride(0), keys.stride(1), table.stride(0), self._shape.num_heads
+
+    @property
+    def _group_tile(self) -> int:
+        return max(1, GROUP_TILE_ROWS // self._shape.group_rows)
+
+    def _extend_tile(self, device: torch.device) -> int:
+        """New tokens of a tile: 128 rows on a GPU; fewer are quicker to interpret."""
+        return max(1, (128 if device.type == "cuda" else 32) // self._shape.group_rows)
+
+
+def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, out_slots: Tensor) -> None:
+    """k, v [T, K, D] into slots ``out_slots`` [T] of a layer's ``keys`` and ``values`` [P, K, page_size, D]."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    kernels.store[(num_tokens, num_kv_heads)](
+        k, v, keys, values, out_slots, k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
+        PAGE=keys.shape[2], D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
+    )  # fmt: skip
+
+
+def num_splits(num_requests: int, num_kv_heads: int) -> int:
+    """Into how many shares the keys of each request that decodes are cut: a power of two, for PROGRAMS in all."""
+    splits = 1
+    while splits < MAX_SPLITS and 2 * splits * num_requests * num_kv_heads <= PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def extend_tiles(counts: npt.NDArray[np.int32], tile: int) -> npt.NDArray[np.int32]:
+    """[N, 2] request and first new token of each tile, for requests with ``counts`` new tokens; the last tiles of a
+    request, which see the most keys, come first."""
+    tiles_of = -(-counts // tile)
+    request = np.repeat(np.arange(len(counts), dtype=np.int32), tiles_of)
+    index = np.arange(len(request), dtype=np.int32) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
+    made = np.stack((request, index * tile), axis=1).astype(np.int32)
+    return np.ascontiguousarray(made[np.argsort(-made[:, 1], kind="stable")])
+
+
+def group_tiles(
+    groups: tuple[PrefixGroup, ...], *, first_request: int, num_decode: int, tile: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The arrays of `_Groups`: at most ``tile`` members a tile."""
+    members = np.concatenate([group.members - first_request for group in groups]).astype(np.int32)
+    shared_lens = np.zeros(num_decode, np.int32)
+    tiles, first = [], 0
+    for group in groups:
+        count = len(group.members)
+        shared_lens[members[first : first + count]] = group.length
+        tiles += [(first + at, min(tile, count - at), group.length) for at in range(0, count, tile)]
+        first += count
+    return np.array(tiles, np.int32), members, shared_lens

@@ -1,0 +1,115 @@
+"""CUDA graphs of decode steps: the launches of a whole forward pass are recorded once and replayed as one.
+
+Owns:      the graphs, one for each of some batch sizes, and the memory that they read and write: inputs (one packed
+           copy a step), and logits.
+Never:     samples; extends. A step of more rows than the largest size runs without a graph.
+Invariant: what a graph reads and writes keeps its address. A smaller batch is filled up with rows that read and write
+           the sink alone: row 0 of the table, slot 0 of page 0, one token.
+Thread:    the thread that runs the model.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replicas.attention.base import AttentionBackend, BatchMeta
+from replicas.runner.batch import DeviceBatch, DeviceTable, build_decode, decode_arrays
+from replicas.runner.staging import Staging, places
+from replicas.scheduler.plan import DecodePlan
+
+log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+BYTES_PER_GRAPH = 16 << 20  # the driver's own, and an attention wrapper's 8 MiB; a guess, never measured
+WARM_UP_RUNS = 2  # before a capture: libraries allocate in their first runs
+
+Forward = Callable[[DeviceBatch], Tensor]  # a step that attention has begun -> logits [B, V]
+
+
+@runtime_checkable
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend that can be captured."""
+
+    def begin_graph(self, batch: BatchMeta) -> None:
+        """As `begin`, for a decode step that is captured or replayed: what kernels read keeps its address."""
+        ...
+
+
+class DecodeGraphs:
+    """Capture once after the pools are made, then replay."""
+
+    def __init__(
+        self, attention: GraphAttention, table: DeviceTable, staging: Staging, *, max_rows: int, vocab_size: int
+    ) -> None:
+        self._attention, self._table, self._staging = attention, table, staging
+        self.sizes = graph_sizes(max_rows)
+        largest, device = self.sizes[-1], staging.device
+        _, num_bytes = places(decode_arrays(idle_plan(1), largest))
+        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._logits = torch.zeros(largest, vocab_size, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def capture(self, forward: Forward) -> None:
+        """Record ``forward`` at every size, the largest first, whose memory the others use again."""
+        started_s = time.monotonic()
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            batch = self.fill(idle_plan(size))
+            stream = torch.cuda.Stream(self._staging.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_RUNS):
+                    forward(batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._logits[:size].copy_(forward(batch))
+            self._graphs[size] = graph
+        capture_s = time.monotonic() - started_s
+        log.info("CUDA graphs: %d sizes up to %d in %.1f s", len(self.sizes), self.sizes[-1], capture_s)
+
+    def fill(self, plan: DecodePlan) -> DeviceBatch:
+        """``plan`` in the graphs' inputs, filled up to a size of theirs, and begun."""
+        size = graph_size(len(plan.rows), self.sizes)
+        assert size is not None, "a plan of more rows than any graph has"
+        batch = build_decode(plan, self._table, self._staging, size=size, into=self._inputs)
+        self._attention.begin_graph(batch.meta)
+        return batch
+
+    def replay(self, batch: DeviceBatch, num_rows: int) -> Tensor:
+        """Logits [num_rows, V] of a batch that `fill` made; overwritten by the next replay."""
+        self._graphs[batch.meta.num_tokens].replay()
+        return self._logits[:num_rows]
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """The batch sizes to capture where at most ``max_rows`` requests run."""
+    return tuple(size for size in SIZES if size < max_rows) + ((min(max_rows, SIZES[-1]),) if max_rows else ())
+
+
+def graph_size(num_rows: int, sizes: tuple[int, ...]) -> int | None:
+    """The smallest of ``sizes`` (ascending) that holds ``num_rows``; None where none does."""
+    return next((size for size in sizes if size >= num_rows), None)
+
+
+def graph_bytes(
+    max_rows: int, *, vocab_size: int, hidden_size: int, intermediate_size: int, num_heads: int, head_dim: int
+) -> int:
+    """Device memory to leave for the graphs of a rank: logits (held, made, and in the model's dtype), what the largest
+    batch needs within a layer, and what each graph takes for itself."""
+    sizes = graph_sizes(max_rows)
+    per_row = 12 * vocab_size + 4 * (6 * hidden_size + 3 * intermediate_size + 48 * num_heads * head_dim)
+    return sizes[-1] * per_row + len(sizes) * BYTES_PER_GRAPH
+
+
+def idle_plan(size: int) -> DecodePlan:
+    """A decode step of ``size`` rows that read and write the sink alone."""
+    zeros = np.zeros(size, np.int32)
+    return DecodePlan(
+        table_writes=(), rows=zeros, token_ids=zeros, seq_lens=zeros + np.int32(1), slots=zeros, sampling=()
+    )

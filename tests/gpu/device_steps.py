@@ -1,0 +1,66 @@
+"""What the tests of GPU attention share: where they run, and steps of tests/attention_steps.py on that device.
+
+Without a GPU, Triton's kernels are interpreted on the CPU: the same arithmetic, slowly.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from replicas.attention.base import AttentionBackend, BatchMeta
+from replicas.attention.torch_native import TorchNativeAttention
+from replicas.prefix_group import PrefixGroup
+from tests.attention_steps import SmallPool, Step, make_step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+triton = pytest.importorskip("triton", reason="triton is not installed: its kernels cannot even be interpreted")
+
+
+def device_step(lengths: list[tuple[int, int]], *, dtype: torch.dtype = torch.float32, **shape: int) -> Step:
+    """`make_step` on DEVICE, with K, V and queries in ``dtype``; rounded on the way, so the oracle sees the same."""
+    step = make_step(lengths, **shape)
+    pool, meta = step.pool, step.batch
+    pool.data = pool.data.to(DEVICE, dtype)
+    for name in BatchMeta.__dataclass_fields__:
+        value = getattr(meta, name)
+        if isinstance(value, Tensor):
+            setattr(meta, name, value.to(DEVICE))
+    qkv = torch.cat((step.q, step.k, step.v), dim=1).to(DEVICE, dtype)  # heads of a token in one row, as the model's
+    q, k, v = qkv.split([step.q.shape[1], step.k.shape[1], step.v.shape[1]], dim=1)
+    return Step(pool=pool, batch=meta, q=q, k=k, v=v)
+
+
+def share(step: Step, members: list[int], length: int, *, num_decode: int) -> None:
+    """Let requests ``members`` of ``step`` have the first one's pages at [0, length), and say so."""
+    batch = step.batch
+    rows = batch.rows[members].long()
+    batch.table[rows[1:], :length] = batch.table[rows[0], :length].clone()
+    group = PrefixGroup(members=np.array(members, np.int32), length=length)
+    batch.prefix_groups = (*batch.prefix_groups, group)
+    batch.num_decode = num_decode
+
+
+def run(backend: AttentionBackend, step: Step) -> Tensor:
+    """[T, H * D] of one layer."""
+    backend.begin(step.batch)
+    return backend.forward(0, step.q, step.k, step.v).clone()
+
+
+def oracle(step: Step) -> Tensor:
+    """In fp32, from the pool as the backend under test has left it."""
+    data = step.pool.data
+    exact = SmallPool.__new__(SmallPool)
+    exact.page_size, exact.data = step.pool.page_size, data.float()
+    in_full = Step(pool=exact, batch=step.batch, q=step.q.float(), k=step.k.float(), v=step.v.float())
+    return run(TorchNativeAttention(exact), in_full)
+
+
+def error(backend: AttentionBackend, step: Step) -> float:
+    """Largest difference from the oracle."""
+    got = run(backend, step)
+    return float((got.float() - oracle(step)).abs().max())

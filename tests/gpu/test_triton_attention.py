@@ -1,0 +1,137 @@
+"""The Triton backend against the oracle: compiled on a GPU, interpreted on a CPU. Needs no Ray."""
+
+import numpy as np
+import pytest
+import torch
+
+from replicas.attention.page_lists import page_bounds
+from replicas.prefix_group import PrefixGroup
+from tests.attention_steps import Step
+from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run, share
+
+triton_paged = pytest.importorskip("replicas.attention.triton_paged")
+
+DTYPES = [
+    pytest.param(torch.float32, 1e-5, id="fp32"),
+    pytest.param(torch.float16, 4e-3, id="fp16"),
+    pytest.param(
+        torch.bfloat16,
+        3e-2,
+        id="bf16",
+        marks=pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter rounds bf16 otherwise than a GPU"),
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreted program takes a millisecond, so there are few; on a GPU as many as in production."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_paged, "PROGRAMS", 24)
+        monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
+
+
+def backend(step: Step) -> "triton_paged.TritonAttention":
+    return triton_paged.TritonAttention(
+        step.pool, num_heads=step.q.shape[1], num_kv_heads=step.k.shape[1], head_dim=step.q.shape[2]
+    )
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), DTYPES)
+@pytest.mark.parametrize("heads", [(9, 3), (14, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+def test_decode_equals_the_oracle_on_a_ragged_batch(heads: tuple[int, int], dtype: torch.dtype, allowed: float) -> None:
+    lengths = [(n, 1) for n in (0, 1, 64, 200)]
+    step = device_step(lengths, dtype=dtype, num_heads=heads[0], num_kv_heads=heads[1], page_size=7)
+    assert error(backend(step), step) < allowed
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), DTYPES)
+@pytest.mark.parametrize("heads", [(2, 2), (9, 3)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+def test_extend_equals_the_oracle_with_and_without_prefix(
+    heads: tuple[int, int], dtype: torch.dtype, allowed: float
+) -> None:
+    lengths = [(0, 1), (0, 40), (33, 20), (16, 2)]
+    step = device_step(lengths, dtype=dtype, num_heads=heads[0], num_kv_heads=heads[1], page_size=16)
+    assert error(backend(step), step) < allowed
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(16, 1), (80, 16), (128, 5)])
+def test_any_head_dim_and_page_size_works(head_dim: int, page_size: int) -> None:
+    step = device_step([(30, 5), (50, 1)], num_heads=4, num_kv_heads=1, head_dim=head_dim, page_size=page_size)
+    step.batch.num_decode = 1
+    assert error(backend(step), step) < 1e-5
+
+
+def test_a_mixed_step_equals_the_oracle() -> None:
+    """Two requests extend by 9 and 20 tokens, three decode."""
+    step = device_step([(30, 9), (0, 20), (70, 1), (0, 1), (17, 1)], page_size=4, num_heads=4, num_kv_heads=2)
+    step.batch.num_decode = 3
+    assert error(backend(step), step) < 1e-5
+
+
+def test_groups_of_requests_that_decode_read_their_prefix_once_and_answer_the_same() -> None:
+    """18 requests share 48 keys, more than a tile holds (16), 2 others share 16, one shares nothing."""
+    lengths = [(50 + i, 1) for i in range(18)] + [(30, 1), (16, 1), (50, 1)]
+    step = device_step(lengths, page_size=16, num_heads=4, num_kv_heads=1)
+    share(step, list(range(18)), 48, num_decode=21)
+    share(step, [18, 19], 16, num_decode=21)
+    assert error(backend(step), step) < 1e-5
+
+
+def test_a_prefix_group_within_a_mixed_step_counts_from_the_first_request() -> None:
+    step = device_step([(30, 9), (40, 1), (33, 1), (60, 1)], page_size=16, num_heads=4, num_kv_heads=2)
+    share(step, [1, 3], 32, num_decode=3)
+    assert error(backend(step), step) < 1e-5
+
+
+def test_what_a_group_reads_is_not_read_again() -> None:
+    """Another page in the second member's table changes nothing within the group's 32 keys, and something after."""
+    step = device_step([(40, 1), (40, 1), (40, 1)], page_size=16, num_heads=4, num_kv_heads=1)
+    share(step, [0, 1], 32, num_decode=3)
+    wanted = run(backend(step), step)
+    row, other = int(step.batch.rows[1]), int(step.batch.rows[2])
+    step.batch.table[row, :16] = step.batch.table[other, :16]
+    assert torch.equal(run(backend(step), step), wanted)
+    step.batch.table[row, 32:40] = step.batch.table[other, 32:40]
+    assert not torch.equal(run(backend(step), step)[1], wanted[1])
+
+
+def test_new_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
+    step = device_step([(20, 3), (0, 2)], num_layers=2)
+    wanted = step.pool.data.clone()
+    before, step.pool.data = step.pool.data, wanted
+    step.pool.set_kv_buffer(0, step.batch.out_slots, step.k, step.v)
+    step.pool.data = before
+    run(backend(step), step)
+    assert torch.equal(step.pool.data, wanted)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    for lengths in ([(100, 1)], [(30, 20)]):
+        step = device_step(lengths, num_heads=4, num_kv_heads=1)
+        step.q.mul_(100.0)
+        got, wanted = run(backend(step), step), oracle(step)
+        assert torch.isfinite(got).all()
+        assert float((got - wanted).abs().max()) < 1e-3
+
+
+def test_splits_are_a_power_of_two_of_which_at_most_2048_programs_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_paged, "PROGRAMS", 2048)
+    assert [triton_paged.num_splits(b, 8) for b in (1, 8, 16, 64, 256, 512)] == [32, 32, 16, 4, 1, 1]
+
+
+def test_tiles_with_the_most_keys_come_first() -> None:
+    """Requests of 5 and 33 new tokens in tiles of 16."""
+    assert triton_paged.extend_tiles(np.array([5, 33]), 16).tolist() == [[1, 32], [1, 16], [0, 0], [1, 0]]
+
+
+def test_groups_become_tiles_of_so_many_members() -> None:
+    groups = (
+        PrefixGroup(members=np.array([2, 5, 6], np.int32), length=64),
+        PrefixGroup(members=np.array([3, 4], np.int32), length=16),
+    )
+    tiles, members, shared = triton_paged.group_tiles(groups, first_request=2, num_decode=5, tile=2)
+    assert members.tolist() == [0, 3, 4, 1, 2]
+    assert tiles.tolist() == [[0, 2, 64], [2, 1, 64], [3, 2, 16]]
+    assert shared.tolist() == [64, 16, 16, 64, 64]
+    assert page_bounds(np.array([70], np.int32), 16)[0].tolist() == [0, 5]

@@ -1,0 +1,80 @@
+"""The draw in the device's operations gives the tokens of the draw on the host, on thousands of random rows."""
+
+import numpy as np
+import pytest
+import torch
+
+from replicas.runner.device_draw import sample_on_device
+from replicas.runner.sampler import Sampler
+from replicas.scheduler.plan import BROKEN, SampleRow
+from replicas.types import SamplingParams
+
+NONE = np.empty(0, np.int32)
+
+
+def row(position: int, **params: object) -> SampleRow:
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    return SampleRow(
+        params=sampling, position=position, num_output=0, stop_ids=frozenset(), prompt_ids=NONE, output_ids=NONE
+    )
+
+
+def both(logits: torch.Tensor, rows: list[SampleRow]) -> tuple[list[int], list[int]]:
+    """Tokens by the host and by the device's operations."""
+    host, _ = Sampler(logits.shape[1], "cpu").sample(logits, rows)
+    return host.tolist(), sample_on_device(logits, rows).tolist()
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0, 8.0], ids=["flat", "usual", "peaked"])
+@pytest.mark.parametrize("vocab_size", [2, 65, 1000])
+def test_random_rows_of_every_kind_get_the_same_tokens(spread: float, vocab_size: int) -> None:
+    """400 rows a case: cuts inside the head, below it, none, and greedy ones between; 3,600 rows in all."""
+    random = np.random.default_rng(vocab_size)
+    logits = torch.from_numpy(random.normal(0.0, spread, (400, vocab_size)).astype(np.float32))
+    rows = [
+        row(
+            int(random.integers(1, 10_000)),
+            seed=int(random.integers(0, 1 << 63)),
+            temperature=float(random.choice([0.0, 0.2, 1.0, 1.7])),
+            top_k=int(random.choice([0, 0, 1, 5, 64, 100])),
+            top_p=float(random.choice([1.0, 1.0, 0.3, 0.95, 0.999])),
+            min_p=float(random.choice([0.0, 0.0, 0.05])),
+        )
+        for _ in range(400)
+    ]
+    host, device = both(logits, rows)
+    assert device == host
+    assert len(set(host)) > min(vocab_size, 10) // 2  # not all one token
+
+
+def test_equal_logits_are_cut_and_drawn_alike() -> None:
+    """Logits of three values only: the cut falls among equals, of which the lowest ids are kept."""
+    random = np.random.default_rng(7)
+    logits = torch.from_numpy(random.integers(0, 3, (300, 200)).astype(np.float32))
+    rows = [row(i, seed=i, temperature=1.0, top_k=int(k)) for i, k in enumerate(random.choice([3, 40, 64, 90], 300))]
+    host, device = both(logits, rows)
+    assert device == host
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    assert sample_on_device(logits, [row(0, temperature=0.0), row(0, temperature=0.0)]).tolist() == [1, 0]
+
+
+def test_a_row_that_is_not_finite_is_broken_and_others_are_not() -> None:
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
+    logits[0, 3] = torch.nan
+    logits[1, 3] = torch.inf
+    logits[2] = -torch.inf
+    rows = [row(5, temperature=1.0, seed=1), row(5, temperature=0.0), row(5, temperature=1.0), row(5, temperature=1.0)]
+    host, device = both(logits, rows)
+    assert device == host
+    assert device[:3] == [BROKEN] * 3
+    assert device[3] >= 0
+
+
+def test_a_row_gets_the_same_token_alone() -> None:
+    logits = torch.randn(50, 500, generator=torch.Generator().manual_seed(1))
+    rows = [row(i, seed=9, temperature=1.0, top_p=(1.0, 0.9)[i % 2]) for i in range(50)]
+    together = sample_on_device(logits, rows).tolist()
+    assert [int(sample_on_device(logits[i : i + 1], rows[i : i + 1])) for i in range(50)] == together
