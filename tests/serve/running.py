@@ -41,10 +41,12 @@ class Running:
         *,
         base: str = "serve_config.yaml",
         observatory: bool | Mapping[str, Any] = False,
+        haproxy: bool = True,
         **changes: dict[str, Any],
     ) -> None:
         """``base``: the file to start from, of the project; ``observatory``: whether it runs too, or settings of it;
-        ``changes``: settings by group."""
+        ``haproxy``: False has Serve's own proxy serve; ``changes``: settings by group."""
+        self._haproxy = haproxy
         self.port = free_port()
         self.mark = secrets.token_hex(8)
         config = yaml.safe_load((ROOT / base).read_text())
@@ -68,6 +70,8 @@ class Running:
     def start(self) -> None:
         environment = {**os.environ, MARK: self.mark}
         environment.pop("RAY_ADDRESS", None)
+        if not self._haproxy:
+            environment["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "deployments", "serve", str(self.config)],
@@ -104,6 +108,10 @@ class Running:
             except OSError:
                 continue  # it ended, or is not ours to look at
         return found
+
+    @property
+    def has_haproxy(self) -> bool:
+        return any("/haproxy -dS -db " in command for command in self.processes().values())
 
     def states(self) -> list[dict[str, Any]]:
         """What each replica says of itself now."""

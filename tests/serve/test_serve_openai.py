@@ -48,6 +48,11 @@ def test_it_says_what_is_served_where_with_a_line_to_try(app: Running) -> None:
     assert f"{app.url}/v1/chat/completions" in line
 
 
+def test_haproxy_is_what_clients_speak_to(app: Running) -> None:
+    """Issue 6, section 1; test_serve_tp.py goes without."""
+    assert app.has_haproxy
+
+
 def test_a_chat_and_its_stream_answer_alike(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=NAME, messages=FRANCE, temperature=0)
     assert whole.choices[0].message.content == "The capital of France is Paris."

@@ -1,4 +1,6 @@
-"""Tensor parallelism under Ray: rank 0 in the replica, further ranks as child actors in its placement group."""
+"""Tensor parallelism under Ray: rank 0 in the replica, further ranks as child actors in its placement group;
+and what serves without HAProxy.
+"""
 
 import os
 import signal
@@ -16,6 +18,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(
         tmp_path_factory.mktemp("serve_tp"),
+        haproxy=False,
         replicas={"count": 1, "cpus": 0.5, "health_period_s": 1},
         cache={"max_total_tokens": 4_000},
         parallel={"tp": 3},
@@ -33,6 +36,17 @@ def ask(app: Running) -> str:
     answer = httpx.post(f"{app.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_serves_own_proxy_serves_where_haproxy_is_turned_off(app: Running) -> None:
+    """A stream comes to its end, and one that its client leaves frees its pages."""
+    assert not app.has_haproxy
+    body = {"prompt": "Once upon a time", "max_tokens": 2, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{app.url}/v1/completions", json=body, timeout=60) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    with httpx.stream("POST", f"{app.url}/v1/completions", json=body | {"max_tokens": 2000}, timeout=60) as answer:
+        next(answer.iter_bytes())
+    app.until(app.idle, 5)
 
 
 def test_three_ranks_answer_as_one(app: Running) -> None:

@@ -1,6 +1,7 @@
 """Whether HAProxy serves: by what is there and what the environment says, and what is said where it does not."""
 
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def test_where_it_is_found_serve_is_told_so_and_its_files_are_nobody_elses(works
         assert environ["RAY_SERVE_HAPROXY_METRICS_PORT"] != environ["RAY_SERVE_HAPROXY_STATS_PORT"]
     assert said == []
     assert not folder.exists()
+
+
+def test_it_runs_without_splicing_so_that_it_sees_clients_leave(tmp_path: Path) -> None:
+    given = tmp_path / "haproxy"
+    given.write_text('#!/bin/sh\necho "$@"\n')
+    given.chmod(0o755)
+    environ = {BINARY: str(given)}
+    with haproxy.prepared(environ, host="127.0.0.1", warn=print):
+        told = subprocess.run([environ[BINARY], "-db", "-f", "a b"], capture_output=True, text=True, check=True)
+    assert told.stdout == "-dS -db -f a b\n"
 
 
 def test_what_listens_on_the_loopback_alone_makes_a_ray_on_the_loopback(works: str) -> None:
