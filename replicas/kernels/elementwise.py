@@ -132,16 +132,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _run(function: Kernel, x: Tensor, out: Tensor, **more: float) -> None:
-    tokens, heads = x.shape[0], out.shape[1] if out.dim() == 3 else 1
-    arguments = VectorArgs(
-        x=x.data_ptr(),
-        x_stride=4 * x.stride(0),
-        out=out.data_ptr(),
-        out_stride=4 * out.stride(0),
-        tokens=tokens,
-        heads=heads,
-        size=out.shape[-1],
-        **more,
-    )
+    heads = out.shape[1] if out.dim() == 3 else 1
+    stage = VectorStage(function, x, out, heads=heads, size=out.shape[-1], **more)
     num_threads = min(torch.get_num_threads(), 1 + out.numel() // FLOATS_PER_THREAD)
-    team(num_threads).run(function, arguments)
+    team(num_threads).run(*stage.prepare(x.shape[0], 0))

@@ -12,18 +12,9 @@ import transformers
 from replicas.config import ModelConfig
 from replicas.errors import InvalidConfig
 from replicas.runner.weights import load_model_config
+from tests.numerics import tiny
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "eos_token_id": 7,
-}
+SHAPE = {**tiny.SHAPE, "eos_token_id": 7}
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"rope_theta": 500.0},
     "linear": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
