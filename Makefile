@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu lint bench bench-peers simulate dashboards pictures model install install-test \
-	tools-test clean
+.PHONY: help serve test test-gpu bench-gpu lint bench bench-peers simulate dashboards pictures model install \
+	install-test tools-test clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -39,8 +39,11 @@ serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFI
 test: install-test tools-test model ## Run all tests
 	@$(BIN)/python -m pytest
 
-test-gpu: ## Run the tests that need a GPU; needs no Ray
-	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m pytest -m gpu tests/gpu
+test-gpu: ## Run the tests of what runs on a GPU (there, or what of it a CPU can); needs no Ray
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m pytest tests/gpu
+
+bench-gpu: ## Measure the engine on a GPU against its limits; needs no Ray. JSON under bench_results/
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu --json bench_results/gpu.json
 
 lint: install-test ## ruff and mypy --strict
 	@$(BIN)/ruff check .

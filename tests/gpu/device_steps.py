@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels are interpreted on the CPU: the same arithmetic,
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def device_step(lengths: list[tuple[int, int]], *, dtype: torch.dtype = torch.fl
             setattr(meta, name, value.to(DEVICE))
     qkv = torch.cat((step.q, step.k, step.v), dim=1).to(DEVICE, dtype)  # heads of a token in one row, as the model's
     q, k, v = qkv.split([step.q.shape[1], step.k.shape[1], step.v.shape[1]], dim=1)
-    return Step(pool=pool, batch=meta, q=q, k=k, v=v)
+    return replace(step, pool=pool, batch=meta, q=q, k=k, v=v)
 
 
 def share(step: Step, members: list[int], length: int, *, num_decode: int) -> None:
@@ -56,7 +57,7 @@ def oracle(step: Step) -> Tensor:
     data = step.pool.data
     exact = SmallPool.__new__(SmallPool)
     exact.page_size, exact.data = step.pool.page_size, data.float()
-    in_full = Step(pool=exact, batch=step.batch, q=step.q.float(), k=step.k.float(), v=step.v.float())
+    in_full = replace(step, pool=exact, q=step.q.float(), k=step.k.float(), v=step.v.float())
     return run(TorchNativeAttention(exact), in_full)
 
 

@@ -3,7 +3,7 @@
 The same tests run on the CPU everywhere, so that on a GPU only the device is new.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from replicas.parallel import TpGroup
 from replicas.request import Req
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.weights import load_model_config
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.scheduler.scheduler import Scheduler
 from replicas.types import GenerateRequest, SamplingParams
 from tests.numerics import tiny
@@ -119,6 +120,81 @@ def test_bfloat16_runs_and_stays_near_float32(tmp_path: Path, device: str) -> No
         with torch.inference_mode():
             logits = model(torch.tensor([prompt])).logits[0, -1]
         assert token in logits.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_that_stay_on_the_device_are_those_of_the_host(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and seeded, both ways; on a CPU the device's operations run there."""
+    tiny.save("llama", tmp_path)
+    rig = make_rig(engine_config(tmp_path, device))
+    for sampling in ({}, {"temperature": 0.9, "seed": 5}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": 5}):
+        made = []
+        for on_device in (False, True):
+            monkeypatch.setattr(rig.runner, "_samples_on_device", on_device)
+            made.append(rig.answer(tiny.PROMPTS, **sampling))
+        assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_that_follows_takes_what_the_one_before_it_sampled(tmp_path: Path, device: str) -> None:
+    """The second step is launched before the first one's result is asked for; tokens 2 and 3 of each answer follow."""
+    model = tiny.save("llama", tmp_path)
+    rig = make_rig(engine_config(tmp_path, device, chunk=64))
+    rig.runner._samples_on_device = True
+    wanted = [tiny.reference(model, prompt, 3)[1] for prompt in tiny.PROMPTS]
+    slots = [np.arange(16 * (i + 1) * 4, 16 * (i + 1) * 4 + 40, dtype=np.int32) for i in range(3)]  # pages of 4
+    greedy = SamplingParams(temperature=0.0)
+    rows, sampling = [], []
+    for i, prompt in enumerate(tiny.PROMPTS):
+        ids = np.array(prompt, np.int32)
+        rows.append(ExtendRow(row=i + 1, token_ids=ids, prefix_len=0, slots=slots[i][: len(ids)], sample=True))
+        sampling.append(
+            SampleRow(
+                params=greedy, position=len(ids), num_output=0, stop_ids=frozenset(), prompt_ids=ids, output_ids=ids[:0]
+            )
+        )
+    writes = tuple(TableWrite(i + 1, 0, slots[i]) for i in range(3))
+    steps = [rig.runner.launch(ExtendPlan(table_writes=writes, rows=tuple(rows), sampling=tuple(sampling)))]
+    order = np.array([2, 0, 1], np.int32)  # rows of the next step, and where their tokens were sampled
+    for step in range(2):
+        lens = np.array([len(tiny.PROMPTS[i]) + step + 1 for i in order], np.int32)
+        plan = DecodePlan(
+            table_writes=(), rows=order + 1, token_ids=np.zeros(3, np.int32), seq_lens=lens,
+            slots=np.array([slots[i][n - 1] for i, n in zip(order, lens, strict=True)], np.int32),
+            sampling=tuple(sampling[i] for i in order),
+            follows=order if step == 0 else np.arange(3, dtype=np.int32),
+        )  # fmt: skip
+        steps.append(rig.runner.launch(plan))
+    made = [step.result().token_ids.tolist() for step in steps]
+    assert made[0] == [ids[0] for ids in wanted]
+    for step in (1, 2):
+        assert made[step] == [wanted[i][step] for i in order]
+
+
+@pytest.mark.parametrize("device", [DEVICES[1]])
+def test_answers_are_the_same_with_graphs_and_without(tmp_path: Path, device: str) -> None:
+    """Batches of 3, filled up to a graph of 4; seeded too. fp32, so the Triton backend."""
+    tiny.save("llama", tmp_path)
+    config = engine_config(tmp_path, device)
+    rigs = [make_rig(replace(config, cuda_graphs=on)) for on in (True, False)]
+    assert [rig.runner._graphs is not None for rig in rigs] == [True, False]
+    for sampling in ({}, {"temperature": 0.8, "seed": 3}):
+        assert rigs[0].answer(tiny.PROMPTS, **sampling) == rigs[1].answer(tiny.PROMPTS, **sampling)
+
+
+@pytest.mark.parametrize("device", [DEVICES[1]])
+def test_graphs_take_no_more_memory_than_was_set_aside(tmp_path: Path, device: str) -> None:
+    tiny.save("llama", tmp_path)
+    config = engine_config(tmp_path, device)
+    without = make_rig(replace(config, cuda_graphs=False))
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    without.runner._config = config
+    without.runner._capture_graphs()
+    torch.cuda.synchronize()
+    assert before - torch.cuda.mem_get_info()[0] <= without.runner._graph_bytes()
 
 
 class _Slow:

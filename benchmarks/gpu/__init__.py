@@ -1,0 +1,1 @@
+"""The engine on a GPU against the limits of that GPU."""
