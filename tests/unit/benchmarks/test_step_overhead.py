@@ -1,0 +1,27 @@
+"""The measurement of a step's cost on the host takes the step apart, and its device is as slow as it is told to be."""
+
+import time
+
+import pytest
+
+from benchmarks import step_overhead
+from benchmarks.step_overhead import TimedStep, measure
+from replicas.scheduler.plan import StepResult
+from tests.embedded import MODEL
+
+pytestmark = pytest.mark.model
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_part_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    monkeypatch.setattr(step_overhead, "NUM_STEPS", 5)
+    times = measure(2, MODEL, overlap=overlap)
+    assert set(times) == {"schedule", "build", "apply", "text", "deliver", "step"}
+    assert 0 < max(times[name] for name in times if name != "step") < times["step"]
+
+
+def test_a_result_is_not_there_before_its_time() -> None:
+    done_s = time.perf_counter() + 0.01
+    made = StepResult(token_ids=step_overhead.np.zeros(1, dtype="int32"))
+    assert TimedStep(made, done_s).result() is made
+    assert time.perf_counter() >= done_s
