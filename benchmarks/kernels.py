@@ -189,8 +189,8 @@ def start_rows() -> list[Row]:
     """Seconds to import and ready all kernels in a fresh process, without and with numba's cache on disk."""
     program = (
         "from replicas.attention import cpu_decode, cpu_extend\nfrom replicas.kernels import elementwise, linear\n"
-        "for k in (cpu_decode.decode, cpu_extend.extend, linear.few_rows, linear.many_rows, elementwise._rms_norm,"
-        " elementwise._silu_mul, elementwise._rotate): k.address\n"
+        "for k in (cpu_decode.decode, cpu_extend.extend, linear.few_rows, linear.many_rows, elementwise.rms_norm_rows,"
+        " elementwise.silu_mul_rows, elementwise.rotate_rows): k.address\n"
     )
     section, rows = "start of all kernels, beside importing torch and numba", []
     imports_s = _process_s("import torch, numba", {})

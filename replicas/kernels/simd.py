@@ -218,3 +218,8 @@ def call_kernel(builder: Any, function: Any, arguments: Any) -> None:
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte])
     builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(arguments, byte)])
+
+
+@op(types.void, types.int64, types.int64)
+def store_i64(builder: Any, address: Any, value: Any) -> None:
+    builder.store(value, pointer_to(builder, address, I64), align=8)
