@@ -51,9 +51,9 @@ class Step:
     num_layers: int
 
 
-def filled_pool(num_pages: int, shape: dict[str, int], kv_dtype: str, random: torch.Generator) -> KvPool:
+def filled_pool(num_pages: int, shape: dict[str, int], kv_dtype: str | None, random: torch.Generator) -> KvPool:
     """A pool whose every slot holds normal numbers; they repeat where it is larger than any test's."""
-    if kv_dtype == "float32":
+    if kv_dtype is None:
         small = SmallPool(num_pages=num_pages, **shape)
         num_drawn = max(1, MAX_DRAWN // small.data[0].numel())  # pages
         small.data[:num_drawn].normal_(generator=random)
@@ -80,12 +80,12 @@ def make_step(
     seed: int = 0,
     num_decode: int | None = None,
     shared: Sequence[tuple[list[int], int]] = (),
-    kv_dtype: str = "float32",
+    kv_dtype: str | None = None,
 ) -> Step:
     """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled.
 
     It is mixed when it says that its last ``num_decode`` requests decode. ``shared``: who has the same first tokens,
-    and how many, whole pages.
+    and how many, whole pages. Without ``kv_dtype`` the pool is a SmallPool, whose numbers a test can set.
     """
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]

@@ -130,6 +130,8 @@ class CpuAttention:
         )
         self._decode_tasks = cut
         arguments.tasks, arguments.num_tasks = cut.tasks.ctypes.data, len(cut.tasks)
+        few = 1 < len(cut.tasks) < self._team.num_threads  # of a single task others would only wait for the parts
+        arguments.part_heads = 1 if few else self._num_kv_heads
         arguments.members, arguments.first_partial = cut.members.ctypes.data, cut.first_partial.ctypes.data
         floats = int(cut.first_partial[-1]) * cpu_decode.partial_floats(self._num_heads, self._head_dim)
         self._partial = _grown(self._partial, floats)

@@ -1,9 +1,9 @@
 """Decode attention: one new token a request, limited by how fast K and V can be read.
 
 Method:    each request's tokens are cut into chunks of 128 (flash decoding, Dao et al. 2023: the softmax of each chunk
-           by itself, chunks merged by their maxima). A task is one KV head of one chunk, for one request, or for some
-           that have the same tokens there: K and V are read once, for all query heads of the group and all requests
-           (cascade attention, Ye et al. 2024).
+           by itself, chunks merged by their maxima). A task is a chunk, or one KV head of it, for one request, or for
+           some that have the same tokens there: K and V are then read once, for all query heads of the group and all
+           those requests (cascade attention, Ye et al. 2024).
 Invariant: chunks begin at multiples of 128 of the request itself and merge in order, and a product of many rows adds up
            like one of few: a request's result is the same bit for bit whatever else is in the batch, whether its
            chunks are read for it alone or for many, and however many threads there are.
@@ -45,7 +45,8 @@ DecodeArgs = struct(
     "DecodeArgs",
     POOL_FIELDS
     + BATCH_FIELDS
-    + "seq_lens in_place members tasks num_tasks first_partial partial scratch scratch_stride counter merge_counter",
+    + "seq_lens in_place members tasks num_tasks part_heads first_partial partial scratch scratch_stride "
+    + "counter merge_counter",
     floats="scale",
 )
 
@@ -67,37 +68,46 @@ def max_members(group: int) -> int:
 
 @inlined
 def attend_chunk(
-    a: Any, row: int, kv_head: int, start: int, end: int, after: int, queries: int, rows: int, work: int, result: int,
-    statistics: int,
+    a: Any, row: int, kv_head: int, start: int, end: int, following: int, next_head: int, queries: int, rows: int,
+    work: int, result: int, statistics: int,
 ) -> None:
-    """Positions [start, end) of a KV head: weighted values of queries [rows, D] into ``result`` [rows, D], maxima and
+    """Positions [start, end) of a head: weighted values of queries [rows, D] into ``result`` [rows, D], maxima and
     sums of exp(score - maximum) into ``statistics`` [rows, 2].
 
-    Reading tokens fetches the next ones, where the hardware would not look: after the last keys come the first values,
-    after the last values what lies at ``after``.
+    Reading keys fetches the values of the same tokens, reading values the keys of task ``following``: L2 holds both,
+    and memory works throughout.
     """
     vector_bytes = a.head_dim * 4
     keys, values = a.keys + kv_head * a.head_stride, a.values + kv_head * a.head_stride
     block, scores = work, work + BLOCK * vector_bytes
-    first_value = values + token_offset(a, row, start)
     position = start
     while position < end:
         length = block_length(a, position, end)
-        at, distance = fetch(a, keys, row, position, length, end, first_value, block)
+        at, distance = fetch(a, keys, row, position, length, block, values, row, 0, end)
         target = scores + 4 * (position - start)
         dot(rows, length, a.head_dim, queries, vector_bytes, at, vector_bytes, target, CHUNK * 4, distance)
         position += length
     for i in range(rows):
         softmax_row(scores + i * CHUNK * 4, end - start, a.scale, statistics + 8 * i)
+    next_keys = a.keys + next_head * a.head_stride
+    next_row, next_start, next_end = place_of(a, following)
     position = start
     while position < end:
         length = block_length(a, position, end)
-        at, distance = fetch(a, values, row, position, length, end, after, block)
+        at, distance = fetch(a, values, row, position, length, block, next_keys, next_row, next_start - start, next_end)
         weights, keep = scores + 4 * (position - start), 0 if position == start else 1
         outer_fetch(
             rows, a.head_dim, length, weights, CHUNK * 4, at, vector_bytes, result, vector_bytes, keep, distance
         )
         position += length
+
+
+@inlined
+def place_of(a: Any, task: int) -> tuple[int, int, int]:
+    """Row, first position, and the one after the last, of a task's chunk."""
+    at = a.tasks + task * TASK_BYTES
+    request, start = load_i32(a.members + 4 * load_i32(at)), load_i32(at + 8) * CHUNK
+    return load_i32(a.rows + 4 * request), start, min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
 
 
 @inlined
@@ -108,19 +118,22 @@ def block_length(a: Any, position: int, end: int) -> int:
 
 @inlined
 def fetch(
-    a: Any, buffer: int, row: int, position: int, length: int, last: int, after: int, block: int
+    a: Any, buffer: int, row: int, position: int, length: int, block: int, next_buffer: int, next_row: int, shift: int,
+    last: int,
 ) -> tuple[int, int]:
-    """Where ``length`` tokens of a head can be read as float32, and how far behind them lies what is read next."""
-    following = position + length
+    """Where ``length`` tokens of a head can be read as float32, and how far behind them lies what is to be fetched
+    meanwhile; the rest is as for `read_block`, which does so itself."""
     if a.in_place:
         at = buffer + token_offset(a, row, position)
-        return at, (buffer + token_offset(a, row, following) if following < last else after) - at
-    read_block(a, buffer, row, position, following, block, BLOCK, last, after)
+        return at, next_buffer + token_offset(a, next_row, min(position + shift, last - 1)) - at
+    read_block(a, buffer, row, position, position + length, block, next_buffer, next_row, shift, last)
     return block, 0
 
 
 @inlined
-def attend(a: Any, first: int, members: int, kv_head: int, chunk: int, after: int, work: int) -> None:
+def attend(
+    a: Any, first: int, members: int, kv_head: int, chunk: int, following: int, next_head: int, work: int
+) -> None:
     """A chunk of request members[first], which the ``members`` requests from there on have in common.
 
     One request's queries and results are used where they are; those of several are brought together for it.
@@ -141,7 +154,7 @@ def attend(a: Any, first: int, members: int, kv_head: int, chunk: int, after: in
             member = load_i32(a.members + 4 * (first + i))
             copy_floats(a.q + member * a.q_stride + kv_head * group_bytes, queries + i * group_bytes, group_bytes)
     row = load_i32(a.rows + 4 * request)
-    attend_chunk(a, row, kv_head, start, end, after, queries, rows, work, result, statistics)
+    attend_chunk(a, row, kv_head, start, end, following, next_head, queries, rows, work, result, statistics)
     if members > 1:
         for i in range(members):
             partial = partial_of(a, load_i32(a.members + 4 * (first + i)), chunk)
@@ -223,12 +236,17 @@ def merge_chunks(a: Any, request: int) -> None:
 
 
 @inlined
-def first_key(a: Any, task: int) -> int:
-    """Address of the first key of a task."""
-    at = a.tasks + task // a.num_kv_heads * TASK_BYTES
-    request, chunk = load_i32(a.members + 4 * load_i32(at)), load_i32(at + 8)
-    place = token_offset(a, load_i32(a.rows + 4 * request), chunk * CHUNK)
-    return int(a.keys + place + task % a.num_kv_heads * a.head_stride)
+def run_part(a: Any, part: int, following: int, work: int) -> None:
+    """Some heads of a task's chunk, all of them where a task is one part; then comes part ``following``."""
+    parts = a.num_kv_heads // a.part_heads
+    task, head = part // parts, part % parts * a.part_heads
+    at = a.tasks + task * TASK_BYTES
+    first, members, chunk = load_i32(at), load_i32(at + 4), load_i32(at + 8)
+    for kv_head in range(head, head + a.part_heads):
+        if kv_head + 1 < head + a.part_heads:
+            attend(a, first, members, kv_head, chunk, task, kv_head + 1, work)
+        else:
+            attend(a, first, members, kv_head, chunk, following // parts, following % parts * a.part_heads, work)
 
 
 @kernel(DecodeArgs)
@@ -238,15 +256,12 @@ def decode(pointer: Any) -> None:
     me, threads = thread_id(), team_size()
     store_new(a, a.num_tokens * me // threads, a.num_tokens * (me + 1) // threads)
     barrier()
-    work, num_tasks = a.scratch + me * a.scratch_stride, a.num_tasks * a.num_kv_heads
-    task = take_next(a.counter)
-    while task < num_tasks:
+    work, num_parts = a.scratch + me * a.scratch_stride, a.num_tasks * (a.num_kv_heads // a.part_heads)
+    part = take_next(a.counter)
+    while part < num_parts:
         following = take_next(a.counter)
-        after = first_key(a, min(following, num_tasks - 1))
-        kv_head, at = task % a.num_kv_heads, a.tasks + task // a.num_kv_heads * TASK_BYTES
-        first, members, chunk = load_i32(at), load_i32(at + 4), load_i32(at + 8)
-        attend(a, first, members, kv_head, chunk, after, work)
-        task = following
+        run_part(a, part, min(following, num_parts - 1), work)
+        part = following
     barrier()
     request = take_next(a.merge_counter)
     while request < a.num_tokens:

@@ -81,8 +81,9 @@ def load_block(
     """Keys [start, end) of ``last`` of a head, transposed into keys_t [D, 64], and its values [64, D]; missing rows
     are zero."""
     offset = kv_head * a.head_stride
-    read_block(a, a.keys + offset, row, start, end, keys, BLOCK, last, a.keys + offset)
-    read_block(a, a.values + offset, row, start, end, values, BLOCK, last, a.values + offset)
+    key, value = a.keys + offset, a.values + offset
+    read_block(a, key, row, start, end, keys, value, row, 0, last)
+    read_block(a, value, row, start, end, values, key, row, BLOCK, last)
     for i in range((end - start) * a.head_dim, BLOCK * a.head_dim, W):
         store(keys + 4 * i, splat(0.0))
         store(values + 4 * i, splat(0.0))

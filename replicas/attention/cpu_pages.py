@@ -112,11 +112,13 @@ def store_scaled(a: Any, src: int, dst: int, scale_at: int) -> None:
 
 @inlined
 def read_block(
-    a: Any, buffer: int, row: int, start: int, end: int, dst: int, reach: int, last: int, after: int
+    a: Any, buffer: int, row: int, start: int, end: int, dst: int, next_buffer: int, next_row: int, shift: int,
+    last: int,
 ) -> None:
     """Positions [start, end) of a head as float32 into dst [end - start, D]; ``buffer``: the head's keys or values.
 
-    Meanwhile asks for what lies ``reach`` positions further, or, where that is ``last`` or more, at ``after``.
+    Meanwhile asks for what is read next: for each position that ``shift`` further of another buffer and row, which ends
+    before ``last``.
     """
     position = start
     while position < end:
@@ -124,8 +126,8 @@ def read_block(
         slot = load_i32(a.table + row * a.table_stride + 4 * position)
         page = page_of(a, slot)
         offset, block = slot - page * a.page_size, buffer + page * a.page_stride
-        src, further = block + offset * a.token_bytes, position + reach
-        ahead = (buffer + token_offset(a, row, further) if further < last else after) - src
+        src = block + offset * a.token_bytes
+        ahead = next_buffer + token_offset(a, next_row, min(position + shift, last - 1)) - src
         read_run(a, src, block + a.scales_at + 4 * offset, length, dst, ahead)
         dst += length * a.head_dim * 4
         position += length

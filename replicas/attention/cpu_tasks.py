@@ -23,7 +23,7 @@ TASKS_PER_THREAD = 4  # smaller tiles until there are so many tasks, so that thr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeTasks:
-    """What `cpu_decode.decode` reads; each task is done once for every KV head."""
+    """What `cpu_decode.decode` reads; each task is for all KV heads."""
 
     tasks: Ints  # [N, 4] (first member, members, chunk, 0), those of several requests first
     members: Ints  # [M] requests

@@ -35,8 +35,8 @@ def test_perplexity_stays_within(exact: float, kv_dtype: KvDType, percent: float
 
 
 def test_the_reference_backend_says_the_same_of_an_int8_pool() -> None:
-    """Each reads what it stored. Sums that differ in their last bit round a number the other way once in a while, and the
-    layers above carry that on: the two are as far apart as either is from float32."""
+    """Each reads what it stored. Sums that differ in their last bit round a number the other way once in a while, and
+    the layers above carry that on: the two are as far apart as either is from float32."""
     fast, plain = engine("int8"), engine("int8", attention="torch_native")
     ids = text_ids(fast, 200)
     assert perplexity(fast, ids) == pytest.approx(perplexity(plain, ids), rel=0.01)
