@@ -1,9 +1,9 @@
-"""y = x @ weight.T with int8 weights (a scale per output channel) and int8 activations (a scale per 64 of a token's).
+"""y = x @ weight.T with int8 weights (a scale per output channel) and int8 activations (a scale per 32 of a token's).
 
 Owns:      the packed form of a weight: panels of 32 output channels, [K / 4, 32, 4] bytes each, one behind the other.
 Method:    the kernel first rounds the rows of x, shared among the threads, then multiplies: x is fp32 in memory, and
            nobody else sees its bytes. Panels are read once by few rows, and stay in L1 for many.
-Invariant: integer sums are exact and groups of 64 are added in their order, so an output row depends on its own x row
+Invariant: integer sums are exact and groups are added in their order, so an output row depends on its own x row
            alone: not on other rows, their number, or threads.
 Thread:    all of the team; tasks are taken one by one.
 """
@@ -21,7 +21,7 @@ from replicas.kernels.simd import W, hmax, load, maximum, mul, splat, store1, ta
 from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
 
 PANEL = COLS * W  # output channels of a panel
-GROUP = 64  # activations that share a scale: one that is large costs the others of its group their precision
+GROUP = 32  # activations that share a scale: one that is large costs the others of its group their precision
 BLOCK_ROWS = 252  # of x, of one task: a multiple of 6 whose bytes lie in L2
 STRIP_BYTES = 64 << 10  # weight bytes a task reads at least
 AHEAD_BYTES = 4 << 10  # what is asked for before it is read
