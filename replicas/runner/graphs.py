@@ -60,7 +60,7 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             batch = self.fill(idle_plan(size))
-            stream = torch.cuda.Stream(self._staging.device)
+            stream = torch.cuda.Stream(self._staging.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_RUNS):

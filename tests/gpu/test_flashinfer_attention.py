@@ -1,5 +1,5 @@
 """What the FlashInfer backend asks of FlashInfer, answered by a stand-in that computes it in PyTorch; the real
-library's signatures are held against the same calls where it is installed. On a GPU with the library, the real kernels run.
+library's signatures are held against the same calls where it is installed. On a GPU with the library, its kernels run.
 """
 
 import importlib.util
