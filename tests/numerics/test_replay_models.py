@@ -26,7 +26,7 @@ from tests.embedded import MODEL
 from tests.numerics import tiny
 
 pytestmark = pytest.mark.model
-NUM_NEW = 20
+NUM_NEW = 48  # those submitted first make some while the prompts of the others are computed
 TEXT = (
     "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
     "telling the same stories twice. When the first ship came in through the ice, nobody believed the boy who saw it."
