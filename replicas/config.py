@@ -201,8 +201,8 @@ def resolve(
     _check_scheduler(scheduler)
     if model.quantization == "int8" and (hardware.device != "cpu" or model.dtype != "float32"):
         raise InvalidConfig(
-            f"model.quantization = 'int8' on {hardware.device} with dtype {model.dtype}; int8 products are made on "
-            "the CPU for a model in float32: leave quantization out, or set model.dtype: float32 on a machine without a GPU"
+            f"model.quantization = 'int8' on {hardware.device} with dtype {model.dtype}; int8 products are made on the "
+            "CPU for a model in float32: leave quantization out, or set model.dtype: float32 on a machine without a GPU"
         )
     origin: dict[str, str] = {}
     if parallel.tp not in model.tp_sizes():

@@ -11,8 +11,8 @@ weights are the unsigned ones: shifted by 128, which the sums' starting values t
 
 from typing import Any
 
-import llvmlite.binding
-from llvmlite import ir  # type: ignore[import-untyped]
+import llvmlite.binding  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba.core import cgutils, types
 
 from replicas.kernels.simd import (

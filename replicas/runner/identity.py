@@ -19,8 +19,8 @@ SAMPLE_BYTES = 1 << 16
 
 
 def model_identity(path_or_hub_id: str, quantization: Quantization) -> str:
-    """32 hex digits over the config and the weight files: names, sizes, headers and samples of their bytes; and over how
-    the weights are rounded when they are loaded: K and V of the one mean something else to the other.
+    """32 hex digits over the config and the weight files: names, sizes, headers and samples of their bytes; and over
+    how the weights are rounded when they are loaded: K and V of the one mean something else to the other.
 
     Two checkpoints of one architecture (a fine-tune and its base) differ nearly everywhere, so that samples tell them
     apart; one that was edited in a few numbers only may go unnoticed.
