@@ -1,6 +1,6 @@
-"""y = x @ weight.T with int8 weights (a scale per output channel) and int8 activations (a scale per 32 of a token's).
+"""y = x @ weight.T with int8 weights and activations: 32 of an output channel, 32 of a token, share a scale.
 
-Owns:      the packed form of a weight: panels of 32 output channels, [K / 4, 32, 4] bytes each, one behind the other.
+Owns:      the packed form of a weight: panels of 32 output channels, in groups of 32 inputs: 32 scales, then the bytes.
 Method:    the kernel first rounds the rows of x, shared among the threads, then multiplies: x is fp32 in memory, and
            nobody else sees its bytes. Panels are read once by few rows, and stay in L1 for many.
 Invariant: integer sums are exact and groups are added in their order, so an output row depends on its own x row
@@ -13,23 +13,26 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
-from replicas.kernels.int8_tiles import COLS, ZERO, absolute, cpu_has_vnni, product_tile, store_bytes, store_i32
+from replicas.kernels.int8_tiles import COLS, SCALE_BYTES, ZERO, cpu_has_vnni, product_tile, store_bytes, store_i32
+from replicas.kernels.narrow import absolute
 from replicas.kernels.simd import W, hmax, load, maximum, mul, splat, store1, take_next
 from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
 
 PANEL = COLS * W  # output channels of a panel
-GROUP = 32  # activations that share a scale: one that is large costs the others of its group their precision
+GROUP = 32  # numbers that share a scale: one that is large costs the others of its group their precision
 BLOCK_ROWS = 252  # of x, of one task: a multiple of 6 whose bytes lie in L2
 STRIP_BYTES = 64 << 10  # weight bytes a task reads at least
 AHEAD_BYTES = 4 << 10  # what is asked for before it is read
 
-# bytes: [m, k] x rounded; parts: [m, groups, 2] what the sum of a group starts with (int32), and its scale (fp32)
+# bytes: [m, k] x rounded; parts: [m, groups, 2] what the sum of a group starts with (int32), and its scale (fp32);
+# panel: how many bytes one has
 Int8Args = struct(
     "Int8Args",
-    "x x_stride bytes parts weight columns columns_stride out out_stride m n k groups strip block counter",
+    "x x_stride bytes parts weight panel bias out out_stride m n k groups strip block counter",
 )
 
 _TILE_6, _TILE_4, _TILE_3, _TILE_2, _TILE_1 = (product_tile(rows) for rows in (6, 4, 3, 2, 1))
@@ -52,7 +55,7 @@ def round_group(x: int, length: int, out: int, part: int) -> None:
 
 @inlined
 def multiply(
-    m: int, a: int, lda: int, parts: int, b: int, columns: int, columns_stride: int, c: int, ldc: int, groups: int,
+    m: int, a: int, lda: int, parts: int, b: int, bias: int, c: int, ldc: int, groups: int,
     steps: int,
 ) -> None:  # fmt: skip
     """One panel by m rows."""
@@ -60,19 +63,19 @@ def multiply(
     while row < m:
         left, a_at, p, ldp, c_at = m - row, a + row * lda, parts + row * groups * 8, groups * 8, c + row * ldc
         if left >= 6:
-            _TILE_6(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
+            _TILE_6(a_at, lda, p, ldp, b, bias, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 6
         elif left >= 4:
-            _TILE_4(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
+            _TILE_4(a_at, lda, p, ldp, b, bias, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 4
         elif left == 3:
-            _TILE_3(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
+            _TILE_3(a_at, lda, p, ldp, b, bias, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 3
         elif left == 2:
-            _TILE_2(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
+            _TILE_2(a_at, lda, p, ldp, b, bias, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 2
         else:
-            _TILE_1(a_at, lda, p, ldp, b, columns, columns_stride, c_at, ldc, groups, steps, AHEAD_BYTES)
+            _TILE_1(a_at, lda, p, ldp, b, bias, c_at, ldc, groups, steps, AHEAD_BYTES)
             row += 1
 
 
@@ -95,8 +98,8 @@ def product(pointer: Any) -> None:
         for panel in range(first, min(first + a.strip, panels)):
             column = 4 * panel * PANEL
             multiply(
-                rows, a.bytes + row * a.k, a.k, a.parts + row * a.groups * 8, a.weight + panel * PANEL * a.k,
-                a.columns + column, a.columns_stride, a.out + row * a.out_stride + column, a.out_stride, a.groups,
+                rows, a.bytes + row * a.k, a.k, a.parts + row * a.groups * 8, a.weight + panel * a.panel,
+                a.bias + column, a.out + row * a.out_stride + column, a.out_stride, a.groups,
                 length // 4,
             )  # fmt: skip
         task = take_next(a.counter)
@@ -106,28 +109,27 @@ class Int8Kernel:
     """Multiplies by one weight, packed; K a multiple of 16, any N."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, team: Team) -> None:
-        """weight [N, K] int8, scales [N] and bias [N] fp32; the weight is not kept."""
+        """weight [N, K] int8, scales [N, groups] bf16 and bias [N] fp32; the weight is not kept."""
         assert serves(weight), f"{weight.shape} {weight.dtype} is not for this kernel"
         n = weight.shape[0]
         self._n, self._team = n, team
         padded = -(-n // PANEL) * PANEL
-        self._packed = pack(weight, padded)
-        self._columns = torch.zeros(2, padded)
-        self._columns[0, :n] = scales
+        self._packed = pack(weight, scales, padded)
+        self._bias = torch.zeros(padded)
         if bias is not None:
-            self._columns[1, :n] = bias
+            self._bias[:n] = bias
         self._counter = np.zeros(8, np.int64)
 
     @property
     def num_bytes(self) -> int:
-        return self._packed.nbytes + self._columns.nbytes
+        return self._packed.nbytes + self._bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] fp32 -> [M, N], a fresh tensor."""
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(x.shape[0], -(-self._n // PANEL) * PANEL)
-        stage = Int8Stage(self._columns, self._packed, x, out, self._team)
+        stage = Int8Stage(self._bias, self._packed, x, out, self._team)
         _, arguments = stage.prepare(x.shape[0], self._counter.ctypes.data)
         self._counter[0] = 0
         self._team.run(product, arguments)
@@ -137,7 +139,7 @@ class Int8Kernel:
         """The product as a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept by
         the caller. Only where ``dense``."""
         assert self.dense, f"{self._n} output channels do not fill panels of {PANEL}"
-        return Int8Stage(self._columns, self._packed, x, out, team)
+        return Int8Stage(self._bias, self._packed, x, out, team)
 
     @property
     def dense(self) -> bool:
@@ -146,16 +148,17 @@ class Int8Kernel:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` [T] of the weight, as floats [T, K]."""
-        panels = self._packed[ids // PANEL, :, ids % PANEL]  # [T, K / 4, 4]
-        return panels.flatten(1).float().sub_(ZERO).mul_(self._columns[0][ids].unsqueeze(1))
+        weight, scales = views(self._packed)
+        panel, column = ids // PANEL, ids % PANEL
+        rows = weight[panel, :, :, column].flatten(2).float()  # [T, groups, K / groups]
+        return rows.sub_(ZERO).mul_(scales[panel, :, column].unsqueeze(2)).flatten(1)
 
 
 class Int8Stage:
     """One product of a program (replicas/kernels/program.py); its bytes of x lie in the team's scratch."""
 
-    def __init__(self, columns: Tensor, packed: Tensor, x: Tensor, out: Tensor, team: Team) -> None:
-        n, k = columns.shape[1], x.shape[1]
-        groups = num_groups(k)
+    def __init__(self, bias: Tensor, packed: Tensor, x: Tensor, out: Tensor, team: Team) -> None:
+        n, k, groups = bias.shape[0], x.shape[1], packed.shape[1]
         floats = x.shape[0] * k // 4  # of the bytes; k is a multiple of 16
         self._memory = team.memory(floats + 2 * x.shape[0] * groups)  # kept alive
         scratch = self._memory.data_ptr()
@@ -165,8 +168,8 @@ class Int8Stage:
             bytes=scratch,
             parts=scratch + 4 * floats,
             weight=packed.data_ptr(),
-            columns=columns.data_ptr(),
-            columns_stride=4 * n,
+            panel=packed.stride(0),
+            bias=bias.data_ptr(),
             out=out.data_ptr(),
             out_stride=4 * out.stride(0),
             n=n,
@@ -185,16 +188,25 @@ class Int8Stage:
         return product, self._arguments
 
 
-def pack(weight: Tensor, padded: int) -> Tensor:
-    """[N, K] int8 -> [padded / 32, K / 4, 32, 4] unsigned, shifted by 128; rows from N on are zero."""
-    n, k = weight.shape
-    packed = torch.full((padded // PANEL, k // 4, PANEL, 4), ZERO, dtype=torch.uint8)
-    shifted = weight.view(torch.uint8) ^ ZERO
-    whole = n // PANEL
-    packed[:whole] = shifted[: whole * PANEL].view(whole, PANEL, k // 4, 4).transpose(1, 2)
-    if whole * PANEL < n:
-        packed[whole, :, : n - whole * PANEL] = shifted[whole * PANEL :].view(-1, k // 4, 4).transpose(0, 1)
+def pack(weight: Tensor, scales: Tensor, padded: int) -> Tensor:
+    """[N, K] int8, [N, G] bf16 -> [padded / 32, G, 64 + 32 K / G] bytes. Weights are shifted by 128, so unsigned; scales of
+    rows from N on are 0."""
+    n, groups, length = len(weight), scales.shape[1], weight.shape[1] // scales.shape[1]
+    packed = torch.zeros(padded // PANEL, groups, SCALE_BYTES + PANEL * length, dtype=torch.uint8)
+    packed_weight, packed_scales = views(packed)
+    if padded > n:
+        weight, scales = F.pad(weight, (0, 0, 0, padded - n)), F.pad(scales, (0, 0, 0, padded - n))
+    split = weight.view(torch.uint8).view(-1, PANEL, groups, length // 4, 4)
+    packed_weight.copy_(split.permute(0, 2, 3, 1, 4)).bitwise_xor_(ZERO)
+    packed_scales.copy_(scales.view(-1, PANEL, groups).transpose(1, 2))
     return packed
+
+
+def views(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The two parts of a packed weight: bytes [panels, G, K / G / 4, 32, 4] and scales [panels, G, 32], bf16."""
+    weight, scales = packed[:, :, SCALE_BYTES:], packed[:, :, :SCALE_BYTES]
+    panels, groups, num_bytes = weight.shape
+    return weight.view(panels, groups, num_bytes // (4 * PANEL), PANEL, 4), scales.view(torch.bfloat16)
 
 
 def num_groups(k: int) -> int:

@@ -15,6 +15,7 @@ import llvmlite.binding  # type: ignore[import-untyped]
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from replicas.kernels.narrow import BYTES, emit_load_bf16
 from replicas.kernels.simd import (
     F32,
     I32,
@@ -37,8 +38,9 @@ from replicas.kernels.simd import (
 )
 
 COLS = 2  # vectors of a tile, and of a panel of the packed weight
+SCALE_BYTES = 2 * W * COLS  # of a group of a panel: bf16
+STEP_BYTES = 4 * W * COLS  # of four weights of each column
 ZERO = 128  # the unsigned byte of the packed weight that stands for 0
-_BYTES = ir.VectorType(ir.IntType(8), W)
 _QUADS = ir.VectorType(ir.IntType(8), 4 * W)  # what the instruction multiplies
 _OLD_LLVM = 22  # until then the intrinsic took its bytes as vectors of int32
 
@@ -64,19 +66,18 @@ def _emit_load_ints(builder: Any, address: Any) -> Any:
 
 
 def product_tile(rows: int) -> Any:
-    """Kernel ``f(a, a_stride, parts, parts_stride, b, columns, columns_stride, c, c_stride, groups, steps, ahead)``:
-    c[rows, 32] of rows of signed bytes and a panel of the packed weight, in groups of 4 * steps bytes of a row.
+    """Kernel ``f(a, a_stride, parts, parts_stride, b, bias, c, c_stride, groups, steps, ahead)``: c[rows, 32] of rows
+    of signed bytes and a panel of the packed weight, in groups of 4 * steps bytes of a row.
 
     a: [rows, groups * 4 * steps] bytes. parts: [rows, groups, 2] of each group its starting sum (int32) and its scale
-    (fp32). b: [groups * steps, 32, 4] unsigned bytes. columns: scales and, ``columns_stride`` bytes on, biases of the
-    columns. Each cache line of b that is read asks for the one ``ahead`` bytes further. 4 rows + 3 registers: 6 rows
-    fill most of AVX-512's 32.
+    (fp32). b: [groups] of 32 scales (bf16) and [steps, 32, 4] unsigned bytes. bias: [32]. Each cache line of b that is
+    read asks for the one ``ahead`` bytes further. 4 rows + 3 registers: 6 rows fill most of AVX-512's 32.
     """
 
-    @op(types.void, *[types.int64] * 12)
+    @op(types.void, *[types.int64] * 11)
     def tile(
-        builder: Any, a: Any, lda: Any, parts: Any, ldp: Any, b: Any, columns: Any, columns_stride: Any, c: Any,
-        ldc: Any, groups: Any, steps: Any, ahead: Any,
+        builder: Any, a: Any, lda: Any, parts: Any, ldp: Any, b: Any, bias: Any, c: Any, ldc: Any, groups: Any,
+        steps: Any, ahead: Any,
     ) -> None:  # fmt: skip
         a_rows, part_rows, c_rows = (_rows(builder, *at, rows) for at in ((a, lda), (parts, ldp), (c, ldc)))
         places = [(r, j) for r in range(rows) for j in range(COLS)]
@@ -84,14 +85,18 @@ def product_tile(rows: int) -> Any:
         totals = {place: cgutils.alloca_once(builder, VEC) for place in places}
         for place in places:
             builder.store(splat_const(0.0), totals[place])
+        group_bytes = add_bytes(builder, builder.mul(steps, ir.Constant(I64, STEP_BYTES)), SCALE_BYTES)
         with cgutils.for_range(builder, groups, intp=I64) as group:
             part = builder.shl(group.index, ir.Constant(I64, 3))
+            b_scales = builder.add(b, builder.mul(group.index, group_bytes))
+            b_steps = add_bytes(builder, b_scales, SCALE_BYTES)
+            emit_prefetch(builder, builder.add(b_scales, ahead))
             for r, j in places:
                 builder.store(_emit_splat_int(builder, builder.add(part_rows[r], part)), sums[r, j])
             first = builder.mul(group.index, steps)
             with cgutils.for_range(builder, steps, intp=I64) as loop:
                 step = builder.add(first, loop.index)
-                b_row = builder.add(b, builder.mul(step, ir.Constant(I64, 4 * W * COLS)))
+                b_row = builder.add(b_steps, builder.mul(loop.index, ir.Constant(I64, STEP_BYTES)))
                 offset = builder.shl(step, ir.Constant(I64, 2))
                 bs = [_emit_load_ints(builder, add_bytes(builder, b_row, 4 * W * j)) for j in range(COLS)]
                 for j in range(COLS):
@@ -100,14 +105,13 @@ def product_tile(rows: int) -> Any:
                     x = _emit_splat_int(builder, builder.add(a_rows[r], offset))
                     for j in range(COLS):
                         builder.store(_emit_dot4(builder, builder.load(sums[r, j]), bs[j], x), sums[r, j])
+            b_scale = [emit_load_bf16(builder, add_bytes(builder, b_scales, 2 * W * j)) for j in range(COLS)]
             for r, j in places:
                 scale = emit_splat(builder, _emit_load_one(builder, builder.add(part_rows[r], part), 4))
-                value = builder.sitofp(builder.load(sums[r, j]), VEC)
+                value = builder.fmul(builder.sitofp(builder.load(sums[r, j]), VEC), b_scale[j])
                 builder.store(emit_fma(builder, value, scale, builder.load(totals[r, j])), totals[r, j])
         for r, j in places:
-            scale = emit_load(builder, add_bytes(builder, columns, 4 * W * j))
-            bias = emit_load(builder, add_bytes(builder, builder.add(columns, columns_stride), 4 * W * j))
-            value = emit_fma(builder, builder.load(totals[r, j]), scale, bias)
+            value = builder.fadd(builder.load(totals[r, j]), emit_load(builder, add_bytes(builder, bias, 4 * W * j)))
             emit_store(builder, add_bytes(builder, c_rows[r], 4 * W * j), value)
 
     return tile
@@ -128,16 +132,11 @@ def _emit_splat_int(builder: Any, address: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(IVEC, ir.Undefined), int_const(0))
 
 
-@op(vector, vector)
-def absolute(builder: Any, x: Any) -> Any:
-    return emit_llvm(builder, "llvm.fabs.v16f32", VEC, x)
-
-
 @op(types.int64, types.int64, vector)
 def store_bytes(builder: Any, address: Any, x: Any) -> Any:
     """Sixteen floats of -127 to 127, rounded to the nearest integer (ties to even), as 16 bytes; returns their sum."""
     whole = builder.fptosi(emit_llvm(builder, "llvm.rint.v16f32", VEC, x), IVEC)
-    builder.store(builder.trunc(whole, _BYTES), pointer_to(builder, address, _BYTES), align=1)
+    builder.store(builder.trunc(whole, BYTES), pointer_to(builder, address, BYTES), align=1)
     add = ir.FunctionType(I32, [IVEC])
     total = cgutils.get_or_insert_function(builder.module, add, "llvm.vector.reduce.add.v16i32")
     return builder.sext(builder.call(total, [whole]), I64)

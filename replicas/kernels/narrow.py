@@ -43,6 +43,10 @@ def absolute(builder: Any, v: Any) -> Any:
 
 @op(vector, types.int64)
 def load_bf16(builder: Any, address: Any) -> Any:
+    return emit_load_bf16(builder, address)
+
+
+def emit_load_bf16(builder: Any, address: Any) -> Any:
     halves = builder.load(pointer_to(builder, address, HALVES), align=2)
     return builder.bitcast(builder.shl(builder.zext(halves, IVEC), int_const(16)), VEC)
 

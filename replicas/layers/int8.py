@@ -1,16 +1,17 @@
-"""``x @ weight.T + bias`` in int8: weights rounded per output channel when loaded, activations at each call.
+"""``x @ weight.T + bias`` in int8: weights are rounded when loaded, activations at each call, in groups of inputs.
 
-Owns:      the rounding of weights, and the choice of the product: our kernel (replicas/kernels/int8.py) on CPUs with
-           AVX-512 VNNI; on all others the weight is widened a part at a time for PyTorch's fp32 product.
+Owns:      the rounding, and the choice of the product: our kernel (replicas/kernels/int8.py) on CPUs with AVX-512 VNNI;
+           on all others what was rounded is widened, weights a part at a time, for PyTorch's fp32 product.
 Never:     keeps the weight as it was loaded.
-Invariant: our kernel's output row depends on its own x row alone, whatever the other rows are.
+Invariant: both products multiply the same rounded numbers: results differ by the order of fp32 sums. Our kernel's
+           output row depends on its own x row alone, whatever the other rows are.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replicas.kernels.int8 import Int8Kernel, serves
+from replicas.kernels.int8 import Int8Kernel, num_groups, serves
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.program import ReadingStage, Stage
 from replicas.kernels.team import Team, team
@@ -29,7 +30,7 @@ class Int8Matmul:
     def prepare(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take the weight [out, in] and bias [out], of any float dtype, on CPU. Called once."""
         self.shape = (weight.shape[0], weight.shape[1])
-        rounded, scales = round_rows(weight)
+        rounded, scales = round_weight(weight)
         floats = None if bias is None else bias.float()
         if serves(rounded):
             self._product = Int8Kernel(rounded, scales, floats, team(torch.get_num_threads()))
@@ -68,37 +69,56 @@ class WidenedInt8:
     """One weight in int8, multiplied in fp32: the memory of the one, a little more than the time of the other."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        """weight [N, K] int8; scales, bias [N] fp32."""
+        """weight [N, K] int8, scales [N, G] bf16, bias [N] fp32."""
         self._weight, self._scales, self._bias = weight, scales, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] fp32 -> [M, N], a fresh tensor."""
+        x = round_activations(x, self._scales.shape[1])
         out = torch.empty(x.shape[0], self._weight.shape[0])
         for first in range(0, self._weight.shape[0], CHUNK_ROWS):
             chunk = slice(first, first + CHUNK_ROWS)
-            out[:, chunk] = F.linear(x, self._weight[chunk].float())
-        out.mul_(self._scales)
+            out[:, chunk] = F.linear(x, _widened(self._weight[chunk], self._scales[chunk]))
         return out if self._bias is None else out.add_(self._bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` [T] of the weight, as floats [T, K]."""
-        return self._weight[ids].float().mul_(self._scales[ids].unsqueeze(1))
+        return _widened(self._weight[ids], self._scales[ids])
 
     @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (self._weight, self._scales, self._bias) if t is not None)
 
 
-def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] -> (int8 [N, K], scales [N] fp32): each row in steps of its largest magnitude / 127."""
-    rounded, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
-    for first in range(0, weight.shape[0], CHUNK_ROWS):
-        part = weight[first : first + CHUNK_ROWS].float()
-        largest = part.abs().amax(dim=1)
-        factor = torch.where(largest > 0, 127.0 / largest, 0.0)
-        rounded[first : first + CHUNK_ROWS] = (part * factor.unsqueeze(1)).round_()
-        scales[first : first + CHUNK_ROWS] = largest / 127.0
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> (int8 [N, K], scales [N, G] bf16): the numbers of a group in steps of its largest magnitude / 127."""
+    groups = num_groups(weight.shape[1])
+    rounded = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight), groups, dtype=torch.bfloat16)
+    for first in range(0, len(weight), CHUNK_ROWS):
+        chunk = slice(first, first + CHUNK_ROWS)
+        part = weight[chunk].float()
+        parts = part.reshape(len(part), groups, -1)  # [rows, G, K / G]
+        bits = (parts.abs().amax(dim=2) / 127.0).view(torch.int32)
+        steps = ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)  # the next bf16 number: nothing goes beyond 127
+        scales[chunk] = steps
+        steps = steps.unsqueeze(2)
+        rounded[chunk] = torch.where(steps > 0, parts / steps, 0.0).round_().flatten(1)
     return rounded, scales
+
+
+def round_activations(x: Tensor, groups: int) -> Tensor:
+    """[M, K] -> the same in steps of each group's largest magnitude / 127, as our kernel rounds them."""
+    parts = x.reshape(len(x), groups, -1)
+    largest = parts.abs().amax(dim=2, keepdim=True).double()  # steps are made in double precision, and then rounded
+    factor = torch.where(largest > 0, 127.0 / largest, 0.0).float()
+    return (parts * factor).round_().mul_((largest / 127.0).float()).flatten(1)
+
+
+def _widened(weight: Tensor, scales: Tensor) -> Tensor:
+    """[R, K] int8, [R, G] -> floats [R, K]."""
+    parts = weight.float().view(len(weight), scales.shape[1], -1)
+    return parts.mul_(scales.float().unsqueeze(2)).flatten(1)
 
 
 def describe() -> str:

@@ -7,25 +7,28 @@ from replicas.kernels.int8 import GROUP, Int8Kernel, num_groups, serves
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.team import Team
 from replicas.layers import int8
-from replicas.layers.int8 import Int8Matmul, WidenedInt8, round_rows
+from replicas.layers.int8 import Int8Matmul, WidenedInt8, round_activations, round_weight
 
 needs_vnni = pytest.mark.skipif(not cpu_has_vnni(), reason="this CPU has no AVX-512 VNNI")
 SHAPES = [(16, 16), (101, 48), (80, 64), (960, 576), (576, 1536)]  # 101 and 80 outputs do not fill panels of 32
 
 
 def parts(n: int, k: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A rounded weight, its scales, a bias, activations."""
     weight = torch.randint(-127, 128, (n, k), dtype=torch.int8)
-    return weight, torch.rand(n), torch.randn(n), torch.randn(rows, k)
+    return weight, torch.rand(n, num_groups(k)).bfloat16(), torch.randn(n), torch.randn(rows, k)
+
+
+def ones(n: int, groups: int) -> torch.Tensor:
+    return torch.ones(n, groups, dtype=torch.bfloat16)
 
 
 @needs_vnni
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 def test_the_kernel_multiplies_what_was_rounded(shape: tuple[int, int]) -> None:
     weight, scales, bias, x = parts(*shape, 29)
-    groups = x.view(29, num_groups(shape[1]), -1)
-    steps = groups.abs().amax(dim=2, keepdim=True) / 127
-    rounded = ((groups / steps).round() * steps).view(x.shape)
-    wanted = (rounded.double() @ weight.double().T) * scales + bias
+    widened = weight.double().view(shape[0], num_groups(shape[1]), -1) * scales.unsqueeze(2)
+    wanted = round_activations(x, num_groups(shape[1])).double() @ widened.flatten(1).T + bias
     got = Int8Kernel(weight, scales, bias, Team(1))(x)
     assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
@@ -45,7 +48,7 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], thread
 @needs_vnni
 def test_the_largest_numbers_do_not_saturate() -> None:
     weight = torch.full((32, 1536), -127, dtype=torch.int8)
-    got = Int8Kernel(weight, torch.ones(32), None, Team(1))(torch.full((1, 1536), 127.0))
+    got = Int8Kernel(weight, ones(32, 48), None, Team(1))(torch.full((1, 1536), 127.0))
     assert got.tolist() == [[-127.0 * 127 * 1536] * 32]  # 24,774,144: more than fp32 counts one by one
 
 
@@ -54,7 +57,7 @@ def test_an_outlier_costs_its_own_group_only() -> None:
     """Beside 1,000 a step is 7.9, and 1 rounds to 0; in other groups it stays 1."""
     weight, x = torch.ones(32, 4 * GROUP, dtype=torch.int8), torch.ones(1, 4 * GROUP)
     x[0, 0] = 1000.0
-    got = Int8Kernel(weight, torch.ones(32), None, Team(1))(x)
+    got = Int8Kernel(weight, ones(32, 4), None, Team(1))(x)
     assert got[0, 0].item() == pytest.approx(1000 + 3 * GROUP)
 
 
@@ -65,12 +68,47 @@ def test_a_row_of_zeros_gives_the_bias() -> None:
     assert torch.equal(Int8Kernel(weight, scales, bias, Team(1))(x)[0], bias)
 
 
-def test_weights_are_rounded_to_within_half_a_step_and_rows_of_zeros_stay() -> None:
-    weight = torch.randn(5, 64)
-    weight[2] = 0.0
-    rounded, scales = round_rows(weight)
-    assert float(((rounded.float() * scales.unsqueeze(1)) - weight).abs().max()) <= float(scales.max()) / 2 * 1.0001
-    assert rounded.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127]
+@needs_vnni
+def test_a_large_weight_costs_its_own_group_only() -> None:
+    """Beside 1,000 a step is 7.9, and 1 rounds to 0; in other groups and other channels it stays 1."""
+    weight = torch.ones(2, 4 * GROUP)
+    weight[0, 0] = 1000.0
+    matmul = Int8Matmul()
+    matmul.prepare(weight, None)
+    got = matmul(torch.ones(1, 4 * GROUP))
+    assert got[0].tolist() == pytest.approx([1000 + 3 * GROUP, 4 * GROUP], rel=0.01)
+
+
+def test_weights_are_rounded_to_within_half_a_step_and_groups_of_zeros_stay() -> None:
+    weight = torch.randn(5, 2 * GROUP)
+    weight[2, GROUP:] = 0.0
+    rounded, scales = round_weight(weight)
+    parts, steps = weight.view(5, 2, GROUP), scales.float().unsqueeze(2)
+    assert bool(((rounded.view(5, 2, GROUP) * steps - parts).abs() <= steps * 0.50001).all())
+    largest = rounded.view(5, 2, GROUP).abs().amax(dim=2)
+    assert largest[2].tolist()[1] == 0
+    assert 126 <= int(largest[[0, 1, 3, 4]].min()) <= int(largest.max()) <= 127  # bf16 steps: up to 0.8 % longer
+
+
+def test_activations_are_rounded_to_within_half_a_step() -> None:
+    x = torch.randn(3, 2 * GROUP)
+    x[1, :GROUP] = 0.0
+    parts, rounded = x.view(3, 2, GROUP), round_activations(x, 2).view(3, 2, GROUP)
+    steps = parts.abs().amax(dim=2, keepdim=True) / 127
+    assert bool(((rounded - parts).abs() <= steps * 0.50001).all())
+    counts = rounded / steps.clamp(min=1e-30)
+    assert torch.allclose(counts, counts.round(), atol=1e-4)
+
+
+@needs_vnni
+@pytest.mark.parametrize("shape", [(101, 48), (960, 576), (576, 1536)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_a_cpu_without_vnni_multiplies_the_same_rounded_numbers(shape: tuple[int, int]) -> None:
+    weight, scales, bias, x = parts(*shape, 40)
+    kernel, widened = Int8Kernel(weight, scales, bias, Team(1)), WidenedInt8(weight, scales, bias)
+    got, wanted = kernel(x), widened(x)
+    assert float((got - wanted).abs().max() / wanted.abs().max()) < 2e-6
+    ids = torch.tensor([shape[0] - 1, 0, 3])
+    assert torch.equal(kernel.rows(ids), widened.rows(ids))
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "widened"])
@@ -92,11 +130,12 @@ def test_products_are_near_those_in_fp32_on_every_cpu(
 
 
 @needs_vnni
-def test_memory_is_a_quarter_and_the_loaded_weight_is_let_go() -> None:
+def test_memory_is_little_more_than_a_quarter_and_the_loaded_weight_is_let_go() -> None:
     matmul = Int8Matmul()
     matmul.prepare(torch.randn(576, 1536), None)
-    assert matmul.num_bytes == 576 * 1536 + 2 * 4 * 576  # a byte each; scale and bias of an output channel
-    assert WidenedInt8(*round_rows(torch.randn(576, 1536)), None).num_bytes == 576 * 1536 + 4 * 576
+    num_bytes = 576 * 1536 + 2 * 576 * 48  # a byte each, and a scale of two bytes for 32
+    assert matmul.num_bytes == num_bytes + 4 * 576  # a bias of an output channel
+    assert WidenedInt8(*round_weight(torch.randn(576, 1536)), None).num_bytes == num_bytes
 
 
 @needs_vnni
@@ -106,3 +145,20 @@ def test_ranks_that_split_the_outputs_make_the_same_bits_as_one() -> None:
     whole.prepare(weight, None)
     part.prepare(weight[320:640], None)
     assert torch.equal(part(x), whole(x)[:, 320:640])
+
+
+@needs_vnni
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "widened"])
+def test_ranks_that_split_the_inputs_round_as_one(monkeypatch: pytest.MonkeyPatch, kernel: bool) -> None:
+    """Groups lie within ranks: only the order of the sums differs."""
+    if not kernel:
+        monkeypatch.setattr(int8, "serves", lambda weight: False)
+    weight, x = torch.randn(576, 1536), torch.randn(9, 1536)
+    whole, total = Int8Matmul(), torch.zeros(9, 576)
+    whole.prepare(weight, None)
+    for first in range(0, 1536, 512):
+        part = Int8Matmul()
+        part.prepare(weight[:, first : first + 512], None)
+        total += part(x[:, first : first + 512])
+    wanted = whole(x)
+    assert float((total - wanted).abs().max() / wanted.abs().max()) < 2e-6
