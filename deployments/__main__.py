@@ -21,9 +21,10 @@ def main() -> int:
         from deployments.terminal import explain
 
         return explain.run(args.url, args.rid, as_json=args.json)
-    ray_env.prepare()
+    host = ray_env.host_of(args.config)
+    ray_env.prepare(host=host)
     if args.command == "serve":
-        with haproxy.prepared(os.environ, host=haproxy.host_of(args.config), warn=_warn):
+        with haproxy.prepared(os.environ, host=host, warn=_warn):
             from deployments import serve  # imports Ray, which reads the environment; the others do without
 
             return serve.run(args.config)

@@ -2,7 +2,8 @@
 
 Owns:      the private folder of HAProxy's files and sockets; which of Serve's flags are set for a Ray of our own.
 Never:     imports Ray; overrides what the environment says already: ``RAY_SERVE_ENABLE_HA_PROXY=0`` turns it off.
-Invariant: without a binary that runs, nothing is set and Serve's own proxy serves, which is said once.
+Invariant: without a binary that runs, nothing is set and Serve's own proxy serves, which is said once; the environment
+           is afterwards what it was before.
 Thread:    the main thread, before Ray.
 
 Serve's own proxy passes each event of a stream through one more Python process; HAProxy connects clients to the HTTP
@@ -12,21 +13,24 @@ server in the router (docs/performance.md has what that saves).
 import contextlib
 import importlib.util
 import os
-import shlex
 import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-import yaml
+from deployments.ray_env import ALL_ADDRESSES
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
-BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"  # what Serve runs
+WRAPPED = "MANTA_HAPROXY"  # what the wrapper runs
+WRAPPER = Path(__file__).with_name("haproxy_no_splice.sh")  # which says why
+# Serve has HAProxy connect to routers of its own node at 127.0.0.1, wherever they listen
+HOSTS = ("127.0.0.1", "localhost", ALL_ADDRESSES)
 RUNS_S = 10.0
 DRAIN_S = "2"  # a router that leaves is out of HAProxy's list by then; Serve's 30 s are for balancers that poll
+LONGEST_ANSWER_S = "3600"  # a change of routers starts a new HAProxy; the old one cuts what is open after so long
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
 
 
@@ -39,58 +43,47 @@ def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[st
     if "RAY_ADDRESS" in environ or environ.get(ENABLE, "1") != "1":
         yield  # a cluster that runs has its own environment, or it is not wanted
         return
-    why_not = unusable(environ)
+    binary = found(environ)
+    why_not = unusable(binary, host=host)
     if why_not:
-        environ[ENABLE] = "0"
         warn(f"Serve's own proxy serves, with more CPU a token: {why_not}; {ENABLE}=0 silences this")
-        yield
+        with _changed(environ, {ENABLE: "0"}):
+            yield
         return
     # of mode 0700: HAProxy's admin socket asks nobody who he is
     with tempfile.TemporaryDirectory(prefix="manta-haproxy-", ignore_cleanup_errors=True) as folder:
-        for name, value in settings(folder, host=host).items():
-            environ.setdefault(name, value)
-        environ[BINARY] = without_splice(found(environ), folder)
-        yield
+        open_ones = {name: value for name, value in settings(folder).items() if name not in environ}
+        with _changed(environ, open_ones | {BINARY: str(WRAPPER), WRAPPED: binary}):
+            yield
 
 
-def host_of(config_path: str) -> str:
-    """What the settings file says of where to listen; Serve's default where it says nothing that can be read."""
-    try:
-        return str(yaml.safe_load(Path(config_path).read_text())["http_options"]["host"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return "0.0.0.0"
-
-
-def unusable(environ: MutableMapping[str, str]) -> str:
-    """Why HAProxy cannot be had, "" where it can. Serve looks in the same places, in the same order."""
-    binary = found(environ)
+def unusable(binary: str, *, host: str) -> str:
+    """Why HAProxy cannot be had, "" where it can."""
+    if host not in HOSTS:
+        return f"HAProxy would look for routers at 127.0.0.1, and http_options.host is {host}, not one of {HOSTS}"
     if not binary:
         return "no HAProxy was found: install ray[serve] on Linux, which brings one, or put haproxy on the PATH"
     try:
-        subprocess.run([binary, "-v"], check=True, capture_output=True, timeout=RUNS_S)
+        subprocess.run(
+            [str(WRAPPER), "-v"], check=True, capture_output=True, timeout=RUNS_S, env={**os.environ, WRAPPED: binary}
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"{binary} does not run ({error})"
     return ""
 
 
-def found(environ: MutableMapping[str, str]) -> str:
-    """The binary, or ""."""
-    return environ.get(BINARY) or _bundled() or shutil.which("haproxy") or ""
+def found(environ: Mapping[str, str]) -> str:
+    """The binary, or "". Serve looks in the same places, in the same order."""
+    given = environ.get(BINARY, "")
+    if given in ("", str(WRAPPER)):
+        given = environ.get(WRAPPED, "")
+    return given or _bundled() or shutil.which("haproxy") or ""
 
 
-def without_splice(binary: str, folder: str) -> str:
-    """A script that runs ``binary`` without splicing, which Serve's settings turn on: HAProxy then misses that a client
-    leaves before its answer has begun, where the request's body came in a packet of its own, and nobody aborts it."""
-    script = Path(folder) / "haproxy"
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
-    script.chmod(0o700)
-    return str(script)
-
-
-def settings(folder: str, *, host: str) -> dict[str, str]:
+def settings(folder: str) -> dict[str, str]:
     """Serve's flags; HAProxy's files go to ``folder``. The two ports beside ours are any that are free."""
     metrics_port, stats_port = _free_ports(2)
-    flags = {
+    return {
         ENABLE: "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code on the replica's own event loop, calls by gRPC
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # its logs are read while they are written (startup.py)
@@ -103,11 +96,9 @@ def settings(folder: str, *, host: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": SLOWEST_LOOK,
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": LONGEST_ANSWER_S,
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DRAIN_S,
     }
-    if host in LOOPBACK:  # Serve has HAProxy connect to the node's address, and routers listen on ``host``
-        flags["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: this machine alone, on its loopback
-    return flags
 
 
 def _bundled() -> str | None:
@@ -117,6 +108,21 @@ def _bundled() -> str | None:
         return None
     binary = Path(found.origin).parent / "bin" / "haproxy"
     return str(binary) if binary.is_file() else None
+
+
+@contextlib.contextmanager
+def _changed(environ: MutableMapping[str, str], flags: Mapping[str, str]) -> Iterator[None]:
+    """``environ`` with ``flags`` for as long as this lasts."""
+    before = {name: environ.get(name) for name in flags}
+    environ.update(flags)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                environ.pop(name, None)
+            else:
+                environ[name] = value
 
 
 def _free_ports(count: int) -> list[int]:

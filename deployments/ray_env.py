@@ -3,17 +3,45 @@
 Never: imports Ray.
 """
 
+import ipaddress
 import os
 import secrets
 from collections.abc import MutableMapping
+from pathlib import Path
+
+import yaml
+
+ALL_ADDRESSES = "0.0.0.0"  # Serve's default
+ON_A_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" is Ray's name for: this machine alone, on its loopback
 
 
-def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """A cluster of our own asks for a token that only it knows; a cluster that exists keeps its ways.
+def prepare(environ: MutableMapping[str, str] = os.environ, *, host: str = ALL_ADDRESSES) -> None:
+    """A cluster of our own asks for a token that only it knows, and listens on the loopback where its HTTP server does;
+    a cluster that exists keeps its ways.
 
     With RAY_AUTH_MODE unset, what Ray does depends on files that are lying around.
+    Args: host: what clients connect to (http_options).
     """
-    if "RAY_ADDRESS" not in environ and "RAY_AUTH_MODE" not in environ:
-        environ["RAY_AUTH_MODE"] = "token"
-        environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "RAY_ADDRESS" not in environ:
+        if "RAY_AUTH_MODE" not in environ:
+            environ["RAY_AUTH_MODE"] = "token"
+            environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        if is_loopback(host):
+            environ.setdefault(ON_A_CLUSTER, "0")
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def host_of(config_path: str) -> str:
+    """What the settings file says of where to listen; Serve's default where it says nothing that can be read."""
+    try:
+        return str(yaml.safe_load(Path(config_path).read_text())["http_options"]["host"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return ALL_ADDRESSES
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -14,7 +14,7 @@ from deployments.app import check_config, replica_options
 from deployments.autoscaling import Objective, TtftPolicy
 from deployments.capacity import auto_count, replica_bytes
 from deployments.places import ROOT, local_path, shown_path
-from deployments.ray_env import prepare
+from deployments.ray_env import host_of, prepare
 from deployments.schema import parse
 from deployments.serve import check_port, read
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
@@ -185,6 +185,27 @@ def test_a_cluster_of_our_own_has_a_token_and_another_keeps_its_ways() -> None:
         given = dict(theirs)
         prepare(given)
         assert "RAY_AUTH_TOKEN" not in given
+
+
+@pytest.mark.parametrize(
+    ("host", "there"),
+    [("127.0.0.1", True), ("127.0.0.2", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("a.b", False)],
+)
+def test_a_ray_of_our_own_is_on_the_loopback_where_http_is(host: str, there: bool) -> None:
+    ours: dict[str, str] = {}
+    prepare(ours, host=host)
+    assert ours.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == ("0" if there else None)  # Ray's name for it
+    given = {"RAY_ADDRESS": "10.0.0.1:6379"}
+    prepare(given, host=host)
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in given
+
+
+def test_the_host_is_read_from_the_settings_file_and_serves_default_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "serve_config.yaml"
+    for text, host in (("http_options: {host: 127.0.0.1}", "127.0.0.1"), ("{}", "0.0.0.0"), (":\n- :", "0.0.0.0")):
+        file.write_text(text)
+        assert host_of(str(file)) == host
+    assert host_of(str(tmp_path / "none.yaml")) == "0.0.0.0"
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -1,5 +1,6 @@
 """Whether HAProxy serves: by what is there and what the environment says, and what is said where it does not."""
 
+import importlib.util
 import stat
 import subprocess
 from pathlib import Path
@@ -9,7 +10,6 @@ import pytest
 from deployments import haproxy
 
 ENABLE, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"
-LOOPBACK_RAY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def script(path: Path, *, status: int) -> str:
@@ -41,28 +41,77 @@ def test_it_runs_without_splicing_so_that_it_sees_clients_leave(tmp_path: Path) 
     given.chmod(0o755)
     environ = {BINARY: str(given)}
     with haproxy.prepared(environ, host="127.0.0.1", warn=print):
-        told = subprocess.run([environ[BINARY], "-db", "-f", "a b"], capture_output=True, text=True, check=True)
+        told = subprocess.run(
+            [environ[BINARY], "-db", "-f", "a b"], capture_output=True, text=True, check=True, env=environ
+        )
     assert told.stdout == "-dS -db -f a b\n"
 
 
-def test_what_listens_on_the_loopback_alone_makes_a_ray_on_the_loopback(works: str) -> None:
-    """Serve has HAProxy connect to the node's address, where a router that listens on 127.0.0.1 is not."""
-    for host, there in (("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)):
-        environ = {BINARY: works}
-        with haproxy.prepared(environ, host=host, warn=print):
-            assert (LOOPBACK_RAY in environ) == there
+def test_it_is_not_asked_to_reach_routers_that_listen_where_it_does_not_look(works: str) -> None:
+    """Serve has HAProxy connect to routers of its own node at 127.0.0.1."""
+    for host, used in (("127.0.0.1", "1"), ("localhost", "1"), ("0.0.0.0", "1"), ("127.0.0.2", "0"), ("::1", "0")):
+        environ, said = {BINARY: works}, []
+        with haproxy.prepared(environ, host=host, warn=said.append):
+            assert environ[ENABLE] == used
+        assert [f"http_options.host is {host}" in line for line in said] == [True] * (used == "0")
+
+
+def test_streams_that_are_open_when_routers_change_have_an_hour_and_serves_name_of_that_exists(works: str) -> None:
+    environ = {BINARY: works}
+    with haproxy.prepared(environ, host="127.0.0.1", warn=print):
+        flags = [name for name in environ if name.startswith("RAY_SERVE_")]
+        assert environ["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == "3600"
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None
+    assert ray.origin is not None
+    read_by_serve = (Path(ray.origin).parent / "serve/_private/constants.py").read_text()
+    assert [name for name in flags if f'"{name}"' not in read_by_serve] == []
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_environment_is_afterwards_what_it_was_so_that_it_can_be_prepared_again(
+    tmp_path: Path, status: int
+) -> None:
+    environ = {BINARY: script(tmp_path / "haproxy", status=status), ENABLE: "1"}
+    given = dict(environ)
+    told = []
+    for _ in range(2):
+        with haproxy.prepared(environ, host="127.0.0.1", warn=lambda line: None):
+            told.append(environ[ENABLE])
+        assert environ == given
+    assert told == ["0" if status else "1"] * 2
+
+
+def test_inside_of_another_one_the_wrapper_does_not_run_itself(works: str) -> None:
+    environ = {BINARY: works}
+    with (
+        haproxy.prepared(environ, host="127.0.0.1", warn=print),
+        haproxy.prepared(environ, host="127.0.0.1", warn=print),
+    ):
+        assert (environ[BINARY], environ["MANTA_HAPROXY"]) == (str(haproxy.WRAPPER), works)
 
 
 def test_one_that_does_not_run_is_said_in_one_line_and_serves_own_proxy_serves(tmp_path: Path) -> None:
     said: list[str] = []
     environ = {BINARY: script(tmp_path / "haproxy", status=1)}
     with haproxy.prepared(environ, host="127.0.0.1", warn=said.append):
-        pass
-    assert environ == {BINARY: f"{tmp_path}/haproxy", ENABLE: "0"}
+        assert environ == {BINARY: f"{tmp_path}/haproxy", ENABLE: "0"}
     [line] = said
     assert "Serve's own proxy serves" in line
     assert f"{tmp_path}/haproxy does not run" in line
     assert "\n" not in line
+
+
+def test_what_is_tried_is_what_will_run(works: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper that cannot be executed (a file system without programs, say) is as good as no HAProxy."""
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text("#!/bin/sh\n")
+    monkeypatch.setattr(haproxy, "WRAPPER", wrapper)
+    environ, said = {BINARY: works}, []
+    with haproxy.prepared(environ, host="127.0.0.1", warn=said.append):
+        assert environ[ENABLE] == "0"
+    [line] = said
+    assert f"Permission denied: '{wrapper}'" in line
 
 
 @pytest.mark.parametrize("environ", [{ENABLE: "0"}, {"RAY_ADDRESS": "auto"}])
@@ -78,11 +127,3 @@ def test_what_the_environment_says_already_stays(works: str) -> None:
     environ = {BINARY: works, "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0", "RAY_SERVE_HAPROXY_STATS_PORT": "8404"}
     with haproxy.prepared(environ, host="127.0.0.1", warn=print):
         assert (environ["RAY_SERVE_THROUGHPUT_OPTIMIZED"], environ["RAY_SERVE_HAPROXY_STATS_PORT"]) == ("0", "8404")
-
-
-def test_the_host_is_read_from_the_settings_file_and_serves_default_otherwise(tmp_path: Path) -> None:
-    file = tmp_path / "serve_config.yaml"
-    for text, host in (("http_options: {host: 127.0.0.1}", "127.0.0.1"), ("{}", "0.0.0.0"), (":\n- :", "0.0.0.0")):
-        file.write_text(text)
-        assert haproxy.host_of(str(file)) == host
-    assert haproxy.host_of(str(tmp_path / "none.yaml")) == "0.0.0.0"
