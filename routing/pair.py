@@ -26,14 +26,12 @@ from routing.belief import Eligible
 from routing.pair_types import Floats, Ints, Pair, PairCosts, PairReason
 from routing.policies import TIE_S, Turn
 from routing.standing import Candidates, Standing
-from routing.ttft import bounded
+from routing.ttft import OUTPUT_TOKENS, bounded
 from routing.types import Reason, Role, RouteQuery
 
 # Two calls instead of one, the receiver's grant, its opening of the room and the sender's answer: some milliseconds on
 # one host, and the steps that both engines are in when the messages come.
 OVERHEAD_S = 0.02
-# How long an answer is taken to be where more is allowed: nobody knows before.
-OUTPUT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

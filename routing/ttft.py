@@ -20,6 +20,9 @@ from routing.standing import Estimates, Floats, Ints, Standing
 # The next step takes new prompts in: a request waits only for the decode step in progress, on average half of it. Where
 # that is a step with prompts, what is left of them stands in the queue; what decode rows cost is in the prefill rate.
 DECODE_STEPS_WAITED = 0.5
+# How long an answer is taken to be where more is allowed: nobody knows before, and a chat without a limit is allowed the
+# whole context.
+OUTPUT_TOKENS = 256
 
 
 def estimate(standing: Standing, overlap_tokens: Ints, *, num_tokens: int, max_new_tokens: int) -> Estimates:
@@ -28,7 +31,8 @@ def estimate(standing: Standing, overlap_tokens: Ints, *, num_tokens: int, max_n
     queue_s = standing.queued_tokens / standing.prefill_tokens_per_s
     own_s = own_tokens / standing.prefill_tokens_per_s
     decode_s = DECODE_STEPS_WAITED * standing.decode_step_s * np.minimum(standing.num_requests, 1.0)
-    pressure_s = _pressure_s(standing, own_tokens + max_new_tokens, max_new_tokens)
+    output_tokens = min(max_new_tokens, OUTPUT_TOKENS)
+    pressure_s = _pressure_s(standing, own_tokens + output_tokens, output_tokens)
     ttft_s = queue_s + own_s + decode_s + pressure_s
     behind_s = _behind_s(standing, own_s)
     return Estimates(
@@ -57,19 +61,20 @@ def _behind_s(standing: Standing, own_s: Floats) -> Floats:
     return more_s * standing.num_waiting
 
 
-def _pressure_s(standing: Standing, need_tokens: Ints, max_new_tokens: int) -> Floats:
+def _pressure_s(standing: Standing, need_tokens: Ints, output_tokens: int) -> Floats:
     """The wait for running requests to end, where pages or places among the running are short.
 
-    A running request takes about ``max_new_tokens`` decode steps (ours stands for all), so that in this time all that
+    A running request takes about ``output_tokens`` decode steps (ours stands for all), so that in this time all that
     is held now comes free, evenly: short of a share x of what is held, one waits the share x of the time. Those
     queued before ours take their pages and places first, and give them back as evenly. Nobody needs more than the pool:
-    the engine cuts longer outputs to it, so that where nothing is held nobody waits, and nowhere longer than that time.
+    the engine cuts outputs to it, so that where nothing is held nobody waits. For pages nobody waits longer than that
+    time; for a place it takes as many turns as requests are before ours.
     """
     before = standing.utilization * standing.pool_tokens + standing.queued_tokens
     cut_tokens = np.minimum(need_tokens, standing.pool_tokens)
     short_tokens = np.where(standing.pool_tokens > 0, before + cut_tokens - standing.pool_tokens, 0.0)
     short_pages = np.maximum(short_tokens, 0.0) / np.maximum(before, 1.0)
     short_places = np.maximum(standing.num_requests + 1 - standing.max_requests, 0.0) / standing.max_requests
-    stay_s = max_new_tokens * standing.decode_step_s
+    stay_s = output_tokens * standing.decode_step_s
     pressure_s: Floats = stay_s * np.maximum(short_pages, short_places)
     return pressure_s

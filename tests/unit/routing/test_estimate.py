@@ -1,5 +1,6 @@
 """The load as believed between reports, and the seconds made of it."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -104,14 +105,30 @@ def test_a_full_pool_costs_the_share_of_what_is_held_that_must_come_free() -> No
     assert b.terms.pressure_s == pytest.approx(10.0 * 1_100 / 16_000)
 
 
-def test_an_output_longer_than_the_pool_waits_for_what_is_held_and_no_longer() -> None:
-    """A chat without a limit asks for the context, 40,000 tokens; the engine cuts it to the pool of 16,000. Nothing is
-    held: nothing to wait for. 1,600 are held: all must come free, in 40,000 steps of 0.1 s."""
-    f = Fixture(view("a", decode_step_s=0.1), view("b", pool_utilization=0.1, num_running=1, decode_step_s=0.1))
+def test_an_answer_without_a_limit_is_taken_for_256_tokens() -> None:
+    """A chat without a limit is allowed the context, 40,000 tokens, of pools of 16,000. With a tenth held, 1,000 + 256
+    fit. With all held, 1,256 / 16,000 must come free, of what comes free in 256 steps of 0.1 s."""
+    f = Fixture(
+        view("a", decode_step_s=0.1),
+        view("b", pool_utilization=0.1, num_running=1, decode_step_s=0.1),
+        view("c", pool_utilization=1.0, num_running=1, decode_step_s=0.1),
+    )
     ask = RouteQuery(rid="r", token_ids=PROMPT, max_new_tokens=40_000)
-    a, b = f.router.explain_only(ask).candidates
+    a, b, c = f.router.explain_only(ask).candidates
+    assert (a.terms.pressure_s, b.terms.pressure_s) == (0.0, 0.0)
+    assert c.terms.pressure_s == pytest.approx(25.6 * 1_256 / 16_000)
+
+
+def test_a_prompt_and_answer_larger_than_the_pool_wait_for_all_that_is_held_and_no_longer() -> None:
+    """1,000 + 256 of a pool of 1,008: the engine cuts the answer. Nothing is held: nothing to wait for. A tenth is held:
+    all of it must come free, in 256 steps of 0.1 s."""
+    f = Fixture(
+        replace(view("a", decode_step_s=0.1), pool_pages=63),
+        replace(view("b", pool_utilization=0.1, num_running=1, decode_step_s=0.1), pool_pages=63),
+    )
+    a, b = f.router.explain_only(RouteQuery(rid="r", token_ids=PROMPT, max_new_tokens=40_000)).candidates
     assert a.terms.pressure_s == 0.0
-    assert b.terms.pressure_s == pytest.approx(4_000.0)
+    assert b.terms.pressure_s == pytest.approx(25.6)
 
 
 def test_no_place_among_the_running_costs_a_turn_s_share() -> None:
