@@ -4,6 +4,7 @@ Owns:      the process and its end: nothing of one run is left for the next.
 """
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -16,11 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 240.0
 STOP_S = 60.0
+ANNOUNCED = "Try it:"  # in its log once every application runs, which an answer of one replica does not say
 
 
 @contextlib.contextmanager
@@ -32,7 +35,7 @@ def serving(config_file: str, args: Mapping[str, Any], *, observatory: bool = Tr
     """
     applications = yaml.safe_load((ROOT / config_file).read_text())["applications"]
     applications[0]["args"].update(args)
-    with running(applications if observatory else applications[:1], answers_at=["/health"]) as url:
+    with running(applications if observatory else applications[:1], answers_at=["/health"], says=ANNOUNCED) as url:
         yield url
 
 
@@ -41,11 +44,13 @@ def running(
     applications: Sequence[Mapping[str, Any]],
     *,
     answers_at: Sequence[str],
+    says: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """``applications`` as Serve's configuration file has them, on a free port.
 
-    Args: answers_at: paths that answer 200 once all is ready; environment: beside this process's own.
+    Args: answers_at: paths that answer 200 once all is ready; says: what its log holds by then (nothing is announced
+          of applications that are not Manta's own); environment: beside this process's own.
     Yields, raises: as `serving`.
     """
     with socket.socket() as probe:
@@ -67,16 +72,32 @@ def running(
                 start_new_session=True,
             )  # fmt: skip
         try:
-            _wait_ready(process, log, [f"http://127.0.0.1:{port}{path}" for path in answers_at])
+            _wait_ready(process, log, says, [f"http://127.0.0.1:{port}{path}" for path in answers_at])
             yield f"http://127.0.0.1:{port}"
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(STOP_S)
+            stop(process)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path, urls: Sequence[str]) -> None:
+def stop(process: subprocess.Popen[bytes], *, within_s: float = STOP_S) -> None:
+    """End it as Ctrl-C does. If that takes longer, or somebody does not wait: kill it, with all that it started."""
+    process.send_signal(signal.SIGINT)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(within_s)
+    finally:
+        if process.poll() is None:
+            print(f"  the application had not ended {within_s:g} s after SIGINT: killed", file=sys.stderr, flush=True)
+            started = psutil.Process(process.pid).children(recursive=True)
+            os.killpg(process.pid, signal.SIGKILL)
+            for each in started:  # Ray's have groups of their own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, says: str, urls: Sequence[str]) -> None:
     deadline_s = time.monotonic() + START_S
-    while not all(_answers(url) for url in urls):
+    while says not in log.read_text() or not all(_answers(url) for url in urls):
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise RuntimeError(f"the application did not start:\n{log.read_text()}")
         time.sleep(0.2)
@@ -86,5 +107,5 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False

@@ -25,7 +25,7 @@ import aiohttp
 
 from benchmarks import live_app
 from benchmarks.report import Row, publish
-from benchmarks.server_cpu import cpu_by_part, difference
+from benchmarks.server_cpu import ServerCpu, difference
 from benchmarks.token_alone import PACES, WARM_S, Alone, Pace
 from benchmarks.token_client import Load, times_of
 
@@ -80,14 +80,14 @@ class Sizes:
 
 async def measure(url: str, sizes: Sizes, alone: Alone) -> dict[str, Path]:
     """Both applications behind one proxy, in turn."""
-    found = {name: Path() for name in PREFIXES}
+    found, cpu = {name: Path() for name in PREFIXES}, ServerCpu(PARTS)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for prefix in PREFIXES.values():  # what happens once is not counted
             for stream in (True, False):
                 await times_of(session, f"{url}{prefix}/v1/completions", stream=stream, numbers=range(WARM_REQUESTS))
         for round_ in range(sizes.rounds):
             await asyncio.sleep(WARM_S)
-            idle = await cost_of_idling(sizes.window_s)
+            idle = await cost_of_idling(cpu, sizes.window_s)
             for name, prefix in PREFIXES.items():
                 address = f"{url}{prefix}/v1/completions"
                 for kind, times in found[name].added_ms.items():
@@ -96,27 +96,32 @@ async def measure(url: str, sizes: Sizes, alone: Alone) -> dict[str, Path]:
                     times.append(1e3 * (statistics.median(took) - alone.latency_s[kind]))
                 for load, pace in PACES.items():
                     window_s = pace.windows * sizes.window_s
-                    found[name].spent[load].append(await spend(session, address, pace, window_s, idle))
+                    found[name].spent[load].append(await spend(session, address, pace, window_s, cpu, idle))
     return found
 
 
-async def cost_of_idling(window_s: float) -> dict[str, float]:
+async def cost_of_idling(cpu: ServerCpu, window_s: float) -> dict[str, float]:
     """Part -> CPU seconds a second while nobody asks for anything."""
-    before, started_s = cpu_by_part(PARTS), time.perf_counter()
+    before, started_s = cpu.by_part(), time.perf_counter()
     await asyncio.sleep(window_s)
-    used, wall_s = difference(before, cpu_by_part(PARTS)), time.perf_counter() - started_s
+    used, wall_s = difference(before, cpu.by_part()), time.perf_counter() - started_s
     return {part: used_s / wall_s for part, used_s in used.items()}
 
 
 async def spend(
-    session: aiohttp.ClientSession, address: str, pace: Pace, window_s: float, idle: Mapping[str, float]
+    session: aiohttp.ClientSession,
+    address: str,
+    pace: Pace,
+    window_s: float,
+    cpu: ServerCpu,
+    idle: Mapping[str, float],
 ) -> Spent:
     """One window, begun when all streams run."""
     async with Load(session, address, streams=pace.streams, tokens_per_s=pace.tokens_per_s) as load:
         await asyncio.sleep(WARM_S)
-        before, count, started_s = cpu_by_part(PARTS), load.total(), time.perf_counter()
+        before, count, started_s = cpu.by_part(), load.total(), time.perf_counter()
         await asyncio.sleep(window_s)
-        used, later, wall_s = difference(before, cpu_by_part(PARTS)), load.total(), time.perf_counter() - started_s
+        used, later, wall_s = difference(before, cpu.by_part()), load.total(), time.perf_counter() - started_s
     tokens, events = later.tokens - count.tokens, later.events - count.events
     return Spent.of(used, idle, tokens=tokens, events=events, wall_s=wall_s)
 

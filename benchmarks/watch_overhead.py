@@ -31,7 +31,7 @@ import aiohttp
 from benchmarks import live_app
 from benchmarks.client import Client, ClosedLoop
 from benchmarks.report import Row, publish
-from benchmarks.server_cpu import cpu_by_part, difference
+from benchmarks.server_cpu import ServerCpu, difference
 from benchmarks.workloads import random_lengths
 
 SECTION = "watched (metrics, scrapes, one live view) and not, 2 replicas, 8 streams"
@@ -83,16 +83,16 @@ class Seen:
 async def measure(url: str, sizes: Sizes, seed: int, *, watched: bool) -> tuple[Start, Seen]:
     """All batches of one start, after one that does not count; then nothing for a while."""
     client = Client(url, "SmolLM2-135M-Instruct")
-    found = []
+    found, cpu = [], ServerCpu()
     async with watching(url) if watched else contextlib.nullcontext(Seen()) as seen:
         for batch in range(-1, sizes.batches):
             workload = random_lengths(
                 num_requests=sizes.requests if batch >= 0 else 8, input_len=sizes.input_len,
                 output_len=sizes.output_len, vocab_size=VOCAB_SIZE, seed=1000 * seed + batch,
             )  # fmt: skip
-            before = cpu_by_part()
+            before = cpu.by_part()
             run = await client.run(workload, ClosedLoop(concurrency=8), max_s=MAX_S)
-            used = difference(before, cpu_by_part())
+            used = difference(before, cpu.by_part())
             found.append(
                 Measured(
                     requests_per_s=len(run.answered) / run.wall_s,
@@ -100,9 +100,9 @@ async def measure(url: str, sizes: Sizes, seed: int, *, watched: bool) -> tuple[
                     num_failed=sum(run.errors.values()),
                 )
             )
-        before = cpu_by_part()
+        before = cpu.by_part()
         await asyncio.sleep(IDLE_S)
-        idle = {part: used_s / IDLE_S for part, used_s in difference(before, cpu_by_part()).items()}
+        idle = {part: used_s / IDLE_S for part, used_s in difference(before, cpu.by_part()).items()}
     return Start(batches=tuple(found[1:]), idle=idle), seen
 
 

@@ -8,12 +8,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
 from benchmarks.client import Client, ClosedLoop, Run
 from benchmarks.peers.cells import Cell
-from benchmarks.server_cpu import cpu_by_part
+from benchmarks.server_cpu import ServerCpu
 from benchmarks.serving import percentile
 from benchmarks.workloads import Workload
 
@@ -51,19 +52,26 @@ class CpuUse:
     machine_s: float  # all cores, everything that runs; time that a hypervisor took away too
 
     @staticmethod
-    def now() -> "CpuUse":
+    def now(server: ServerCpu) -> "CpuUse":
         times = psutil.cpu_times()
         return CpuUse(
-            server_s=sum(cpu_by_part().values()),
+            server_s=sum(server.by_part().values()),
             client_s=time.process_time(),
             machine_s=times.user + times.nice + times.system + times.irq + times.softirq + times.steal,
         )
 
 
 def measure(
-    client: Client, cell: Cell, workload: Workload, *, system: str, round_: int, use: Callable[[], CpuUse] = CpuUse.now
+    client: Client,
+    cell: Cell,
+    workload: Workload,
+    *,
+    system: str,
+    round_: int,
+    use: Callable[[], CpuUse] | None = None,
 ) -> Measured:
-    """One run, cut off after the cell's limit."""
+    """One run, cut off after the cell's limit. ``use``: CPU time so far; None: what /proc says."""
+    use = use or partial(CpuUse.now, ServerCpu())
     before = use()
     run = asyncio.run(client.run(workload, ClosedLoop(concurrency=cell.concurrency), max_s=cell.max_s))
     return figures(run, cell, system=system, round_=round_, before=before, after=use())
