@@ -158,7 +158,8 @@ class Int8Stage:
     """One product of a program (replicas/kernels/program.py); its bytes of x lie in the team's scratch."""
 
     def __init__(self, bias: Tensor, packed: Tensor, x: Tensor, out: Tensor, team: Team) -> None:
-        n, k, groups = bias.shape[0], x.shape[1], packed.shape[1]
+        n, groups = bias.shape[0], packed.shape[1]
+        k = groups * (packed.shape[2] - SCALE_BYTES) // PANEL  # not x's columns: another x may be read
         floats = x.shape[0] * k // 4  # of the bytes; k is a multiple of 16
         self._memory = team.memory(floats + 2 * x.shape[0] * groups)  # kept alive
         scratch = self._memory.data_ptr()
@@ -189,8 +190,8 @@ class Int8Stage:
 
 
 def pack(weight: Tensor, scales: Tensor, padded: int) -> Tensor:
-    """[N, K] int8, [N, G] bf16 -> [padded / 32, G, 64 + 32 K / G] bytes. Weights are shifted by 128, so unsigned; scales of
-    rows from N on are 0."""
+    """[N, K] int8, [N, G] bf16 -> [padded / 32, G, 64 + 32 K / G] bytes. Weights are shifted by 128, so unsigned;
+    scales of rows from N on are 0."""
     n, groups, length = len(weight), scales.shape[1], weight.shape[1] // scales.shape[1]
     packed = torch.zeros(padded // PANEL, groups, SCALE_BYTES + PANEL * length, dtype=torch.uint8)
     packed_weight, packed_scales = views(packed)
