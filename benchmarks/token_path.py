@@ -14,6 +14,7 @@ stream to its first event.
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 import time
@@ -28,6 +29,7 @@ from benchmarks.report import Row, publish
 from benchmarks.server_cpu import ServerCpu, difference
 from benchmarks.token_alone import PACES, WARM_S, Alone, Pace
 from benchmarks.token_client import Load, times_of
+from deployments import haproxy
 
 SECTION = "the token path: CPU a token, and what is added to a request"
 MODEL = "models/SmolLM2-135M-Instruct"
@@ -176,6 +178,17 @@ def applications() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def proxies_of(asked: Sequence[str] | None, unusable: str) -> tuple[list[str], str]:
+    """What to measure behind, and why HAProxy is not among it though wanted: Serve would take its own proxy unasked.
+
+    Args: asked: names, None for all; unusable: why HAProxy cannot be had, "" where it can.
+    """
+    wanted = list(asked or PROXIES)
+    if not unusable or "HAProxy" not in wanted:
+        return wanted, ""
+    return [] if asked else [each for each in wanted if each != "HAProxy"], unusable
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parse = argparse.ArgumentParser(
         prog="python -m benchmarks.token_path",
@@ -188,10 +201,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parse.add_argument("--proxy", choices=list(PROXIES), action="append", help="only behind this one")
     parse.add_argument("--json", metavar="OUT", help="also write JSON here")
     options = parse.parse_args(argv)
+    proxies, why_not = proxies_of(options.proxy, haproxy.unusable(os.environ))
+    if not proxies:
+        parse.error(f"--proxy HAProxy cannot be measured here: {why_not}")
+    if why_not:
+        print(f"  not measured behind HAProxy: {why_not}", file=sys.stderr, flush=True)
     sizes = Sizes(rounds=options.rounds, window_s=options.window, requests=options.requests)
     alone = Alone.measure(str(live_app.ROOT / MODEL), window_s=sizes.window_s, requests=sizes.requests)
     found = {}
-    for proxy in options.proxy or PROXIES:
+    for proxy in proxies:
         environment = {"RAY_SERVE_ENABLE_HA_PROXY": PROXIES[proxy]}
         paths = [f"{prefix}/health" for prefix in PREFIXES.values()]
         with live_app.running(applications(), answers_at=paths, environment=environment) as url:

@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=options.seed,
     )
     comparison = Comparison(plan, words, Place(threads=options.threads, logs=PEERS / "logs"), _say)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what runs is stopped, what there is reported
     for system in chosen:
         if system.recipe is not None:
             try:
@@ -77,12 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 comparison.miss(system.name, f"not installed: {error}")
     if options.only_install:
         return 1 if comparison.book.absent else 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both stop the server, and what there is is reported
     try:
         comparison.run()
     except KeyboardInterrupt:
         _say("interrupted; this was measured until now")
-    return _report(comparison, plan, options)
+    finally:  # whatever went wrong, what was measured is not lost
+        status = _report(comparison, plan, options)
+    return status
 
 
 def _report(comparison: Comparison, plan: Plan, options: argparse.Namespace) -> int:

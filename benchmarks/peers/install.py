@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.peers.server import stop
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".peers"
 MARK = ".installed.json"
@@ -114,14 +116,20 @@ def _make(recipe: Recipe, folder: Path, limit_s: float) -> None:
 
 
 def _run(command: Sequence[str], recipe: Recipe, log: Path, out: int, left_s: float) -> None:
-    environment = {**os.environ, **recipe.env}
+    """One command, with what it starts in a group of its own, which ends with it. Raises: InstallFailed."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **recipe.env},
+        start_new_session=True,
+    )  # fmt: skip
     try:
-        subprocess.run(command, stdout=out, stderr=out, env=environment, check=True, timeout=max(left_s, 0.0))
-    except subprocess.CalledProcessError as error:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise InstallFailed(f"`{' '.join(command)}` ended with {error.returncode}: {last} ({log})") from error
+        status = process.wait(max(left_s, 0.0))
     except subprocess.TimeoutExpired as error:
         raise InstallFailed(f"`{' '.join(command)}` was not done when the time for it was over ({log})") from error
+    finally:
+        stop(process)
+    if status != 0:
+        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise InstallFailed(f"`{' '.join(command)}` ended with {status}: {last} ({log})")
 
 
 def _plain(recipe: Recipe) -> object:

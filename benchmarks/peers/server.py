@@ -62,7 +62,7 @@ def running(command: Command, log: Path, *, start_s: float) -> Iterator[str]:
             _wait_ready(process, url + command.ready, log, start_s)
             yield url
         finally:
-            _stop(process)
+            stop(process)
 
 
 def last_line(log: Path) -> str:
@@ -89,8 +89,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the whole group: a server's own children are in it."""
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the whole group of a process that leads one: its children are in it."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)

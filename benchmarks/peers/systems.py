@@ -7,6 +7,7 @@ Never:     starts anything by itself.
 
 import contextlib
 import json
+import os
 import subprocess
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -117,11 +118,16 @@ def _vllm(folder: Path, place: Place) -> Command:
             "DO_NOT_TRACK": "1",
             "VLLM_CACHE_ROOT": str(folder / "cache"),
             "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{place.threads - 1}",  # the default keeps one core free
+            "VLLM_CPU_OMP_THREADS_BIND": _cores(place.threads),  # the default keeps one core free
         },
         port=port,
         model=NAME,
     )  # fmt: skip
+
+
+def _cores(num: int) -> str:
+    """Numbers of ``num`` cores that we may run on, or of all of them where there are fewer."""
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:num]))
 
 
 def _transformers(folder: Path, place: Place) -> Command:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.peers import __main__ as command_line
+from benchmarks.peers import install
 from benchmarks.peers.cells import Cell
 from benchmarks.peers.compare import Comparison, Plan
 from benchmarks.peers.install import InstallFailed, Recipe, ensure, installed
@@ -137,6 +140,27 @@ def test_after_a_workload_that_does_not_finish_the_server_starts_anew_and_the_re
     assert "cut off after 0.3 s" in said[0]
 
 
+def test_what_was_measured_is_reported_even_if_something_unforeseen_ends_the_comparison(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def cannot(place: Place) -> Iterator[Serving]:
+        raise OSError("no space left")
+        yield
+
+    listed = {"a": FakeSystem("a").system, "b": System(name="b", settings="", exact=True, start=cannot)}
+    monkeypatch.setattr(command_line, "Words", lambda folder: words)
+    monkeypatch.setattr(command_line, "systems", lambda words: listed)
+    out = tmp_path / "peers.json"
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(OSError, match="no space left"):
+            command_line.main(["--quick", "--cell", "batch-1", "--json", str(out)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [(run["system"], run["answered"]) for run in json.loads(out.read_text())["runs"]] == [("a", 1)]
+
+
 def test_a_server_that_dies_at_its_start_says_what_its_log_says_last(tmp_path: Path) -> None:
     program = "import sys; print('loading'); print('no such operator: nms'); sys.exit(3)"
     command = Command(argv=[sys.executable, "-c", program], env={}, port=free_port(), model="m")
@@ -146,13 +170,17 @@ def test_a_server_that_dies_at_its_start_says_what_its_log_says_last(tmp_path: P
 
 
 def test_a_server_that_is_never_ready_is_killed_with_its_children(tmp_path: Path) -> None:
-    child = f"import time; open({str(tmp_path / 'alive')!r}, 'w').close(); time.sleep(60)"
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    command = Command(argv=[sys.executable, "-c", program], env={}, port=free_port(), model="m")
+    command = Command(argv=_with_a_child(tmp_path / "alive"), env={}, port=free_port(), model="m")
     with pytest.raises(ServerFailed, match="was not ready after 1 s"):  # noqa: SIM117
         with running(command, tmp_path / "log", start_s=1.0):
             pass
     assert not _processes_with(str(tmp_path / "alive"))
+
+
+def _with_a_child(file: Path) -> list[str]:
+    """A program whose child makes ``file``; both stay."""
+    child = f"import time; open({str(file)!r}, 'w').close(); time.sleep(60)"
+    return [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
 
 
 def _processes_with(argument: str) -> list[str]:
@@ -177,6 +205,13 @@ def test_an_installation_without_time_is_a_failure_that_leaves_no_mark(tmp_path:
     with pytest.raises(InstallFailed, match="was not done when the time for it was over"):
         ensure(recipe, limit_s=0.0, peers=tmp_path)
     assert not installed(recipe, tmp_path)
+
+
+def test_an_installation_out_of_time_leaves_no_compiler_running(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as out, pytest.raises(InstallFailed, match="was not done when the time for it was over"):
+        install._run(_with_a_child(tmp_path / "alive"), Recipe(name="x", pip=()), log, out.fileno(), 1.0)
+    assert not _processes_with(str(tmp_path / "alive"))
 
 
 def test_an_environment_of_another_recipe_is_not_todays(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.token_alone import Alone
-from benchmarks.token_path import Path, Spent, rows_of
+from benchmarks.token_path import Path, Spent, proxies_of, rows_of
 from benchmarks.token_source import PacedSteps
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, SampleRow
 from replicas.types import SamplingParams
@@ -62,3 +62,11 @@ def test_ratios_are_by_round() -> None:
     assert (ratio.low, ratio.high, ratio.runs) == pytest.approx((5, 10, 2))
     assert rows["flat out: Manta, HAProxy"].target == "<= 50"
     assert rows["flat out: Manta, HAProxy"].note.startswith("200 tokens/s, 2.00 an event; router 150")
+
+
+def test_where_haproxy_cannot_be_had_nothing_is_called_by_its_name() -> None:
+    """All are wanted unless one is asked for; who asks for HAProxy gets nothing else."""
+    assert proxies_of(None, "") == (["HAProxy", "Serve's proxy"], "")
+    assert proxies_of(None, "none found") == (["Serve's proxy"], "none found")
+    assert proxies_of(["HAProxy"], "none found") == ([], "none found")
+    assert proxies_of(["Serve's proxy"], "none found") == (["Serve's proxy"], "")
