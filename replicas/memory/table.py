@@ -94,16 +94,15 @@ class ReqToTokenPool:
         return int(self._valid_len[row])
 
     def drain_writes(self) -> tuple[Write, ...]:
-        """The writes since the last call, in order within each row; runs of one row come as one."""
+        """The writes since the last call; none names a position twice, so that they may be made in any order. Runs of
+        one row come as one, and what was written over comes as it is now."""
         drained: list[Write] = []
-        for writes in self._log.values():
-            run = [writes[0]]
-            for write in writes[1:]:
-                if write[1] != run[-1][1] + len(run[-1][2]):
-                    drained.append(_joined(run))
-                    run = []
-                run.append(write)
-            drained.append(_joined(run))
+        for row, writes in self._log.items():
+            if len(writes) == 1:
+                drained.append(writes[0])
+                continue
+            spans = _spans([(start, start + len(slots)) for _, start, slots in writes])
+            drained += [(row, start, self._slots[row, start:end].copy()) for start, end in spans]
         self._log = {}
         return tuple(drained)
 
@@ -113,7 +112,12 @@ class ReqToTokenPool:
         assert all(self._taken[row] for row in self._log), "a write is logged for a free row"
 
 
-def _joined(run: list[Write]) -> Write:
-    if len(run) == 1:
-        return run[0]
-    return run[0][0], run[0][1], np.concatenate([slots for _, _, slots in run])
+def _spans(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """``parts`` (start, end) in order, those that touch or overlap as one."""
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted(parts):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+    return spans

@@ -5,6 +5,7 @@ Never:     decides anything.
 Invariant: before a step, row r of the table is valid on [0, seq_len) for every row of the plan (SPEC B05).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +26,24 @@ class DeviceTable:
         self._host = self.slots.numpy() if device.type == "cpu" else None  # the same memory, quicker to write
 
     def apply(self, writes: tuple[TableWrite, ...], staging: Staging) -> None:
+        """Make ``writes``, none of which names a position that another does: a GPU makes them in no order."""
         if self._host is not None:
             for write in writes:
                 self._host[write.row, write.start : write.start + len(write.slots)] = write.slots
         elif writes:
-            width = self.slots.shape[1]
-            cells = [np.arange(len(write.slots)) + (write.row * width + write.start) for write in writes]
-            slots = np.concatenate([write.slots for write in writes])
-            index, values = staging.upload([np.concatenate(cells).astype(np.int64), slots.astype(np.int32)])
+            index, values = staging.upload(cells(writes, row_len=self.slots.shape[1]))
             self.slots.view(-1).index_copy_(0, index, values)
 
     def append(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Position ``positions[b]`` of ``rows[b]`` now lives in ``slots[b]``; all [B], on the table's device."""
         self.slots.index_put_((rows, positions), slots.int())
+
+
+def cells(writes: Sequence[TableWrite], *, row_len: int) -> list[Array]:
+    """``writes`` as one: places [n] int64 in the table laid flat, rows of ``row_len``, and their values [n] int32."""
+    places = [np.arange(len(write.slots)) + (write.row * row_len + write.start) for write in writes]
+    slots = np.concatenate([write.slots for write in writes])
+    return [np.concatenate(places).astype(np.int64), slots.astype(np.int32)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """What the scheduler asks of the device in one step, and what comes back: host data, picklable; TP ranks receive it.
 
 Owns:      nothing; these are values.
-Invariant: every slot that a plan writes belongs to the request whose row it is; no two rows of a plan write one slot.
-           The slots of rows that decode are not among ``table_writes``: each rank enters them into its table itself, at
-           the last position of the row's sequence, before the step.
+Invariant: every slot that a plan writes belongs to the request whose row it is; no two rows of a plan write one slot,
+           and no two ``table_writes`` one position of a row. The slots of rows that decode are not among these: each
+           rank enters them into its table itself, at the last position of the row's sequence, before the step.
 """
 
 from dataclasses import dataclass, field

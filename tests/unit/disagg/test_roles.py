@@ -269,3 +269,19 @@ def test_a_hand_off_that_fails_is_told_before_the_prompt_is_computed_after_all()
     pair.run()
     assert all(delta.hand_off is None for delta in pair.decode.deltas[("a", 0)][1:])
     assert pair.decode.end("a") is FinishReason.LENGTH
+
+
+def test_equal_prompts_that_come_between_two_steps_write_each_position_of_the_table_once() -> None:
+    """The second takes the first's pages before any plan has told of its own (the fake device checks the plan)."""
+    pair = Pair()
+    pair.ask("a", PROMPT)
+    pair.ask("b", PROMPT)
+    for rid in ("a", "b"):
+        pair.until(pair.decode, rid, ReqState.RECEIVING)
+    for _ in range(20):  # all comes while the decode side makes no step
+        pair.prefill.take(pair.prefill.engine.step())
+        pair.wire.pump(None)
+    assert pair.decode.pages() == (40, 0, 0, 24, 0)  # each has 12 of its own
+    pair.run()
+    assert pair.decode.engine.stats().prefill_tokens == 0
+    assert [pair.decode.ids(rid) for rid in ("a", "b")] == [continuation(PROMPT, 8)] * 2

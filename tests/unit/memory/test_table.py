@@ -44,6 +44,28 @@ def test_writes_are_handed_out_once_and_runs_come_as_one() -> None:
     assert table.view(a, 0, 3).tolist() == [4, 9, 6]
 
 
+def test_a_position_that_was_written_twice_is_handed_out_once_as_it_is_now() -> None:
+    """A GPU makes the writes of a plan in any order. Position 5 was written once, apart from the others."""
+    table = ReqToTokenPool(max_requests=1, context_len=8)
+    row = table.alloc()
+    table.write(row, 0, slots(1, 2, 3, 4, 5, 6))
+    table.drain_writes()
+    table.write(row, 1, slots(22, 33))
+    table.write(row, 5, slots(66))
+    table.write(row, 0, slots(111, 222))
+    assert drained(table) == [(row, 0, [111, 222, 33]), (row, 5, [66])]
+
+
+def test_what_was_handed_out_does_not_change_with_the_table() -> None:
+    table = ReqToTokenPool(max_requests=1, context_len=8)
+    row = table.alloc()
+    table.write(row, 0, slots(1, 2))
+    table.write(row, 2, slots(3))
+    ((_, _, values),) = table.drain_writes()
+    table.write(row, 0, slots(9, 9, 9))
+    assert values.tolist() == [1, 2, 3]
+
+
 def test_a_write_that_changes_nothing_is_not_logged() -> None:
     table = ReqToTokenPool(max_requests=1, context_len=8)
     row = table.alloc()

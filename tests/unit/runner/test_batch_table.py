@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from replicas.runner.batch import DeviceTable, build
+from replicas.runner.batch import DeviceTable, build, cells
 from replicas.runner.staging import Staging
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, TableWrite
 
@@ -35,3 +35,14 @@ def test_a_mixed_steps_decode_rows_are_entered_and_its_prompts_come_as_writes() 
     build(ExtendPlan(table_writes=writes, rows=rows, sampling=(), num_decode=1), table, Staging(CPU))
     assert table.slots[1, :3].tolist() == [16, 17, 0]
     assert table.slots[2, :3].tolist() == [32, 33, 0]
+
+
+def test_writes_made_in_one_operation_are_those_made_one_by_one() -> None:
+    """As a GPU makes them: rows of 8, so that position 2 of row 1 is cell 10."""
+    writes = (TableWrite(1, 2, ints(16, 17)), TableWrite(2, 0, ints(32)))
+    index, values = cells(writes, row_len=8)
+    assert (index.tolist(), values.tolist()) == ([10, 11, 16], [16, 17, 32])
+    table = DeviceTable(3, 8, CPU)
+    table.apply(writes, Staging(CPU))
+    flat = torch.zeros(24, dtype=torch.int32).index_copy_(0, torch.from_numpy(index), torch.from_numpy(values))
+    assert torch.equal(table.slots.view(-1), flat)
