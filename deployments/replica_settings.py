@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from deployments.other_names import CACHE_NAMES, here
 from replicas.config import CacheConfig
 
 
@@ -37,6 +38,9 @@ def only_fields_of(cls: type) -> BeforeValidator:
 
 
 def nearest(name: str, names: list[str]) -> str:
+    """In words that follow ``name``: what it is called here, or which of ``names`` may have been meant."""
+    if ours := here(name):
+        return f" (here it is {ours})"
     near = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -127,9 +131,9 @@ class RoleSettings(Settings):
     gpus: float | None = Field(default=None, ge=0)
     tp: int | None = Field(default=None, ge=1)
     # some of cache's settings; validators run from the last to the first
-    cache: Annotated[dict[str, Any], BeforeValidator(_partial), only_fields_of(CacheConfig)] = Field(
-        default_factory=dict
-    )
+    cache: Annotated[
+        dict[str, Any], BeforeValidator(_partial), only_fields_of(CacheConfig), CACHE_NAMES
+    ] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_way(self) -> "RoleSettings":

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from deployments.other_names import CACHE_NAMES, DTYPE_NAMES, QUANTIZATION_NAMES, SCHEDULER_NAMES
 from deployments.replica_settings import (
     AutoscalingSettings,
     ReplicaSettings,
@@ -26,8 +27,8 @@ from routing.policies import POLICIES
 class ModelSettings(Settings):
     path: str = Field(min_length=1)  # folder (relative to the project's root) or hub id
     served_name: str | None = None  # as requests name it; None: the last part of the path
-    dtype: DType | None = None  # None: float32 on CPU, the checkpoint's on GPU
-    quantization: Quantization = "none"  # int8: on CPU, products in int8
+    dtype: Annotated[DType | None, DTYPE_NAMES] = None  # None: float32 on CPU, the checkpoint's on GPU
+    quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"  # int8: on CPU, products in int8
     context_len: int | None = Field(default=None, ge=1)  # None: the model's own
 
     @property
@@ -69,8 +70,9 @@ class AppConfig(Settings):
     model: ModelSettings
     replicas: ReplicaSettings = ReplicaSettings()
     router: RouterSettings = RouterSettings()
-    cache: Annotated[CacheConfig, only_fields_of(CacheConfig)] = CacheConfig()
-    scheduler: Annotated[SchedulerConfig, only_fields_of(SchedulerConfig)] = SchedulerConfig()
+    # validators run from the last to the first
+    cache: Annotated[CacheConfig, only_fields_of(CacheConfig), CACHE_NAMES] = CacheConfig()
+    scheduler: Annotated[SchedulerConfig, only_fields_of(SchedulerConfig), SCHEDULER_NAMES] = SchedulerConfig()
     parallel: Annotated[ParallelConfig, only_fields_of(ParallelConfig)] = ParallelConfig()
     attention: Attention = "auto"
     cuda_graphs: bool = True
