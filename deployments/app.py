@@ -9,6 +9,7 @@ Never: loads the model; but what is impossible is refused here, before a replica
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from deployments.roles import DEPLOYMENTS, check_ranks, config_of, roles_of
 from deployments.router import RouterIngress
 from deployments.schema import AppConfig, parse
 from deployments.transfer_settings import with_token
-from replicas.config import resolve
+from replicas.config import Device, resolve
 from replicas.runner.device import measure_hardware
 from replicas.runner.weights import load_model_config
 
@@ -85,28 +86,34 @@ def check_config(config: AppConfig) -> None:
     if not Path(path).is_dir():
         check_ranks(config)
         return
-    model = load_model_config(
-        path,
-        dtype=config.model.dtype,
-        context_len=config.model.context_len,
-        quantization=config.model.quantization,
-    )
-    check_ranks(config, num_kv_heads=model.num_kv_heads)
     for role in roles_of(config):
         own = config_of(config, role)
-        resolve(
-            model,
-            measure_hardware(),
-            cache=own.cache,
-            scheduler=own.scheduler,
-            parallel=own.parallel,
-            attention=own.attention,
+        # the replicas' device, which the machine that checks may lack; its memory is not judged here
+        hardware = replace(measure_hardware(), device=device_of(own))
+        model = load_model_config(
+            path,
+            dtype=own.model.dtype,
+            context_len=own.model.context_len,
+            device=hardware.device,
+            quantization=own.model.quantization,
         )
+        check_ranks(config, num_kv_heads=model.num_kv_heads)
+        resolve(
+            model, hardware, cache=own.cache, scheduler=own.scheduler, parallel=own.parallel, attention=own.attention
+        )
+
+
+def device_of(config: AppConfig) -> Device:
+    """What replicas with these settings compute on."""
+    return "cuda" if config.replicas.gpus else "cpu"
 
 
 def replica_options(config: AppConfig) -> dict[str, Any]:
     """Serve's options of the model replicas."""
     replicas, tp = config.replicas, config.parallel.tp
+    environment = {"OMP_NUM_THREADS": str(max(1, math.floor(replicas.cpus)))}
+    if device_of(config) == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides the GPUs of a machine only from who reserves some of them
     options: dict[str, Any] = {
         "max_ongoing_requests": config.scheduler.max_queued_requests + ROUTER_MOST_ONGOING,
         "health_check_period_s": replicas.health_period_s,
@@ -119,7 +126,7 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
         "ray_actor_options": {
             "num_cpus": replicas.cpus,
             "num_gpus": replicas.gpus,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(max(1, math.floor(replicas.cpus)))}},
+            "runtime_env": {"env_vars": environment},
         },
         **logs.options(config.observability.log_format),
     }

@@ -17,6 +17,10 @@ DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native"]
+BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
+    "cpu": ("cpu", "torch_native"),
+    "cuda": ("flashinfer", "triton", "torch_native"),
+}
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1}  # of a number, beside its scale
 
@@ -199,10 +203,11 @@ def resolve(
             f"{model.head_dim}: leave cache.kv_dtype out"
         )
     _check_scheduler(scheduler)
-    if model.quantization == "int8" and (hardware.device != "cpu" or model.dtype != "float32"):
+    _check_int8(model, hardware.device)
+    if attention != "auto" and attention not in BACKENDS[hardware.device]:
         raise InvalidConfig(
-            f"model.quantization = 'int8' on {hardware.device} with dtype {model.dtype}; int8 products are made on the "
-            "CPU for a model in float32: leave quantization out, or set model.dtype: float32 on a machine without a GPU"
+            f"attention = {attention!r} does not run on {hardware.device}; allowed there: auto, "
+            f"{', '.join(BACKENDS[hardware.device])}"
         )
     origin: dict[str, str] = {}
     if parallel.tp not in model.tp_sizes():
@@ -249,6 +254,21 @@ def _check_model(model: ModelConfig) -> None:
     if model.num_heads % model.num_kv_heads:
         raise InvalidConfig(
             f"{model.path}: {model.num_heads} query heads are not a multiple of {model.num_kv_heads} KV heads"
+        )
+
+
+def _check_int8(model: ModelConfig, device: Device) -> None:
+    if model.quantization != "int8":
+        return
+    if device != "cpu":
+        raise InvalidConfig(
+            f"model.quantization = 'int8' on {device}: int8 products are made on the CPU alone; leave "
+            "model.quantization out, or serve without a GPU (replicas.gpus: 0)"
+        )
+    if model.dtype != "float32":
+        raise InvalidConfig(
+            f"model.quantization = 'int8' with model.dtype = {model.dtype!r}: int8 products are made for a model in "
+            "float32; set model.dtype: float32, or leave model.quantization out"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deployments import app
 from deployments.announce import curl
 from deployments.app import check_config, replica_options
 from deployments.autoscaling import Objective, TtftPolicy
@@ -17,7 +18,7 @@ from deployments.places import ROOT, local_path, shown_path
 from deployments.ray_env import host_of, prepare
 from deployments.schema import parse
 from deployments.serve import check_port, read
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+from replicas.config import CacheConfig, Device, Hardware, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
 from tests.embedded import MODEL
 
@@ -31,7 +32,7 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ({}, "model: is missing"),
         ({"model": {}}, "model.path: is missing"),
         ({"model": MODEL_ARGS, "repliacs": {}}, "repliacs: is unknown (did you mean 'replicas'?); allowed: model,"),
-        ({"model": {**MODEL_ARGS, "nam": 1}}, "allowed: path, served_name, dtype, context_len"),
+        ({"model": {**MODEL_ARGS, "nam": 1}}, "allowed: path, served_name, dtype, quantization, context_len"),
         ({"model": {**MODEL_ARGS, "dtype": "int3"}}, "model.dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
         ({"model": MODEL_ARGS, "cache": {"pagesize": 8}}, "'pagesize' is unknown (did you mean 'page_size'?)"),
         ({"model": MODEL_ARGS, "scheduler": {"policy": "x"}}, "scheduler.policy: Input should be 'lpm' or 'fcfs'"),
@@ -67,6 +68,57 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], say
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tensor_parallel_size: 2", "tensor_parallel_size: is unknown (here it is parallel.tp); allowed: model,"),
+        ("parallel: {tp_size: 2}", "'tp_size' is unknown (here it is parallel.tp); allowed: tp"),
+        ("gpu-memory-utilization: 0.5", "is unknown (here it is cache.mem_fraction_static)"),
+        ("scheduler: {async_scheduling: true}", "'async_scheduling' is unknown (here it is scheduler.overlap)"),
+        ("enforce_eager: true", "(here it is cuda_graphs)"),
+        ("cache: {kv_dtype: fp8_e5m2}", "kv_dtype: Input should be 'float32', 'bfloat16', 'float16', 'int8' or 'fp8'"),
+        ("cache: {kv_dtype: int8, kv_cache_dtype: int8}", "kv_dtype and kv_cache_dtype are both given"),
+    ],
+)
+def test_a_name_of_vllm_or_sglang_is_answered_with_ours(text: str, says: str) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        parse({"model": MODEL_ARGS, **yaml.safe_load(text)})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "overlap"),
+    [("on", "on"), ("off", "off"), ("true", "on"), ("false", "off"), ("'on'", "on"), ("auto", "auto")],
+)
+def test_overlap_can_be_written_in_yaml_where_on_and_off_are_booleans(text: str, overlap: str) -> None:
+    args = yaml.safe_load(f"scheduler: {{overlap: {text}}}")
+    assert parse({"model": MODEL_ARGS, **args}).scheduler == SchedulerConfig(overlap=overlap)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("kv_cache_dtype: fp32", "float32"), ("kv_cache_dtype: bf16", "bfloat16"), ("kv_dtype: fp16", "float16"),
+        ("kv_cache_dtype: int8", "int8"), ("kv_cache_dtype: fp8", "fp8"), ("kv_dtype: fp8_e4m3", "fp8"),
+        ("kv_cache_dtype: auto", None), ("kv_dtype: null", None),
+    ],
+)  # fmt: skip
+def test_dtypes_of_k_and_v_are_taken_under_the_names_of_others(text: str, dtype: str | None) -> None:
+    """Issue 6, section 2: ``kv_cache_dtype: fp32|bf16|int8|fp8``; of a role's own cache too."""
+    cache = yaml.safe_load(text)
+    assert parse({"model": MODEL_ARGS, "cache": cache}).cache == CacheConfig(kv_dtype=dtype)  # type: ignore[arg-type]
+    apart = parse({**APART, "cache": cache, "decode": {"cache": cache}})
+    assert apart.decode.cache == {"kv_dtype": dtype}
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [("bf16", "bfloat16"), ("half", "float16"), ("float", "float32"), ("auto", None)]
+)
+def test_the_dtype_of_a_model_and_no_quantization_are_too(text: str, dtype: str | None) -> None:
+    model = parse({"model": {**MODEL_ARGS, **yaml.safe_load(f"{{dtype: {text}, quantization: null}}")}}).model
+    assert (model.dtype, model.quantization) == (dtype, "none")
+
+
 def test_every_wrong_setting_is_listed_at_once() -> None:
     with pytest.raises(InvalidConfig) as error:
         parse({"model": {"path": ""}, "router": {"count": 0}, "attention": "x"})
@@ -86,6 +138,16 @@ def test_every_wrong_setting_is_listed_at_once() -> None:
         ),
         ({**APART, "decode": {"tp": 9}}, r"decode.tp = 9 does not split the model's 3 KV heads, .* allowed: \[1, 3\]"),
         ({"model": {"path": "models/none"}}, "there is no such folder .*make model"),
+        (
+            {"model": MODEL_ARGS, "attention": "triton"},
+            r"attention = 'triton' does not run on cpu; allowed there: auto, cpu, torch_native$",
+        ),
+        (
+            {"model": MODEL_ARGS, "attention": "cpu", "replicas": {"gpus": 1}},
+            r"attention = 'cpu' does not run on cuda; allowed there: auto, flashinfer, triton, torch_native$",
+        ),
+        ({"model": MODEL_ARGS, "replicas": {"gpus": 1}, "cache": {"kv_dtype": "int8"}}, "kv_dtype = 'int8' on cuda"),
+        ({"model": {**MODEL_ARGS, "quantization": "int8"}, "replicas": {"gpus": 1}}, "quantization = 'int8' on cuda"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_before_anything_starts(args: dict[str, Any], says: str) -> None:
@@ -141,8 +203,29 @@ def test_auto_is_two_where_cores_and_memory_carry_two_else_one() -> None:
 def test_each_rank_has_a_bundle_of_its_own() -> None:
     options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"count": 1, "cpus": 2}, "parallel": {"tp": 3}}))
     assert options["placement_group_bundles"] == [{"CPU": 2.0}] * 3
-    assert options["ray_actor_options"]["runtime_env"]["env_vars"] == {"OMP_NUM_THREADS": "2"}
+    assert options["ray_actor_options"]["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
     assert options["max_ongoing_requests"] > 1024
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("machine", ["cpu", "cuda"])
+def test_settings_are_judged_by_the_replicas_device_not_by_the_machine_that_checks(
+    monkeypatch: pytest.MonkeyPatch, machine: Device
+) -> None:
+    checks = Hardware(device=machine, num_cpus=2, available_memory_bytes=1 << 30)
+    monkeypatch.setattr(app, "measure_hardware", lambda: checks)
+    int8 = {"model": {**MODEL_ARGS, "quantization": "int8"}, "cache": {"kv_dtype": "int8"}, "attention": "cpu"}
+    check_config(parse(int8))
+    check_config(parse({"model": MODEL_ARGS, "attention": "triton", "replicas": {"gpus": 1}}))
+
+
+def test_replicas_without_gpus_see_none_of_their_machines() -> None:
+    def environment(gpus: float) -> dict[str, str]:
+        options = replica_options(parse({"model": MODEL_ARGS, "replicas": {"count": 1, "gpus": gpus}}))
+        return dict(options["ray_actor_options"]["runtime_env"]["env_vars"])
+
+    assert environment(0) == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert environment(1) == {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("name", ["min_replicas", "initial_replicas"])
