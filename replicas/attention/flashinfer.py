@@ -39,12 +39,14 @@ class FlashInferAttention:
     Raises: InvalidConfig for what its kernels do not know (the Triton backend does).
     """
 
-    def __init__(self, pool: KvPool, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, pool: KvPool, *, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
         keys = pool.get_key_buffer(0)
-        reason = why_not(keys.dtype, head_dim=head_dim)
+        reason = why_not(keys.dtype, dtype=dtype, head_dim=head_dim)
         if reason is not None:
             raise InvalidConfig(f"attention: flashinfer {reason}; set attention: triton")
-        self._pool, self._dtype, self._device = pool, keys.dtype, keys.device
+        self._pool, self._dtype, self._device = pool, dtype, keys.device
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._tensor_cores = num_heads // num_kv_heads >= TENSOR_CORE_GROUP
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
@@ -177,10 +179,17 @@ class FlashInferAttention:
         )
 
 
-def why_not(dtype: torch.dtype, *, head_dim: int) -> str | None:
-    """What keeps FlashInfer's kernels from a pool, in words that follow its name."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"knows K and V in bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+def why_not(kv_dtype: torch.dtype, *, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What keeps FlashInfer's kernels from a pool in ``kv_dtype`` and queries in ``dtype``, in words that follow its
+    name."""
+    if kv_dtype not in (torch.bfloat16, torch.float16):
+        return f"knows K and V in bfloat16 and float16, not {_named(kv_dtype)}"
+    if dtype != kv_dtype:
+        return f"wants queries in the dtype of K and V, which is {_named(kv_dtype)}, not in {_named(dtype)}"
     if head_dim not in HEAD_DIMS:
         return f"knows heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {head_dim}"
     return None
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -3,6 +3,8 @@
 import importlib
 import logging
 
+import torch
+
 from replicas.attention.base import AttentionBackend
 from replicas.attention.torch_native import TorchNativeAttention
 from replicas.errors import InvalidConfig
@@ -12,17 +14,25 @@ log = logging.getLogger(__name__)
 
 
 def make_attention(
-    name: str, pool: MHATokenToKVPool, *, num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
+    name: str,
+    pool: MHATokenToKVPool,
+    *,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_threads: int,
 ) -> AttentionBackend:
     """The backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, on a GPU
     ``flashinfer``, else ``triton``, else ``torch_native``.
 
-    Args:   num_heads, num_kv_heads: of this rank.
+    Args:   dtype: of the queries; the pool may have another.
+            num_heads, num_kv_heads: of this rank.
     Raises: InvalidConfig for a backend asked for by name that cannot serve here.
     """
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     if name == "auto":
-        name, why = _choose(pool, head_dim)
+        name, why = _choose(pool, dtype, head_dim)
         log.info("attention: %s, %s", name, why)
     else:
         log.info("attention: %s, as the settings say", name)
@@ -34,7 +44,7 @@ def make_attention(
         _require(name, missing("triton") or missing(name))
         from replicas.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(pool, **shape)
+        return FlashInferAttention(pool, dtype=dtype, **shape)
     if name == "triton":
         _require(name, missing(name))
         from replicas.attention.triton_paged import TritonAttention
@@ -43,7 +53,7 @@ def make_attention(
     return TorchNativeAttention(pool)
 
 
-def _choose(pool: MHATokenToKVPool, head_dim: int) -> tuple[str, str]:
+def _choose(pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
     """The name of a backend, and the reason."""
     if pool.device.type == "cpu":
         return "cpu", "the fast one of this device"
@@ -54,7 +64,7 @@ def _choose(pool: MHATokenToKVPool, head_dim: int) -> tuple[str, str]:
     if reason is None:
         from replicas.attention.flashinfer import why_not
 
-        reason = why_not(pool.dtype, head_dim=head_dim)
+        reason = why_not(pool.dtype, dtype=dtype, head_dim=head_dim)
     return ("flashinfer", "the fast one of this device") if reason is None else ("triton", f"since flashinfer {reason}")
 
 

@@ -62,6 +62,7 @@ class ModelRunner:
         self._attention = make_attention(
             config.attention,
             self.pool,
+            dtype=getattr(torch, config.model.dtype),
             num_heads=config.model.num_heads // tp.size,
             num_kv_heads=self.pool.num_kv_heads,
             head_dim=config.model.head_dim,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.attention_steps import Step
+from tests.gpu import triton_or_skip  # noqa: F401  the backend stores K and V by a kernel of Triton's
 from tests.gpu.device_steps import DEVICE, device_step, error, share
 
 REAL = importlib.util.find_spec("flashinfer") is not None
@@ -104,7 +105,7 @@ def flashinfer_attention(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def backend(module: Any, step: Step) -> Any:
     return module.FlashInferAttention(
-        step.pool, num_heads=step.q.shape[1], num_kv_heads=step.k.shape[1], head_dim=step.q.shape[2]
+        step.pool, dtype=step.q.dtype, num_heads=step.q.shape[1], num_kv_heads=step.k.shape[1], head_dim=step.q.shape[2]
     )
 
 
@@ -145,9 +146,13 @@ def test_a_step_for_a_graph_takes_the_wrapper_of_its_size_and_leaves_groups_out(
 
 def test_it_says_which_pools_it_does_not_know(flashinfer_attention: Any) -> None:
     why_not = flashinfer_attention.why_not
-    assert why_not(torch.bfloat16, head_dim=128) is None
-    assert why_not(torch.float32, head_dim=128) == "knows K and V in bfloat16 and float16, not float32"
-    assert why_not(torch.bfloat16, head_dim=80) == "knows heads of 64, 128, 256 dimensions, not 80"
+    half, full = torch.bfloat16, torch.float32
+    assert why_not(half, dtype=half, head_dim=128) is None
+    assert why_not(full, dtype=full, head_dim=128) == "knows K and V in bfloat16 and float16, not float32"
+    assert why_not(half, dtype=full, head_dim=128) == (
+        "wants queries in the dtype of K and V, which is bfloat16, not in float32"
+    )
+    assert why_not(half, dtype=half, head_dim=80) == "knows heads of 64, 128, 256 dimensions, not 80"
 
 
 @pytest.mark.skipif(not REAL, reason="flashinfer is not installed; its signatures cannot be held against our calls")

@@ -44,6 +44,7 @@ class PagedModel:
         backend = make_attention(
             attention,
             self.pool,
+            dtype=getattr(torch, config.dtype),
             num_heads=config.num_heads // tp.size,
             num_kv_heads=heads,
             head_dim=config.head_dim,
