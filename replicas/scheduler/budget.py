@@ -44,13 +44,22 @@ class NewTokenRatio:
         return 0 if req.is_prefill_leg else int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
 
 
-def prompt_tokens(chunk_size: int, num_decode: int) -> int:
+def least_prompt_tokens(chunk_size: int) -> int:
+    """What every step leaves to prompts, so that no number of running requests keeps a prompt out: a quarter."""
+    return -(-chunk_size // 4)
+
+
+def prompt_tokens(chunk_size: int, num_decode: int, *, page_size: int) -> int:
     """What a step leaves to prompts of ``chunk_size`` tokens beside one for each of ``num_decode`` running requests.
 
     Beside any, a step has half as many tokens: they wait for the whole of it, and prompts lose little by it (measured:
-    docs/performance.md, Mixed steps). A quarter at least is left, so that no number of them keeps a prompt out.
+    docs/performance.md, Mixed steps). Prompts get whole pages, since their parts end with pages: the last is filled,
+    rather than left.
     """
-    return chunk_size if num_decode == 0 else max(chunk_size // 2 - num_decode, -(-chunk_size // 4))
+    if num_decode == 0:
+        return chunk_size
+    left = max(chunk_size // 2 - num_decode, least_prompt_tokens(chunk_size))
+    return -(-left // page_size) * page_size if chunk_size // 2 >= page_size else left
 
 
 class StepBudget:

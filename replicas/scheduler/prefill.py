@@ -80,7 +80,8 @@ class PrefillScheduler:
               num_decode: running requests that make a token in the same step.
         """
         batch = ExtendBatch()
-        budget = StepBudget(prompt_tokens(self._chunk_size, num_decode), page_size=self._kv.page_size)
+        page_size = self._kv.page_size
+        budget = StepBudget(prompt_tokens(self._chunk_size, num_decode, page_size=page_size), page_size=page_size)
         if self.chunked is not None and not self._extend(batch, self.chunked, budget):
             return batch  # its next chunk finds no room: nobody may overtake it into the pool
         batch.reserved = sum(self._ratio.reserve(req) for req in in_flight)

@@ -20,13 +20,13 @@ def shape(plan: StepPlan) -> tuple[list[int], int]:
 
 
 def test_who_runs_makes_a_token_in_each_step_of_a_long_prompt() -> None:
-    """Of the 16 tokens that a step has beside others, 15 are left to the prompt; its parts end with pages of 4."""
+    """Of the 16 tokens that a step has beside others, 15 are left to the prompt: with the last page whole, 16."""
     bench = Bench(page_size=4, chunked_prefill_size=32)
     writer = bench.submit([1, 2, 3], max_new_tokens=6)
     bench.step()
     long = bench.submit(LONG, max_new_tokens=2)
     bench.run()
-    assert [shape(plan) for plan in bench.plans] == [([3], 0), ([12], 1), ([12], 1), ([12], 1), ([4], 1), ([], 2)]
+    assert [shape(plan) for plan in bench.plans] == [([3], 0), ([16], 1), ([16], 1), ([8], 1), ([], 2), ([], 1)]
     assert writer.output_ids.tolist() == continuation([1, 2, 3], 6)
     assert long.output_ids.tolist() == continuation(LONG, 2)
     assert (bench.scheduler.counters.prefill_tokens, bench.scheduler.counters.decode_tokens) == (43, 6)
@@ -58,7 +58,22 @@ def test_prompts_without_end_keep_nobody_from_writing() -> None:
 def test_beside_others_a_prompt_gets_what_they_leave_of_half_a_chunk_and_a_quarter_at_least(
     chunk: int, running: int, left: int
 ) -> None:
-    assert prompt_tokens(chunk, running) == left
+    assert prompt_tokens(chunk, running, page_size=1) == left
+
+
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "running", "left"),
+    [(16, 512, 1, 256), (128, 512, 1, 256), (16, 512, 17, 240), (16, 512, 300, 128), (128, 256, 100, 128)],
+)
+def test_what_is_left_to_prompts_is_rounded_up_to_a_page(page_size: int, chunk: int, running: int, left: int) -> None:
+    """Not down: 255 tokens in pages of 128 would be one page, half of what there is."""
+    assert prompt_tokens(chunk, running, page_size=page_size) == left
+
+
+def test_half_a_chunk_that_is_no_page_is_not_rounded() -> None:
+    """Up to the page it would be more than the whole chunk, or half of it no longer half."""
+    assert prompt_tokens(128, 1, page_size=128) == 63
+    assert prompt_tokens(8, 1, page_size=16) == 3
 
 
 def test_a_step_for_which_somebody_gives_way_starts_no_prompt() -> None:
