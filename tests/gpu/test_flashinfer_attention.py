@@ -33,7 +33,7 @@ class _Wrapper:
 
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], **options: Any) -> Any:
         CALLS.append((self.name, "run", (q, kv), options))
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:2])  # [T, H, D], [T, H]
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)  # [T, H, D], [T, H]
         for b in range(len(self.last)):
             pages = self.indices[self.indptr[b] : self.indptr[b + 1]].long()
             length = (len(pages) - 1) * self.page_size + int(self.last[b])
@@ -81,7 +81,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, T
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     score = torch.einsum("ehd,nhd->ehn", q, k) / q.shape[2] ** 0.5
     if causal:
-        position = torch.arange(len(k))
+        position = torch.arange(len(k), device=k.device)
         score = score.masked_fill((position > position[len(k) - len(q) :, None])[:, None], -torch.inf)
     return torch.einsum("ehn,nhd->ehd", score.softmax(-1), v), score.logsumexp(-1) / math.log(2)
 
