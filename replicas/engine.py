@@ -85,7 +85,9 @@ class Engine:
         self.kv_bytes = kv_bytes  # of all ranks; for replay.py
         self.start_times = dict(start_times or {})
         self._distributions = Distributions()
-        self.steps = Stepping(launch, self.scheduler, self._distributions, clock=clock)
+        self.steps = Stepping(
+            launch, self.scheduler, self._distributions, chunk_size=config.chunked_prefill_size, clock=clock
+        )
         self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_desk=desk is not None)
         self._open = OpenRequests(self.scheduler.finish)
         self._observer = Observer(kv, kv_bytes)

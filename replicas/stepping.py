@@ -39,6 +39,7 @@ class Stepping:
         scheduler: Scheduler,
         distributions: Distributions,
         *,
+        chunk_size: int,
         clock: Callable[[], float],
     ) -> None:
         self.launch = launch  # of a plan, on all ranks
@@ -47,7 +48,7 @@ class Stepping:
         self._clock = clock
         self._under_way: Launched | None = None
         self._counted_s = clock()
-        self.times = StepClock()
+        self.times = StepClock(chunk_size=chunk_size)
 
     @property
     def under_way(self) -> bool:
