@@ -4,6 +4,8 @@ import dataclasses
 import pathlib
 import re
 
+from deployments.haproxy import BINARY, FLAGS, WRAPPER
+from deployments.other_names import OURS
 from deployments.schema import AppConfig
 
 README = pathlib.Path("README.md").read_text()
@@ -33,3 +35,20 @@ def test_autoscaling_settings_are_named() -> None:
     kind = AppConfig.model_fields["replicas"].annotation.model_fields["autoscaling"].annotation  # type: ignore[union-attr]
     names = kind.__args__[0].model_fields  # type: ignore[union-attr]
     assert [name for name in names if f"`{name}`" not in README] == []
+
+
+def test_names_of_vllm_and_sglang_are_in_a_table_with_ours_and_ours_exist() -> None:
+    rows = re.findall(r"^\| [^|`]+(\| [^|]*`--[^|]*\|.*)$", README, flags=re.MULTILINE)
+    for theirs, ours in OURS.items():
+        flag = f"`--{theirs.replace('_', '-')}`"
+        assert [row for row in rows if flag in row and f"`{ours}`" in row], f"{flag} -> `{ours}`"
+    assert set(OURS.values()) <= settings()
+    flags = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)`", "".join(rows))}
+    assert flags == set(OURS)
+
+
+def test_what_a_cluster_sets_for_haproxy_is_what_make_serve_sets() -> None:
+    exported = dict(re.findall(r"^export (\w+)=(\S+)", README, flags=re.MULTILINE))
+    script = exported.pop(BINARY)
+    assert exported == FLAGS
+    assert script == "$PWD/" + str(WRAPPER.relative_to(pathlib.Path.cwd()))
