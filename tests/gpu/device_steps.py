@@ -1,13 +1,8 @@
-"""What the tests of GPU attention share: where they run, and steps of tests/attention_steps.py on that device.
+"""What the tests of GPU attention share: where they run, and steps of tests/attention_steps.py on that device."""
 
-Without a GPU, Triton's kernels are interpreted on the CPU: the same arithmetic, slowly.
-"""
-
-import os
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,9 +12,6 @@ from replicas.prefix_group import PrefixGroup
 from tests.attention_steps import SmallPool, Step, make_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-triton = pytest.importorskip("triton", reason="triton is not installed: its kernels cannot even be interpreted")
 
 
 def device_step(lengths: list[tuple[int, int]], *, dtype: torch.dtype = torch.float32, **shape: int) -> Step:

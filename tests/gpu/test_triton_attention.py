@@ -8,8 +8,7 @@ from replicas.attention.page_lists import page_bounds
 from replicas.prefix_group import PrefixGroup
 from tests.attention_steps import Step
 from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run, share
-
-triton_paged = pytest.importorskip("replicas.attention.triton_paged")
+from tests.gpu.triton_or_skip import triton_paged
 
 DTYPES = [
     pytest.param(torch.float32, 1e-5, id="fp32"),
@@ -31,7 +30,7 @@ def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
 
 
-def backend(step: Step) -> "triton_paged.TritonAttention":
+def backend(step: Step) -> triton_paged.TritonAttention:
     return triton_paged.TritonAttention(
         step.pool, num_heads=step.q.shape[1], num_kv_heads=step.k.shape[1], head_dim=step.q.shape[2]
     )
