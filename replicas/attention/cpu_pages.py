@@ -24,7 +24,22 @@ from replicas.kernels.narrow import (
     store_fp8,
     store_int8,
 )
-from replicas.kernels.simd import W, hmax, load, load1, load_i32, load_i64, maximum, mul, splat, store, store1
+from replicas.kernels.simd import (
+    W,
+    add,
+    hmax,
+    hsum,
+    load,
+    load1,
+    load_i32,
+    load_i64,
+    maximum,
+    mul,
+    splat,
+    store,
+    store1,
+    sub,
+)
 from replicas.kernels.team import inlined
 
 FLOAT32, BFLOAT16, INT8, FP8 = range(4)  # what a pool's numbers are
@@ -94,13 +109,16 @@ def store_vector(a: Any, src: int, block: int, offset: int) -> None:
 
 @inlined
 def store_scaled(a: Any, src: int, dst: int, scale_at: int) -> None:
-    """src [D] as bytes, its largest magnitude the largest that a byte has; and what to multiply them by."""
-    top = absolute(load(src))
-    for i in range(W, a.head_dim, W):
-        top = maximum(top, absolute(load(src + 4 * i)))
+    """src [D] as bytes, its largest magnitude the largest that a byte has; and what to multiply them by: NaN, where
+    src has NaN or infinities, which bytes cannot say."""
+    top, zeros = splat(0.0), splat(0.0)
+    for i in range(0, a.head_dim, W):
+        value = load(src + 4 * i)
+        top = maximum(top, absolute(value))
+        zeros = add(zeros, sub(value, value))
     largest = INT8_MAX if a.kind == INT8 else FP8_MAX
     peak = max(hmax(top), 1e-30)
-    store1(scale_at, peak / largest)
+    store1(scale_at, peak / largest + hsum(zeros))
     factor = splat(largest / peak)
     for i in range(0, a.head_dim, W):
         scaled = mul(load(src + 4 * i), factor)

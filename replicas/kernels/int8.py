@@ -19,7 +19,7 @@ from torch import Tensor
 
 from replicas.kernels.int8_tiles import COLS, SCALE_BYTES, ZERO, cpu_has_vnni, product_tile, store_bytes, store_i32
 from replicas.kernels.narrow import absolute
-from replicas.kernels.simd import W, hmax, load, maximum, mul, splat, store1, take_next
+from replicas.kernels.simd import W, add, hmax, hsum, load, maximum, mul, splat, store1, sub, take_next
 from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
 
 PANEL = COLS * W  # output channels of a panel
@@ -40,17 +40,20 @@ _TILE_6, _TILE_4, _TILE_3, _TILE_2, _TILE_1 = (product_tile(rows) for rows in (6
 
 @inlined
 def round_group(x: int, length: int, out: int, part: int) -> None:
-    """Floats at x into bytes at out: multiples of the largest magnitude / 127."""
-    most = splat(0.0)
+    """Floats at x into bytes at out: multiples of the largest magnitude / 127. NaN among them, or an infinity, makes
+    the scale NaN: bytes have none, and a maximum passes over it."""
+    most, zeros = splat(0.0), splat(0.0)
     for i in range(0, 4 * length, 4 * W):
-        most = maximum(most, absolute(load(x + i)))
+        value = load(x + i)
+        most = maximum(most, absolute(value))
+        zeros = add(zeros, sub(value, value))
     largest = hmax(most)
     factor = splat(127.0 / largest if largest > 0.0 else 0.0)
     total = 0
     for i in range(0, length, W):
         total += store_bytes(out + i, mul(load(x + 4 * i), factor))
     store_i32(part, -ZERO * total)
-    store1(part + 4, largest / 127.0)
+    store1(part + 4, largest / 127.0 + hsum(zeros))
 
 
 @inlined
@@ -181,7 +184,8 @@ class Int8Stage:
         )
 
     def read_from(self, x: Tensor) -> None:
-        """Multiply the rows of ``x`` from now on."""
+        """Multiply the rows of ``x`` [.., K] from now on."""
+        assert x.shape[1] == self._arguments.k, f"rows of {self._arguments.k} are wanted, got {x.shape}"
         self._arguments.x, self._arguments.x_stride = x.data_ptr(), 4 * x.stride(0)
 
     def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:

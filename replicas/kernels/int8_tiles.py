@@ -13,7 +13,8 @@ from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils, config, types
+from numba.core.codegen import get_host_cpu_features
 
 from replicas.kernels.narrow import BYTES, emit_load_bf16
 from replicas.kernels.simd import (
@@ -46,9 +47,11 @@ _OLD_LLVM = 22  # until then the intrinsic took its bytes as vectors of int32
 
 
 def cpu_has_vnni() -> bool:
-    """Whether this CPU multiplies bytes 64 at a time (AVX-512 VNNI)."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("avx512vnni", False) and features.get("avx512bw", False))
+    """Whether kernels may multiply bytes 64 at a time (AVX-512 VNNI): this CPU can, and numba compiles for it, which
+    NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX may forbid (LLVM would end the process at the instruction)."""
+    here = llvmlite.binding.get_host_cpu_features()
+    compiled = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    return all(here.get(name, False) and f"+{name}" in compiled.split(",") for name in ("avx512vnni", "avx512bw"))
 
 
 def _emit_dot4(builder: Any, sums: Any, unsigned: Any, signed: Any) -> Any:

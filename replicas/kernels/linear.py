@@ -159,7 +159,8 @@ class LinearStage:
         arguments.scratch = scratch.data_ptr()
 
     def read_from(self, x: Tensor) -> None:
-        """Multiply the rows of ``x`` from now on."""
+        """Multiply the rows of ``x`` [.., K] from now on."""
+        assert x.shape[1] == self._arguments.k, f"rows of {self._arguments.k} are wanted, got {x.shape}"
         self._arguments.x, self._arguments.x_stride = x.data_ptr(), 4 * x.stride(0)
 
     def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:

@@ -1,7 +1,8 @@
-"""All blocks of a model on a CPU in fp32, as programs: between two calls of attention the team never leaves.
+"""All blocks of a model on a CPU in fp32 or int8, as programs: between two calls of attention the team never leaves.
 
 Owns:      the memory of a step's activations (grown when a step has more rows than all before, never shrunk), and the
-           order of the kernels of a block; the arithmetic is that of the layers (models/llama.py), bit for bit.
+           order of the kernels of a block; the arithmetic is that of the layers (models/llama.py), bit for bit: in
+           int8 a product rounds what it reads, and all between two products is fp32.
 Never:     multiplies by a weight that our kernels do not serve, or works with other ranks: then the layers run.
 Invariant: ``rows`` of a step are the first of every buffer; nothing in them outlives the step.
 Thread:    the one that runs the model.
@@ -120,7 +121,8 @@ class FusedBlocks:
         stages: list[Stage] = [_norm(self._blocks[0].input_norm, at.hidden, at.normed)]
         for block, following in zip(self._blocks, [*[b.input_norm for b in self._blocks[1:]], self._norm], strict=True):
             programs.append(Program([*stages, *_before_attention(block, at, self._team)], self._team))
-            projection = block.attn.o_proj.matmul.stages(at.normed, at.term, self._team)
+            queries = at.qkv[:, : _columns(block.attn.o_proj)[0]]  # as long as what attention returns, which it reads
+            projection = block.attn.o_proj.matmul.stages(queries, at.term, self._team)
             projections.append(projection[0])
             stages = [*projection, *_after_attention(block, at, self._team), _add_and_norm(following, at)]
         return _Programs(at, (*programs, Program(stages, self._team)), tuple(projections))

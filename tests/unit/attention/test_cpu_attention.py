@@ -177,6 +177,17 @@ def test_new_tokens_become_the_bytes_that_the_pool_would_make(kv_dtype: str, hea
     assert torch.equal(ours, pool.buffer)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_no_number_is_none_in_the_pool_either(kv_dtype: str, odd: float) -> None:
+    """Else a model that broke would go on with zeros. Of four requests the second and the last (one token each)."""
+    step = make_step([(20, 7), (3, 2), (9, 1), (30, 1)], page_size=16, kv_dtype=kv_dtype)
+    for token in (7, 10):
+        step.v[token] = odd
+    finite = torch.isfinite(cpu(step)).all(dim=1)
+    assert finite.tolist() == [True] * 7 + [False, False, True, False]
+
+
 def test_a_prefix_shared_by_a_group_is_read_from_its_first_member_alone() -> None:
     """The second member's row is broken where the group says that it equals the first's: nobody looks there."""
     step = make_step([(300, 1), (290, 1)], shared=[([0, 1], 256)])

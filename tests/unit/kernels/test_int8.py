@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from numba.core import config
 
 from replicas.kernels.int8 import GROUP, Int8Kernel, num_groups, serves
 from replicas.kernels.int8_tiles import cpu_has_vnni
@@ -9,6 +10,7 @@ from replicas.kernels.team import Team
 from replicas.layers import int8
 from replicas.layers.int8 import Int8Matmul, WidenedInt8, round_activations, round_weight
 
+ENABLED = "+avx512bw,+avx512vnni"
 needs_vnni = pytest.mark.skipif(not cpu_has_vnni(), reason="this CPU has no AVX-512 VNNI")
 SHAPES = [(16, 16), (101, 48), (80, 64), (960, 576), (576, 1536)]  # 101 and 80 outputs do not fill panels of 32
 
@@ -66,6 +68,19 @@ def test_a_row_of_zeros_gives_the_bias() -> None:
     weight, scales, bias, x = parts(64, 64, 2)
     x[0] = 0.0
     assert torch.equal(Int8Kernel(weight, scales, bias, Team(1))(x)[0], bias)
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "widened"])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_no_number_gives_none(monkeypatch: pytest.MonkeyPatch, kernel: bool, odd: float) -> None:
+    """A request whose activations broke ends, as it does in fp32, and does not go on with zeros."""
+    if not kernel:
+        monkeypatch.setattr(int8, "serves", lambda weight: False)
+    matmul, x = Int8Matmul(), torch.randn(3, 96)
+    matmul.prepare(torch.randn(64, 96), None)
+    x[1, 40] = odd
+    assert torch.isfinite(matmul(x)).all(dim=1).tolist() == [True, False, True]
+    assert bool(torch.isnan(matmul(x)[1]).all())
 
 
 @needs_vnni
@@ -162,3 +177,14 @@ def test_ranks_that_split_the_inputs_round_as_one(monkeypatch: pytest.MonkeyPatc
         total += part(x[:, first : first + 512])
     wanted = whole(x)
     assert float((total - wanted).abs().max() / wanted.abs().max()) < 2e-6
+
+
+@needs_vnni
+def test_kernels_are_those_that_numba_compiles_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment may name less than the CPU has; LLVM would end the process at a missing instruction."""
+    for features, ours in ((ENABLED, True), ("+avx2,+fma", False), ("+avx512bw,-avx512vnni", False), ("", False)):
+        monkeypatch.setattr(config, "CPU_FEATURES", features)
+        assert cpu_has_vnni() == ours
+    monkeypatch.setattr(config, "CPU_FEATURES", None)
+    monkeypatch.setattr(config, "ENABLE_AVX", 0)
+    assert not cpu_has_vnni()
