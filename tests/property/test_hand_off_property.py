@@ -47,6 +47,7 @@ arrivals = st.tuples(
     spare=st.tuples(st.integers(0, 60), st.integers(0, 60)),
     ratio=st.sampled_from([0.0, 0.5, 1.0]),
     prefix_cache=st.sampled_from(["radix", "radix", "chunk"]),
+    overlap=st.sampled_from(["on", "off"]),
 )
 def test_every_request_ends_once_with_the_answer_of_one_engine(
     requests: list[tuple[str, int, list[int], int, int]],
@@ -56,6 +57,7 @@ def test_every_request_ends_once_with_the_answer_of_one_engine(
     spare: tuple[int, int],
     ratio: float,
     prefix_cache: str,
+    overlap: str,
 ) -> None:
     """Issue section 3; DESIGN.md section 3: Pool, Table, Radix, Same answer and Request, after every step."""
     sides = [
@@ -70,6 +72,7 @@ def test_every_request_ends_once_with_the_answer_of_one_engine(
         new_token_ratio=ratio,
         min_new_token_ratio=min(ratio, 0.1),
         prefix_cache=prefix_cache,
+        overlap=overlap,
     )
     asked: dict[tuple[int, str], Asked] = {}
     rng = random.Random(seed)
