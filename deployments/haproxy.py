@@ -89,8 +89,8 @@ def found(environ: Mapping[str, str]) -> str:
 
 
 def settings(folder: str) -> dict[str, str]:
-    """Serve's flags; HAProxy's files go to ``folder``. The two ports beside ours are any that are free."""
-    metrics_port, stats_port = _free_ports(2)
+    """Serve's flags; HAProxy's files go to ``folder``. The ports beside ours are any that are free."""
+    metrics_port, stats_port, fallback_port = _free_ports(3)
     return FLAGS | {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
@@ -99,6 +99,7 @@ def settings(folder: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),  # Serve's own proxy, for when there is no router
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
     }
 

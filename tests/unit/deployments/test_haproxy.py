@@ -30,7 +30,8 @@ def test_where_it_is_found_serve_is_told_so_and_its_files_are_nobody_elses(works
         assert (environ[ENABLE], environ["RAY_SERVE_THROUGHPUT_OPTIMIZED"]) == ("1", "1")
         folder = Path(environ["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert environ["RAY_SERVE_HAPROXY_METRICS_PORT"] != environ["RAY_SERVE_HAPROXY_STATS_PORT"]
+        ports = ["RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]
+        assert len({environ[name] for name in ports}) == 3
     assert said == []
     assert not folder.exists()
 
