@@ -117,7 +117,7 @@ class Ahead:
         if len(self._under_way) != 1 or not self._nothing_else(now_s):
             return None
         reqs = [req for req in self._running if req.max_remaining > 1]  # it may be their last in the step under way
-        if not reqs or any(req.sampling.has_penalties for req in reqs):
+        if not reqs or any(_needs_host(req) for req in reqs):
             return None
         if self._has_queue and len(reqs) < len(self._running):
             return None  # who ends makes room
@@ -141,6 +141,15 @@ class Ahead:
             return False
         next_s = self._deadlines.next_s
         return next_s is None or next_s > now_s
+
+
+def _needs_host(req: Req) -> bool:
+    """Whether the token after the one under way needs the host: it must know that one (penalties), make logprobs, or
+    change logits. Launching such a step waits for the one before it, whose tokens would then come a step late."""
+    sampling = req.sampling
+    if sampling.has_penalties or sampling.logit_bias or req.return_logprobs:
+        return True
+    return req.num_tokens + 1 - req.prompt_len < sampling.min_new_tokens and bool(req.stop_ids)
 
 
 def _places(reqs: list[Req], before: list[Req]) -> npt.NDArray[np.int32] | None:

@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from replicas.errors import EngineDead
 from replicas.loop import EngineLoop
 from replicas.request import ReqState
 from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResult
-from replicas.types import Finish, FinishReason, TokenDelta
+from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from tests.fakes import FakeDevice, continuation
 from tests.harness import Clock, ask, fake_engine, finish_all
 
@@ -100,6 +102,34 @@ def test_those_who_find_no_place_do_not_keep_steps_from_being_made_ahead() -> No
         ahead += len(engine.scheduler.under_way)
     assert ahead == 10  # of 11 decode steps all but the last, whose end makes room
     finish_all(engine)
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({}, 10),
+        ({"logit_bias": ((3, 1.0),)}, 0),
+        ({"min_new_tokens": 6}, 10),  # there is no id to mask
+        ({"min_new_tokens": 6, "stop_token_ids": (1,)}, 6),  # tokens 7 to 12, which follow one that could be the last
+    ],
+)
+def test_steps_whose_logits_the_host_edits_are_not_made_ahead(asked: dict[str, Any], wanted: int) -> None:
+    """Of the decode steps that make tokens 2 to 12; the first of them, after the prompt, never is."""
+    assert steps_ahead(ask("a", PROMPT, max_new_tokens=12, ignore_eos=True, **asked)) == wanted
+
+
+def test_steps_whose_logprobs_the_host_makes_are_not_made_ahead() -> None:
+    assert steps_ahead(replace(ask("a", PROMPT, max_new_tokens=12, ignore_eos=True), return_logprobs=True)) == 0
+
+
+def steps_ahead(request: GenerateRequest) -> int:
+    engine, _ = fake_engine(overlap="on")
+    engine.submit(request)
+    made = 0
+    while engine.has_work:
+        engine.step()
+        made += len(engine.scheduler.under_way)
+    return made
 
 
 def broken_launch(device: FakeDevice, fail: Callable[[], StepResult]) -> Callable[[StepPlan], PendingStep]:
