@@ -29,6 +29,7 @@ AGE = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
 TIERS = ("L1",)  # L1: the device's KV pool; others join when they exist
 POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 PHASES = ("prefill", "decode")
+BY_PHASE = "prefill: steps with prompts, and what running requests make in them. decode: all others."
 STAGES = ("route", "queue", "prefill", "transfer", "decode")
 ANSWERING = ("chat", "completions", "generate")  # endpoints that generate
 ENDPOINTS = (*ANSWERING, "tokens")
@@ -78,16 +79,18 @@ _REPLICA = [
     _metric(REPLICA, GAUGE, "scheduler_running_limit_requests", "Most requests that can run at once.", unit="requests"),
     _metric(REPLICA, GAUGE, "scheduler_queued_tokens", "Prompt tokens that wait to be computed and no cache holds.",
             unit="tokens"),
-    _metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", "Requests of one forward step.", {"phase": PHASES},
-            unit="requests", buckets=BATCH),
-    _metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", "New tokens of one forward step.", {"phase": PHASES},
-            unit="tokens", buckets=TOKENS),
-    _metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", "Duration of one forward step.", {"phase": PHASES},
-            unit="seconds", buckets=STAGE),
+    _metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", f"Requests of one forward step. {BY_PHASE}",
+            {"phase": PHASES}, unit="requests", buckets=BATCH),
+    _metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", f"New tokens of one forward step. {BY_PHASE}",
+            {"phase": PHASES}, unit="tokens", buckets=TOKENS),
+    _metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", f"Duration of one forward step. {BY_PHASE}",
+            {"phase": PHASES}, unit="seconds", buckets=STAGE),
+    _metric(REPLICA, COUNTER, "scheduler_mixed_steps_total",
+            "Forward steps of prompts in which running requests made a token too."),
     _metric(REPLICA, COUNTER, "scheduler_tokens_total", "Tokens computed, reused from the cache, and generated.",
             {"kind": ("prefill_computed", "prefill_cached", "decode")}),
-    _metric(REPLICA, COUNTER, "scheduler_busy_seconds_total", "Time in forward steps; its rate is the busy share.",
-            {"phase": PHASES}),
+    _metric(REPLICA, COUNTER, "scheduler_busy_seconds_total",
+            f"Time in forward steps; its rate is the busy share. {BY_PHASE}", {"phase": PHASES}),
     _metric(REPLICA, COUNTER, "scheduler_retractions_total",
             "Running requests that went back to the queue because the pool was full."),
     _metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V retractions gave up."),

@@ -27,6 +27,13 @@ ENGINE = Row(
             unit=Unit.SECONDS,
         ),
         Panel(
+            title="Mixed steps",
+            shows="Steps of prompts in which running requests made a token too, per second, by role. They count as "
+                "prefill here, with all their requests, tokens and time.",
+            act="None while prompts come to a unified replica that is writing: scheduler.mixed_steps is off.",
+            lines=(Line(KIT.rate("scheduler_mixed_steps_total", by=["role"]), "{{role}}"),), unit=Unit.PER_S,
+        ),
+        Panel(
             title="Running requests and their limit",
             shows="Requests in forward steps, and the most that can be, of all replicas.",
             act="At the limit with a pool that is not full: raise max_running_requests.",

@@ -93,6 +93,7 @@ def _scheduler(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
     yield from _each(
         "scheduler_step_duration_seconds", "phase", {"prefill": tallies.prefill_step_s, "decode": tallies.decode_step_s}
     )
+    yield "scheduler_mixed_steps_total", {}, stats.num_mixed_steps
     yield from _each("scheduler_busy_seconds_total", "phase", {"prefill": stats.extend_s, "decode": stats.decode_s})
     kinds = {
         "prefill_computed": stats.prefill_tokens,

@@ -36,8 +36,8 @@ from tests.unit.deployments.sample_values import ask
 START_TIMES = {"load_weights": 1.0, "warm_up": 2.0, "total": 3.5}
 # counters and histograms that this traffic leaves at 0; each is brought about by a test of its own
 QUIET = {
-    "scheduler_retractions_total", "scheduler_retracted_tokens_total", "kv_pool_alloc_failures_total",
-    "router_retries_total", "router_cache_event_gaps_total",
+    "scheduler_retractions_total", "scheduler_retracted_tokens_total", "scheduler_mixed_steps_total",
+    "kv_pool_alloc_failures_total", "router_retries_total", "router_cache_event_gaps_total",
     "inter_token_latency_seconds",  # a fake device makes all tokens before the router looks
 }  # fmt: skip
 
