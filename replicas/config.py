@@ -275,6 +275,10 @@ def _check_int8(model: ModelConfig, device: Device) -> None:
 def _check_cache(cache: CacheConfig) -> None:
     if not 1 <= cache.page_size <= 1024:
         raise InvalidConfig(f"cache.page_size = {cache.page_size}; allowed: 1 to 1024 tokens")
+    if cache.kv_dtype is not None and cache.kv_dtype not in KV_DTYPE_BYTES:
+        raise InvalidConfig(
+            f"cache.kv_dtype = {cache.kv_dtype!r} is unknown; allowed: {', '.join(KV_DTYPE_BYTES)}, or leave it out"
+        )
     if not 0.0 < cache.mem_fraction_static <= 1.0:
         raise InvalidConfig(f"cache.mem_fraction_static = {cache.mem_fraction_static}; allowed: above 0, at most 1")
     if cache.max_total_tokens is not None and cache.max_total_tokens < cache.page_size:

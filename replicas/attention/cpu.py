@@ -24,13 +24,14 @@ from replicas.kernels.team import Kernel, Team
 class CpuAttention:
     """AttentionBackend over a KvPool in memory whose numbers are one of `cpu_pages.KINDS`; queries are fp32.
 
-    Raises: InvalidConfig for another dtype, or a head_dim that is not a multiple of 16 (torch_native serves those).
+    Raises: InvalidConfig for another dtype of either, or a head_dim that is not a multiple of 16 (torch_native serves
+            those).
     """
 
     def __init__(
-        self, pool: KvPool, *, num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
+        self, pool: KvPool, *, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
     ) -> None:
-        reason = why_not(pool, head_dim=head_dim)
+        reason = why_not(pool, dtype=dtype, head_dim=head_dim)
         if reason is not None:
             raise InvalidConfig(f"attention: cpu {reason}; set attention: torch_native")
         self._pool = pool
@@ -68,6 +69,7 @@ class CpuAttention:
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for x in (q, k, v):
+            assert x.dtype == torch.float32, f"kernels read float32, got {x.dtype}"
             assert x.stride()[1:] == (self._head_dim, 1), f"heads must lie in a row, strides are {x.stride()}"
         if self._num_extend_tokens:
             self._run(cpu_extend.extend, self._extend, layer, q, k, v, first_token=0)
@@ -158,8 +160,10 @@ class CpuAttention:
         arguments.scratch_stride = 4 * stride
 
 
-def why_not(pool: KvPool, *, head_dim: int) -> str | None:
-    """Why these kernels cannot serve the pool; None when they can."""
+def why_not(pool: KvPool, *, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why these kernels cannot serve the pool and a model in ``dtype``; None when they can."""
+    if dtype != torch.float32:
+        return f"wants a model in float32, this one is in {str(dtype).removeprefix('torch.')}"
     keys = pool.get_key_buffer(0)  # [P, K, page_size, D]
     if keys.dtype not in cpu_pages.KINDS or keys.device.type != "cpu":
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in cpu_pages.KINDS)

@@ -23,8 +23,8 @@ def make_attention(
     head_dim: int,
     num_threads: int,
 ) -> AttentionBackend:
-    """The backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, on a GPU
-    ``flashinfer``, else ``triton``, else ``torch_native``.
+    """The backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, else
+    ``torch_native``; on a GPU ``flashinfer``, else ``triton``, else ``torch_native``.
 
     Args:   dtype: of the queries; the pool may have another.
             num_heads, num_kv_heads: of this rank.
@@ -39,7 +39,7 @@ def make_attention(
     if name == "cpu":
         from replicas.attention.cpu import CpuAttention  # numba: not where the GPU engine runs
 
-        return CpuAttention(pool, num_threads=num_threads, **shape)
+        return CpuAttention(pool, dtype=dtype, num_threads=num_threads, **shape)
     if name == "flashinfer":
         _require(name, missing("triton") or missing(name))
         from replicas.attention.flashinfer import FlashInferAttention
@@ -56,7 +56,10 @@ def make_attention(
 def _choose(pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
     """The name of a backend, and the reason."""
     if pool.device.type == "cpu":
-        return "cpu", "the fast one of this device"
+        from replicas.attention import cpu  # numba: not where the GPU engine runs
+
+        reason = cpu.why_not(pool, dtype=dtype, head_dim=head_dim)
+        return ("cpu", "the fast one of this device") if reason is None else ("torch_native", f"slow: cpu {reason}")
     without = missing("triton")  # which the FlashInfer backend stores K and V with
     if without is not None:
         return "torch_native", f"the slow reference, since triton {without}"

@@ -1,19 +1,26 @@
 """The fast CPU attention against the oracle, and its promises about batches, chunks and threads."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
 from replicas.attention.cpu import CpuAttention
+from replicas.attention.registry import make_attention
 from replicas.attention.torch_native import TorchNativeAttention
 from replicas.errors import InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
+from replicas.memory.scaled_pool import kv_pool
 from tests.attention_steps import SmallPool, Step, make_step
+
+
+make_cpu = functools.partial(CpuAttention, dtype=torch.float32)
 
 
 def cpu(step: Step, *, threads: int = 2) -> Tensor:
     heads, kv_heads, head_dim = step.q.shape[1], step.k.shape[1], step.q.shape[2]
-    backend = CpuAttention(step.pool, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, num_threads=threads)
+    backend = make_cpu(step.pool, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, num_threads=threads)
     backend.begin(step.batch)
     return backend.forward(0, step.q, step.k, step.v)
 
@@ -217,7 +224,7 @@ def test_a_prompt_in_two_chunks_gives_the_same_bits_as_in_one() -> None:
 
 def test_a_backend_serves_steps_of_all_sizes_one_after_the_other() -> None:
     big = make_step([(300, 1)] * 3)
-    backend = CpuAttention(big.pool, num_heads=9, num_kv_heads=3, head_dim=64, num_threads=2)
+    backend = make_cpu(big.pool, num_heads=9, num_kv_heads=3, head_dim=64, num_threads=2)
     for requests in ([0], [0, 1, 2], [2], [1, 0]):
         step = pick(big, requests)
         backend.begin(step.batch)
@@ -229,7 +236,30 @@ def test_a_backend_serves_steps_of_all_sizes_one_after_the_other() -> None:
 def test_a_pool_or_head_dim_it_cannot_serve_is_refused_with_what_to_do() -> None:
     pool = SmallPool(num_pages=1, page_size=1, num_kv_heads=1, head_dim=24)
     with pytest.raises(InvalidConfig, match=r"multiple of 16, got 24; set attention: torch_native"):
-        CpuAttention(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)
+        make_cpu(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)
     pool.data = pool.data.to(torch.float16)
     with pytest.raises(InvalidConfig, match=r"pools of float32, bfloat16, .* in memory, this one holds torch\.float16"):
-        CpuAttention(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)
+        make_cpu(pool, num_heads=1, num_kv_heads=1, head_dim=24, num_threads=1)
+    with pytest.raises(InvalidConfig, match=r"wants a model in float32, this one is in bfloat16; set attention: torch"):
+        CpuAttention(pool, dtype=torch.bfloat16, num_heads=1, num_kv_heads=1, head_dim=16, num_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "head_dim", "served"),
+    [
+        ("float32", torch.float32, 32, True),
+        ("bfloat16", torch.float32, 32, True),
+        ("int8", torch.float32, 32, True),
+        ("bfloat16", torch.bfloat16, 32, False),  # kernels would read q, k and v past their ends
+        ("float16", torch.float32, 32, False),
+        ("float32", torch.float32, 24, False),
+    ],
+)
+def test_auto_takes_the_reference_where_the_kernels_cannot_serve(
+    kv_dtype: str, dtype: torch.dtype, head_dim: int, served: bool
+) -> None:
+    pool = kv_pool(
+        kv_dtype, num_pages=2, page_size=4, num_layers=1, num_kv_heads=1, head_dim=head_dim, device="cpu"
+    )
+    made = make_attention("auto", pool, dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=head_dim, num_threads=1)
+    assert isinstance(made, CpuAttention if served else TorchNativeAttention)
