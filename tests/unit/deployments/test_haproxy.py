@@ -12,10 +12,14 @@ from deployments import haproxy
 ENABLE, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 
-def script(path: Path, *, status: int) -> str:
-    path.write_text(f"#!/bin/sh\nexit {status}\n")
+def executable(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
     return str(path)
+
+
+def script(path: Path, *, status: int) -> str:
+    return executable(path, f"exit {status}")
 
 
 @pytest.fixture
@@ -37,10 +41,8 @@ def test_where_it_is_found_serve_is_told_so_and_its_files_are_nobody_elses(works
 
 
 def test_it_runs_without_splicing_so_that_it_sees_clients_leave(tmp_path: Path) -> None:
-    given = tmp_path / "haproxy"
-    given.write_text('#!/bin/sh\necho "$@"\n')
-    given.chmod(0o755)
-    environ = {BINARY: str(given)}
+    given = executable(tmp_path / "haproxy", 'echo "$@"')
+    environ = {BINARY: given}
     with haproxy.prepared(environ, host="127.0.0.1", warn=print):
         told = subprocess.run(
             [environ[BINARY], "-db", "-f", "a b"], capture_output=True, text=True, check=True, env=environ
@@ -67,6 +69,23 @@ def test_streams_that_are_open_when_routers_change_have_an_hour_and_serves_name_
     assert ray.origin is not None
     read_by_serve = (Path(ray.origin).parent / "serve/_private/constants.py").read_text()
     assert [name for name in flags if f'"{name}"' not in read_by_serve] == []
+
+
+def test_on_a_cluster_the_wrapper_finds_one_itself_or_says_what_to_do(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+
+    def told() -> subprocess.CompletedProcess[str]:
+        environ = {"PATH": str(tools), BINARY: str(haproxy.WRAPPER)}
+        return subprocess.run([haproxy.WRAPPER, "-v"], capture_output=True, text=True, check=False, env=environ)
+
+    executable(tools / "python3", "exit 1")  # one without ray[serve]
+    assert "there is no HAProxy: install ray[serve] on Linux, or name one in MANTA_HAPROXY" in told().stderr
+    executable(tools / "haproxy", 'echo of the PATH: "$@"')
+    assert told().stdout == "of the PATH: -dS -v\n"
+    bundled = executable(tmp_path / "bundled", 'echo of ray: "$@"')
+    executable(tools / "python3", f"echo '{bundled}'")
+    assert told().stdout == "of ray: -dS -v\n"
 
 
 @pytest.mark.parametrize("status", [0, 1])
