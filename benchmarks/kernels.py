@@ -131,7 +131,12 @@ def extend_rows(limits: Limits, threads: int) -> list[Row]:
 def attention_s(step: Step, threads: int) -> list[float]:
     """Seconds a layer of each run; a run is a step of all layers."""
     backend = CpuAttention(
-        step.pool, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, num_threads=threads
+        step.pool,
+        dtype=torch.float32,
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_threads=threads,
     )
     num_layers = step.num_layers
 
@@ -188,9 +193,11 @@ def elementwise_rows(limits: Limits, threads: int) -> list[Row]:
 def start_rows() -> list[Row]:
     """Seconds to import and ready all kernels in a fresh process, without and with numba's cache on disk."""
     program = (
-        "from replicas.attention import cpu_decode, cpu_extend\nfrom replicas.kernels import elementwise, linear\n"
+        "from replicas.attention import cpu_decode, cpu_extend\n"
+        "from replicas.kernels import argmax, elementwise, int8, int8_tiles, linear, program\n"
         "for k in (cpu_decode.decode, cpu_extend.extend, linear.few_rows, linear.many_rows, elementwise.rms_norm_rows,"
-        " elementwise.silu_mul_rows, elementwise.rotate_rows): k.address\n"
+        " elementwise.silu_mul_rows, elementwise.rotate_rows, argmax.argmax_rows, program._run_stages,"
+        " *([int8.product] if int8_tiles.cpu_has_vnni() else [])): k.address\n"
     )
     section, rows = "start of all kernels, beside importing torch and numba", []
     imports_s = _process_s("import torch, numba", {})

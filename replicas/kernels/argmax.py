@@ -13,10 +13,10 @@ from numba import carray
 from torch import Tensor
 
 from replicas.kernels.simd import W, add, hmax, hsum, load, load1, maximum, splat, store_i64, sub
-from replicas.kernels.team import kernel, struct, team, team_size, thread_id
+from replicas.kernels.team import kernel, struct, team_for, team_size, thread_id
 
 BLOCK = 1024  # floats whose largest is compared with the largest so far
-FLOATS_PER_THREAD = 64 << 10  # a thread less for every so many that are missing
+FLOATS_OF_TEAM = 64 << 10  # fewer are searched by one thread
 
 ArgmaxArgs = struct("ArgmaxArgs", "x x_stride out rows size")
 
@@ -53,7 +53,7 @@ def argmax(x: Tensor) -> Tensor:
         return torch.argmax(x, dim=-1)
     out = torch.empty(rows, dtype=torch.int64)
     arguments = ArgmaxArgs(x=x.data_ptr(), x_stride=4 * x.stride(0), out=out.data_ptr(), rows=rows, size=size)
-    team(min(torch.get_num_threads(), rows, 1 + x.numel() // FLOATS_PER_THREAD)).run(argmax_rows, arguments)
+    team_for(x.numel() if rows > 1 else 0, FLOATS_OF_TEAM).run(argmax_rows, arguments)  # a row is one thread's
     odd = out < 0
     if bool(odd.any()):
         out[odd] = torch.argmax(x[odd], dim=-1)

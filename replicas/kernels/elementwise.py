@@ -16,9 +16,9 @@ from numba import carray
 from torch import Tensor
 
 from replicas.kernels.simd import W, add, div, exp, fma, hsum, load, mul, splat, store
-from replicas.kernels.team import Kernel, inlined, kernel, struct, team, team_size, thread_id
+from replicas.kernels.team import Kernel, inlined, kernel, struct, team_for, team_size, thread_id
 
-FLOATS_PER_THREAD = 32 << 10  # a thread less for every so many floats that are missing; 32 K take ~5 us
+FLOATS_OF_TEAM = 32 << 10  # fewer are one thread's work: they take ~5 us
 
 # x and out are [tokens, heads, size]: heads of a token lie one behind the other, tokens a stride (bytes) apart
 VectorArgs = struct("VectorArgs", "x x_stride out out_stride tokens heads size weight cos sin term", floats="eps")
@@ -134,5 +134,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _run(function: Kernel, x: Tensor, out: Tensor, **more: float) -> None:
     heads = out.shape[1] if out.dim() == 3 else 1
     stage = VectorStage(function, x, out, heads=heads, size=out.shape[-1], **more)
-    num_threads = min(torch.get_num_threads(), 1 + out.numel() // FLOATS_PER_THREAD)
-    team(num_threads).run(*stage.prepare(x.shape[0], 0))
+    team_for(out.numel(), FLOATS_OF_TEAM).run(*stage.prepare(x.shape[0], 0))

@@ -98,6 +98,12 @@ def team(num_threads: int) -> Team:
     return Team(num_threads)
 
 
+def team_for(num_floats: int, least: int) -> Team:
+    """All of torch's threads for work on at least ``least`` floats, else one: for a team between the two libgomp ends
+    threads, and starts them anew for the next kernel."""
+    return team(torch.get_num_threads() if num_floats >= least else 1)
+
+
 def _openmp() -> ctypes.CDLL:
     """The OpenMP library in torch's process: by its plain name when torch loaded it so, else the file torch ships.
 

@@ -1,5 +1,9 @@
 """The largest of each row, wherever it lies; of equals the first, and what PyTorch says of NaN and infinities."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -33,3 +37,24 @@ def test_rows_that_lie_apart_and_sizes_that_are_no_vectors_are_found_too() -> No
     assert argmax(wide[:, 16:64]).tolist() == torch.argmax(wide[:, 16:64], dim=-1).tolist()
     assert argmax(wide[:, :50]).tolist() == torch.argmax(wide[:, :50], dim=-1).tolist()
     assert argmax(wide[:0]).tolist() == []
+
+
+def test_few_rows_on_many_threads_end_no_thread() -> None:
+    """A team of 4 between teams of 8 would make libgomp end four threads and start them anew. In a process of its own:
+    the number of threads is one of its settings."""
+    program = """
+import os, torch
+torch.set_num_threads(8)
+from replicas.kernels import elementwise
+from replicas.kernels.argmax import argmax
+from replicas.kernels.linear import LinearKernel
+from replicas.kernels.team import team
+product, x = LinearKernel(torch.randn(64, 64), team(8)), torch.randn(4, 64)
+def step():
+    product(x), argmax(torch.randn(4, 49152)), elementwise.rms_norm(torch.randn(100, 576), torch.ones(576), 1e-5)
+    return set(os.listdir("/proc/self/task"))
+first = step()
+assert len(first) >= 8, first
+assert all(step() == first for _ in range(5))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"OMP_NUM_THREADS": "8"})
