@@ -37,16 +37,16 @@ def make_engine(overlap: Literal["on", "off"], *, tp: int = 1) -> Engine:
 
 
 def requests() -> list[GenerateRequest]:
-    """Some that nothing disturbs, and one of each kind that ends early, or needs its tokens known."""
+    """Some that nothing disturbs, and one of each kind that ends early, or needs the host for a while."""
     kinds = {
         "greedy": GREEDY,
         "seeded": SEEDED,
         "short": replace(SEEDED, max_new_tokens=9),
         "choices": replace(SEEDED, n=2, seed=3),
-        "bias": replace(GREEDY, logit_bias=((1500, 4.0),), min_new_tokens=3),
+        "bias": replace(GREEDY, logit_bias=((1500, 4.0),), min_new_tokens=3, max_new_tokens=6),
     }
     return [
-        GenerateRequest(rid=rid, token_ids=prompt, sampling=sampling, return_logprobs=rid in ("greedy", "seeded"))
+        GenerateRequest(rid=rid, token_ids=prompt, sampling=sampling, return_logprobs=rid == "short")
         for prompt, (rid, sampling) in zip(PROMPTS, kinds.items(), strict=False)
     ]
 
