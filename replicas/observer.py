@@ -36,8 +36,14 @@ class Observer:
             observe.decode_after_restore(meta, self._kv_bytes.read(meta.slots), table_row=row)
 
     def after_step(self, plan: StepPlan, tokens: Sequence[NewToken]) -> None:
-        """J04 of each who decodes; ``tokens`` in the order of the plan's rows, those the last of them."""
+        """J04 of each who decodes; ``tokens`` in the order of the plan's rows, those the last of them.
+
+        Nothing is told of a step that was made ahead, before the observers were turned on: its plan does not say what
+        it read, and who has ended since has a row in it and no token.
+        """
         if isinstance(plan, DecodePlan):
+            if plan.follows is not None:
+                return
             last_tokens, slots = plan.token_ids.tolist(), plan.slots.tolist()
         else:
             rows = plan.rows[len(plan.rows) - plan.num_decode :]

@@ -89,6 +89,25 @@ def test_a_token_made_beside_a_prompt_is_told_like_any_other(events: pytest.LogC
     assert device.tokens[np.array([step["kv_indices_new"] for step in told]).reshape(-1)].tolist() == made[:3]
 
 
+def test_a_step_that_was_made_ahead_when_observers_are_turned_on_is_left_out(
+    events: pytest.LogCaptureFixture,
+) -> None:
+    """Tokens 0 to 2 are told by then, 3 is under way with a row of a request that has ended; from 4 on all are told."""
+    observe.enable(False)
+    engine, _ = fake_engine(overlap="on")
+    for rid in ("a", "b"):
+        engine.submit(ask(rid, PROMPT, max_new_tokens=7))
+    while engine.find("b").num_output < 3:  # type: ignore[union-attr]
+        engine.step()
+    assert engine.steps.under_way
+    engine.abort("a")
+    observe.enable()
+    finish_all(engine)
+    made = continuation(PROMPT, 7)
+    told = [(step["rid"], step["i"], step["last_token"], step["next_token"]) for step in lines(events, "decode_step")]
+    assert told == [("b", i, made[i - 1], made[i]) for i in (4, 5, 6)]
+
+
 def test_a_stop_string_is_the_reason_of_the_step_that_completed_it(events: pytest.LogCaptureFixture) -> None:
     engine, _ = fake_engine()
     whole = engine.tokenizer.decode(continuation(PROMPT, 8), True)
