@@ -186,7 +186,7 @@ class Engine:
 
     def poll(self) -> list[TokenDelta]:
         """Take what happened at the transfer desk since the last call; microseconds when nothing did."""
-        return [self._open.push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
+        return self._tell_tokens(self._hand_offs.poll()) if self._hand_offs is not None else []
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:
         """End every choice of ``rid``; idempotent. Returns: the final deltas."""
