@@ -2,7 +2,8 @@
 
 Owns:      the rank's weights, its KV pool and its copy of the ReqToTokenPool.
 Never:     schedules, or knows a request; it sees rows, slots and tokens.
-Invariant: K/V of a chunk is in the pool when `forward` returns, on any device: a peer may be sent it next.
+Invariant: K/V of a chunk is in the pool of every rank when the step's result is there: a peer may be sent it next. On a
+           CPU, and on other ranks than 0, it is when `forward` returns; rank 0 of a GPU may have to wait for it.
            All ranks have pools of equal size (the minimum over ranks, SPEC A04) and run equal plans in equal order.
 Thread:    the engine thread on rank 0; the worker's main thread on other ranks.
 """
