@@ -169,6 +169,8 @@ class ModelRunner:
     def _capture_graphs(self) -> None:
         """Record decode steps, where the device and its attention backend can."""
         if not self._graph_rows:
+            if self.device.type == "cuda" and self._config.cuda_graphs and self.tp.rank == 0:
+                log.info("CUDA graphs: none, there are %d ranks, and they need one", self.tp.size)
             return
         if not isinstance(self._attention, GraphAttention):
             log.info("CUDA graphs: none, the attention backend cannot be captured")
