@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from benchmarks.report import Row, publish
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, EngineConfig, Hardware, SchedulerConfig, resolve
 from replicas.engine import Engine
@@ -147,37 +148,51 @@ def measure(
     return {name: statistics.median(times[NUM_STEPS:]) * 1e6 for name, times in parts.times.items()}
 
 
-def main() -> None:
-    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parts_of(batch_sizes: Sequence[int], model: str, stop: Sequence[str], *, overlap: bool) -> list[Row]:
+    """Each part of a step, and all of it."""
+    section = f"host, a decode step without a device, overlap {'on' if overlap else 'off'}, {len(stop)} stop strings"
+    return [
+        Row.of(section, f"batch {batch}: {part}", [us], "us")
+        for batch in batch_sizes
+        for part, us in measure(batch, model, stop=stop, overlap=overlap).items()
+    ]
+
+
+def hidden(batch_sizes: Sequence[int], device_ms: Sequence[float], model: str, stop: Sequence[str]) -> list[Row]:
+    """What a step takes beyond the device's own time, without overlap and with it; shares are of the device's time."""
+    section = f"host, what a step takes beyond the device's time, {len(stop)} stop strings"
+    rows = []
+    for batch in batch_sizes:
+        for ms in device_ms:
+            for name, overlap in (("off", False), ("on", True)):
+                us = measure(batch, model, stop=stop, overlap=overlap, step_s=ms / 1e3)["step"] - ms * 1e3
+                rows.append(
+                    Row.of(section, f"batch {batch}, {ms:g} ms: overlap {name}", [us], "us", share=us / (ms * 1e3))
+                )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parse = argparse.ArgumentParser(
+        prog="python -m benchmarks.step_overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parse.add_argument("--batches", default="1,16,64,256")
     parse.add_argument("--model", default=MODEL)
     parse.add_argument("--stop", action="store_true", help="every request has three stop strings")
     parse.add_argument("--overlap", action="store_true", help="each step is made before the one before it is applied")
     parse.add_argument("--device-ms", default="", help="with a device that takes so long for a step: 2,4,8")
-    options = parse.parse_args()
+    parse.add_argument("--json", metavar="OUT", help="also write JSON here")
+    options = parse.parse_args(argv)
     torch.set_num_threads(1)
-    batches_ = [int(batch) for batch in options.batches.split(",")]
+    batch_sizes = [int(batch) for batch in options.batches.split(",")]
     stop = STOPS if options.stop else ()
     if options.device_ms:
-        hidden(batches_, [float(ms) for ms in options.device_ms.split(",")], options.model, stop)
-        return
-    columns = ("schedule", "build", "apply", "text", "deliver", "step")
-    print(f"{'batch':>6}" + "".join(f"{name:>10}" for name in columns) + "   us a step")
-    for batch in batches_:
-        times = measure(batch, options.model, stop=stop, overlap=options.overlap)
-        print(f"{batch:6}" + "".join(f"{times.get(name, 0.0):10.0f}" for name in columns))
-
-
-def hidden(batch_sizes: Sequence[int], device_ms: Sequence[float], model: str, stop: Sequence[str]) -> None:
-    """What a step takes beyond the device's own time, without overlap and with it."""
-    print(f"{'batch':>6}{'device ms':>11}{'off us':>9}{'on us':>9}{'on, share':>11}")
-    for batch in batch_sizes:
-        for ms in device_ms:
-            off, on = (
-                measure(batch, model, stop=stop, overlap=overlap, step_s=ms / 1e3)["step"] - ms * 1e3
-                for overlap in (False, True)
-            )
-            print(f"{batch:6}{ms:11.1f}{off:9.0f}{on:9.0f}{on / (ms * 1e3):11.1%}")
+        rows = hidden(batch_sizes, [float(ms) for ms in options.device_ms.split(",")], options.model, stop)
+    else:
+        rows = parts_of(batch_sizes, options.model, stop, overlap=options.overlap)
+    publish(rows, json_path=options.json)
 
 
 if __name__ == "__main__":

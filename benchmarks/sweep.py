@@ -22,8 +22,8 @@ from benchmarks.report import Row, publish
 from benchmarks.serving import first_model, percentile
 from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
 
-CONCURRENCY = (1, 2, 4, 8, 16, 32)
-SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the highest throughput, in conversations
+CONCURRENCY: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+SHARES: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the highest throughput, in conversations
 LEAST = 4  # conversations of a run
 VOCAB_SIZE = 32_000
 MAX_S = 240.0  # of a run
