@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from kvtransfer.layout import KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
+from replicas.int8_groups import RULE, cut_by
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -215,6 +216,7 @@ def resolve(
             f"parallel.tp = {parallel.tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads "
             f"and an MLP of {model.intermediate_size} evenly; sizes that work for this model: {model.tp_sizes()}"
         )
+    _check_int8_ranks(model, parallel.tp)
     if cache.device_memory_bytes is None and hardware.device == "cpu":
         budget = min(int(hardware.available_memory_bytes * CPU_MEMORY_SHARE), CPU_MEMORY_CAP)
         cache = replace(cache, device_memory_bytes=budget)
@@ -269,6 +271,21 @@ def _check_int8(model: ModelConfig, device: Device) -> None:
         raise InvalidConfig(
             f"model.quantization = 'int8' with model.dtype = {model.dtype!r}: int8 products are made for a model in "
             "float32; set model.dtype: float32, or leave model.quantization out"
+        )
+
+
+def _check_int8_ranks(model: ModelConfig, tp: int) -> None:
+    """Products that ranks share by inputs: after attention, and at the end of the MLP."""
+    shared = (model.num_heads * model.head_dim, model.intermediate_size)
+
+    def served(ranks: int) -> bool:
+        return not any(cut_by(inputs, ranks) for inputs in shared)
+
+    if model.quantization == "int8" and not served(tp):
+        raise InvalidConfig(
+            f"parallel.tp = {tp} with model.quantization = 'int8': {shared[0] // tp} inputs of the product after "
+            f"attention and {shared[1] // tp} of the MLP's last on each rank would cut groups that share a scale "
+            f"({RULE}); sizes that work for this model: {[ranks for ranks in model.tp_sizes() if served(ranks)]}"
         )
 
 

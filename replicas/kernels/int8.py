@@ -17,15 +17,16 @@ import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
+from replicas.int8_groups import group_length
 from replicas.kernels.int8_tiles import COLS, SCALE_BYTES, ZERO, cpu_has_vnni, product_tile, store_bytes, store_i32
 from replicas.kernels.narrow import absolute
 from replicas.kernels.simd import W, add, hmax, hsum, load, maximum, mul, splat, store1, sub, take_next
 from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
 
 PANEL = COLS * W  # output channels of a panel
-GROUP = 32  # numbers that share a scale: one that is large costs the others of its group their precision
 BLOCK_ROWS = 252  # of x, of one task: a multiple of 6 whose bytes lie in L2
-STRIP_BYTES = 64 << 10  # weight bytes a task reads at least
+STRIP_BYTES = 64 << 10  # weight bytes a task reads, less where threads would have few tasks
+TASKS_PER_THREAD = 2  # at least, where there are so many panels
 AHEAD_BYTES = 4 << 10  # what is asked for before it is read
 
 # bytes: [m, k] x rounded; parts: [m, groups, 2] what the sum of a group starts with (int32), and its scale (fp32);
@@ -179,7 +180,7 @@ class Int8Stage:
             n=n,
             k=k,
             groups=groups,
-            strip=max(1, STRIP_BYTES // (PANEL * k)),
+            strip=max(1, min(STRIP_BYTES // (PANEL * k), n // PANEL // (TASKS_PER_THREAD * team.num_threads))),
             block=BLOCK_ROWS,
         )
 
@@ -215,8 +216,8 @@ def views(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def num_groups(k: int) -> int:
-    """Groups of a row of k activations: one where k is no multiple of `GROUP`."""
-    return k // GROUP if k % GROUP == 0 else 1
+    """Groups of a row of k numbers."""
+    return k // group_length(k)
 
 
 def serves(weight: Tensor) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from replicas.config import Quantization
+from replicas.int8_groups import RULE
 from replicas.runner.weights import model_folder
 
 NOT_MEANING = frozenset({"_name_or_path", "transformers_version"})  # of config.json: differ, and change no K/V
@@ -33,7 +34,7 @@ def model_identity(path_or_hub_id: str, quantization: Quantization) -> str:
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         _add_samples(digest, path)
     if quantization != "none":
-        digest.update(quantization.encode())
+        digest.update(RULE.encode())
     return str(digest.hexdigest())
 
 

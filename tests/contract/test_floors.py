@@ -21,7 +21,8 @@ FLOORS: dict[str, set[str]] = {
     "replicas.errors": set(),
     "replicas.types": {"replicas.errors", "kvtransfer.types"},
     "replicas.prefix_group": set(),
-    "replicas.config": {"replicas.errors", "kvtransfer.layout"},
+    "replicas.int8_groups": set(),
+    "replicas.config": {"replicas.errors", "replicas.int8_groups", "kvtransfer.layout"},
     "replicas.hf_config": {"replicas.config", "replicas.errors"},
     "replicas.request": {"replicas.types", "replicas.errors", "kvtransfer.types"},
     "replicas.parallel": {"replicas.errors"},
@@ -43,7 +44,7 @@ FLOORS: dict[str, set[str]] = {
         "replicas.prefix_group", "replicas.cache", "replicas.request", "replicas.types", "replicas.errors",
         "replicas.config",
     },
-    "replicas.kernels": set(),
+    "replicas.kernels": {"replicas.int8_groups"},
     "replicas.layers": {"replicas.kernels", "replicas.parallel", "replicas.errors", "replicas.config"},
     "replicas.attention": {
         "replicas.prefix_group", "replicas.kernels", "replicas.memory", "replicas.parallel", "replicas.errors",
@@ -55,7 +56,7 @@ FLOORS: dict[str, set[str]] = {
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
         "replicas.parallel", "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors",
-        "replicas.types", "kvtransfer.layout",
+        "replicas.int8_groups", "replicas.types", "kvtransfer.layout",
         "kvtransfer.payload", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.port",
         "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent", "kvtransfer.alive",
         "kvtransfer.heartbeat",
@@ -145,7 +146,7 @@ ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours
 # importing any module of these must not load torch, not even through another module
 HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request", "replicas.stats",
-    "replicas.prefix_group",
+    "replicas.prefix_group", "replicas.int8_groups",
     "replicas.tally", "replicas.distributions", "replicas.stages", "replicas.sinks", "replicas.detokenizer",
     "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",

@@ -4,7 +4,8 @@ import pytest
 import torch
 from numba.core import config
 
-from replicas.kernels.int8 import GROUP, Int8Kernel, num_groups, serves
+from replicas.int8_groups import GROUP, group_length
+from replicas.kernels.int8 import Int8Kernel, num_groups, serves
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.team import Team
 from replicas.layers import int8
@@ -188,3 +189,9 @@ def test_kernels_are_those_that_numba_compiles_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(config, "CPU_FEATURES", None)
     monkeypatch.setattr(config, "ENABLE_AVX", 0)
     assert not cpu_has_vnni()
+
+
+@pytest.mark.parametrize(("inputs", "length"), [(576, 32), (16, 16), (48, 16), (72, 72)])
+def test_a_row_is_cut_into_groups_of_32_or_16_or_not_at_all(inputs: int, length: int) -> None:
+    assert group_length(inputs) == length
+    assert num_groups(inputs) == inputs // length

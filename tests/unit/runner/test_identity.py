@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from replicas.runner import identity
 from replicas.runner.identity import model_identity
 
 SIZE = 3 << 20  # of the weight file; samples are 32 of its 48 blocks of 64 KiB
@@ -37,6 +38,15 @@ def test_other_weights_have_another_name(tmp_path: Path, weights: bytes) -> None
 
 def test_rounded_weights_have_another_name_than_those_of_the_checkpoint(tmp_path: Path) -> None:
     one = make(tmp_path / "a")
+    assert model_identity(str(tmp_path / "a"), "int8") != one
+
+
+def test_weights_rounded_by_another_rule_have_another_name_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "a")
+    one = model_identity(str(tmp_path / "a"), "int8")
+    monkeypatch.setattr(identity, "RULE", "int8, one scale a row")
     assert model_identity(str(tmp_path / "a"), "int8") != one
 
 

@@ -1,0 +1,18 @@
+"""How weights and activations of a quantised product are cut into groups that share a scale.
+
+Owns:      the rule, which is part of what K and V mean: two engines with other rules hold other numbers.
+Invariant: the groups of a row are the same on any number of ranks; where they would not be, the ranks are refused.
+"""
+
+GROUP = 32  # numbers that share a scale: one that is large costs the others of its group their precision
+RULE = f"int8, groups of {GROUP} inputs"
+
+
+def group_length(inputs: int) -> int:
+    """Numbers of a group of a row of ``inputs``: `GROUP`, half of it where that does not fit, else the whole row."""
+    return next((length for length in (GROUP, GROUP // 2) if inputs % length == 0), inputs)
+
+
+def cut_by(inputs: int, ranks: int) -> bool:
+    """Whether ``ranks`` that share a row of inputs evenly would cut a group."""
+    return group_length(inputs // ranks) != group_length(inputs)

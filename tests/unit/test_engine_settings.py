@@ -1,0 +1,58 @@
+"""Settings that `resolve` refuses, with what is allowed."""
+
+import pytest
+
+from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, ParallelConfig, RopeConfig, resolve
+from replicas.errors import InvalidConfig
+
+CPU = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30)
+
+
+def int8_model(*, intermediate_size: int) -> ModelConfig:
+    """6 heads of 16 and 6 of K and V."""
+    return ModelConfig(
+        path="none",
+        architecture="LlamaForCausalLM",
+        vocab_size=100,
+        hidden_size=96,
+        intermediate_size=intermediate_size,
+        num_layers=1,
+        num_heads=6,
+        num_kv_heads=6,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        context_len=128,
+        tie_embeddings=True,
+        attention_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        eos_ids=(),
+        dtype="float32",
+        quantization="int8",
+    )
+
+
+def on_ranks(tp: int, *, intermediate_size: int) -> EngineConfig:
+    return resolve(int8_model(intermediate_size=intermediate_size), CPU, parallel=ParallelConfig(tp=tp))
+
+
+def test_ranks_that_would_cut_groups_of_int8_are_refused() -> None:
+    """96 inputs are 3 groups of 32: three ranks have one each, two ranks would have one and a half."""
+    assert on_ranks(3, intermediate_size=96).parallel.tp == 3
+    says = r"tp = 2 .* 48 inputs .* and 96 of .* \(int8, groups of 32 inputs\); sizes .*: \[1, 3\]"
+    with pytest.raises(InvalidConfig, match=says):
+        on_ranks(2, intermediate_size=192)
+
+
+def test_where_no_group_fits_one_rank_serves() -> None:
+    """72 is no multiple of 16: a row shares one scale."""
+    assert on_ranks(1, intermediate_size=72).parallel.tp == 1
+    with pytest.raises(InvalidConfig, match=r"tp = 3 .* 24 of the MLP's last .*: \[1\]"):
+        on_ranks(3, intermediate_size=72)
+
+
+def test_an_unknown_kv_dtype_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InvalidConfig, match=r"kv_dtype = 'bf16' is unknown; allowed: float32, bfloat16, float16, int8"):
+        resolve(int8_model(intermediate_size=96), CPU, cache=CacheConfig(kv_dtype="bf16"))  # type: ignore[arg-type]
