@@ -75,9 +75,13 @@ class Outcome:
         return NewToken(req, token_id, logprob)
 
     def _take_prompts(self, plan: ExtendPlan, result: StepResult, reqs: list[Req]) -> list[Req]:
-        """``reqs`` are those of the first rows. Returns: who is through with its prompt, and has a token."""
+        """``reqs`` are those of the first rows. Returns: whose token was sampled, ended since or not."""
         sampled = []
         for index, (req, row) in enumerate(zip(reqs, plan.rows, strict=False)):
+            if row.sample:
+                sampled.append(req)
+            if req.finish is not None:
+                continue
             req.computed_len += len(row.token_ids)
             req.prompt_logprobs += result.prompt_logprobs.get(index, ())
             self._kv.commit(req)
@@ -91,5 +95,4 @@ class Outcome:
             else:
                 req.move(ReqState.RUNNING)
                 self._running.add(req)
-            sampled.append(req)
         return sampled

@@ -115,6 +115,26 @@ def test_an_abort_at_any_stage_gives_everything_back_but_the_reusable_prefix(ste
     assert bench.scheduler.counters.aborted == 1
 
 
+@pytest.mark.parametrize("prompt_len", [5, 40])
+def test_a_prompt_whose_request_ends_while_its_step_is_under_way_gives_back_what_it_holds(prompt_len: int) -> None:
+    """A whole prompt, and the first chunk of one. The other's token stays the other's."""
+    bench = Bench(chunked_prefill_size=16)
+    other = bench.submit([1, 2, 3], max_new_tokens=3)
+    gone = bench.submit(list(range(100, 100 + prompt_len)), max_new_tokens=3)
+    plan = bench.scheduler.schedule()
+    assert isinstance(plan, ExtendPlan)
+    assert len(plan.rows) == 2
+    bench.scheduler.finish(gone, Finish(reason=FinishReason.ABORT))
+    tokens = bench.scheduler.apply(plan, bench.device.execute(plan))
+    bench.scheduler.check()
+    assert [token.req for token in tokens] == [other]
+    assert bench.scheduler.counters.prefill_tokens == 3
+    assert gone.holding is None
+    bench.run()
+    assert other.output_ids.tolist() == continuation([1, 2, 3], 3)
+    assert (bench.kv.stats().protected_pages, bench.kv.stats().reserved_pages) == (0, 0)
+
+
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     bench = Bench()
     running = bench.submit([1, 2, 3], max_new_tokens=100, deadline_s=0.05)
