@@ -2,12 +2,16 @@
 
 Owns:      the same rules, noise and cuts as draw.py, row for row; that file says what they are and why.
 Never:     reads a number from the device: which rows may need all their logits is known from their parameters.
-Invariant: the token of a row is draw.py's, but where two tokens tie within the rounding of the device's logarithm.
+Invariant: the token of a row is draw.py's, but where two tokens tie within the rounding of the device's logarithm, or
+           one stands at the edge of top-p within the rounding of the sums: total and mass are added in another order.
 Thread:    engine thread of rank 0.
 
 A row without cuts is drawn as on the host: the head token by token, those below as one, and one by one if they win, for
 which every token's noise is made here whether they win or not. A row with cuts is drawn from its tokens in order: from
 the first HEAD of them if its top-k allows no more, else from the whole vocabulary, sorted.
+
+Not for a step in which one row wants logprobs: all its rows are drawn on the host then (model_runner.py), which waits for
+their logits, and no step is made ahead (scheduler/ahead.py).
 """
 
 from collections.abc import Sequence
