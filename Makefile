@@ -5,6 +5,14 @@ TRACE ?= ../shared/traces/conversation_trace.jsonl
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# after `python -m benchmarks`, in this order: those that serve come last, the longest at the end
+BENCHES := step_overhead mixed_steps kv_dtypes accuracy startup live_stalls watch_overhead token_path sweep
+
+# A machine with a GPU often has a Python with PyTorch, and no network: it is taken as it is.
+GPU_PYTHON = $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
+GPU_NEEDS := torch transformers numba psutil xxhash
+LACKS := import sys; from importlib.util import find_spec; lacks = [name for name in sys.argv[1:] if not find_spec(name)]; \
+	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-gpu bench-gpu lint bench bench-peers simulate dashboards pictures model install \
@@ -39,22 +47,24 @@ serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFI
 test: install-test tools-test model ## Run all tests
 	@$(BIN)/python -m pytest
 
-test-gpu: ## Run the tests of what runs on a GPU (there, or what of it a CPU can); needs no Ray
-	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m pytest tests/gpu
+test-gpu: ## Run the tests of what runs on a GPU (there, or what of it a CPU can); installs nothing, needs no Ray
+	@$(GPU_PYTHON) -c '$(LACKS)' pytest $(GPU_NEEDS)
+	@$(GPU_PYTHON) -m pytest tests/gpu
 
-bench-gpu: ## Measure the engine on a GPU against its limits; needs no Ray. JSON under bench_results/
-	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu --json bench_results/gpu.json
+bench-gpu: ## Measure the engine on a GPU against its limits; installs nothing, needs no Ray. JSON under bench_results/
+	@$(GPU_PYTHON) -c '$(LACKS)' $(GPU_NEEDS)
+	@$(GPU_PYTHON) -m benchmarks.gpu --json bench_results/gpu.json
 
 lint: install-test ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: install-test model ## Measure kernels, caches, the engine, hand-offs and what long prompts do; JSON under bench_results/
-	@$(BIN)/python -m benchmarks --json bench_results/latest.json
-	@$(BIN)/python -m benchmarks.token_path --json bench_results/token_path.json
-	@$(BIN)/python -m benchmarks.live_stalls --json bench_results/live_stalls.json
-	@$(BIN)/python -m benchmarks.watch_overhead --json bench_results/watch_overhead.json
-	@$(BIN)/python -m benchmarks.sweep --json bench_results/sweep.json
+bench: install-test model ## Measure all that needs no other system and no GPU: about an hour. JSON under bench_results/
+	@echo "About an hour on two quiet cores: kernels, engine, caches, hand-offs; then $(BENCHES)"
+	@failed=; for part in latest $(BENCHES); do \
+		$(BIN)/python -m benchmarks$$(test $$part = latest || echo .$$part) --json bench_results/$$part.json \
+			|| failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-peers: model ## Manta, vLLM, Transformers and llama.cpp in one run; installs them into .peers (ARGS="--quick")
 	@$(BIN)/python -m benchmarks.peers --json bench_results/peers.json $(ARGS)
