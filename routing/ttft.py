@@ -20,8 +20,8 @@ from routing.standing import Estimates, Floats, Ints, Standing
 # The next step takes new prompts in: a request waits only for the decode step in progress, on average half of it. Where
 # that is a step with prompts, what is left of them stands in the queue; what decode rows cost is in the prefill rate.
 DECODE_STEPS_WAITED = 0.5
-# How long an answer is taken to be where more is allowed: nobody knows before, and a chat without a limit is allowed the
-# whole context.
+# How long an answer is taken to be where more is allowed: nobody knows before, and a chat without a limit is allowed
+# the whole context.
 OUTPUT_TOKENS = 256
 
 

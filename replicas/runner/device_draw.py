@@ -10,8 +10,8 @@ A row without cuts is drawn as on the host: the head token by token, those below
 which every token's noise is made here whether they win or not. A row with cuts is drawn from its tokens in order: from
 the first HEAD of them if its top-k allows no more, else from the whole vocabulary, sorted.
 
-Not for a step in which one row wants logprobs: all its rows are drawn on the host then (model_runner.py), which waits for
-their logits, and no step is made ahead (scheduler/ahead.py).
+Not for a step in which one row wants logprobs: all its rows are drawn on the host then (model_runner.py), which waits
+for their logits, and no step is made ahead (scheduler/ahead.py).
 """
 
 from collections.abc import Sequence

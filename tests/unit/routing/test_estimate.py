@@ -120,7 +120,7 @@ def test_an_answer_without_a_limit_is_taken_for_256_tokens() -> None:
 
 
 def test_a_prompt_and_answer_larger_than_the_pool_wait_for_all_that_is_held_and_no_longer() -> None:
-    """1,000 + 256 of a pool of 1,008: the engine cuts the answer. Nothing is held: nothing to wait for. A tenth is held:
+    """1,000 + 256 of a pool of 1,008: the engine cuts the answer. Nothing is held: nothing to wait for. A tenth is:
     all of it must come free, in 256 steps of 0.1 s."""
     f = Fixture(
         replace(view("a", decode_step_s=0.1), pool_pages=63),
