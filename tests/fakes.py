@@ -31,7 +31,7 @@ class FakeDevice:
 
     def execute(self, plan: StepPlan) -> StepResult:
         cells = [(write.row, write.start + at) for write in plan.table_writes for at in range(len(write.slots))]
-        assert len(set(cells)) == len(cells), "a plan writes a position of the table twice, which a GPU does in any order"
+        assert len(set(cells)) == len(cells), "a plan writes a position of the table twice: a GPU keeps either"
         for write in plan.table_writes:
             self._write_table(write)
         self._sampled = self._extend(plan) if isinstance(plan, ExtendPlan) else self._decode(plan)

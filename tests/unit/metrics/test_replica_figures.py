@@ -83,16 +83,10 @@ def test_what_an_engine_did_is_counted() -> None:
     assert scrape(engine.stats()).total("cache_evicted_tokens_total", reason="flush") > 0
 
 
-def test_a_mixed_step_is_counted_and_its_rows_are_those_of_a_prefill_step() -> None:
-    """4 tokens of a; 6 of b beside one of a; then both decode."""
-    engine, _ = fake_engine()
-    engine.submit(ask("a", range(4), max_new_tokens=3))
-    engine.step()
-    engine.submit(ask("b", range(50, 56), max_new_tokens=2))
-    finish_all(engine)
-    seen = scrape(engine.stats(), engine.tallies())
-    assert seen.value("scheduler_mixed_steps_total") == 1
-    assert seen.values("scheduler_batch_tokens_sum", "phase") == {"prefill": 11, "decode": 2}
+def test_mixed_steps_are_counted_apart_from_the_phases() -> None:
+    """An engine brings one about in unit/scheduler/test_mixed.py: 11 tokens of three rows, all of them prefill."""
+    seen = scrape(dataclasses.replace(stats(), num_extend_steps=5, num_mixed_steps=3))
+    assert seen.value("scheduler_mixed_steps_total") == 3
 
 
 def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:
