@@ -29,6 +29,10 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Compile what the first greedy request would otherwise wait for."""
+        argmax(logits)
+
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[TokenIds, tuple[TokenLogprob | None, ...]]:
         """One token for each row, and its logprob where asked for.
 
