@@ -10,7 +10,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from benchmarks import hand_off, kernels, micro, offline, serving, transfer
+from benchmarks import hand_off, int8_products, kernels, micro, offline, serving, transfer
 from benchmarks.report import Row, publish
 from benchmarks.scale import FULL, QUICK
 
@@ -24,7 +24,7 @@ def run(part: str, options: argparse.Namespace) -> list[Row]:
             scale = QUICK if options.quick else FULL
             return offline.measure(options.model, num_threads=options.threads, scale=scale)
         case "kernels":
-            return kernels.measure(options.threads)
+            return [*kernels.measure(options.threads), *int8_products.measure(options.threads)]
         case "transfer":
             return transfer.measure(quick=options.quick)
         case "hand_off":

@@ -125,7 +125,15 @@ class RowParallelLinear(_Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in / tp] -> [T, out]."""
-        return self._tp.all_reduce(self.matmul(x))
+        part = self.matmul(x)
+        if self._tp.size == 1 or isinstance(self.matmul, Matmul):
+            return self._tp.all_reduce(part)
+        # An all-reduce adds each piece of its buffer in an order of its own, so a row's bits hang on its place among
+        # others; in int8 the last bit may round an activation the other way, and change the answer
+        total, *others = torch.split(self._tp.all_gather(part, dim=0), len(part))
+        for other in others:
+            total += other
+        return total
 
 
 def _key(name: str, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Every family in int8 is the fp32 model of its rounded weights and activations: biases, norms, tied tables included."""
+"""Every family in int8 is the fp32 model of its rounded weights and activations, biases, norms and tied tables too."""
 
 from pathlib import Path
 from typing import Any
