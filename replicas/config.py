@@ -58,7 +58,7 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm on each query and key head (Qwen3)
     eos_ids: tuple[int, ...]
     dtype: DType  # compute and weight dtype
-    quantization: Quantization = "none"  # int8: weights per output channel, activations per token
+    quantization: Quantization = "none"  # int8: weights and activations of products, a scale for 32 of either
 
     def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
         """Bytes of one token's K and V on one rank, all layers, scales included (SPEC A06, MHA); heads are replicated
