@@ -24,11 +24,10 @@ from replicas.attention.base import BatchMeta, KvPool
 from replicas.attention.fence import Fence
 from replicas.attention.page_lists import Ints, page_bounds, page_indices
 from replicas.attention.triton_paged import store_kv
+from replicas.attention.workspace import num_sms, workspace_bytes
 from replicas.errors import InvalidConfig
 from replicas.prefix_group import PrefixGroup
 
-WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; shared by all wrappers, which run one after the other
-INT_WORKSPACE_BYTES = 8 << 20  # of each wrapper, by its constructor
 HEAD_DIMS = (64, 128, 256)
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores decode; the other kernel knows 1, 2, 3, 4 and 8
 
@@ -36,11 +35,19 @@ TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores decode;
 class FlashInferAttention:
     """AttentionBackend over a pool in fp16 or bf16.
 
+    Args:   graph_rows: of the largest decode step in a CUDA graph.
     Raises: InvalidConfig for what its kernels do not know (the Triton backend does).
     """
 
     def __init__(
-        self, pool: KvPool, *, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+        self,
+        pool: KvPool,
+        *,
+        dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        graph_rows: int = 0,
     ) -> None:
         keys = pool.get_key_buffer(0)
         reason = why_not(keys.dtype, dtype=dtype, head_dim=head_dim)
@@ -49,7 +56,14 @@ class FlashInferAttention:
         self._pool, self._dtype, self._device = pool, dtype, keys.device
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._tensor_cores = num_heads // num_kv_heads >= TENSOR_CORE_GROUP
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        num_bytes = workspace_bytes(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            graph_rows=graph_rows,
+            num_sms=num_sms(self._device),
+        )
+        self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)  # of all, one after the other
         self._extend = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         self._group = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         self._eager = flashinfer.BatchDecodeWithPagedKVCacheWrapper(

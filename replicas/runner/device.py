@@ -24,7 +24,8 @@ def measure_hardware() -> Hardware:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Free bytes of a CUDA device now."""
+    """Free bytes of a CUDA device now; what PyTorch keeps for later counts as free."""
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return int(free)
 

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BYTES_PER_GRAPH = 16 << 20  # the driver's own, and an attention wrapper's 8 MiB; a guess, never measured
+CUBLAS_BYTES = 32 << 20  # cuBLAS's workspace of a stream, on Hopper; a stream more than a step without graphs has
 WARM_UP_RUNS = 2  # before a capture: libraries allocate in their first runs
 
 Forward = Callable[[DeviceBatch], Tensor]  # a step that attention has begun -> logits [B, V]
@@ -58,16 +59,17 @@ class DecodeGraphs:
         """Record ``forward`` at every size, the largest first, whose memory the others use again."""
         started_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
+        # One stream for all: cuBLAS keeps a workspace for each stream that it has seen.
+        stream = torch.cuda.Stream(self._staging.device)  # type: ignore[no-untyped-call]
         for size in reversed(self.sizes):
             batch = self.fill(idle_plan(size))
-            stream = torch.cuda.Stream(self._staging.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_RUNS):
                     forward(batch)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._logits[:size].copy_(forward(batch))
             self._graphs[size] = graph
         capture_s = time.monotonic() - started_s
@@ -101,10 +103,10 @@ def graph_bytes(
     max_rows: int, *, vocab_size: int, hidden_size: int, intermediate_size: int, num_heads: int, head_dim: int
 ) -> int:
     """Device memory to leave for the graphs of a rank: logits (held, made, and in the model's dtype), what the largest
-    batch needs within a layer, and what each graph takes for itself."""
+    batch needs within a layer, what each graph takes for itself, and the workspace of the stream they share."""
     sizes = graph_sizes(max_rows)
     per_row = 12 * vocab_size + 4 * (6 * hidden_size + 3 * intermediate_size + 48 * num_heads * head_dim)
-    return sizes[-1] * per_row + len(sizes) * BYTES_PER_GRAPH
+    return sizes[-1] * per_row + len(sizes) * BYTES_PER_GRAPH + CUBLAS_BYTES
 
 
 def idle_plan(size: int) -> DecodePlan:

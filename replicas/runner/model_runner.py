@@ -17,6 +17,7 @@ from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.attention.registry import make_attention
+from replicas.attention.workspace import num_sms
 from replicas.config import EngineConfig
 from replicas.memory import sizing
 from replicas.memory.pool import MHATokenToKVPool
@@ -25,8 +26,9 @@ from replicas.memory.table import ROW_SLACK
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
 from replicas.runner import batch as batches
+from replicas.runner import set_aside
 from replicas.runner.device import free_device_bytes
-from replicas.runner.graphs import SIZES, DecodeGraphs, GraphAttention, graph_bytes
+from replicas.runner.graphs import DecodeGraphs, GraphAttention
 from replicas.runner.pending import PendingTokens
 from replicas.runner.sampler import Sampler
 from replicas.runner.staging import Staging
@@ -68,6 +70,7 @@ class ModelRunner:
             num_kv_heads=self.pool.num_kv_heads,
             head_dim=config.model.head_dim,
             num_threads=config.num_threads,
+            graph_rows=set_aside.graph_rows(config, tp.size),
         )
         self._sampler = Sampler(config.model.vocab_size, self.device)
         self._sampled: Tensor | None = None  # [S] of the step launched last; rank 0 only
@@ -139,36 +142,17 @@ class ModelRunner:
 
     def _size_pool(self, free_before: int) -> sizing.PoolSize:
         config, cache = self._config, self._config.cache
-        left = self._free_bytes(self.weight_bytes) - self._graph_bytes()
+        left = self._free_bytes(self.weight_bytes) - set_aside.bytes_for_graphs(config, self.tp.size)
+        left -= set_aside.bytes_for_attention(config, self.tp.size, num_sms=num_sms(self.device))
         kv_bytes = self.tp.min_int(sizing.kv_bytes(free_before, left, cache.mem_fraction_static))
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
+        kv_bytes -= set_aside.bytes_for_table(config, kv_bytes, cell_bytes)
         return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
-
-    @property
-    def _graph_rows(self) -> int:
-        """The largest batch to capture CUDA graphs for; 0 where there are none. Not with more ranks than one: that
-        collectives can be captured has been tried nowhere yet."""
-        if self.device.type != "cuda" or self.tp.size > 1 or not self._config.cuda_graphs:
-            return 0
-        limit = self._config.scheduler.max_running_requests
-        return SIZES[-1] if limit is None else min(limit, SIZES[-1])
-
-    def _graph_bytes(self) -> int:
-        model = self._config.model
-        if not self._graph_rows:
-            return 0
-        return graph_bytes(
-            self._graph_rows,
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_heads=model.num_heads,
-            head_dim=model.head_dim,
-        )
 
     def _capture_graphs(self) -> None:
         """Record decode steps, where the device and its attention backend can."""
-        if not self._graph_rows:
+        rows = set_aside.graph_rows(self._config, self.tp.size)
+        if not rows:
             if self.device.type == "cuda" and self._config.cuda_graphs and self.tp.rank == 0:
                 log.info("CUDA graphs: none, there are %d ranks, and they need one", self.tp.size)
             return
@@ -179,7 +163,7 @@ class ModelRunner:
             self._attention,
             self.table,
             self._staging,
-            max_rows=self._graph_rows,
+            max_rows=rows,
             vocab_size=self._config.model.vocab_size,
         )
         graphs.capture(self._forward_begun)

@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from replicas.attention import registry
+from replicas.errors import InvalidConfig
+from replicas.memory.pool import MHATokenToKVPool
 from tests.attention_steps import Step
-from tests.gpu import triton_or_skip  # noqa: F401  the backend stores K and V by a kernel of Triton's
 from tests.gpu.device_steps import DEVICE, device_step, error, share
+from tests.gpu.triton_or_skip import triton_paged  # with one of whose kernels the backend stores K and V
 
 REAL = importlib.util.find_spec("flashinfer") is not None
 CALLS: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = []  # class, method, arguments of every call
@@ -97,7 +100,8 @@ def flashinfer_attention(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
-    monkeypatch.setattr(module, "WORKSPACE_BYTES", 1 << 10 if DEVICE == "cpu" else module.WORKSPACE_BYTES)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(module, "workspace_bytes", lambda **shape: 1 << 10)
     CALLS.clear()
     yield module
     sys.modules.pop(name, None)
@@ -153,6 +157,36 @@ def test_it_says_which_pools_it_does_not_know(flashinfer_attention: Any) -> None
         "wants queries in the dtype of K and V, which is bfloat16, not in float32"
     )
     assert why_not(half, dtype=half, head_dim=80) == "knows heads of 64, 128, 256 dimensions, not 80"
+
+
+def test_auto_takes_triton_where_flashinfer_fails_in_its_trial_step(
+    flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trial is a mixed step with a group, so that every kernel and the merge is there before the first request."""
+    pool = MHATokenToKVPool(2, 4, 1, 2, 64, torch.float16, DEVICE)
+    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    chosen = registry._flashinfer_if_it_runs(pool, torch.float16, shape, 0)
+    assert isinstance(chosen, flashinfer_attention.FlashInferAttention)
+    if DEVICE == "cpu":
+        assert [method for _, method, _, _ in CALLS].count("run") == 3
+        assert CALLS[-1][0] == "merge_state"
+
+    def no_compiler(self: object, batch: object) -> None:
+        raise RuntimeError("nvcc is not there")
+
+    monkeypatch.setattr(flashinfer_attention.FlashInferAttention, "begin", no_compiler)
+    chosen = registry._flashinfer_if_it_runs(pool, torch.float16, shape, 0)
+    assert isinstance(chosen, triton_paged.TritonAttention)
+    assert "triton, since flashinfer failed in a trial step: RuntimeError: nvcc is not there" in caplog.text
+
+
+def test_a_pool_on_a_cpu_is_refused() -> None:
+    pool = MHATokenToKVPool(2, 4, 1, 2, 64, torch.float16, "cpu")
+    for name in ("flashinfer", "triton"):
+        with pytest.raises(InvalidConfig, match=f"{name} runs on a GPU"):
+            registry.make_attention(
+                name, pool, dtype=torch.float16, num_heads=8, num_kv_heads=2, head_dim=64, num_threads=1
+            )
 
 
 @pytest.mark.skipif(not REAL, reason="flashinfer is not installed; its signatures cannot be held against our calls")

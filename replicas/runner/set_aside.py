@@ -1,0 +1,64 @@
+"""What a rank on a GPU leaves of its device for other things when it sizes the KV pool. Nothing of it on a CPU.
+
+Owns:      which of the formulas (runner/graphs.py, attention/workspace.py) count under which settings.
+Never:     allocates.
+Invariant: FlashInfer is counted where `attention` may choose it, installed or not: what is chosen needs the pool.
+"""
+
+import torch
+
+from replicas.attention.workspace import attention_bytes
+from replicas.config import EngineConfig
+from replicas.memory import sizing
+from replicas.memory.table import ROW_SLACK
+from replicas.runner.graphs import SIZES, graph_bytes
+
+HALVES = ("float16", "bfloat16")
+
+
+def graph_rows(config: EngineConfig, num_ranks: int) -> int:
+    """The largest batch to capture CUDA graphs for; 0 where there are none. Not with more ranks than one: that
+    collectives can be captured has been tried nowhere yet."""
+    if config.device != "cuda" or num_ranks > 1 or not config.cuda_graphs:
+        return 0
+    limit = config.scheduler.max_running_requests
+    return SIZES[-1] if limit is None else min(limit, SIZES[-1])
+
+
+def bytes_for_graphs(config: EngineConfig, num_ranks: int) -> int:
+    rows, model = graph_rows(config, num_ranks), config.model
+    if not rows:
+        return 0
+    return graph_bytes(
+        rows,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_heads=model.num_heads,
+        head_dim=model.head_dim,
+    )
+
+
+def bytes_for_attention(config: EngineConfig, num_ranks: int, *, num_sms: int) -> int:
+    """Of FlashInfer; Triton's backend keeps nothing between steps."""
+    model = config.model
+    if config.device != "cuda" or config.attention not in ("auto", "flashinfer") or config.kv_dtype not in HALVES:
+        return 0
+    return attention_bytes(
+        num_heads=model.num_heads // num_ranks,
+        num_kv_heads=max(1, model.num_kv_heads // num_ranks),
+        head_dim=model.head_dim,
+        graph_rows=graph_rows(config, num_ranks),
+        num_sms=num_sms,
+        max_pages=-(-(model.context_len + ROW_SLACK) // config.cache.page_size),
+    )
+
+
+def bytes_for_table(config: EngineConfig, kv_bytes: int, cell_bytes: int) -> int:
+    """Of the ReqToTokenPool beside a pool of at most ``kv_bytes``: a row more than requests, a number a position."""
+    if config.device != "cuda":
+        return 0
+    context_len, cap = config.model.context_len, config.cache.max_total_tokens
+    tokens = kv_bytes // cell_bytes if cap is None else min(kv_bytes // cell_bytes, cap)
+    rows = sizing.max_running_requests(tokens, context_len, config.scheduler.max_running_requests)
+    return torch.int32.itemsize * (rows + 1) * (context_len + ROW_SLACK)
