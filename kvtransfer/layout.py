@@ -88,8 +88,8 @@ class KvLayout:
         differing = self.differences(theirs, may_differ=MAY_DIFFER)
         if differing:
             raise IncompatibleLayout(
-                f"KV pages cannot be exchanged: {differing}. Serve the same model with the same dtype and "
-                "page size on prefill and decode replicas"
+                f"KV pages cannot be exchanged: {differing}. Serve the same model with the same model.dtype, "
+                "model.quantization, cache.kv_dtype and cache.page_size on prefill and decode replicas"
             )
         if max(self.tp, theirs.tp) % min(self.tp, theirs.tp):
             raise IncompatibleLayout(

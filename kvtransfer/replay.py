@@ -54,7 +54,7 @@ class ReplaySnapshot:
     top_logprobs: int
     prompt_logprobs_from: int | None  # None once they were delivered
     meta: PayloadMeta  # token_range is [0, n)
-    kv: Payload  # uint8 [L, 2, n, K, D * item_bytes] of the first n of prompt + output
+    kv: Payload  # uint8 [L, 2, n, K, token_bytes] of the first n of prompt + output
 
     def __post_init__(self) -> None:
         num_ids = len(self.prompt_ids) + len(self.output_ids)

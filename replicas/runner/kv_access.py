@@ -33,7 +33,7 @@ class WriteKv:
     """Every rank takes its heads of ``payload`` into ``slots``."""
 
     slots: Slots  # [n]
-    payload: Payload  # [L, 2, n, K, D * item_bytes]
+    payload: Payload  # [L, 2, n, K, token_bytes]
 
 
 KvOrder = ReadKv | WriteKv

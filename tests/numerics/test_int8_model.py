@@ -1,4 +1,4 @@
-"""SmolLM2 with weights and activations in int8: as good as is stated, and the same answer on every path."""
+"""SmolLM2 with weights and activations in int8: how good, and one answer for misses, hits, chunks and company."""
 
 from collections.abc import Iterator
 from dataclasses import replace
