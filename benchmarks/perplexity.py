@@ -1,7 +1,7 @@
 """How well an engine predicts a text: what a change of number formats costs, in one number.
 
-Owns:      the text: after the opening of Lewis Carroll's "Alice's Adventures in Wonderland" (1865, public domain); its words
-           are not held against an edition.
+Owns:      the text: after the opening of Lewis Carroll's "Alice's Adventures in Wonderland" (1865, public
+           domain), typed and not held against an edition.
 Never:     starts an engine or a thread: the caller's thread steps the engine.
 """
 
