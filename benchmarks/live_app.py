@@ -97,13 +97,14 @@ def stop(process: subprocess.Popen[bytes], *, within_s: float = STOP_S) -> None:
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Path, says: str, urls: Sequence[str]) -> None:
     deadline_s = time.monotonic() + START_S
-    while says not in log.read_text() or not all(_answers(url) for url in urls):
+    while says not in log.read_text() or not all(answers(url) for url in urls):
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise RuntimeError(f"the application did not start:\n{log.read_text()}")
         time.sleep(0.2)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Somebody is there, speaks HTTP and is content."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

@@ -10,11 +10,11 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.live_app import answers
 
 POLL_S = 0.25
 STOP_S = 8.0  # some finish what they have first; then they are killed
@@ -73,20 +73,12 @@ def last_line(log: Path) -> str:
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, start_s: float) -> None:
     deadline_s = time.monotonic() + start_s
-    while not _answers(url):
+    while not answers(url):
         if process.poll() is not None:
             raise ServerFailed(f"ended with {process.returncode} while it started; its log ends: {last_line(log)}")
         if time.monotonic() > deadline_s:
             raise ServerFailed(f"was not ready after {start_s:.0f} s; its log ends: {last_line(log)}")
         time.sleep(POLL_S)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
