@@ -3,18 +3,20 @@
     python -m benchmarks.gpu [--tiny] [--json FILE]
 
 Limits are measured first: bytes a second of a large copy (read and written), bf16 operations a second of a square
-product. A decode step reads all weights and the K and V of its contexts once: the limit is those bytes over the first.
+product. A decode step reads the weights (of an embedding that is not also the head, only a few rows) and the K and V of
+its contexts once: the limit is those bytes over the first. ``decode drawn``: the same, temperature 1 and top-p 0.9.
 A prefill multiplies every token with all weights: the limit is 2 x parameters x tokens over the second.
-``--tiny``: small shapes in fp32 on whatever device there is, to see that the benchmark itself works.
+``--tiny``: small shapes and a small pool on whatever device there is, to see that the benchmark itself works.
 """
 
 import argparse
+import gc
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,8 @@ from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow
 from replicas.types import SamplingParams
 
 REPEATS = 10
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9)  # whole rows are sorted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class Row:
     """One measurement."""
 
     model: str
-    what: str  # decode or prefill
+    what: str  # decode, decode drawn, prefill
     batch: int
     context: int
     step_s: float  # median, until the tokens are on the host
@@ -59,12 +63,15 @@ def main() -> None:
     if device.type == "cpu" and not args.tiny:
         raise SystemExit("no GPU is here; --tiny checks the benchmark itself on a CPU")
     limits = measure_limits(device, size=256 if args.tiny else 8192)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the limits' tensors
     print(f"copy {limits.bytes_per_s / 1e9:,.0f} GB/s, product {limits.flop_per_s / 1e12:,.1f} TFLOP/s")
     rows = []
     batches, contexts, prompt = ((1, 4), (16, 64), 64) if args.tiny else ((1, 16, 64, 256), (1024, 8192), 8192)
     for shape in (TINY,) if args.tiny else SHAPES:
         runner = make_runner(shape, device, max_running=max(batches), max_len=max(contexts) + 64)
-        cases = [("decode", batch, context) for context in contexts for batch in batches] + [("prefill", 1, prompt)]
+        cases = [("decode", batch, context) for context in contexts for batch in batches]
+        cases += [("decode drawn", batch, contexts[0]) for batch in batches] + [("prefill", 1, prompt)]
         for what, batch, context in cases:
             if batch * context > runner.pool_size.num_tokens - batch * runner.pool.page_size:
                 print(f"{shape.name} {what} batch {batch} context {context}: the pool is too small")
@@ -72,6 +79,7 @@ def main() -> None:
             rows.append(measure(shape, runner, limits, what, batch, context))
             print(describe(rows[-1]), flush=True)
         del runner
+        gc.collect()  # the model and its runner know each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if args.json:
@@ -90,8 +98,15 @@ def measure_limits(device: torch.device, *, size: int) -> Limits:
 
 
 def measure(shape: Shape, runner: ModelRunner, limits: Limits, what: str, batch: int, context: int) -> Row:
-    """The median of REPEATS steps after two that warm up; every step is waited for, so nothing overlaps."""
-    plan = decode_plan(runner, batch, context) if what == "decode" else prefill_plan(runner, context)
+    """The median of REPEATS steps after two that warm up; every step is waited for, so nothing overlaps. The table is
+    written by a step before them, as it was when such requests came."""
+    plan: DecodePlan | ExtendPlan
+    if what == "prefill":
+        plan = prefill_plan(runner, context)
+    else:
+        plan = decode_plan(runner, batch, context, GREEDY if what == "decode" else DRAWN)
+        runner.launch(plan).result()
+        plan = replace(plan, table_writes=())
     steps, hosts = [], []
     for _ in range(REPEATS + 2):
         started_s = time.perf_counter()
@@ -100,9 +115,10 @@ def measure(shape: Shape, runner: ModelRunner, limits: Limits, what: str, batch:
         pending.result()
         steps.append(time.perf_counter() - started_s)
     step_s, host_s = statistics.median(steps[2:]), statistics.median(hosts[2:])
-    if what == "decode":
+    if what != "prefill":
         cell_bytes = runner.pool.page_bytes / runner.pool.page_size
-        least_s = (runner.weight_bytes + batch * context * cell_bytes) / limits.bytes_per_s
+        weights = runner.weight_bytes - (0 if shape.tied else shape.embedding_bytes(runner.pool.dtype))
+        least_s = (weights + batch * context * cell_bytes) / limits.bytes_per_s
         return Row(
             model=shape.name, what=what, batch=batch, context=context, step_s=step_s, host_s=host_s,
             share=least_s / step_s, tokens_per_s=batch / step_s,
@@ -114,7 +130,7 @@ def measure(shape: Shape, runner: ModelRunner, limits: Limits, what: str, batch:
     )  # fmt: skip
 
 
-def decode_plan(runner: ModelRunner, batch: int, context: int) -> DecodePlan:
+def decode_plan(runner: ModelRunner, batch: int, context: int, params: SamplingParams) -> DecodePlan:
     """``batch`` requests at the end of ``context`` tokens each, on pages of their own that hold zeros."""
     page_size = runner.pool.page_size
     per_request = math.ceil(context / page_size) * page_size
@@ -125,7 +141,7 @@ def decode_plan(runner: ModelRunner, batch: int, context: int) -> DecodePlan:
         token_ids=np.ones(batch, np.int32),
         seq_lens=np.full(batch, context, np.int32),
         slots=slots[:, context - 1].copy(),
-        sampling=tuple(_greedy(context) for _ in range(batch)),
+        sampling=tuple(_sampling(context, params) for _ in range(batch)),
     )
 
 
@@ -134,20 +150,20 @@ def prefill_plan(runner: ModelRunner, num_tokens: int) -> ExtendPlan:
     slots = runner.pool.page_size + np.arange(num_tokens, dtype=np.int32)
     ids = np.arange(num_tokens, dtype=np.int32) % 100
     row = ExtendRow(row=1, token_ids=ids, prefix_len=0, slots=slots, sample=True)
-    return ExtendPlan(table_writes=(TableWrite(1, 0, slots),), rows=(row,), sampling=(_greedy(num_tokens),))
+    return ExtendPlan(table_writes=(TableWrite(1, 0, slots),), rows=(row,), sampling=(_sampling(num_tokens, GREEDY),))
 
 
 def describe(row: Row) -> str:
     return (
-        f"{row.model:14} {row.what:8} batch {row.batch:4} context {row.context:6}: {row.step_s * 1e3:9.3f} ms, "
+        f"{row.model:14} {row.what:12} batch {row.batch:4} context {row.context:6}: {row.step_s * 1e3:9.3f} ms, "
         f"{row.share:5.0%} of the limit, {row.tokens_per_s:10,.0f} tokens/s, host {row.host_s * 1e3:7.3f} ms"
     )
 
 
-def _greedy(position: int) -> SampleRow:
+def _sampling(position: int, params: SamplingParams) -> SampleRow:
     none = np.empty(0, np.int32)
     return SampleRow(
-        params=SamplingParams(temperature=0.0), position=position, num_output=0, stop_ids=frozenset(),
+        params=params, position=position, num_output=0, stop_ids=frozenset(),
         prompt_ids=none, output_ids=none,
     )  # fmt: skip
 

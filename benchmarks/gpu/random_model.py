@@ -43,6 +43,10 @@ class Shape:
         hidden, heads = self.hidden_size, self.num_heads + self.num_kv_heads
         return self.num_layers * (2 * hidden * heads * self.head_dim + 3 * hidden * self.intermediate_size)
 
+    def embedding_bytes(self, dtype: torch.dtype) -> int:
+        """Of the embedding table, which a step that does not use it as the head hardly reads."""
+        return self.vocab_size * self.hidden_size * dtype.itemsize
+
 
 SHAPES = (
     Shape(
@@ -87,6 +91,6 @@ def _config(shape: Shape, device: torch.device, *, max_running: int, max_len: in
     return resolve(
         model,
         Hardware(device="cuda" if device.type == "cuda" else "cpu", num_cpus=1, available_memory_bytes=free),
-        cache=CacheConfig(max_total_tokens=None if device.type == "cuda" else 4096),
+        cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None),
         scheduler=SchedulerConfig(max_running_requests=max_running),
     )
