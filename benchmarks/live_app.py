@@ -21,6 +21,7 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+HOST = "127.0.0.1"
 START_S = 240.0
 STOP_S = 60.0
 ANNOUNCED = "Try it:"  # in its log once every application runs, which an answer of one replica does not say
@@ -54,11 +55,11 @@ def running(
     Yields, raises: as `serving`.
     """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((HOST, 0))
         port = int(probe.getsockname()[1])
     config = {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
+        "http_options": {"host": HOST, "port": port},
         "applications": list(applications),
     }
     own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -72,8 +73,8 @@ def running(
                 start_new_session=True,
             )  # fmt: skip
         try:
-            _wait_ready(process, log, says, [f"http://127.0.0.1:{port}{path}" for path in answers_at])
-            yield f"http://127.0.0.1:{port}"
+            _wait_ready(process, log, says, [f"http://{HOST}:{port}{path}" for path in answers_at])
+            yield f"http://{HOST}:{port}"
         finally:
             stop(process)
 

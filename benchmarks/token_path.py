@@ -201,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parse.add_argument("--proxy", choices=list(PROXIES), action="append", help="only behind this one")
     parse.add_argument("--json", metavar="OUT", help="also write JSON here")
     options = parse.parse_args(argv)
-    proxies, why_not = proxies_of(options.proxy, haproxy.unusable(os.environ))
+    unusable = haproxy.unusable(haproxy.found(os.environ), host=live_app.HOST)
+    proxies, why_not = proxies_of(options.proxy, unusable)
     if not proxies:
         parse.error(f"--proxy HAProxy cannot be measured here: {why_not}")
     if why_not:

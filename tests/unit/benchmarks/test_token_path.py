@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.token_alone import Alone
-from benchmarks.token_path import Path, Spent, proxies_of, rows_of
+from benchmarks.token_path import Path, Spent, main, proxies_of, rows_of
 from benchmarks.token_source import PacedSteps
+from deployments import haproxy
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, SampleRow
 from replicas.types import SamplingParams
 
@@ -70,3 +71,12 @@ def test_where_haproxy_cannot_be_had_nothing_is_called_by_its_name() -> None:
     assert proxies_of(None, "none found") == (["Serve's proxy"], "none found")
     assert proxies_of(["HAProxy"], "none found") == ([], "none found")
     assert proxies_of(["Serve's proxy"], "none found") == (["Serve's proxy"], "")
+
+
+def test_who_asks_for_haproxy_where_there_is_none_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(haproxy, "found", lambda environ: "")
+    with pytest.raises(SystemExit):
+        main(["--proxy", "HAProxy"])
+    assert "--proxy HAProxy cannot be measured here: no HAProxy was found: install ray[serve]" in capsys.readouterr().err
