@@ -26,13 +26,13 @@ class Agreement:
     """Of two engines' greedy answers to the same prompts."""
 
     equal_share: float  # of all tokens
-    first_difference: float  # mean index of the first token that differs; the length where none does
+    first_differences: tuple[int, ...]  # of each answer the first token that differs; its length where none does
 
     @classmethod
     def of(cls, ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> "Agreement":
         equal = [[a == b for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
-        firsts = [row.index(False) if False in row else len(row) for row in equal]
-        return cls(sum(map(sum, equal)) / sum(map(len, equal)), statistics.mean(firsts))
+        firsts = tuple(row.index(False) if False in row else len(row) for row in equal)
+        return cls(sum(map(sum, equal)) / sum(map(len, equal)), firsts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,7 +54,7 @@ def measure(num_prompts: int, num_threads: int) -> list[Row]:
         Row.of(section, "perplexity, fp32", [exact], ""),
         Row.of(section, "perplexity, int8", [rounded], "", target="within 1 %", note=f"{rounded / exact - 1:+.2%}"),
         Row.of(section, "equal greedy tokens", [100 * agreement.equal_share], "%"),
-        Row.of(section, "first difference, mean", [agreement.first_difference], "tokens"),
+        Row.of(section, "first difference, mean", [statistics.mean(agreement.first_differences)], "tokens"),
     ]
 
 

@@ -7,12 +7,14 @@ pool. Speed is measured by `python -m benchmarks.kernels`.
 import argparse
 from collections.abc import Sequence
 
+from benchmarks import driver
+from benchmarks.accuracy import Agreement
 from benchmarks.perplexity import perplexity, text_ids
 from benchmarks.report import Row, publish
 from replicas.config import CacheConfig, KvDType
 from replicas.engine import Engine
 from replicas.launch import load_engine
-from replicas.types import GenerateRequest, SamplingParams, TokenIds
+from replicas.types import TokenIds
 from tests.embedded import MODEL
 
 KV_DTYPES: tuple[KvDType, ...] = ("float32", "bfloat16", "int8", "fp8")
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure() -> list[Row]:
     section, rows = "perplexity and greedy answers by cache.kv_dtype", []
     exact: float = 0.0
-    wanted: list[list[int]] = []
+    wanted: Sequence[Sequence[int]] = ()
     for kv_dtype in KV_DTYPES:
         engine = load_engine(
             MODEL, cache=CacheConfig(kv_dtype=kv_dtype, max_total_tokens=8192), context_len=2048
@@ -37,7 +39,7 @@ def measure() -> list[Row]:
         found, answers = perplexity(engine, ids), greedy(engine, ids)
         engine.close()
         exact, wanted = exact or found, wanted or answers
-        agreed = [agreement(mine, theirs) for mine, theirs in zip(answers, wanted, strict=True)]
+        agreed = Agreement.of(answers, wanted).first_differences
         note = f"{100 * (found / exact - 1):+.3f} %"
         rows.append(Row.of(section, f"{kv_dtype}: perplexity of {len(ids):,} tokens", [found], "", note=note))
         name = f"{kv_dtype}: tokens of {ANSWER_LEN} before the first that differs"
@@ -45,22 +47,10 @@ def measure() -> list[Row]:
     return rows
 
 
-def greedy(engine: Engine, ids: TokenIds) -> list[list[int]]:
+def greedy(engine: Engine, ids: TokenIds) -> Sequence[Sequence[int]]:
     """Answers to beginnings of the text, one after the other in it."""
-    made: dict[str, list[int]] = {str(i): [] for i in range(NUM_ANSWERS)}
-    sampling = SamplingParams(max_new_tokens=ANSWER_LEN, temperature=0.0, ignore_eos=True)
-    for i, rid in enumerate(made):
-        prompt = ids[i * PROMPT_LEN : (i + 1) * PROMPT_LEN]
-        engine.submit(GenerateRequest(rid=rid, token_ids=prompt, sampling=sampling))
-    while engine.has_work:
-        for delta in engine.step():
-            made[delta.rid] += delta.token_ids
-    return list(made.values())
-
-
-def agreement(mine: list[int], theirs: list[int]) -> int:
-    """Leading tokens that are equal."""
-    return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine))
+    prompts = [ids[i * PROMPT_LEN : (i + 1) * PROMPT_LEN].tolist() for i in range(NUM_ANSWERS)]
+    return driver.decode(engine, prompts, ANSWER_LEN).token_ids
 
 
 if __name__ == "__main__":

@@ -46,12 +46,18 @@ def measure(model: str, threads: int) -> list[Row]:
 
 
 def start(model: str, threads: int, cache_folder: str) -> tuple[float, dict[str, float]]:
-    """Seconds of a process that loads the engine and ends, and of its phases. Kernels are kept in ``cache_folder``."""
+    """Seconds of a process that loads the engine and ends, and of its phases. Kernels are kept in ``cache_folder``.
+
+    Raises: RuntimeError with what the process wrote, when it fails.
+    """
     started_s = time.perf_counter()
     command = [sys.executable, "-c", PROGRAM, model, str(threads)]
     environment = {**os.environ, "NUMBA_CACHE_DIR": cache_folder}
-    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-    return time.perf_counter() - started_s, json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    took_s = time.perf_counter() - started_s
+    if done.returncode:
+        raise RuntimeError(f"the engine did not start (exit status {done.returncode}); it wrote:\n{done.stderr}")
+    return took_s, json.loads(done.stdout.splitlines()[-1])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from kvtransfer.errors import IncompatibleLayout
 from kvtransfer.layout import KvLayout
 
-# uint8 [L, 2, n, K, token_bytes]: for each layer its K, then its V, of n tokens in order (SPEC H10); a token's and head's
-# numbers are followed by their scale where the layout's dtype is scaled
+# uint8 [L, 2, n, K, token_bytes]: for each layer its K, then its V, of n tokens in order (SPEC H10); where the layout's
+# dtype is scaled, the scale of each token and head follows its own numbers
 Payload = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset
 
