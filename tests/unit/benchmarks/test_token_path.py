@@ -79,4 +79,4 @@ def test_who_asks_for_haproxy_where_there_is_none_is_refused_before_anything_sta
     monkeypatch.setattr(haproxy, "found", lambda environ: "")
     with pytest.raises(SystemExit):
         main(["--proxy", "HAProxy"])
-    assert "--proxy HAProxy cannot be measured here: no HAProxy was found: install ray[serve]" in capsys.readouterr().err
+    assert "--proxy HAProxy cannot be measured here: no HAProxy was found: install" in capsys.readouterr().err
