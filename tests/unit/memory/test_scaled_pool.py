@@ -1,9 +1,12 @@
 """Pools of int8 and 8-bit floats: a scale for each token and head, and pages that stay one run of bytes."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
+from kvtransfer.layout import KvLayout, head_slices
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import kv_pool
 
@@ -84,3 +87,46 @@ def test_pages_move_with_their_scales(kv_dtype: str) -> None:
 def test_bytes_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(2, 2, 1, 3, 12\) uint8 is wanted for 1 slots, got \(2, 2, 1, 3, 8\)"):
         pool("int8").write_slots(np.array([1], dtype=np.int32), torch.zeros(2, 2, 1, 3, 8, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize(("ranks", "others"), [(1, 3), (3, 1), (2, 6), (6, 2)])
+def test_pages_between_unequal_ranks_move_heads_with_their_scales(kv_dtype: str, ranks: int, others: int) -> None:
+    """6 heads; pages of 7 tokens, so that a head's block of numbers is no power of two."""
+    heads, head_dim, page_size, num_pages = 6, 16, 7, 3
+    slots = torch.arange((num_pages + 1) * page_size)
+
+    def layout(tp: int) -> KvLayout:
+        return KvLayout(
+            model="m", architecture="MHA", num_layers=2, num_kv_heads=heads, head_dim=head_dim, dtype=kv_dtype,
+            item_bytes=2 if kv_dtype == "bfloat16" else 1, page_size=page_size, tp=tp,
+        )  # fmt: skip
+
+    def pools(tp: int) -> list[MHATokenToKVPool]:
+        made = [
+            kv_pool(
+                kv_dtype, num_pages=num_pages, page_size=page_size, num_layers=2, num_kv_heads=heads // tp,
+                head_dim=head_dim, device="cpu",
+            )
+            for _ in range(tp)
+        ]  # fmt: skip
+        assert made[0].page_bytes == layout(tp).page_bytes
+        return made
+
+    def read(parts: list[MHATokenToKVPool], layer: int) -> torch.Tensor:
+        return torch.cat([torch.stack(part.read_kv(layer, slots)) for part in parts], dim=2)  # [2, n, heads, D]
+
+    source, target = pools(ranks), pools(others)
+    share = heads // ranks
+    for layer in range(2):
+        k, v = torch.randn(2, len(slots), heads, head_dim) * 10.0**layer
+        for rank, pool in enumerate(source):
+            mine = slice(rank * share, (rank + 1) * share)
+            pool.set_kv_buffer(layer, slots, k[:, mine], v[:, mine])
+    for (i, src), (j, dst) in itertools.product(enumerate(source), enumerate(target)):
+        src_pages, dst_pages = (pool.buffer.view(torch.uint8).view(num_pages + 1, -1) for pool in (src, dst))
+        for cut in head_slices(layout(ranks), i, layout(others), j):
+            run = src_pages[:, cut.src_offset : cut.src_offset + cut.num_bytes]
+            dst_pages[:, cut.dst_offset : cut.dst_offset + cut.num_bytes] = run
+    for layer in range(2):
+        assert torch.equal(read(target, layer), read(source, layer))
