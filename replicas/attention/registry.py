@@ -45,7 +45,7 @@ def make_attention(
     else:
         log.info("attention: %s, as the settings say", name)
     if name == "cpu":
-        from replicas.attention.cpu import CpuAttention  # numba: not where the GPU engine runs
+        from replicas.attention.cpu import CpuAttention
 
         return CpuAttention(pool, dtype=dtype, num_threads=num_threads, **shape)
     if name == "flashinfer":
@@ -64,7 +64,7 @@ def make_attention(
 def _choose(pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
     """The name of a backend, and the reason."""
     if pool.device.type == "cpu":
-        from replicas.attention import cpu  # numba: not where the GPU engine runs
+        from replicas.attention import cpu
 
         reason = cpu.why_not(pool, dtype=dtype, head_dim=head_dim)
         return ("cpu", "the fast one of this device") if reason is None else ("torch_native", f"slow: cpu {reason}")

@@ -3,7 +3,7 @@
 Queries of one KV head's group are rows of one tile, so that its keys and values are read once for all of them. Row r of
 a tile is token r // GROUP_ROWS, query head r % GROUP_ROWS of the group (GROUP_ROWS is the group's size up to a power of
 two). A part is the attention over some of the keys: its result, and the base-2 logarithm of the sum of its weights, by
-which parts are merged.
+which parts are merged. How many there are is an ordinary argument, so that another batch size compiles nothing.
 
 Source: Dao 2023 (arXiv:2307.08691); parts as in Flash-Decoding (Dao et al. 2023) and Hydragen (arXiv:2402.05099).
 """
@@ -51,16 +51,16 @@ def _attend(
     return out, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
 
 
-@triton.jit(do_not_specialize=["first_token", "first_request"])
+@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "parts"])
 def decode_parts(
     q, keys, values, table, rows, seq_lens, shared_lens, part_out, part_lse, first_token, first_request,
-    scale, q_stride, page_stride, head_stride, table_stride, num_heads,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CASCADE: tl.constexpr, PRECISION: tl.constexpr,
+    splits, parts, scale, q_stride, page_stride, head_stride, table_stride, num_heads,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, CASCADE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (b, kv head, split): one token of request b over its share of the keys, after what a group has read.
 
-    q [T, H, D]; part_out [B, H, PARTS, D] fp32, part_lse [B, H, PARTS]; shared_lens [B] keys that a group reads.
+    q [T, H, D]; part_out [B, H, parts, D] fp32, part_lse [B, H, parts]; shared_lens [B] keys that a group reads.
     """
     b, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = first_request + b
@@ -68,7 +68,7 @@ def decode_parts(
     begin = 0
     if CASCADE:
         begin = tl.load(shared_lens + b)
-    share = tl.cdiv(tl.cdiv(seq_len - begin, SPLITS), BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(seq_len - begin, splits), BLOCK) * BLOCK
     low = begin + split * share
     high = tl.minimum(low + share, seq_len)
     g, d = tl.arange(0, GROUP_ROWS), tl.arange(0, BLOCK_D)
@@ -81,27 +81,27 @@ def decode_parts(
         own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
         low, high, g, scale, page_stride, PAGE, D, BLOCK_D, GROUP_ROWS, BLOCK, False, PRECISION,
     )
-    part = (b * num_heads + head) * PARTS + split
+    part = (b * num_heads + head) * parts + split
     tl.store(part_lse + part, lse, mask=g < GROUP)
     tl.store(part_out + part[:, None] * D + d[None, :], out, mask=exists & (lse > float("-inf"))[:, None])
 
 
-@triton.jit(do_not_specialize=["first_token", "first_request"])
+@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "parts"])
 def group_parts(
     q, keys, values, table, rows, tiles, members, part_out, part_lse, first_token, first_request,
-    scale, q_stride, page_stride, head_stride, table_stride, num_heads,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    splits, parts, scale, q_stride, page_stride, head_stride, table_stride, num_heads,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head, split): up to TILE requests of a group over a share of what they have in common.
 
     tiles [N, 3]: first of its members, how many, keys in common. members [M]: indices of requests that decode.
-    Writes parts PARTS - SPLITS + split of each member.
+    Writes the last ``splits`` parts of each member.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
     length = tl.load(tiles + 3 * tile + 2)
-    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
     low = split * share
     high = tl.minimum(low + share, length)
     r, d = tl.arange(0, TILE * GROUP_ROWS), tl.arange(0, BLOCK_D)
@@ -117,21 +117,21 @@ def group_parts(
         own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
         low, high, r, scale, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, False, PRECISION,
     )
-    part = (b * num_heads + head) * PARTS + (PARTS - SPLITS) + split
+    part = (b * num_heads + head) * parts + (parts - splits) + split
     tl.store(part_lse + part, lse, mask=wanted)
     tl.store(part_out + part[:, None] * D + d[None, :], out, mask=exists & (lse > float("-inf"))[:, None])
 
 
-@triton.jit(do_not_specialize=["first_token"])
+@triton.jit(do_not_specialize=["first_token", "parts"])
 def merge_parts(
-    part_out, part_lse, out, first_token, num_heads,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    part_out, part_lse, out, first_token, parts, num_heads,
+    BLOCK_PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (b, head): the parts of one query as one result; out [T, H, D]."""
     b, head = tl.program_id(0), tl.program_id(1)
     p, d = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_D)
-    part = (b * num_heads + head) * PARTS + p
-    lse = tl.load(part_lse + part, mask=p < PARTS, other=float("-inf"))
+    part = (b * num_heads + head) * parts + p
+    lse = tl.load(part_lse + part, mask=p < parts, other=float("-inf"))
     weight = tl.exp2(lse - tl.max(lse, 0))  # some part is never empty: a token sees itself
     seen = (lse > float("-inf"))[:, None] & (d < D)[None, :]
     value = tl.load(part_out + part[:, None] * D + d[None, :], mask=seen, other=0.0)

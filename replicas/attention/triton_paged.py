@@ -139,17 +139,17 @@ class TritonAttention:
             part_lse[:, :, splits:] = -math.inf  # of requests in no group
             kernels.group_parts[(len(self._groups.tiles), shape.num_kv_heads, GROUP_SPLITS)](
                 q, keys, values, batch.table, batch.rows, self._groups.tiles, self._groups.members, part_out, part_lse,
-                *first, *common, **shape.constants(q.dtype), GROUP_ROWS=shape.group_rows, TILE=self._group_tile,
-                SPLITS=GROUP_SPLITS, PARTS=parts, BLOCK=block,
+                *first, GROUP_SPLITS, parts, *common, **shape.constants(q.dtype), GROUP_ROWS=shape.group_rows,
+                TILE=self._group_tile, BLOCK=block,
             )  # fmt: skip
         kernels.decode_parts[(size, shape.num_kv_heads, splits)](
-            q, keys, values, batch.table, batch.rows, batch.seq_lens, shared_lens, part_out, part_lse, *first, *common,
-            **shape.constants(q.dtype), GROUP_ROWS=max(16, shape.group_rows), SPLITS=splits, PARTS=parts, BLOCK=block,
+            q, keys, values, batch.table, batch.rows, batch.seq_lens, shared_lens, part_out, part_lse, *first, splits,
+            parts, *common, **shape.constants(q.dtype), GROUP_ROWS=max(16, shape.group_rows), BLOCK=block,
             CASCADE=self._groups is not None,
         )  # fmt: skip
         kernels.merge_parts[(size, shape.num_heads)](
-            part_out, part_lse, out, first[0], shape.num_heads, PARTS=parts,
-            BLOCK_PARTS=triton.next_power_of_2(parts), D=shape.head_dim, BLOCK_D=shape.block_d,
+            part_out, part_lse, out, first[0], parts, shape.num_heads,
+            BLOCK_PARTS=triton.next_power_of_2(MAX_SPLITS + parts - splits), D=shape.head_dim, BLOCK_D=shape.block_d,
         )  # fmt: skip
 
     def _numbers(self, q: Tensor, keys: Tensor, table: Tensor) -> tuple[float, int, int, int, int, int]:

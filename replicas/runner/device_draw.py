@@ -14,7 +14,7 @@ Not for a step in which one row wants logprobs: all its rows are drawn on the ho
 for their logits, and no step is made ahead (scheduler/ahead.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from replicas.runner.draw import HEAD, MIN_TEMPERATURE
 from replicas.scheduler.plan import BROKEN, SampleRow
+
+ROWS_AT_ONCE = 64  # of a vocabulary of 128k, 64 MiB for each 8-byte number of a token; a few such at a time
 
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number; products wrap as unsigned ones do
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -74,7 +76,7 @@ def sample_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     peaks = logits.max(dim=-1, keepdim=True).values  # [S, 1]; a NaN before any number
     tokens = (logits == peaks).to(torch.int8).argmax(dim=-1)  # the first of equals
     vocab_size = logits.shape[1]
-    for depth, chosen in _kinds(rows, vocab_size).items():
+    for depth, chosen in _parts(rows, vocab_size):
         index = _index(chosen, logits.device)
         rules = DrawRules.of([rows[i] for i in chosen], vocab_size, logits.device)
         scaled = (logits[index] - peaks[index]).div_(rules.temperature)  # [R, V] log p relative to the peak
@@ -83,8 +85,8 @@ def sample_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return torch.where(torch.isfinite(peaks[:, 0]), tokens, BROKEN)
 
 
-def _kinds(rows: Sequence[SampleRow], vocab_size: int) -> dict[int, list[int]]:
-    """Rows that draw, by how many of their tokens the cuts may keep; 0 for rows without cuts."""
+def _parts(rows: Sequence[SampleRow], vocab_size: int) -> Iterator[tuple[int, list[int]]]:
+    """Rows that draw, at most ROWS_AT_ONCE of a kind: how many of their tokens the cuts may keep; 0 without cuts."""
     kinds: dict[int, list[int]] = {}
     for i, row in enumerate(rows if vocab_size > 1 else ()):
         params = row.params
@@ -96,7 +98,9 @@ def _kinds(rows: Sequence[SampleRow], vocab_size: int) -> dict[int, list[int]]:
         else:
             depth = HEAD if top_k <= HEAD < vocab_size else vocab_size
         kinds.setdefault(depth, []).append(i)
-    return kinds
+    for depth, chosen in kinds.items():
+        for start in range(0, len(chosen), ROWS_AT_ONCE):
+            yield depth, chosen[start : start + ROWS_AT_ONCE]
 
 
 def _draw_uncut(scaled: Tensor, rules: DrawRules) -> Tensor:

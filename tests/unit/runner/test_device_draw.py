@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.runner.device_draw import sample_on_device
+from replicas.runner.device_draw import _parts, sample_on_device
 from replicas.runner.sampler import Sampler
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import SamplingParams
@@ -78,3 +78,9 @@ def test_a_row_gets_the_same_token_alone() -> None:
     rows = [row(i, seed=9, temperature=1.0, top_p=(1.0, 0.9)[i % 2]) for i in range(50)]
     together = sample_on_device(logits, rows).tolist()
     assert [int(sample_on_device(logits[i : i + 1], rows[i : i + 1])) for i in range(50)] == together
+
+
+def test_rows_are_drawn_64_at_a_time() -> None:
+    """130 rows without cuts and one with top-p: whole rows of a vocabulary of 128k as 8-byte numbers are 1 MiB each."""
+    rows = [row(i, temperature=1.0) for i in range(130)] + [row(0, temperature=1.0, top_p=0.9)]
+    assert [(depth, len(part)) for depth, part in _parts(rows, 1000)] == [(0, 64), (0, 64), (0, 2), (1000, 1)]
