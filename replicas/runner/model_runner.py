@@ -25,6 +25,7 @@ from replicas.memory.scaled_pool import kv_pool
 from replicas.memory.table import ROW_SLACK
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
+from replicas.prefix_group import PrefixGroup
 from replicas.runner import batch as batches
 from replicas.runner import set_aside
 from replicas.runner.device import free_device_bytes
@@ -196,23 +197,31 @@ class ModelRunner:
         ids = np.zeros(2, dtype=np.int32)
         row = ExtendRow(row=self.max_running, token_ids=ids, prefix_len=0, slots=slots, sample=True)
         self.forward(ExtendPlan(table_writes=(), rows=(row,), sampling=()))
-        one = np.ones(1, dtype=np.int32)
-        logits, _ = self.forward(
-            DecodePlan(
-                table_writes=(),
-                rows=one * self.max_running,
-                token_ids=ids[:1],
-                seq_lens=one * 2,
-                slots=slots[:1],
-                sampling=(),
-            )
-        )
+        logits = self._decode_idle(1, 2, ())
         if self.tp.rank == 0:
             self._sampler.warm_up(logits)
+        shared_len = self.pool.page_size
+        if self.device.type == "cuda" and shared_len < self._config.model.context_len:
+            group = PrefixGroup(members=np.arange(2, dtype=np.int32), length=shared_len)
+            self._decode_idle(2, shared_len + 1, (group,))  # kernels that only a group has
         self._capture_graphs()
         warm_up_s = time.monotonic() - started_s
         log.info("warm-up: %.1f s", warm_up_s)
         return warm_up_s
+
+    def _decode_idle(self, size: int, seq_len: int, groups: tuple[PrefixGroup, ...]) -> Tensor:
+        """Logits [size, V] of a decode step on the dummy page."""
+        zeros = np.zeros(size, dtype=np.int32)
+        plan = DecodePlan(
+            table_writes=(),
+            rows=zeros + np.int32(self.max_running),
+            token_ids=zeros,
+            seq_lens=zeros + np.int32(seq_len),
+            slots=zeros,
+            sampling=(),
+            prefix_groups=groups,
+        )
+        return self.forward(plan)[0]
 
 
 class _Unsized:

@@ -56,6 +56,7 @@ FLOORS: dict[str, set[str]] = {
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
         "replicas.parallel", "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors",
+        "replicas.prefix_group",
         "replicas.int8_groups", "replicas.types", "kvtransfer.layout",
         "kvtransfer.payload", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.port",
         "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent", "kvtransfer.alive",
