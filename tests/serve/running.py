@@ -3,6 +3,8 @@
 Every process that descends from it carries a mark in its environment, by which leftovers are found.
 """
 
+import csv
+import io
 import os
 import secrets
 import signal
@@ -47,7 +49,7 @@ class Running:
         """``base``: the file to start from, of the project; ``observatory``: whether it runs too, or settings of it;
         ``haproxy``: False has Serve's own proxy serve; ``changes``: settings by group."""
         self._haproxy = haproxy
-        self.port = free_port()
+        self.port, self._stats_port = free_port(), free_port()
         self.mark = secrets.token_hex(8)
         config = yaml.safe_load((ROOT / base).read_text())
         config["http_options"]["port"] = self.port
@@ -70,6 +72,7 @@ class Running:
     def start(self) -> None:
         environment = {**os.environ, MARK: self.mark}
         environment.pop("RAY_ADDRESS", None)
+        environment["RAY_SERVE_HAPROXY_STATS_PORT"] = str(self._stats_port)
         if not self._haproxy:
             environment["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
         with self.log.open("wb") as log:
@@ -112,6 +115,13 @@ class Running:
     @property
     def has_haproxy(self) -> bool:
         return any("/haproxy -dS -db " in command for command in self.processes().values())
+
+    def haproxy_answers(self) -> dict[str, int]:
+        """Answers of status 2xx since HAProxy started, by the name that Serve has for who gave them."""
+        text = httpx.get(f"http://127.0.0.1:{self._stats_port}/stats;csv", timeout=30).text.removeprefix("# ")
+        rows = csv.DictReader(io.StringIO(text))
+        servers = [row for row in rows if row["svname"].startswith("SERVE_")]
+        return {row["svname"]: int(row["hrsp_2xx"]) for row in servers}
 
     def states(self) -> list[dict[str, Any]]:
         """What each replica says of itself now."""

@@ -48,9 +48,17 @@ def test_it_says_what_is_served_where_with_a_line_to_try(app: Running) -> None:
     assert f"{app.url}/v1/chat/completions" in line
 
 
-def test_haproxy_is_what_clients_speak_to(app: Running) -> None:
-    """Issue 6, section 1; test_serve_tp.py goes without."""
+def test_haproxy_is_what_clients_speak_to_and_it_speaks_to_the_router_alone(app: Running) -> None:
+    """Issue 6, section 1; test_serve_tp.py goes without. Serve's own proxy, its fallback, has answered nothing."""
     assert app.has_haproxy
+    before = app.haproxy_answers()
+    for _ in range(5):
+        assert httpx.get(f"{app.url}/v1/models", timeout=30).status_code == 200
+    after = app.haproxy_answers()
+    [router] = [name for name in after if name.startswith("SERVE_REPLICA_manta-Router-")]
+    [fallback] = [name for name in after if name.startswith("SERVE_PROXY_ACTOR-")]
+    assert after[router] - before[router] == 5
+    assert after[fallback] == 0
 
 
 def test_a_chat_and_its_stream_answer_alike(client: openai.OpenAI) -> None:
