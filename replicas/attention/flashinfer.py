@@ -22,7 +22,7 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.attention.fence import Fence
-from replicas.attention.page_lists import Ints, page_bounds, page_indices
+from replicas.attention.page_lists import Ints, page_bounds, page_indices, to_device
 from replicas.attention.triton_paged import store_kv
 from replicas.attention.workspace import num_sms, workspace_bytes
 from replicas.errors import InvalidConfig
@@ -135,10 +135,10 @@ class FlashInferAttention:
         counts = np.array([len(group.members) for group in groups], np.int32)
         lengths = np.array([group.length for group in groups], np.int32)
         bounds = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        leaders = torch.from_numpy(members[bounds[:-1]]).to(self._device)
+        leaders = to_device(members[bounds[:-1]], self._device)
         self._plan_prefill(self._group, batch.table, batch.rows[leaders], bounds, lengths, causal=False)
         own = members - first_request
-        self._members = torch.from_numpy(own).to(self._device)
+        self._members = to_device(own, self._device)
         first_pages = np.zeros(self._num_decode, np.int32)
         first_pages[own] = np.repeat(lengths // page_size, counts)
         return first_pages

@@ -1,9 +1,11 @@
 """Which pages the requests of a step read, as lists behind one another: what kernels for page tables want.
 
-Owns:      the arithmetic from slots to pages; nothing else.
+Owns:      the arithmetic from slots to pages, on the table's device: from the host come a few numbers a request.
 Invariant: request b's pages are indices[indptr[b] : indptr[b + 1]], in order of position; its last page holds
            last_page_len[b] tokens, 1 to page_size.
 """
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,13 @@ import torch
 from torch import Tensor
 
 Ints = npt.NDArray[np.int32]
+
+
+def to_device(array: npt.NDArray[np.integer[Any]], device: torch.device) -> Tensor:
+    """``array`` on ``device``, for work of the current stream; nothing is waited for. PyTorch keeps the pinned copy
+    until it is read."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def page_bounds(seq_lens: Ints, page_size: int, first_pages: Ints | None = None) -> tuple[Ints, Ints]:
@@ -34,9 +43,9 @@ def page_indices(
 
     Args: table: [R, C] slot of (row, position). rows: [B] rows of the requests.
     """
-    place = np.arange(indptr[-1], dtype=np.int64) - np.repeat(indptr[:-1], np.diff(indptr))  # page within its request
-    if first_pages is not None:
-        place += np.repeat(first_pages, np.diff(indptr))
-    request = np.repeat(np.arange(len(indptr) - 1, dtype=np.int64), np.diff(indptr))
-    where = torch.from_numpy(np.stack((request, place * page_size))).to(table.device, non_blocking=True)  # [2, N]
-    return table[rows.long()[where[0]], where[1]] // page_size
+    total = int(indptr[-1])
+    starts = indptr[:-1] if first_pages is None else indptr[:-1] - first_pages  # where its page 0 is, or would be
+    counts, starts_there = to_device(np.stack((np.diff(indptr), starts)).astype(np.int64), table.device)  # [B] each
+    request = torch.repeat_interleave(counts, output_size=total)  # [N]; told the size, it asks the device nothing
+    place = torch.arange(total, device=table.device) - starts_there[request]  # page within its request
+    return table[rows.long()[request], place * page_size] // page_size

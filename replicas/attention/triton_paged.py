@@ -21,6 +21,7 @@ from torch import Tensor
 
 from replicas.attention import triton_kernels as kernels
 from replicas.attention.base import BatchMeta, KvPool
+from replicas.attention.page_lists import to_device
 from replicas.prefix_group import PrefixGroup
 
 MAX_SPLITS = 32
@@ -89,13 +90,13 @@ class TritonAttention:
             bounds, _ = batch.on_host()
             tile = self._extend_tile(batch.table.device)
             tiles = extend_tiles(np.diff(bounds[: num_extend + 1]), tile)
-            self._tiles = torch.from_numpy(tiles).to(device, non_blocking=True)
+            self._tiles = to_device(tiles, device)
         self._groups = None
         if batch.prefix_groups:
             made = group_tiles(
                 batch.prefix_groups, first_request=num_extend, num_decode=self._num_decode, tile=self._group_tile
             )
-            self._groups = _Groups(*(torch.from_numpy(array).to(device, non_blocking=True) for array in made))
+            self._groups = _Groups(*(to_device(array, device) for array in made))
 
     def begin_graph(self, batch: BatchMeta) -> None:
         """A decode step whose forward is captured or replayed: nothing to prepare, all that is read is in ``batch``."""
