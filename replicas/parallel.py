@@ -4,6 +4,9 @@ Owns:      the process group (gloo on CPU, NCCL on GPU). It is not torch.distrib
            in several, as tests are.
 Never:     knows what the tensors mean; carries plans (rank 0 sends those over its pipes).
 Invariant: every rank calls the same operations in the same order with the same shapes.
+Ranks that die: gloo's `wait` raises EngineDead here. NCCL's only orders streams, so that on a GPU these calls return, and
+           the host waits later, for tokens that do not come: the engine's watchdog (`watchdog_s`) answers everyone, and
+           NCCL's own, after ``timeout_s``, ends the process.
 Thread:    the thread that runs the model.
 """
 
@@ -40,7 +43,7 @@ class TpGroup:
         Args:    init_method: ``tcp://host:port`` (rank 0 listens) or ``file:///path``, the same on all ranks.
                  device: ``cuda`` without a number is this rank's GPU, among those that the process sees.
                  timeout_s: for the meeting and for every operation after it.
-        Raises:  EngineDead if not all ranks come, or, later, if one of them dies.
+        Raises:  EngineDead if not all ranks come, or, on a CPU, later, if one of them dies.
         """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
