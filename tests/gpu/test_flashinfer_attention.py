@@ -113,17 +113,28 @@ def backend(module: Any, step: Step) -> Any:
     )
 
 
-def half_step(lengths: list[tuple[int, int]]) -> Step:
-    return device_step(lengths, dtype=torch.float16, num_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
+def half_step(lengths: list[tuple[int, int]], **changes: Any) -> Step:
+    shape = {"dtype": torch.float16, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+    return device_step(lengths, **{**shape, **changes})
 
 
 ALLOWED = 4e-3  # fp16
 
 
-def test_decode_and_extend_equal_the_oracle(flashinfer_attention: Any) -> None:
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float16, ALLOWED), (torch.bfloat16, 3e-2)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("heads", [(9, 3), (8, 2), (14, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+def test_decode_extend_and_a_group_equal_the_oracle(
+    flashinfer_attention: Any, heads: tuple[int, int], dtype: torch.dtype, allowed: float, page_size: int
+) -> None:
+    """Both decode kernels of FlashInfer: 3 query heads a KV head, and 4 and 7, for which tensor cores decode."""
+    shape = {"dtype": dtype, "num_heads": heads[0], "num_kv_heads": heads[1], "page_size": page_size}
     for lengths in ([(0, 1), (1, 1), (16, 1), (70, 1)], [(0, 9), (33, 20), (16, 1)]):
-        step = half_step(lengths)
-        assert error(backend(flashinfer_attention, step), step) < ALLOWED
+        step = half_step(lengths, **shape)
+        assert error(backend(flashinfer_attention, step), step) < allowed
+    step = half_step([(40, 1), (3, 1), (33, 1)], **shape)
+    share(step, [0, 2], 32, num_decode=3)
+    assert error(backend(flashinfer_attention, step), step) < allowed
 
 
 def test_a_mixed_step_with_a_group_equals_the_oracle(flashinfer_attention: Any) -> None:
