@@ -4,9 +4,9 @@ Owns:      the process group (gloo on CPU, NCCL on GPU). It is not torch.distrib
            in several, as tests are.
 Never:     knows what the tensors mean; carries plans (rank 0 sends those over its pipes).
 Invariant: every rank calls the same operations in the same order with the same shapes.
-Ranks that die: gloo's `wait` raises EngineDead here. NCCL's only orders streams, so that on a GPU these calls return, and
-           the host waits later, for tokens that do not come: the engine's watchdog (`watchdog_s`) answers everyone, and
-           NCCL's own, after ``timeout_s``, ends the process.
+Dead ranks: gloo's `wait` raises EngineDead here. NCCL's only orders streams: on a GPU these calls return, and the host
+           waits later, for tokens that do not come. The engine's watchdog (`watchdog_s`) then answers everyone, and
+           NCCL's own ends the process after ``timeout_s``.
 Thread:    the thread that runs the model.
 """
 
