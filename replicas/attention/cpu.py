@@ -141,7 +141,7 @@ class CpuAttention:
         arguments.seq_lens = batch.seq_lens.data_ptr() + 4 * first
         first_token = self._num_extend_tokens
         self._set_part(arguments, batch, first_request=first, first_token=first_token, num_tokens=self._num_decode)
-        self._set_scratch(arguments, cpu_decode.scratch_floats(self._group, self._head_dim))
+        self._set_scratch(arguments, cpu_decode.scratch_floats(self._num_heads, self._group, self._head_dim))
 
     def _set_part(
         self, arguments: ctypes.Structure, batch: BatchMeta, *, first_request: int, first_token: int, num_tokens: int

@@ -56,9 +56,9 @@ def partial_floats(num_heads: int, head_dim: int) -> int:
     return num_heads * head_dim + math.ceil(2 * num_heads / W) * W
 
 
-def scratch_floats(group: int, head_dim: int) -> int:
-    """Floats a thread needs: a block of K or V; scores, queries, results, maxima and sums of a task."""
-    return BLOCK * head_dim + max(group, SHARED_ROWS) * (CHUNK + 2 * head_dim + 2)
+def scratch_floats(num_heads: int, group: int, head_dim: int) -> int:
+    """Floats a thread needs: a block of K or V; scores, and for several requests queries, results, maxima and sums."""
+    return BLOCK * head_dim + max(num_heads * CHUNK, max(group, SHARED_ROWS) * (CHUNK + 2 * head_dim + 2))
 
 
 def max_members(group: int) -> int:
@@ -68,37 +68,49 @@ def max_members(group: int) -> int:
 
 @inlined
 def attend_chunk(
-    a: Any, row: int, kv_head: int, start: int, end: int, following: int, next_head: int, queries: int, rows: int,
-    work: int, result: int, statistics: int,
+    a: Any, row: int, kv_head: int, heads: int, start: int, end: int, following: int, next_head: int, queries: int,
+    rows: int, work: int, result: int, statistics: int,
 ) -> None:
-    """Positions [start, end) of a head: weighted values of queries [rows, D] into ``result`` [rows, D], maxima and
-    sums of exp(score - maximum) into ``statistics`` [rows, 2].
+    """Positions [start, end) of ``heads`` KV heads from ``kv_head`` on: weighted values of queries [heads, rows, D]
+    into ``result`` [heads, rows, D], maxima and sums of exp(score - maximum) into ``statistics`` [heads, rows, 2].
+    Block by block, all heads of each: in a page they lie one behind the other.
 
-    Reading keys fetches the values of the same tokens, reading values the keys of task ``following``: L2 holds both,
-    and memory works throughout.
+    Reading in place fetches the next block, where the hardware would not look: after the last keys the first values,
+    after the last values the first keys of task ``following``. Where blocks are copied, reading keys fetches the values
+    of the same tokens, and reading values the keys of that task.
     """
     vector_bytes = a.head_dim * 4
+    head_bytes, score_bytes = rows * vector_bytes, rows * CHUNK * 4
     keys, values = a.keys + kv_head * a.head_stride, a.values + kv_head * a.head_stride
     block, scores = work, work + BLOCK * vector_bytes
     position = start
     while position < end:
         length = block_length(a, position, end)
-        at, distance = fetch(a, keys, row, position, length, block, values, row, 0, end)
-        target = scores + 4 * (position - start)
-        dot(rows, length, a.head_dim, queries, vector_bytes, at, vector_bytes, target, CHUNK * 4, distance)
+        for h in range(heads):
+            key, value = keys + h * a.head_stride, values + h * a.head_stride
+            at, distance = fetch(a, key, row, start, position, length, end, block, value, row, 0, end)
+            target = scores + h * score_bytes + 4 * (position - start)
+            query = queries + h * head_bytes
+            dot(rows, length, a.head_dim, query, vector_bytes, at, vector_bytes, target, CHUNK * 4, distance)
         position += length
-    for i in range(rows):
+    for i in range(heads * rows):
         softmax_row(scores + i * CHUNK * 4, end - start, a.scale, statistics + 8 * i)
     next_keys = a.keys + next_head * a.head_stride
     next_row, next_start, next_end = place_of(a, following)
+    shift = next_start - start
     position = start
     while position < end:
         length = block_length(a, position, end)
-        at, distance = fetch(a, values, row, position, length, block, next_keys, next_row, next_start - start, next_end)
-        weights, keep = scores + 4 * (position - start), 0 if position == start else 1
-        outer_fetch(
-            rows, a.head_dim, length, weights, CHUNK * 4, at, vector_bytes, result, vector_bytes, keep, distance
-        )
+        for h in range(heads):
+            value, next_key = values + h * a.head_stride, next_keys + h * a.head_stride
+            at, distance = fetch(
+                a, value, row, start, position, length, end, block, next_key, next_row, shift, next_end
+            )
+            weights, keep = scores + h * score_bytes + 4 * (position - start), 0 if position == start else 1
+            target = result + h * head_bytes
+            outer_fetch(
+                rows, a.head_dim, length, weights, CHUNK * 4, at, vector_bytes, target, vector_bytes, keep, distance
+            )
         position += length
 
 
@@ -118,23 +130,26 @@ def block_length(a: Any, position: int, end: int) -> int:
 
 @inlined
 def fetch(
-    a: Any, buffer: int, row: int, position: int, length: int, block: int, next_buffer: int, next_row: int, shift: int,
-    last: int,
+    a: Any, buffer: int, row: int, start: int, position: int, length: int, end: int, block: int, next_buffer: int,
+    next_row: int, shift: int, last: int,
 ) -> tuple[int, int]:
     """Where ``length`` tokens of a head can be read as float32, and how far behind them lies what is to be fetched
     meanwhile; the rest is as for `read_block`, which does so itself."""
     if a.in_place:
         at = buffer + token_offset(a, row, position)
-        return at, next_buffer + token_offset(a, next_row, min(position + shift, last - 1)) - at
+        if position + length < end:
+            return at, buffer + token_offset(a, row, position + length) - at
+        return at, next_buffer + token_offset(a, next_row, start + shift) - at
     read_block(a, buffer, row, position, position + length, block, next_buffer, next_row, shift, last)
     return block, 0
 
 
 @inlined
 def attend(
-    a: Any, first: int, members: int, kv_head: int, chunk: int, following: int, next_head: int, work: int
+    a: Any, first: int, members: int, kv_head: int, heads: int, chunk: int, following: int, next_head: int, work: int
 ) -> None:
-    """A chunk of request members[first], which the ``members`` requests from there on have in common.
+    """A chunk of request members[first], which the ``members`` requests from there on have in common; ``heads`` is 1
+    where they are several.
 
     One request's queries and results are used where they are; those of several are brought together for it.
     """
@@ -154,7 +169,7 @@ def attend(
             member = load_i32(a.members + 4 * (first + i))
             copy_floats(a.q + member * a.q_stride + kv_head * group_bytes, queries + i * group_bytes, group_bytes)
     row = load_i32(a.rows + 4 * request)
-    attend_chunk(a, row, kv_head, start, end, following, next_head, queries, rows, work, result, statistics)
+    attend_chunk(a, row, kv_head, heads, start, end, following, next_head, queries, rows, work, result, statistics)
     if members > 1:
         for i in range(members):
             partial = partial_of(a, load_i32(a.members + 4 * (first + i)), chunk)
@@ -242,11 +257,14 @@ def run_part(a: Any, part: int, following: int, work: int) -> None:
     task, head = part // parts, part % parts * a.part_heads
     at = a.tasks + task * TASK_BYTES
     first, members, chunk = load_i32(at), load_i32(at + 4), load_i32(at + 8)
-    for kv_head in range(head, head + a.part_heads):
-        if kv_head + 1 < head + a.part_heads:
-            attend(a, first, members, kv_head, chunk, task, kv_head + 1, work)
+    heads = a.part_heads if members == 1 else 1
+    last = head + a.part_heads - heads
+    for kv_head in range(head, last + 1, heads):
+        if kv_head < last:
+            attend(a, first, members, kv_head, heads, chunk, task, kv_head + 1, work)
         else:
-            attend(a, first, members, kv_head, chunk, following // parts, following % parts * a.part_heads, work)
+            next_head = following % parts * a.part_heads
+            attend(a, first, members, kv_head, heads, chunk, following // parts, next_head, work)
 
 
 @kernel(DecodeArgs)
