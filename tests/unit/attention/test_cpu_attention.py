@@ -14,7 +14,6 @@ from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import kv_pool
 from tests.attention_steps import SmallPool, Step, make_step
 
-
 make_cpu = functools.partial(CpuAttention, dtype=torch.float32)
 
 
