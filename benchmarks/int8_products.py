@@ -5,16 +5,14 @@ hold. The limit is the time to read the weights or, where that is longer, to do 
 int8 product of 2048 x 2048 matrices; a kernel that beats that has more than 100 %.
 """
 
-import argparse
-import os
 import statistics
 from collections.abc import Sequence
 
 import torch
 
-from benchmarks.kernels import LINEARS, WEIGHT_BYTES, timed
+from benchmarks.kernels import LINEARS, WEIGHT_BYTES, run_alone, timed
 from benchmarks.limits import GEMM_SIZE, Limits
-from benchmarks.report import Row, publish
+from benchmarks.report import Row
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.program import Program
 from replicas.kernels.team import team
@@ -27,11 +25,7 @@ FEW_WEIGHTS = 16
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parse = argparse.ArgumentParser(prog="python -m benchmarks.int8_products", description=__doc__)
-    parse.add_argument("--json", metavar="OUT", help="also write JSON here")
-    parse.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    options = parse.parse_args(argv)
-    publish(measure(options.threads), json_path=options.json)
+    run_alone(measure, "python -m benchmarks.int8_products", __doc__, argv)
 
 
 def measure(threads: int) -> list[Row]:

@@ -35,7 +35,14 @@ WEIGHT_BYTES = 100e6  # copies of a weight to walk over
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parse = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    run_alone(measure, "python -m benchmarks.kernels", __doc__, argv)
+
+
+def run_alone(
+    measure: Callable[[int], list[Row]], prog: str, description: str | None, argv: Sequence[str] | None
+) -> None:
+    """The command line of a measurement that is told the number of threads and nothing else."""
+    parse = argparse.ArgumentParser(prog=prog, description=description)
     parse.add_argument("--json", metavar="OUT", help="also write JSON here")
     parse.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parse.parse_args(argv)

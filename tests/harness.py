@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -105,24 +106,8 @@ class Bench:
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.refusals}")
 
 
-def fake_engine(
-    *,
-    execute: Callable[[StepPlan], StepResult] | None = None,
-    num_pages: int = 64,
-    page_size: int = 4,
-    max_running: int = 8,
-    record_events: bool = False,
-    prefix_cache: str = "radix",
-    clock: Callable[[], float] = time.monotonic,
-    wire: FakeWire | None = None,
-    **scheduler: object,
-) -> tuple[Engine, FakeDevice]:
-    """A real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id.
-
-    Args: execute: runs a step at once, in place of the device's `launch`.
-          wire: what its hand-offs go over; None: it takes part in none.
-    """
-    device = FakeDevice(num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=132)
+def model_config(**changes: Any) -> ModelConfig:
+    """The smallest model in all but its vocabulary and context, with ``changes``."""
     model = ModelConfig(
         path=MODEL,
         architecture="LlamaForCausalLM",
@@ -144,8 +129,29 @@ def fake_engine(
         eos_ids=(),
         dtype="float32",
     )
+    return replace(model, **changes)
+
+
+def fake_engine(
+    *,
+    execute: Callable[[StepPlan], StepResult] | None = None,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_running: int = 8,
+    record_events: bool = False,
+    prefix_cache: str = "radix",
+    clock: Callable[[], float] = time.monotonic,
+    wire: FakeWire | None = None,
+    **scheduler: object,
+) -> tuple[Engine, FakeDevice]:
+    """A real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id.
+
+    Args: execute: runs a step at once, in place of the device's `launch`.
+          wire: what its hand-offs go over; None: it takes part in none.
+    """
+    device = FakeDevice(num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=132)
     config = resolve(
-        model,
+        model_config(),
         Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30),
         cache=CacheConfig(page_size=page_size),
         scheduler=replace(SchedulerConfig(chunked_prefill_size=16), **scheduler),  # type: ignore[arg-type]

@@ -2,34 +2,21 @@
 
 import pytest
 
-from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, ParallelConfig, RopeConfig, resolve
+from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, ParallelConfig, resolve
 from replicas.errors import InvalidConfig
+from tests.harness import model_config
 
 CPU = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30)
 
 
 def int8_model(*, intermediate_size: int) -> ModelConfig:
     """6 heads of 16 and 6 of K and V."""
-    return ModelConfig(
-        path="none",
-        architecture="LlamaForCausalLM",
-        vocab_size=100,
+    return model_config(
         hidden_size=96,
         intermediate_size=intermediate_size,
-        num_layers=1,
         num_heads=6,
         num_kv_heads=6,
         head_dim=16,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(),
-        context_len=128,
-        tie_embeddings=True,
-        attention_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        eos_ids=(),
-        dtype="float32",
         quantization="int8",
     )
 
