@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.cost import ModelCost
 from benchmarks.gpu.random_model import SHAPES, TINY, Shape, make_runner
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
@@ -123,7 +124,7 @@ def measure(shape: Shape, runner: ModelRunner, limits: Limits, what: str, batch:
             model=shape.name, what=what, batch=batch, context=context, step_s=step_s, host_s=host_s,
             share=least_s / step_s, tokens_per_s=batch / step_s,
         )  # fmt: skip
-    least_s = 2 * shape.num_parameters * context / limits.flop_per_s
+    least_s = 2 * ModelCost.of(shape.model_config()).layer_params * context / limits.flop_per_s
     return Row(
         model=shape.name, what=what, batch=batch, context=context, step_s=step_s, host_s=host_s,
         share=least_s / step_s, tokens_per_s=context / step_s,

@@ -5,7 +5,16 @@ from unittest import mock
 
 import torch
 
-from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
+from replicas.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    Hardware,
+    ModelConfig,
+    RopeConfig,
+    SchedulerConfig,
+    resolve,
+)
 from replicas.models.llama import Llama
 from replicas.parallel import TpGroup
 from replicas.runner import model_runner
@@ -37,11 +46,14 @@ class Shape:
         }  # fmt: skip
         return by_name.get(name.split(".")[-2], (hidden,))  # the rest are norms
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the products in the layers: what every token of a prompt is multiplied with."""
-        hidden, heads = self.hidden_size, self.num_heads + self.num_kv_heads
-        return self.num_layers * (2 * hidden * heads * self.head_dim + 3 * hidden * self.intermediate_size)
+    def model_config(self, *, context_len: int = 1, dtype: DType = "float32") -> ModelConfig:
+        return ModelConfig(
+            path="", architecture="LlamaForCausalLM", vocab_size=self.vocab_size, hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size, num_layers=self.num_layers, num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rms_norm_eps=1e-5, rope=RopeConfig(),
+            context_len=context_len, tie_embeddings=self.tied, attention_bias=False, output_bias=False,
+            mlp_bias=False, qk_norm=False, eos_ids=(), dtype=dtype,
+        )  # fmt: skip
 
     def embedding_bytes(self, dtype: torch.dtype) -> int:
         """Of the embedding table, which a step that does not use it as the head hardly reads."""
@@ -80,16 +92,9 @@ def make_runner(shape: Shape, device: torch.device, *, max_running: int, max_len
 
 
 def _config(shape: Shape, device: torch.device, *, max_running: int, max_len: int) -> EngineConfig:
-    model = ModelConfig(
-        path="", architecture="LlamaForCausalLM", vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size, num_layers=shape.num_layers, num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, rms_norm_eps=1e-5, rope=RopeConfig(),
-        context_len=max_len, tie_embeddings=shape.tied, attention_bias=False, output_bias=False, mlp_bias=False,
-        qk_norm=False, eos_ids=(), dtype="bfloat16" if device.type == "cuda" else "float32",
-    )  # fmt: skip
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 1 << 30
     return resolve(
-        model,
+        shape.model_config(context_len=max_len, dtype="bfloat16" if device.type == "cuda" else "float32"),
         Hardware(device="cuda" if device.type == "cuda" else "cpu", num_cpus=1, available_memory_bytes=free),
         cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None),
         scheduler=SchedulerConfig(max_running_requests=max_running),
