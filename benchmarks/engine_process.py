@@ -1,4 +1,4 @@
-"""An engine with its transfer desk in a spawned process: what NIXL needs to be tried, and timed, between two of them.
+"""An engine with its transfer desk in a process of its own: two of them are what NIXL needs to be tried, and timed.
 
 Owns:    the process and the pipe to it. Its times are comparable with ours: CLOCK_MONOTONIC is one for a host.
 Never:   steps the engine: an `EngineLoop` does, as in a replica. Gives up without a word: who waits too long is told
@@ -8,7 +8,6 @@ Thread:  here the caller's; there the main thread reads the pipe, engine and tra
 
 import asyncio
 import functools
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import thread_dumps
+from benchmarks.processes import prepared
 from kvtransfer.types import PeerAddress, TransferSettings, Verify
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine import Engine
@@ -85,7 +85,7 @@ class EngineProcess:
         probe: Probe | None = None,
     ) -> None:
         """``transport``: "cma" or "tcp"; ``probe``: a function that can be pickled."""
-        context = multiprocessing.get_context("spawn")
+        context = prepared()
         self._pipe, theirs = context.Pipe()
         self._dumps = tempfile.TemporaryDirectory(prefix="manta-dumps-")
         settings = _Settings(

@@ -1,9 +1,9 @@
 """A process with a transfer desk over NIXL and a small pool, driven by a test through a pipe.
 
-Spawned, never forked: NIXL does not survive a fork. The parent keeps what it knows of the pages as seeds.
+Never a fork of a process that has used NIXL: NIXL does not survive it. The parent keeps what it knows
+of the pages as seeds.
 """
 
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.processes import prepared
 from kvtransfer.types import (
     PeerAddress,
     Received,
@@ -46,7 +47,7 @@ class EngineProcess:
     """The parent's end."""
 
     def __init__(self, *, seed: int, tp: int = 1, **changes: Any) -> None:
-        context = mp.get_context("spawn")
+        context = prepared()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_main, args=(theirs, seed, tp, settings(**changes)), daemon=True)
         self.process.start()

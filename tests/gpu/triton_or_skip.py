@@ -1,4 +1,4 @@
-"""The Triton backend for its tests: compiled on a GPU, interpreted on a CPU (the same arithmetic, slowly).
+"""The Triton backend for its tests: compiled on a GPU, interpreted on a CPU (the same arithmetic, slowly; conftest.py).
 
 A module that imports this is skipped only where Triton itself is missing, there is no GPU, and nobody requires the
 declared tools (CI does). That something of ours cannot be imported is never a reason to skip.
@@ -12,10 +12,8 @@ import pytest
 from tests.gpu.device_steps import DEVICE
 from tools.debian import REQUIRED
 
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    if importlib.util.find_spec("triton") is None and not os.environ.get(REQUIRED):
-        pytest.skip("triton is not installed, so that its kernels cannot even be interpreted", allow_module_level=True)
+if DEVICE == "cpu" and importlib.util.find_spec("triton") is None and not os.environ.get(REQUIRED):
+    pytest.skip("triton is not installed, so that its kernels cannot even be interpreted", allow_module_level=True)
 
 from replicas.attention import triton_paged
 

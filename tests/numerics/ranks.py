@@ -1,6 +1,5 @@
 """Runs a function on every rank of a tensor-parallel group, each a process of its own, as on a real host."""
 
-import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
@@ -9,12 +8,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes import prepared
 from replicas.parallel import TpGroup
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any, meet: Path) -> list[Any]:
     """``work(tp, *args)`` on each rank; returns the results in rank order. ``meet`` is a file that is not there yet."""
-    context = multiprocessing.get_context("spawn")
+    context = prepared()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
         context.Process(target=_rank, args=(rank, size, meet, pipes[rank][1], work, args), daemon=True)

@@ -4,7 +4,6 @@
 """
 
 import json
-import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.processes import prepared
 from kvtransfer.replay import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine import Engine
@@ -26,7 +26,7 @@ from tests.embedded import MODEL
 from tests.numerics import tiny
 
 pytestmark = pytest.mark.model
-NUM_NEW = 48  # those submitted first make some while the prompts of the others are computed
+NUM_NEW = 32  # those submitted first make some while the prompts of the others are computed
 TEXT = (
     "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
     "telling the same stories twice. When the first ship came in through the ice, nobody believed the boy who saw it."
@@ -116,7 +116,7 @@ def go_on(folder: str, snapshots: Path, page_size: int, tp: int, pipe: Any) -> N
 
 def in_fresh_process(folder: str, snapshots: Path, *, page_size: int, tp: int = 1) -> tuple[Answers, int]:
     """What the snapshots go on with, and how many tokens of prompts were computed for it."""
-    context = multiprocessing.get_context("spawn")
+    context = prepared()
     begin, end = context.Pipe(duplex=False)
     process = context.Process(target=go_on, args=(folder, snapshots, page_size, tp, end))
     process.start()

@@ -140,9 +140,17 @@ def test_the_same_answer_on_every_path(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("disturbed", [False, True], ids=["alone-kept", "busy-retracted"])
-@pytest.mark.parametrize("cached", ["miss", "partial", "hit"])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("sampling", "cached", "disturbed"),
+    [  # every two of their values meet
+        pytest.param(GREEDY, "miss", False, id="greedy-miss-alone"),
+        pytest.param(SEEDED, "partial", False, id="seeded-partial-alone"),
+        pytest.param(GREEDY, "hit", False, id="greedy-hit-alone"),
+        pytest.param(SEEDED, "miss", True, id="seeded-miss-disturbed"),
+        pytest.param(GREEDY, "partial", True, id="greedy-partial-disturbed"),
+        pytest.param(SEEDED, "hit", True, id="seeded-hit-disturbed"),
+    ],
+)
 def test_the_same_answer_from_three_ranks(
     three_ranks: Engine, oracles: Oracles, sampling: SamplingParams, cached: str, disturbed: bool
 ) -> None:

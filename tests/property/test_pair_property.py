@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from routing.pair_types import PairReason
@@ -86,11 +86,17 @@ def play(seed: int, always: bool, trace: list[object]) -> list[tuple[str | None,
     return went
 
 
+def holds(view: ReplicaView, num_tokens: int) -> bool:
+    """Whether its pool has room for a prompt, and for the token that is made of it; one that tells no size may have."""
+    return view.pool_pages == 0 or num_tokens + 1 <= view.pool_pages * view.page_size
+
+
 def ask(router: Router, there: dict[str, ReplicaView], event: Ask, *, always: bool) -> Decision | None:
     """Choose, and hold the answer against what is there."""
     may = {name for name, view in there.items() if view.healthy and name not in event.excluded}
     may &= set(ROLES) if event.allowed is None else event.allowed
     prefills, decodes = ({name for name in may if ROLES[name] is role} for role in (Role.PREFILL, Role.DECODE))
+    prefills = {name for name in prefills if holds(there[name], event.num_tokens)}
     query = RouteQuery(
         rid="r", token_ids=[0] * event.num_tokens, allowed=event.allowed, excluded=event.excluded,
         one_replica=event.one_replica,
@@ -119,7 +125,12 @@ def ask(router: Router, there: dict[str, ReplicaView], event: Ask, *, always: bo
     return decision
 
 
+SMALL = ReplicaView(replica_id="c", time_s=0.0, pool_pages=2)
+PROMPT = Ask(32, None, frozenset(), "")
+
+
 @settings(max_examples=150, deadline=None)
+@example(seed=0, always=False, trace=[[replace(SMALL, replica_id="a"), SMALL], PROMPT, replace(PROMPT, num_tokens=31)])
 @given(seed=st.integers(0, 9), always=st.booleans(), trace=st.lists(st.one_of(updates, asks, asks, ends, leaves)))
 def test_pairs_are_of_those_there_cost_least_and_both_legs_return_to_zero(
     seed: int, always: bool, trace: list[object]
