@@ -86,11 +86,14 @@ class Parts:
 
 
 def step_parts(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[Parts, Parts]:
-    """Generate for all prompts at once. Returns: the parts up to everyone's first token, and from there to the end."""
+    """Generate for all prompts at once, attention called by itself as a decode step of programs does not do. Returns:
+    the parts up to everyone's first token, and from there to the end."""
     requests = [request(prompt, max_new_tokens) for prompt in prompts]
     outputs: dict[str, list[int]] = {r.rid: [] for r in requests}
     for r in requests:
         engine.submit(r)
+    if (fused := _runner(engine)._model.fused) is not None:
+        fused.apart = True
 
     def run(until_first: bool) -> Parts:
         with watched(*_matrix_products(engine)) as products, watched(*_attention(engine)) as attends:
@@ -99,7 +102,10 @@ def step_parts(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens:
                 _collect(outputs, engine.step())
             return Parts(time.perf_counter() - started_s, products.total_s, attends.total_s)
 
-    return run(until_first=True), run(until_first=False)
+    parts = run(until_first=True), run(until_first=False)
+    if fused is not None:
+        fused.apart = False
+    return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,16 @@ Thread:    the thread that runs the model; kernels run on torch's OpenMP threads
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention import cpu_decode, cpu_extend, cpu_pages, cpu_tasks
+from replicas.attention import cpu_decode, cpu_extend, cpu_pages, cpu_stages, cpu_tasks
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.errors import InvalidConfig
+from replicas.kernels.program import Stage
 from replicas.kernels.team import Kernel, Team
 
 
@@ -44,6 +46,7 @@ class CpuAttention:
         self._extend_tasks = np.zeros((0, 4), np.int32)  # what the kernels read, too
         self._decode_tasks: cpu_tasks.DecodeTasks | None = None
         self._out, self._out_rows = torch.empty(0), torch.empty(0)
+        self._stages: cpu_stages.DecodeStages | None = None
         self._partial, self._scratch = torch.empty(0), torch.empty(0)
         self._counters = np.zeros(2 * 8, np.int64)  # next task, next request to merge; each in a cache line
         self._decode, self._extend = cpu_decode.DecodeArgs(), cpu_extend.ExtendArgs()
@@ -53,6 +56,10 @@ class CpuAttention:
         self._decode.merge_counter = self._counters.ctypes.data + 64
         for kernel in (cpu_decode.decode, cpu_extend.extend):
             assert kernel.address  # compile now, not in the first request
+
+    @property
+    def num_threads(self) -> int:
+        return self._team.num_threads
 
     def begin(self, batch: BatchMeta) -> None:
         self._batch = batch
@@ -76,6 +83,18 @@ class CpuAttention:
         if self._num_decode:
             self._run(cpu_decode.decode, self._decode, layer, q, k, v, first_token=self._num_extend_tokens)
         return self._out_rows
+
+    def decode_stages(self, num_layers: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Sequence[Stage]:
+        """What `forward` does in a decode step, as a stage for each layer, reading q, k, v and writing ``out``."""
+        self._stages = cpu_stages.DecodeStages([self._layer(i) for i in range(num_layers)], q, k, v, out)
+        return self._stages.stages
+
+    def set_stages(self) -> bool:
+        """Make the last `decode_stages` ready for the step that has begun; False where more than decode is in it."""
+        if self._stages is None or self._num_extend_tokens:
+            return False
+        self._stages.set(self._decode)
+        return True
 
     def _run(
         self, kernel: Kernel, arguments: ctypes.Structure, layer: int, q: Tensor, k: Tensor, v: Tensor, first_token: int

@@ -1,4 +1,5 @@
-"""All blocks of a model on a CPU in fp32 or int8, as programs: between two calls of attention the team never leaves.
+"""All blocks of a model on a CPU in fp32 or int8, as programs: between two calls of attention the team never leaves,
+and in a decode step not even for attention, where the backend has it as a stage.
 
 Owns:      the memory of a step's activations (grown when a step has more rows than all before, never shrunk), and the
            order of the kernels of a block; the arithmetic is that of the layers (models/llama.py), bit for bit: in
@@ -10,9 +11,10 @@ Thread:    the one that runs the model.
     norm, qkv, rotate | attention | o, add and norm, gate and up, SiLU, down, add and norm, next qkv, rotate | ...
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,6 +59,24 @@ class Block(Protocol):
     def mlp(self) -> GatedMLP: ...
 
 
+@runtime_checkable
+class StagedAttention(Protocol):
+    """An attention backend that can be part of a program."""
+
+    @property
+    def num_threads(self) -> int:
+        """Of the largest team that can run its stages."""
+        ...
+
+    def decode_stages(self, num_layers: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Sequence[Stage]:
+        """Of each layer: stores k and v [T, K, D], and attends with q [T, H, D] into out [T, H * D]."""
+        ...
+
+    def set_stages(self) -> bool:
+        """Make the stages that were made last ready for the step that has begun; False where they cannot run it."""
+        ...
+
+
 class Activations:
     """The buffers of up to ``rows`` tokens."""
 
@@ -69,6 +89,7 @@ class Activations:
         self.normed = torch.empty(rows, hidden)  # what the next product reads
         self.term = torch.empty(rows, hidden)  # what is added to hidden next
         self.qkv = torch.empty(rows, qkv)
+        self.attended = torch.empty(rows, _columns(block.attn.o_proj)[0])  # by stages
         self.cos, self.sin = torch.empty(rows, 1, head_dim), torch.empty(rows, 1, head_dim)
         self.gate_up = torch.empty(rows, 2 * gated)
         self.gated = torch.empty(rows, gated)
@@ -81,13 +102,24 @@ class _Programs:
     at: Activations
     programs: tuple[Program, ...]  # [L + 1]: before each block's attention, and after the last one's
     projections: tuple[ReadingStage, ...]  # [L]: what reads the result of each block's attention
+    decode: Program | None  # all of them, attention included
 
 
 class FusedBlocks:
     """The blocks and the norm after the last."""
 
-    def __init__(self, blocks: Sequence[Block], norm: RMSNorm, attend: Attend, num_threads: int) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        norm: RMSNorm,
+        attend: Attend,
+        num_threads: int,
+        staged: StagedAttention | None = None,
+    ) -> None:
+        """``staged``: ``attend``'s backend, where it can be part of a program."""
         self._blocks, self._norm, self._attend = blocks, norm, attend
+        self._staged = staged if staged is not None and num_threads <= staged.num_threads else None
+        self.apart = False  # for who measures: attention is always called by itself
         self._team = Team(num_threads)  # its scratch is no other model's
         self.max_rows = program_rows(blocks, norm) - 1  # of a step; without any, the layers are called one by one
         self._made: _Programs | None = None
@@ -106,6 +138,9 @@ class FusedBlocks:
         at, programs = self._made.at, self._made.programs
         for buffer, value in ((at.hidden, hidden), (at.cos, rotation.cos), (at.sin, rotation.sin)):
             buffer[:rows].copy_(value)
+        if self._made.decode is not None and not self.apart and self._staged is not None and self._staged.set_stages():
+            self._made.decode.run(rows)
+            return at.normed[:rows]
         q, k, v = self._blocks[0].attn.qkv.split(at.qkv[:rows])
         for i, projection in enumerate(self._made.projections):
             programs[i].run(rows)
@@ -117,15 +152,26 @@ class FusedBlocks:
 
     def _make(self, rows: int) -> _Programs:
         at = Activations(rows, self._blocks[0])
-        programs, projections = [], []
+        parts, projections = self._parts(at)
+        programs, decode = tuple(Program(part, self._team) for part in parts), None
+        if self._staged is not None:
+            q, k, v = self._blocks[0].attn.qkv.split(at.qkv)
+            attention = self._staged.decode_stages(len(self._blocks), q, k, v, at.attended)
+            first, *others = self._parts(at)[0]  # stages of their own: a stage knows the counter of its program
+            whole = itertools.chain(first, *((stage, *part) for stage, part in zip(attention, others, strict=True)))
+            decode = Program(list(whole), self._team)
+        return _Programs(at, programs, tuple(projections), decode)
+
+    def _parts(self, at: Activations) -> tuple[list[list[Stage]], list[ReadingStage]]:
+        """Stages before each block's attention and after the last one's [L + 1], and those that read its result [L]."""
+        parts, projections = [], []
         stages: list[Stage] = [_norm(self._blocks[0].input_norm, at.hidden, at.normed)]
         for block, following in zip(self._blocks, [*[b.input_norm for b in self._blocks[1:]], self._norm], strict=True):
-            programs.append(Program([*stages, *_before_attention(block, at, self._team)], self._team))
-            queries = at.qkv[:, : _columns(block.attn.o_proj)[0]]  # as long as what attention returns, which it reads
-            projection = block.attn.o_proj.matmul.stages(queries, at.term, self._team)
+            parts.append([*stages, *_before_attention(block, at, self._team)])
+            projection = block.attn.o_proj.matmul.stages(at.attended, at.term, self._team)
             projections.append(projection[0])
             stages = [*projection, *_after_attention(block, at, self._team), _add_and_norm(following, at)]
-        return _Programs(at, (*programs, Program(stages, self._team)), tuple(projections))
+        return [*parts, stages], projections
 
 
 def program_rows(blocks: Sequence[Block], norm: RMSNorm) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.config import ModelConfig
 from replicas.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from replicas.layers.fused import FusedBlocks
+from replicas.layers.fused import FusedBlocks, StagedAttention
 from replicas.layers.layer import Layer
 from replicas.layers.linear import QKVParallelLinear, RowParallelLinear
 from replicas.layers.mlp import GatedMLP
@@ -108,7 +108,8 @@ class Llama(Layer):
         """What runs the blocks of steps of up to its ``max_rows`` tokens; None where the layers run them all."""
         if self._tp.device.type != "cpu" or self._tp.size > 1:
             return None
-        return FusedBlocks(self.blocks, self.norm, self._attention.forward, torch.get_num_threads())
+        staged = self._attention if isinstance(self._attention, StagedAttention) else None
+        return FusedBlocks(self.blocks, self.norm, self._attention.forward, torch.get_num_threads(), staged)
 
     def parts(self) -> Mapping[str, Layer]:
         blocks = {f"model.layers.{i}": block for i, block in enumerate(self.blocks)}

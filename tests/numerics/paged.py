@@ -113,11 +113,13 @@ class PagedModel:
 
 
 def open_model(
-    folder: Path, *, page_size: int = 4, num_pages: int = 256, attention: str = "torch_native"
+    folder: Path, *, page_size: int = 4, num_pages: int = 256, num_rows: int = 8, attention: str = "torch_native"
 ) -> PagedModel:
     """The model in ``folder``, on one rank."""
     config = load_model_config(str(folder))
-    return PagedModel(config, TpGroup(), page_size=page_size, num_pages=num_pages, attention=attention)
+    return PagedModel(
+        config, TpGroup(), page_size=page_size, num_pages=num_pages, num_rows=num_rows, attention=attention
+    )
 
 
 def assert_close_in_range(ours: Tensor, wanted: Tensor, share: float) -> None:

@@ -1,6 +1,7 @@
 """A step of one program between two attention calls gives the bits of the layers called one by one."""
 
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.linear import FEW_ROWS
+from replicas.kernels.program import Program
 from replicas.parallel import TpGroup
 from replicas.runner.weights import load_model_config
 from tests.numerics import tiny
@@ -37,6 +39,35 @@ def test_programs_and_layers_give_the_same_bits(folder: Path, chunk: int, monkey
     for ours, theirs in zip(fused.prefill(PROMPTS, chunk=chunk), layers.prefill(PROMPTS, chunk=chunk), strict=True):
         assert torch.equal(ours, theirs)
     assert len(fused.model.fused.programs) == 3 + 1  # blocks, and what follows the last attention
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_decode_step_is_one_program_and_gives_the_same_bits(folder: Path, page_size: int) -> None:
+    """Rows come and go, buffers grow after the first step, two have a prefix in common, contexts pass 128 tokens."""
+    fused, layers, apart = (
+        open_model(folder, attention="cpu", page_size=page_size, num_pages=512, num_rows=80) for _ in range(3)
+    )
+    layers.model.fused = None
+    assert fused.model.fused is not None
+    assert apart.model.fused is not None
+    apart.model.fused.apart = True
+    models = (fused, layers, apart)
+    for model in models:
+        model.prefill([PROMPTS[-1][:120], PROMPTS[-1][:121]], chunk=32)
+    made, run = [], Program.run
+    steps: list[dict[int, list[int]]] = [{row: [11 * row] for row in rows} for rows in [(0,), (0, 1), (1,), (0,)]]
+    steps += [{row: [7, row] for row in range(2, 78)}]  # more rows than the first buffers hold
+    steps += [{row: [row + i] for row in rows} for i, rows in enumerate([range(78), (5, 1, 0), *[(0, 1)] * 9])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "run", lambda self, num_rows: (made.append(self), run(self, num_rows))[1])
+        for step in steps:
+            ours, theirs, called = (model.run(step) for model in models)
+            for row in step:
+                assert torch.equal(ours[row], theirs[row])
+                assert torch.equal(ours[row], called[row])
+    num_layers = len(fused.model.blocks)
+    runs = Counter(Counter(map(id, made)).values())  # how many programs ran so often
+    assert runs == {4: 1 + num_layers + 1, 11: 1, 1: num_layers + 1, 12: num_layers + 1}
 
 
 @needs_vnni
