@@ -11,14 +11,14 @@ import logging
 import multiprocessing
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Protocol
 
 from kvtransfer.ports import RankPort
 from replicas.config import EngineConfig
 from replicas.errors import EngineDead
+from replicas.kernels.team import on_passing_thread
 from replicas.parallel import TpGroup
 from replicas.runner.kv_access import KvOrder, RankedKvBytes
 from replicas.runner.model_runner import ModelRunner
@@ -91,10 +91,10 @@ class Ranks:
         self._port_channel: PlanChannel | None = None
         self._handles: WorkerHandles | None = None
         if config.parallel.tp == 1:
-            self.runner = ModelRunner(config, TpGroup(rank=0, size=1))
+            self.runner = _load(config, TpGroup(rank=0, size=1))
             return
         try:
-            self.runner = ModelRunner(config, self._gather(config, launcher))
+            self.runner = _load(config, self._gather(config, launcher))
         except BaseException:
             self.close()  # followers must not outlive a start that failed
             raise
@@ -116,11 +116,10 @@ class Ranks:
         )
         self._handles = handles = launcher.start(specs)
         channel.accept(config.parallel.tp - 1, timeout_s=START_TIMEOUT_S, dead=handles.dead)
-        meeting: Future[TpGroup] = Future()
         meet = functools.partial(
             TpGroup.create, 0, config.parallel.tp, init_method=init_method, device=config.device, timeout_s=MEET_S
         )
-        threading.Thread(target=_settle, args=(meeting, meet), name="manta-meeting", daemon=True).start()
+        meeting = on_passing_thread(meet, name="manta-meeting")
         while not wait([meeting], timeout=0.1).done:
             gone = handles.dead()
             if gone is not None:
@@ -165,15 +164,13 @@ class Ranks:
             self._handles.stop()
 
 
+def _load(config: EngineConfig, tp: TpGroup) -> ModelRunner:
+    """Not by this thread: it may be another one that will run the model."""
+    return on_passing_thread(functools.partial(ModelRunner, config, tp), name="manta-load").result()
+
+
 def _to_nobody(order: KvOrder) -> None:
     """There is one rank."""
-
-
-def _settle(future: Future[TpGroup], work: Callable[[], TpGroup]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the future
-        future.set_exception(error)
 
 
 def local_worker(spec: WorkerSpec) -> None:

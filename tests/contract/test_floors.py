@@ -99,8 +99,8 @@ FLOORS: dict[str, set[str]] = {
         "replicas.errors", "kvtransfer.replay", "kvtransfer.errors",
     },
     "replicas.ranks": {
-        "replicas.runner", "replicas.scheduler.plan", "replicas.parallel", "replicas.config", "replicas.errors",
-        "kvtransfer.ports",
+        "replicas.runner", "replicas.kernels", "replicas.scheduler.plan", "replicas.parallel", "replicas.config",
+        "replicas.errors", "kvtransfer.ports",
     },
     "replicas.desk": {
         "replicas.disagg", "replicas.runner", "replicas.config", "replicas.errors", "kvtransfer",
