@@ -31,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("chunk", [FEW_ROWS - 1, 3])
 def test_programs_and_layers_give_the_same_bits(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 4 to 12 tokens and of 36 to 189, so that buffers grow and each kind of product runs."""
-    monkeypatch.setattr("replicas.layers.matmul.blas_is_faster", lambda num_threads: False)
+    monkeypatch.setattr("replicas.layers.matmul.blas_is_faster", lambda: False)
     fused, layers = open_model(folder, attention="cpu"), open_model(folder, attention="cpu")
     assert fused.model.fused is not None
     assert fused.model.fused.max_rows > 0
@@ -110,7 +110,7 @@ def test_what_attention_returns_lives_until_it_has_been_read(tmp_path: Path) -> 
 
 
 def test_where_blas_is_faster_it_takes_the_steps_of_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.layers.matmul.blas_is_faster", lambda num_threads: True)
+    monkeypatch.setattr("replicas.layers.matmul.blas_is_faster", lambda: True)
     tiny.save("llama", tmp_path, **SERVED)
     fused = open_model(tmp_path, attention="cpu").model.fused
     assert fused is not None
