@@ -85,7 +85,7 @@ def blas_is_faster() -> bool:
         torch.set_num_threads(num_threads)
     ours_s, blas_s = map(min, zip(*times_s, strict=True))
     log.info("products of many rows: PyTorch's BLAS takes %.2f x the time of our kernel", blas_s / ours_s)
-    return ours_s > CLEARLY_FASTER * blas_s
+    return bool(ours_s > CLEARLY_FASTER * blas_s)
 
 
 def _cpu_s(work: Callable[[], object]) -> float:
