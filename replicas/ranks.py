@@ -12,13 +12,12 @@ import multiprocessing
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from typing import Protocol
 
 from kvtransfer.ports import RankPort
 from replicas.config import EngineConfig
 from replicas.errors import EngineDead
-from replicas.kernels.team import on_passing_thread
+from replicas.kernels.team import PassingThread
 from replicas.parallel import TpGroup
 from replicas.runner.kv_access import KvOrder, RankedKvBytes
 from replicas.runner.model_runner import ModelRunner
@@ -119,8 +118,9 @@ class Ranks:
         meet = functools.partial(
             TpGroup.create, 0, config.parallel.tp, init_method=init_method, device=config.device, timeout_s=MEET_S
         )
-        meeting = on_passing_thread(meet, name="manta-meeting")
-        while not wait([meeting], timeout=0.1).done:
+        meeting = PassingThread(meet, name="manta-meeting")
+        while meeting.is_alive():
+            meeting.join(timeout=0.1)
             gone = handles.dead()
             if gone is not None:
                 raise EngineDead(f"{gone} before all ranks had met; its log says why")
@@ -166,7 +166,7 @@ class Ranks:
 
 def _load(config: EngineConfig, tp: TpGroup) -> ModelRunner:
     """Not by this thread: it may be another one that will run the model."""
-    return on_passing_thread(functools.partial(ModelRunner, config, tp), name="manta-load").result()
+    return PassingThread(functools.partial(ModelRunner, config, tp), name="manta-load").result()
 
 
 def _to_nobody(order: KvOrder) -> None:

@@ -15,7 +15,7 @@ import pathlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import llvmlite.binding  # type: ignore[import-untyped]
 import numba
@@ -106,22 +106,28 @@ def team_for(num_floats: int, least: int) -> Team:
     return team(torch.get_num_threads() if num_floats >= least else 1)
 
 
-def on_passing_thread(work: Callable[[], T], *, name: str) -> Future[T]:
+class PassingThread(threading.Thread, Generic[T]):
     """``work()`` on a daemon thread that ends, and its OpenMP team with it.
 
     For what another thread will go on with: libgomp counts the threads of all teams of a process, and while there are
     more than CPUs none of them waits awake: at every barrier it sleeps and is woken (a decode step of 16 ms took 19.5).
     """
-    future: Future[T] = Future()
 
-    def run() -> None:
+    def __init__(self, work: Callable[[], T], *, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work, self._future = work, Future[T]()
+        self.start()
+
+    def run(self) -> None:
         try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the future
-            future.set_exception(error)
+            self._future.set_result(self._work())
+        except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the result
+            self._future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    def result(self) -> T:
+        """What ``work`` returned or raised; not before the thread has ended: a process that exits sooner is aborted."""
+        self.join()
+        return self._future.result()
 
 
 def _openmp() -> ctypes.CDLL:
