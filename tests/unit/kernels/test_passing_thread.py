@@ -16,12 +16,11 @@ from replicas.kernels.linear import LinearKernel
 from replicas.kernels.team import PassingThread, team
 
 def multiply():
-    torch.set_num_threads(3)
     product = LinearKernel(torch.ones(64, 64), team(3))
     product(torch.ones(64, 64))
     return len(os.listdir("/proc/self/task"))
 
-product = LinearKernel(torch.ones(16, 16), team(1))  # what is compiled, and its threads, are there before
+torch.set_num_threads(3)  # starts two of another kind that stay
 before = len(os.listdir("/proc/self/task"))
 during = PassingThread(multiply, name="passing").result()
 deadline_s = time.monotonic() + 10
