@@ -23,10 +23,8 @@ class DecodeStage:
 
     def __init__(self, arguments: ctypes.Structure) -> None:
         self._arguments = arguments
-        self.counter = 0
 
     def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:
-        self.counter = counter
         self._arguments.counter, self._arguments.merge_counter = counter, counter + 8
         return cpu_decode.decode, self._arguments
 
@@ -48,11 +46,11 @@ class DecodeStages:
             self._shared |= {name: x.data_ptr(), f"{name}_stride": 4 * x.stride(0)}
 
     def set(self, step: ctypes.Structure) -> None:
-        """Enter a step's arguments."""
+        """Enter a step's arguments; the counters stay those of the program."""
         array = self._array
+        counters = array["counter"].copy()
         array[:] = np.frombuffer(bytes(step), array.dtype)
         for name, value in self._shared.items():
             array[name] = value
         array["keys"], array["values"] = self._layers.T
-        counters = np.array([stage.counter for stage in self.stages])
         array["counter"], array["merge_counter"] = counters, counters + 8

@@ -1,5 +1,6 @@
 """The one product of all layers: equal to PyTorch's at every number of rows, whoever multiplies."""
 
+import re
 import subprocess
 import sys
 
@@ -99,5 +100,7 @@ def test_what_else_runs_does_not_decide_which_product_is_taken(caplog: pytest.Lo
             process.kill()
             process.wait()
     assert len(decided) == 1
-    assert caplog.text.count("x the time of our kernel") == 8
+    ratios = [float(ratio) for ratio in re.findall(r"takes ([\d.]+) x the time of our kernel", caplog.text)]
+    assert len(ratios) == 8
+    assert max(ratios) < 1.5 * min(ratios)
     assert torch.get_num_threads() == before
