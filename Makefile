@@ -45,7 +45,8 @@ serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFI
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
 test: install-test tools-test model ## Run all tests: those without Ray in two processes, then those that start one
-	@failed=0; $(BIN)/python -m pytest -m "not serve" --numprocesses 2 --dist loadfile || failed=1; \
+	@failed=0; $(BIN)/python -m pytest -m "not serve" --numprocesses 2 --dist loadfile \
+			--timeout-method thread --max-worker-restart 0 || failed=1; \
 		$(BIN)/python -m pytest -m serve || failed=1; exit $$failed
 
 test-gpu: ## Run the tests of what runs on a GPU (there, or what of it a CPU can); installs nothing, needs no Ray

@@ -95,6 +95,12 @@ class FakeWire:
             room.sender.tell(SendFailed(room=number, reason=reason))
             room.due.append(lambda: self._drained(room, room.sender, SendDrained(room=number)))
 
+    def expire(self) -> None:
+        """The deadline of rooms to which only one side came."""
+        for room in self.rooms.values():
+            if (room.sender is None) != (room.receiver is None):
+                self.fail(room.number, "the other side did not come in time")
+
     def _live(self) -> list[FakeRoom]:
         return [room for room in self.rooms.values() if room.due and room.number not in self.muted]
 

@@ -202,6 +202,8 @@ def ask(rid: str, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
 def finish_all(engine: Engine) -> list[TokenDelta]:
     """Step until idle; all deltas in order."""
     deltas = []
-    while engine.has_work:
+    for _ in range(10_000):
+        if not engine.has_work:
+            return deltas
         deltas += engine.step()
-    return deltas
+    raise AssertionError(f"still busy: {engine.open_rids}")

@@ -105,10 +105,15 @@ class Pair:
             self.turn(pump=pump)
         raise AssertionError(f"{rid} is {side.state(rid)}, not {state}")
 
+    @property
+    def busy(self) -> bool:
+        """Something is left to do on either side, or on the wire."""
+        return bool(self.prefill.engine.has_work or self.decode.engine.has_work or self.wire.num_due)
+
     def run(self, max_turns: int = 1000) -> None:
         """Turn until nothing is left to do on either side, nor on the wire."""
         for _ in range(max_turns):
-            if not (self.prefill.engine.has_work or self.decode.engine.has_work or self.wire.num_due):
+            if not self.busy:
                 for side in (self.prefill, self.decode):
                     side.take(side.engine.poll())
                     side.engine.scheduler.check()
