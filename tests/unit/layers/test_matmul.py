@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from replicas.kernels.linear import FEW_ROWS, LinearKernel
+from replicas.kernels.linear import FEW_ROWS, PART, PART_ROWS, LinearKernel
 from replicas.kernels.team import Team
 from replicas.layers.matmul import Matmul, blas_is_faster
 
@@ -39,6 +39,17 @@ def test_a_row_does_not_depend_on_the_other_rows_or_on_threads() -> None:
     assert torch.equal(two(x)[:64], one(x[:64]))  # many rows
     apart = float((two(x)[3] - one(x[3:4])[0]).abs().max())  # from one way to the other: rounding, results are ~24
     assert apart < 1e-4
+
+
+@pytest.mark.parametrize("k", [PART, PART + 16, 2 * PART, 2 * PART + 48])
+def test_long_rows_read_in_parts_have_the_bits_of_rows_read_whole(k: int) -> None:
+    """Fewer than PART_ROWS rows are read whole; groups of four rows, and what is left of three, two and one."""
+    weight, x, bias = torch.randn(32, k), torch.randn(PART_ROWS + 3, k), torch.randn(32)
+    product = LinearKernel(weight, Team(2), bias)
+    whole = torch.cat([product(part) for part in x.split(PART_ROWS - 1)])
+    for rows in range(PART_ROWS, PART_ROWS + 4):
+        assert torch.equal(product(x[:rows]), whole[:rows])
+    assert within_rounding(whole - bias, x, weight)
 
 
 def test_rows_that_lie_apart_are_read_in_place_and_transposed_input_is_copied() -> None:
