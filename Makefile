@@ -61,8 +61,8 @@ lint: install-test ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: install-test model ## Measure all that needs no other system and no GPU: about an hour. JSON under bench_results/
-	@echo "About an hour on two quiet cores: kernels, engine, caches, hand-offs; then $(BENCHES)"
+bench: install-test model ## Measure all that needs no other system and no GPU: 45 minutes. JSON under bench_results/
+	@echo "45 minutes on two quiet cores: kernels, engine, caches, hand-offs; then $(BENCHES)"
 	@failed=; for part in latest $(BENCHES); do \
 		$(BIN)/python -m benchmarks$$(test $$part = latest || echo .$$part) --json bench_results/$$part.json \
 			|| failed="$$failed $$part"; \
