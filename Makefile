@@ -44,6 +44,8 @@ model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
+# A hung test ends its process, with all stacks: Hypothesis would run one that pytest fails again, with no limit, and
+# xdist would give its file to the next process.
 test: install-test tools-test model ## Run all tests: those without Ray in two processes, then those that start one
 	@failed=0; $(BIN)/python -m pytest -m "not serve" --numprocesses 2 --dist loadfile \
 			--timeout-method thread --max-worker-restart 0 || failed=1; \

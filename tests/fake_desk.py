@@ -96,7 +96,7 @@ class FakeWire:
             room.due.append(lambda: self._drained(room, room.sender, SendDrained(room=number)))
 
     def expire(self) -> None:
-        """The deadline of rooms to which only one side came."""
+        """Fail the rooms to which only one side came, as the real desks' open_timeout_s and room_timeout_s do."""
         for room in self.rooms.values():
             if (room.sender is None) != (room.receiver is None):
                 self.fail(room.number, "the other side did not come in time")

@@ -1,8 +1,9 @@
 """y = x @ weight.T in fp32, from the weight as it was loaded: no packed copy, so that replicas can share mapped files.
 
-Method:    few rows: dot products along the weight's rows, each read once, in place: as fast as memory allows; where 16
-           or more meet long ones, a part of the length after the other, so that it lies in L1. Many: 64 rows of the
-           weight at a time are transposed into scratch that lies in L2, and used by a block of x.
+Method:    few rows: dot products along the weight's rows, each read once, in place: as fast as memory allows. From
+           PART_ROWS rows of x on a weight with K above WHOLE is read a part of K at a time, so that four rows of x and
+           four of the weight stay in L1. Many: 64 rows of the weight at a time are transposed into scratch that lies
+           in L2, and used by a block of x.
 Invariant: an output row depends on its own x row and on which of the two ways was taken, not on other rows or threads.
 Thread:    all of the team; tasks are taken one by one.
 """
@@ -23,14 +24,15 @@ from replicas.kernels.tiles import dot, dot_in_parts, outer
 
 PANEL = 64  # weight rows a task of the many-rows way transposes
 STRIP_BYTES = 256 << 10  # weight bytes a task of the few-rows way reads
-PART = 768  # floats: four rows of x and four of the weight that are no longer take half of L1
+PART = 768  # floats: four rows of x and four of the weight that are no longer take half of L1 (48 KB on Zen 5)
+WHOLE = 1024  # floats of a row that is not worth parts: K = 896 and 1,024 lost up to 7 % by them, 1,152 won 17 %
 PART_ROWS = 16  # from here on longer rows are read in parts, by the way of few rows: below it costs more than it gives
 FEW_ROWS = 64  # from here on transposing pays: measured crossing between 48 and 100 rows on Zen 5
 SUM_LENGTH = 192  # products summed before they join the total: rounding errors grow with the length of a running sum
 PACK_ROWS = 24  # transposing a panel takes as long as multiplying it with this many rows; for balancing only
 
 LinearArgs = struct(
-    "LinearArgs", "x x_stride weight bias out out_stride m n k strip block part scratch scratch_stride counter"
+    "LinearArgs", "x x_stride weight bias out out_stride m n k strip block part_len scratch scratch_stride counter"
 )
 
 
@@ -49,12 +51,12 @@ def few_rows(pointer: Any) -> None:
     while first < a.n:
         count = min(a.strip, a.n - first)
         weight, out = a.weight + first * row_bytes, a.out + 4 * first
-        if a.part < a.k:
-            waiting = a.scratch + thread_id() * a.scratch_stride
+        if a.part_len < a.k:  # count is a multiple of 4, as strips and n are
+            waiting = a.scratch + thread_id() * a.scratch_stride  # 16 KB at most, of 256 k bytes
             for i in range(0, count, 4):
                 rows, to = weight + i * row_bytes, out + 4 * i
                 dot_in_parts(
-                    a.m, a.k, a.part, a.x, a.x_stride, rows, row_bytes, to, a.out_stride, 4 * row_bytes, waiting
+                    a.m, a.k, a.part_len, a.x, a.x_stride, rows, row_bytes, to, a.out_stride, 4 * row_bytes, waiting
                 )
         else:
             dot(a.m, count, a.k, a.x, a.x_stride, weight, row_bytes, out, a.out_stride, 4 * row_bytes)
@@ -124,6 +126,7 @@ class LinearKernel:
         arguments = self._fixed_arguments()
         arguments.x, arguments.x_stride = x.data_ptr(), 4 * x.stride(0)
         arguments.out, arguments.out_stride = out.data_ptr(), 4 * out.stride(0)
+        assert team.num_threads <= self._team.num_threads, "there is scratch for each thread of the product's own team"
         return LinearStage(arguments, self._set_rows, team.memory(self._scratch_floats))
 
     def _fixed_arguments(self) -> Any:
@@ -143,8 +146,8 @@ class LinearKernel:
         """Fits the arguments to so many rows of x. Returns: the kernel for them."""
         arguments.m = num_rows
         if num_rows < FEW_ROWS:
-            parts = -(-arguments.k // PART) if num_rows >= PART_ROWS else 1
-            arguments.part = -(-arguments.k // (W * parts)) * W
+            parts = -(-arguments.k // PART) if num_rows >= PART_ROWS and arguments.k > WHOLE else 1
+            arguments.part_len = -(-arguments.k // (W * parts)) * W
             return few_rows
         arguments.block = self._block(num_rows)
         return many_rows

@@ -1,8 +1,9 @@
-"""Two small matrix products out of register tiles: what attention and the linear layers are made of.
+"""Small matrix products out of register tiles: what attention and the linear layers are made of.
 
 Owns:      the choice of tiles for a shape. ``outer`` multiplies by a matrix whose rows run along the result's columns
-           (fast for many rows), ``dot`` by one whose rows run along the summed dimension (no transposition needed).
-Never:     threads, packs, or blocks for caches; callers do.
+           (fast for many rows), ``dot`` by one whose rows run along the summed dimension (no transposition needed),
+           `dot_in_parts` is `dot` by four such rows, a part of that dimension after the other.
+Never:     threads, packs, or chooses blocks for caches; callers do.
 Invariant: an element's sum is taken in the same order whatever the number of rows and columns.
 Thread:    any; inside kernels only. Addresses and strides are in bytes, sizes in floats.
 """

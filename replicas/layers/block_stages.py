@@ -1,8 +1,10 @@
 """The blocks of a model on a CPU as stages of programs.
 
-Owns:      the buffers that stages work on, and the order of the kernels of a block.
+Owns:      which buffers stages work on, and the order of the kernels of a block.
+Never:     runs a stage or keeps a buffer; fused.py does.
 Invariant: the arithmetic is that of the layers (models/llama.py), bit for bit: in int8 a product rounds what it reads,
            and all between two products is fp32.
+Thread:    the one that runs the model.
 
     norm, qkv, rotate | attention | o, add and norm, gate and up, SiLU, down, add and norm, next qkv, rotate | ...
 """
@@ -72,7 +74,7 @@ def stages_of(
 ) -> tuple[list[list[Stage]], list[ReadingStage]]:
     """Stages before each block's attention and after the last one's [L + 1], and those that read its result [L].
 
-    ``norm``: after the last block. Each call makes stages of their own: a stage knows the counter of its program.
+    ``norm``: the one after the last block. Each call makes new stages: a stage knows the counter of its one program.
     """
     parts, projections = [], []
     stages: list[Stage] = [_norm(blocks[0].input_norm, at.hidden, at.normed)]

@@ -105,6 +105,7 @@ class FusedBlocks:
         if self._staged is not None:
             q, k, v = self._blocks[0].attn.qkv.split(at.qkv)
             attention = self._staged.decode_stages(len(self._blocks), q, k, v, at.attended)
+            # stages of their own: a stage knows the counter of its program
             (first, *others), _ = stages_of(self._blocks, self._norm, at, self._team)
             whole = itertools.chain(first, *((stage, *part) for stage, part in zip(attention, others, strict=True)))
             decode = Program(list(whole), self._team)

@@ -130,7 +130,7 @@ def settle(pair: Pair) -> None:
     """Let everything end; rooms that only one side knows time out."""
     pair.wire.resume_draining()
     for _ in range(3000):
-        if not (pair.prefill.engine.has_work or pair.decode.engine.has_work or pair.wire.num_due):
+        if not pair.busy:
             break
         pair.turn()
         for room in list(pair.wire.rooms.values()):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from replicas.kernels.linear import FEW_ROWS, PART, PART_ROWS, LinearKernel
+from replicas.kernels.linear import FEW_ROWS, PART, PART_ROWS, WHOLE, LinearKernel
 from replicas.kernels.team import Team
 from replicas.layers.matmul import Matmul, blas_is_faster
 
@@ -41,13 +41,17 @@ def test_a_row_does_not_depend_on_the_other_rows_or_on_threads() -> None:
     assert apart < 1e-4
 
 
-@pytest.mark.parametrize("k", [PART, PART + 16, 2 * PART, 2 * PART + 48])
+@pytest.mark.parametrize("k", [WHOLE + 16, 2 * PART, 2 * PART + 48])
 def test_long_rows_read_in_parts_have_the_bits_of_rows_read_whole(k: int) -> None:
     """Fewer than PART_ROWS rows are read whole; groups of four rows, and what is left of three, two and one."""
-    weight, x, bias = torch.randn(32, k), torch.randn(PART_ROWS + 3, k), torch.randn(32)
+    weight, x, bias = torch.randn(32, k), torch.randn(FEW_ROWS - 1, k), torch.randn(32)
     product = LinearKernel(weight, Team(2), bias)
+    product(x[: PART_ROWS - 1])
+    assert product._arguments.part_len == k
+    product(x[:PART_ROWS])
+    assert product._arguments.part_len < k
     whole = torch.cat([product(part) for part in x.split(PART_ROWS - 1)])
-    for rows in range(PART_ROWS, PART_ROWS + 4):
+    for rows in (*range(PART_ROWS, PART_ROWS + 4), FEW_ROWS - 1):
         assert torch.equal(product(x[:rows]), whole[:rows])
     assert within_rounding(whole - bias, x, weight)
 
