@@ -207,13 +207,13 @@ def start_rows() -> list[Row]:
         " *([int8.product] if int8_tiles.cpu_has_vnni() else [])): k.address\n"
     )
     section, rows = "start of all kernels, beside importing torch and numba", []
-
-    def beyond_imports_s() -> float:
-        return _process_s(program, {"NUMBA_CACHE_DIR": folder}) - _process_s("import torch, numba", {})
-
     with tempfile.TemporaryDirectory() as folder:
         for name, runs in (("compiled", 1), ("from the cache", RUNS)):
-            rows.append(Row.of(section, name, [beyond_imports_s() for _ in range(runs)], "s"))
+            seconds = [
+                _process_s(program, {"NUMBA_CACHE_DIR": folder}) - _process_s("import torch, numba", {})
+                for _ in range(runs)
+            ]
+            rows.append(Row.of(section, name, seconds, "s"))
     return rows
 
 

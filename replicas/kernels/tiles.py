@@ -17,7 +17,6 @@ _OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(r, 1, fetches=False) for r in (
 _FETCH_6X4, _FETCH_4X4, _FETCH_3X4, _FETCH_1X4 = (outer_tile(r, 4, fetches=True) for r in (6, 4, 3, 1))
 _FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (3, 1))
 _DOT_4X4, _DOT_3X4, _DOT_2X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 3, 2, 1))
-_PART_4X4, _PART_3X4, _PART_2X4, _PART_1X4 = (dot_tile(rows, 4, in_parts=True) for rows in (4, 3, 2, 1))
 _DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
 
 
@@ -110,28 +109,31 @@ def dot(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc:
         while row < m:
             a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
             if wide:
-                row += _dot_wide(left, a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
+                row += _dot_wide(left, a_at, lda, b_at, ldb, c_at, ldc, k, ahead, 0, 1, 1)
             elif left >= 4:
-                _DOT_4X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
+                _DOT_4X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead, 0, 1, 1)
                 row += 4
             else:
-                _DOT_1X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
+                _DOT_1X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead, 0, 1, 1)
                 row += 1
         column += 4 if wide else 1
 
 
 @inlined
-def _dot_wide(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int) -> int:
+def _dot_wide(
+    rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int,
+    waiting: int, first: int, last: int,
+) -> int:  # fmt: skip
     if rows >= 4:
-        _DOT_4X4(a, lda, b, ldb, c, ldc, k, ahead)
+        _DOT_4X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
         return 4
     if rows == 3:
-        _DOT_3X4(a, lda, b, ldb, c, ldc, k, ahead)
+        _DOT_3X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
         return 3
     if rows == 2:
-        _DOT_2X4(a, lda, b, ldb, c, ldc, k, ahead)
+        _DOT_2X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
         return 2
-    _DOT_1X4(a, lda, b, ldb, c, ldc, k, ahead)
+    _DOT_1X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
     return 1
 
 
@@ -141,19 +143,10 @@ def dot_in_parts(
 ) -> None:
     """`dot` by four rows of b, ``part`` floats of all rows after the other (a multiple of 16), with the same bits: four
     rows of a and of b lie in L1 where they would not whole. ``waiting``: memory, 1 KB for each four rows of a."""
-    at = 0
-    while at < k:
-        length, last, row, place = min(part, k - at), 1 if at + part >= k else 0, 0, waiting
-        b_at, first = b + 4 * at, 1 if at == 0 else 0
+    for at in range(0, k, part):
+        length, first, last = min(part, k - at), 1 if at == 0 else 0, 1 if at + part >= k else 0
+        row, place = 0, waiting
         while row < m:
-            a_at, c_at, left = a + row * lda + 4 * at, c + row * ldc, m - row
-            if left >= 4:
-                _PART_4X4(a_at, lda, b_at, ldb, c_at, ldc, length, ahead, place, first, last)
-            elif left == 3:
-                _PART_3X4(a_at, lda, b_at, ldb, c_at, ldc, length, ahead, place, first, last)
-            elif left == 2:
-                _PART_2X4(a_at, lda, b_at, ldb, c_at, ldc, length, ahead, place, first, last)
-            else:
-                _PART_1X4(a_at, lda, b_at, ldb, c_at, ldc, length, ahead, place, first, last)
-            row, place = row + 4, place + 1024
-        at += part
+            a_at, c_at = a + row * lda + 4 * at, c + row * ldc
+            row += _dot_wide(m - row, a_at, lda, b + 4 * at, ldb, c_at, ldc, length, ahead, place, first, last)
+            place += 1024
