@@ -1,5 +1,6 @@
 """TpGroup: what each rank gets, and what it says when the others are gone. Ranks are threads of one process here."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +60,10 @@ def test_a_rank_that_never_comes_is_an_error_that_says_which_rank_waited(tmp_pat
 
 
 def test_a_rank_that_left_is_an_error_on_the_others(tmp_path: Path) -> None:
+    both_met = threading.Barrier(2)  # `create` of one can return before that of the other
+
     def work(tp: TpGroup) -> str:
+        both_met.wait(20)
         if tp.rank == 1:
             tp.close()
             return "left"
