@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,18 @@ def stop(process: subprocess.Popen[bytes], *, within_s: float = STOP_S) -> None:
             process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path, says: str, urls: Sequence[str]) -> None:
+def _wait_ready(
+    process: subprocess.Popen[bytes],
+    log: Path,
+    says: str,
+    urls: Sequence[str],
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     deadline_s = time.monotonic() + START_S
     while says not in log.read_text() or not all(answers(url) for url in urls):
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise RuntimeError(f"the application did not start:\n{log.read_text()}")
-        time.sleep(0.2)
+        sleep(0.2)
 
 
 def answers(url: str) -> bool:

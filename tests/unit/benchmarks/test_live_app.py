@@ -42,9 +42,7 @@ def healthy() -> Iterator[str]:
     server.server_close()
 
 
-def test_an_application_that_answers_is_not_ready_before_its_log_says_so(
-    tmp_path: Path, healthy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_application_that_answers_is_not_ready_before_its_log_says_so(tmp_path: Path, healthy: str) -> None:
     """One replica answers /health while others, or the observatory, still start."""
     log = tmp_path / "log"
     log.write_text("manta: 1 of 2 replicas\n")
@@ -54,9 +52,8 @@ def test_an_application_that_answers_is_not_ready_before_its_log_says_so(
         if next(looks) == 1:
             log.write_text(log.read_text() + f"\n{live_app.ANNOUNCED}\n")
 
-    monkeypatch.setattr("time.sleep", announce_at_last)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        live_app._wait_ready(process, log, live_app.ANNOUNCED, [healthy])
+        live_app._wait_ready(process, log, live_app.ANNOUNCED, [healthy], sleep=announce_at_last)
         process.kill()
     assert list(looks) == []  # it looked three times
 
