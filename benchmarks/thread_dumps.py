@@ -8,6 +8,7 @@ Never:     asks a process that is not a descendant of who asks. Signals one that
 Thread:    any.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -26,12 +27,12 @@ QUIET_S = 0.5  # it writes line by line, and has no last one: nothing for so lon
 
 def take_part(folder: str) -> None:
     """From now on this process tells its stacks when it is asked."""
-    file = _file(folder, os.getpid()).open("w")
-    faulthandler.register(signal.SIGUSR1, file=file)
     door = socket.socket(socket.AF_UNIX)
     door.bind(_door(folder, os.getpid()))
     door.listen()
     threading.Thread(target=_answer, args=(door,), name="thread-dumps", daemon=True).start()
+    file = _file(folder, os.getpid()).open("w")  # it is asked from here on
+    faulthandler.register(signal.SIGUSR1, file=file)
     file.write(f"{multiprocessing.current_process().name}\n")
     file.flush()
 
@@ -66,21 +67,23 @@ def _state(process: psutil.Process, folder: str) -> str:
     try:
         cpu = process.cpu_times()
         state = f"{process.status()}, {cpu.user + cpu.system:.1f} s of CPU so far"
-        try:
-            return f"{state}\n{_told(_door(folder, process.pid))}"
-        except TimeoutError:
-            written = _written(process, _file(folder, process.pid))
+        if told := _told(_door(folder, process.pid)):
+            return f"{state}\n{told}"
+        state += f"; it told nothing within {DUMP_S:g} s, and wrote"
+        if written := _written(process, _file(folder, process.pid)):
+            return f"{state}:\n{written}"
     except (psutil.Error, ConnectionError) as error:
         return f"it has ended: {error}"
-    if not written:
-        return f"{state}; it told nothing within {DUMP_S:g} s, and wrote nothing within {DUMP_S:g} s"
-    return f"{state}; it told nothing within {DUMP_S:g} s, and wrote:\n{written}"
+    return f"{state} nothing within {DUMP_S:g} s"
 
 
 def _told(door: str) -> str:
-    """Raises: TimeoutError; ConnectionError when the process has ended."""
+    """What its thread says; nothing, when that does not come to run.
+
+    Raises: ConnectionError when the process has ended.
+    """
     told = b""
-    with socket.socket(socket.AF_UNIX) as asking:
+    with socket.socket(socket.AF_UNIX) as asking, contextlib.suppress(TimeoutError):
         asking.settimeout(DUMP_S)
         asking.connect(door)
         while part := asking.recv(1 << 16):

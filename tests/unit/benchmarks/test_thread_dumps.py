@@ -85,12 +85,13 @@ def test_it_shows_every_thread_each_time_it_is_asked_and_lives_on(hanging: Spawn
 
 
 def test_threads_that_run_are_told_of_and_live_on(tmp_path: Path) -> None:
-    """Read without the GIL, these end their process in 10 to 100 dumps."""
+    """Read without the GIL, as on a signal, these end their process in 10 to 100 dumps."""
     with started(work, tmp_path) as working:
         for _ in range(100):
             said = thread_dumps.ask(str(tmp_path))
             assert (said.count("in work\n"), said.count("in work_beside\n")) == (1, 3)
         assert working.is_alive()
+    assert (tmp_path / f"{working.pid}.stacks").read_text() == "a rank\n"  # it got no signal
 
 
 def test_one_whose_gil_is_never_free_is_asked_by_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
