@@ -41,6 +41,7 @@ OURS: Mapping[str, str] = {
     "disable_overlap_schedule": "scheduler.overlap",
     "scheduling_policy": "scheduler.policy",
     "schedule_policy": "scheduler.policy",
+    "enable_priority_scheduling": "scheduler.priorities",
     "attention_backend": "attention",
     "enforce_eager": "cuda_graphs",
     "disable_cuda_graph": "cuda_graphs",
@@ -71,9 +72,11 @@ def _cache(value: Any) -> Any:
 
 
 def _scheduler(value: Any) -> Any:
-    if isinstance(value, dict) and isinstance(value.get("overlap"), bool):  # in YAML a bare ``on`` is True
-        return {**value, "overlap": "on" if value["overlap"] else "off"}
-    return value
+    if not isinstance(value, dict):
+        return value
+    # in YAML a bare ``on`` is True
+    flags = {name: value[name] for name in ("overlap", "priorities") if isinstance(value.get(name), bool)}
+    return {**value, **{name: "on" if is_on else "off" for name, is_on in flags.items()}}
 
 
 DTYPE_NAMES = BeforeValidator(_dtype)

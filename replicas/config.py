@@ -104,6 +104,7 @@ class SchedulerConfig:
     overlap: Literal["auto", "on", "off"] = "auto"  # launch a decode step before the last is known; auto: on a GPU
     lpm_max_queue: int = 128  # longer queues fall back to fcfs (SPEC F03)
     ageing_s: float = 5.0  # a request that waited this long goes before any better match
+    priorities: Literal["off", "on"] = "off"  # on: a point of priority is worth ageing_s of waiting; off: ignored
     new_token_ratio: float = 0.7  # share of max_new_tokens reserved for a running request at admission (SPEC F05)
     min_new_token_ratio: float = 0.1  # the ratio decays to this while nothing is retracted
     new_token_ratio_decay: float = 0.001  # per decode step

@@ -98,6 +98,7 @@ class Req:
     num_tokens: int
     eos_ids: frozenset[int]  # ids that end it; empty with ignore_eos (stop_token_ids are in sampling)
     num_resumed: int = 0  # leading output tokens that another replica already delivered
+    ranks_from_s: float = 0.0  # its place in queues: arrival_s, less what its priority is worth; set by the scheduler
     return_logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs_from: int | None = None

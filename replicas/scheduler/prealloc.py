@@ -1,6 +1,6 @@
 """PreallocQueue: decode legs that wait for their row and pages, which they must have before anything is sent to them.
 
-Owns:      the decode legs that hold nothing yet, and their order: highest priority first, then by arrival (FIFO).
+Owns:      the decode legs that hold nothing yet, and their order (`rank`; without priorities FIFO).
 Never:     talks to the sender (replicas/disagg); runs anything.
 Invariant: every request in it is WAITING and holds nothing. Nobody overtakes its head: where the head finds no room,
            it bars later local requests from theirs (`barrier`), and it may not overtake an older one that found none.
@@ -16,12 +16,12 @@ from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio
 
-Rank = tuple[int, float]
+Rank = float
 
 
 def rank(req: Req) -> Rank:
-    """Who is served first when memory is short: the smaller."""
-    return (-req.priority, req.arrival_s)
+    """Its place in the queues, as a time in seconds: the smaller is served first when memory is short."""
+    return req.ranks_from_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,7 @@ class Scheduler:
             share_len=config.in_batch_prefix_len,
         )
         self._mixed_steps = config.mixed_steps
+        self._has_priorities, self._ageing_s = config.priorities == "on", config.ageing_s
         self.retraction = Retraction(kv, self.waiting, self.running, self.prefill, self._ratio, self.counters)
         self.refusals: dict[tuple[str, int], Refusal] = {}  # of the last scheduling round, for explanation
         self._outcome = Outcome(kv, self.running, self.legs, self.counters, finish=self.finish, clock=clock)
@@ -100,19 +101,19 @@ class Scheduler:
 
     def submit(self, req: Req) -> None:
         """Accept a request; from here on it ends in exactly one finish."""
+        self._accept(req)
         self._wait(req)
-        self.deadlines.add(req)
 
     def ask_grant(self, req: Req) -> None:
         """Accept a decode leg: it gets row and pages when they fit, and is then among `Legs.take_granted`."""
+        self._accept(req)
         self.legs.prealloc.add(req)
         self._ahead.disturb()
-        self.deadlines.add(req)
 
     def park(self, req: Req) -> None:
         """Accept a request that may not start before `unpark`."""
+        self._accept(req)
         self.legs.away.add(req)
-        self.deadlines.add(req)
 
     def unpark(self, req: Req) -> None:
         self.legs.away.remove(req)
@@ -202,6 +203,13 @@ class Scheduler:
         self._ratio.decode_step()
         decode = self.running.prepare(reqs, ahead=True)
         return self.running.plan(reqs, self._table_writes(), decode, follows=follows)
+
+    def _accept(self, req: Req) -> None:
+        """Give ``req`` its place in the queues. With priorities off, what it asks for is forgotten."""
+        if not self._has_priorities:
+            req.priority = 0
+        req.ranks_from_s = req.arrival_s - req.priority * self._ageing_s
+        self.deadlines.add(req)
 
     def _take_decode_slots(self) -> tuple[bool, tuple[np.ndarray, ...] | None]:
         """A slot for the next token of each who runs. Returns: whether anybody gave way for it, and what

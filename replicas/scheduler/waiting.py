@@ -15,11 +15,13 @@ PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, 
 
 
 class WaitingQueue:
-    """Highest priority first; then requests that aged, by arrival; then by policy.
+    """Requests that aged, by rank; then highest priority first; then by policy.
 
+    A request ranks by ``Req.ranks_from_s``: its arrival, earlier by ``ageing_s`` for each point of its priority. So
+    ageing crosses priorities: whatever comes more than ``ageing_s`` for each point of difference later waits behind it.
     ``lpm`` tries the longest cached prefix first (SPEC F03, "SGLang longest prefix match"), because a prefix in use is
     not evicted meanwhile. Ageing bounds the wait of requests without any prefix. Queues longer than ``lpm_max_queue``
-    are taken in arrival order: peeking at every prompt would cost more than it gains.
+    are taken by rank: peeking at every prompt would cost more than it gains.
     """
 
     def __init__(self, *, policy: str, lpm_max_queue: int, ageing_s: float, peek_len: PeekLen) -> None:
@@ -44,15 +46,15 @@ class WaitingQueue:
         del self._reqs[(req.rid, req.index)]
 
     def ordered(self, now_s: float) -> list[Req]:
-        """The requests in the order in which to try them. Stable: ties keep arrival order."""
-        reqs = sorted(self._reqs.values(), key=lambda req: req.arrival_s)
+        """The requests in the order in which to try them. Stable: ties keep their rank."""
+        reqs = sorted(self._reqs.values(), key=lambda req: req.ranks_from_s)
         if self._policy == "fcfs" or len(reqs) > self._lpm_max_queue:
-            return sorted(reqs, key=lambda req: -req.priority)
+            return reqs
 
         def rank(req: Req) -> tuple[int, int, int]:
-            if now_s - req.arrival_s >= self._ageing_s:
-                return (-req.priority, 0, 0)
-            return (-req.priority, 1, -self._peek_len(req.ids[: req.num_tokens - 1], req.salt))
+            if now_s - req.ranks_from_s >= self._ageing_s:
+                return (0, 0, 0)
+            return (1, -req.priority, -self._peek_len(req.ids[: req.num_tokens - 1], req.salt))
 
         return sorted(reqs, key=rank)
 

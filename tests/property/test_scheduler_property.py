@@ -45,6 +45,7 @@ def step(bench: Bench, *, mixed: bool) -> None:
     prefix_cache=st.sampled_from(["radix", "chunk"]),
     policy=st.sampled_from(["lpm", "fcfs"]),
     mixed=st.booleans(),
+    priorities=st.sampled_from(["off", "on"]),
 )
 def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     actions: list[tuple[object, ...]],
@@ -55,6 +56,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     prefix_cache: str,
     policy: str,
     mixed: bool,
+    priorities: str,
 ) -> None:
     """DESIGN.md section 3: Pool, Table, Radix, Same answer, Salt and Request, after every step."""
     longest = max(len(prefix) for prefix in PREFIXES) + 12 + 20  # one request alone always fits
@@ -68,6 +70,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
         min_new_token_ratio=min(ratio, 0.1),
         policy=policy,
         mixed_steps=mixed,
+        priorities=priorities,
     )
     reqs: list[Req] = []
     for action in actions:

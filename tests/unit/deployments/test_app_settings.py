@@ -95,6 +95,12 @@ def test_overlap_can_be_written_in_yaml_where_on_and_off_are_booleans(text: str,
     assert parse({"model": MODEL_ARGS, **args}).scheduler == SchedulerConfig(overlap=overlap)  # type: ignore[arg-type]
 
 
+def test_priorities_can_be_written_in_yaml_where_on_and_off_are_booleans() -> None:
+    for text, priorities in (("on", "on"), ("off", "off"), ("'on'", "on")):
+        args = yaml.safe_load(f"scheduler: {{priorities: {text}}}")
+        assert parse({"model": MODEL_ARGS, **args}).scheduler.priorities == priorities
+
+
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [

@@ -127,7 +127,7 @@ def test_alone_a_leg_may_take_the_whole_pool() -> None:
 
 
 def test_higher_priority_first_then_first_come() -> None:
-    bench = Bench(max_running=1)
+    bench = Bench(max_running=1, priorities="on")
     reqs = [leg(bench, name, [i, i], priority=p) for i, (name, p) in enumerate([("a", 0), ("b", 1), ("c", 1)])]
     order = []
     for _ in range(3):

@@ -149,12 +149,37 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
 
 
 def test_higher_priority_starts_first_and_gives_way_last() -> None:
-    bench = Bench(max_running=1)
+    bench = Bench(max_running=1, priorities="on")
     low = bench.submit([1, 2, 3], max_new_tokens=2)
     high = bench.submit([4, 5, 6], max_new_tokens=2, priority=5)
     bench.step()
     assert (high.state, low.state) == (ReqState.RUNNING, ReqState.WAITING)
     assert bench.scheduler.refusals == {(low.rid, 0): Refusal.RUNNING_LIMIT}
+    bench.run()
+
+
+@pytest.mark.parametrize("queue", [{"policy": "lpm"}, {"policy": "fcfs"}, {"policy": "lpm", "lpm_max_queue": 1}])
+def test_ageing_crosses_priorities_a_point_is_worth_ageing_s(queue: dict[str, object]) -> None:
+    """Security note, item 8: a request that had waited for an hour stood behind three new ones of priority 1000."""
+    bench = Bench(priorities="on", ageing_s=5.0, **queue)
+    old = bench.submit([1, 2, 3])
+    bench.clock.now_s = 49.0
+    soon = bench.submit([4, 5, 6], priority=10)
+    assert bench.scheduler.waiting.ordered(bench.clock()) == [soon, old]
+    bench.clock.now_s = 51.0
+    late = [bench.submit([7, 8, i], priority=10) for i in range(3)]
+    assert bench.scheduler.waiting.ordered(bench.clock()) == [soon, old, *late]
+    bench.run()
+
+
+def test_priorities_are_off_unless_asked_for() -> None:
+    """Whoever may send one can hold up everybody else."""
+    bench = Bench(max_running=1)
+    first = bench.submit([1, 2, 3], max_new_tokens=2)
+    pushy = bench.submit([4, 5, 6], max_new_tokens=2, priority=1000)
+    assert bench.scheduler.waiting.ordered(bench.clock()) == [first, pushy]
+    bench.step()
+    assert (first.state, pushy.state, pushy.priority) == (ReqState.RUNNING, ReqState.WAITING, 0)
     bench.run()
 
 
