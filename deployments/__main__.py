@@ -12,6 +12,14 @@ URL = "http://127.0.0.1:8000"
 
 def main() -> int:
     args = _parser().parse_args()
+    try:
+        return _run(args)
+    except KeyboardInterrupt:  # while the modules are imported; afterwards cluster.py has its own
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.command == "top":
         from deployments.terminal import top
 

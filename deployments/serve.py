@@ -1,46 +1,36 @@
 """``python -m deployments serve CONFIG``: what ``serve run`` does, with progress and an end that leaves nothing.
 
-Owns:      the local Ray it starts (none when RAY_ADDRESS names a cluster) and the Serve applications of the file.
-Invariant: Ctrl-C, SIGTERM or a failed start stop all that it started.
+Owns:      the Serve applications of the file.
+Invariant: Ctrl-C, SIGTERM or a failed start stop all that it started (cluster.py).
 Thread:    the main thread.
 
     check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> print where ──> wait ──> stop all
 """
 
-import contextlib
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
 import yaml
 from ray import serve
-from ray.exceptions import AuthenticationError, RayError
 from ray.serve._private.api import serve_start
 from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
-from deployments import startup
+from deployments import cluster, startup
 from deployments.announce import OBSERVATORY, Observatories, announce
 from deployments.app import checked
 from deployments.observatory import settings as observatory
 from deployments.schema import AppConfig
 from replicas.errors import InvalidConfig
 
-OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
 LOOK_S = 0.5
-REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
 IMPORT_PATH = "deployments.app:build"
-
-
-class NoCluster(Exception):
-    """The Ray that RAY_ADDRESS names cannot be used."""
 
 
 def run(config_path: str) -> int:
@@ -57,19 +47,20 @@ def run(config_path: str) -> int:
     except (OSError, ValueError, InvalidConfig) as error:
         print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
         return 2
-    _listen_for_the_end()
+    cluster.listen_for_the_end()
     try:
-        with contextlib.suppress(KeyboardInterrupt), _ray(say):
-            ready = _deploy(schema, configs, say)
+        with cluster.opened(say) as opened:
+            opened.serving = ready = _deploy(schema, configs, say)
             while ready:
                 time.sleep(3600)
             return 1
-        say("stopped")
-    except NoCluster as error:
+    except cluster.NoCluster as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except cluster.StoppedAtOnce:
         print("stopped at once", file=sys.stderr)
+    except KeyboardInterrupt:
+        say("stopped")
     return 0
 
 
@@ -147,51 +138,6 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
-@contextlib.contextmanager
-def _ray(say: Callable[[str], None]) -> Iterator[None]:
-    """A cluster: the one that RAY_ADDRESS names, or a small one here for as long as this lasts."""
-    ours = "RAY_ADDRESS" not in os.environ
-    if ours:
-        say("starting Ray on this machine")
-        ray.init(
-            address="local",
-            namespace="serve",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-        )
-    else:
-        say(f"connecting to Ray at {os.environ['RAY_ADDRESS']}")
-        _connect(os.environ["RAY_ADDRESS"])
-    _listen_for_the_end()  # Ray has set its own
-    try:
-        yield
-    finally:
-        say("stopping")
-        with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
-            serve.shutdown()
-        ray.shutdown()
-
-
-def _connect(address: str) -> None:
-    """Raises: NoCluster, saying what to do."""
-    try:
-        host, _, port = address.rpartition(":")
-        if host and port.isdecimal():  # Ray itself tries for minutes
-            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
-        ray.init(address="auto", namespace="serve", log_to_driver=False)
-    except AuthenticationError as error:
-        raise NoCluster(
-            f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to "
-            "what the cluster was started with"
-        ) from error
-    except (OSError, RayError, RuntimeError, ValueError) as error:
-        raise NoCluster(
-            f"Ray at {address} (RAY_ADDRESS) does not answer: {error}\nStart it with `ray start --head`, give its "
-            "address, or unset RAY_ADDRESS to have Manta start a Ray of its own"
-        ) from error
-
-
 def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Callable[[str], None]) -> bool:
     """Deploy as `serve run` does, and tell what is waited for until every application runs. False when one failed."""
     say("starting Serve")
@@ -241,12 +187,3 @@ def _why(application: ApplicationStatusOverview) -> str:
     messages = [application.message, *(status.message for status in application.deployments.values())]
     whole = "\n".join(message for message in messages if message)
     return "\n".join(startup.our_errors(whole)) or whole
-
-
-def _listen_for_the_end() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with Ctrl-C ignored
-        signal.signal(number, _interrupt)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt

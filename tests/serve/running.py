@@ -70,6 +70,13 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        """Launch it and wait until it serves."""
+        self.launch()
+        self.until(lambda: "Try it:" in self.log.read_text() or self.process_ended, START_S)
+        assert not self.process_ended, self.log.read_text()
+
+    def launch(self) -> None:
+        """Start its process, and wait for nothing."""
         environment = {**os.environ, MARK: self.mark}
         environment.pop("RAY_ADDRESS", None)
         environment["RAY_SERVE_HAPROXY_STATS_PORT"] = str(self._stats_port)
@@ -80,8 +87,6 @@ class Running:
                 [sys.executable, "-m", "deployments", "serve", str(self.config)],
                 stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
             )  # fmt: skip
-        self.until(lambda: "Try it:" in self.log.read_text() or self.process_ended, START_S)
-        assert not self.process_ended, self.log.read_text()
 
     @property
     def process_ended(self) -> bool:

@@ -1,0 +1,143 @@
+"""The Ray that is served on: a small one of our own, or the one that RAY_ADDRESS names; and what Ctrl-C does to it.
+
+Owns:      the Ray it starts, with every process that descends from it; the handlers of SIGINT and SIGTERM.
+Invariant: at the end no process of a Ray of our own is left; of a cluster that was there before, only Serve is ended.
+Thread:    the main thread.
+
+    signal ──> KeyboardInterrupt ──> nothing served yet: Ray is ended at once      serving: requests may finish first
+                 └── a second one meanwhile ──> every process of ours is killed
+"""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import ray
+from ray import serve
+from ray.exceptions import AuthenticationError, RayError
+from ray.serve.context import _get_global_client
+
+OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
+REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
+FINISH_S = 30.0  # Ray Serve's bound on ending applications that serve
+FOREIGN_S = 8.0  # a cluster goes on taking applications down when nobody waits for it
+KILL_S = 3.0
+
+
+class NoCluster(Exception):
+    """The Ray that RAY_ADDRESS names cannot be used."""
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second signal came while the first one's work was under way."""
+
+
+class Cluster:
+    """A Ray that runs. ``serving`` is set once every application runs."""
+
+    def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
+        """``address``: of a Ray that exists; None starts one of our own."""
+        self.ours = address is None
+        self.serving = False
+        self._name = "this machine" if address is None else address
+        self._say = say
+
+    def start(self) -> None:
+        """Raises: NoCluster, saying what to do."""
+        if not self.ours:
+            self._say(f"connecting to Ray at {self._name}")
+            connect(self._name)
+            return
+        self._say("starting Ray on this machine")
+        ray.init(
+            address="local",
+            namespace="serve",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="warning",
+        )
+
+    def end(self) -> None:
+        """End what was started here. Raises: StoppedAtOnce when a signal came meanwhile; our processes are killed."""
+        family = psutil.Process().children(recursive=True) if self.ours else []
+        try:
+            with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
+                self._end_serve(len(family))
+            ray.shutdown()
+        except KeyboardInterrupt as second:
+            raise StoppedAtOnce from second
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the third Ctrl-C must not interrupt the second's work
+            _kill(family)
+
+    def _end_serve(self, num_processes: int) -> None:
+        again = "Ctrl-C again stops at once"
+        if self.serving:
+            self._say(f"stopping: requests under way have up to {FINISH_S:.0f} s to finish; {again}")
+            serve.shutdown()
+        elif self.ours:
+            self._say(f"stopping: nothing is served yet; waiting for Ray's {num_processes} processes to end; {again}")
+        elif (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
+            self._say(
+                f"stopping: nothing is served yet; waiting up to {FOREIGN_S:.0f} s for Ray at {self._name} to take the "
+                f"applications down, which goes on without us; {again}"
+            )
+            client.shutdown(timeout_s=FOREIGN_S)
+
+
+@contextlib.contextmanager
+def opened(say: Callable[[str], None]) -> Iterator[Cluster]:
+    """The cluster that RAY_ADDRESS names, or a small one here, for as long as this lasts. Raises: NoCluster."""
+    cluster = Cluster(os.environ.get("RAY_ADDRESS"), say)
+    try:
+        cluster.start()
+        listen_for_the_end()  # Ray has set its own
+        yield cluster
+    finally:
+        if cluster.ours or ray.is_initialized():
+            cluster.end()
+
+
+def connect(address: str) -> None:
+    """Raises: NoCluster, saying what to do."""
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal():  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="warning")
+    except AuthenticationError as error:
+        raise NoCluster(
+            f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to "
+            "what the cluster was started with"
+        ) from error
+    except (OSError, RayError, RuntimeError, ValueError) as error:
+        raise NoCluster(
+            f"Ray at {address} (RAY_ADDRESS) does not answer: {error}\nStart it with `ray start --head`, give its "
+            "address, or unset RAY_ADDRESS to have Manta start a Ray of its own"
+        ) from error
+
+
+def listen_for_the_end() -> None:
+    """SIGINT and SIGTERM raise KeyboardInterrupt in the main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with Ctrl-C ignored
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _kill(family: list[psutil.Process]) -> None:
+    """Kill those of ``family`` that still run, and what they have started since."""
+    for process in list(family):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += process.children(recursive=True)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()  # psutil compares start times: another process that has the id by now is not touched
+    psutil.wait_procs(family, timeout=KILL_S)

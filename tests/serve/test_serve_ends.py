@@ -1,0 +1,45 @@
+"""Ctrl-C while Manta still starts: it says what it waits for, ends soon, and leaves nothing."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.serve.running import START_S, Running
+
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
+ENDS_S = 10.0
+
+
+@pytest.mark.parametrize("phase", ["starting Ray", "starting Serve", "ModelReplica: "])
+def test_ctrl_c_during_a_start_says_what_it_waits_for_and_ends_within_ten_seconds(phase: str, tmp_path: Path) -> None:
+    running = Running(tmp_path, replicas={"count": 1}, observatory=True)
+    running.launch()
+    running.until(lambda: phase in running.log.read_text() or running.process_ended, START_S)
+    assert not running.process_ended, running.log.read_text()
+    interrupted_s = time.monotonic()
+    left = running.stop()
+    took_s = time.monotonic() - interrupted_s
+    said = running.log.read_text()
+    assert took_s < ENDS_S, said
+    assert "stopping: nothing is served yet" in said
+    assert said.rstrip().endswith("stopped")
+    assert "Controller failed to shut down" not in said
+    assert left == []
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    running = Running(tmp_path, replicas={"count": 1}, observatory=True)
+    running.launch()
+    running.until(lambda: "ModelReplica: " in running.log.read_text() or running.process_ended, START_S)
+    assert running.process is not None
+    running.process.send_signal(signal.SIGINT)
+    running.until(lambda: "Ctrl-C again stops at once" in running.log.read_text(), ENDS_S)
+    again_s = time.monotonic()
+    left = running.stop()
+    took_s = time.monotonic() - again_s
+    said = running.log.read_text()
+    assert said.rstrip().endswith("stopped at once")
+    assert took_s < ENDS_S / 2, said
+    assert left == []
