@@ -10,6 +10,7 @@ Invariant: ``decode(ids)`` is the UTF-8 text of the tokens' bytes in order, malf
 Thread:    any; nothing changes after the constructor.
 """
 
+import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from replicas.control_tokens import ControlTokens
 from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.token_bytes import PieceDecoder
 from replicas.types import TokenIds
@@ -55,6 +57,8 @@ class Tokenizer:
         limit = self._hf.model_max_length
         self.context_len: int | None = int(limit) if limit and limit < _NO_LIMIT else None
         self._reserved = frozenset(inspect.signature(self._hf.apply_chat_template).parameters) - {"documents", "kwargs"}
+        render = functools.partial(self._render, tools=None, options={}) if self.has_chat_template else None
+        self._control = ControlTokens(self._rust, render=render)
 
     @property
     def vocab_size(self) -> int:
@@ -62,17 +66,17 @@ class Tokenizer:
         return len(self._pieces)
 
     @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that in a chat are the template's alone."""
+        return self._control.ids
+
+    @property
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Ids [L] of ``text``. Raises InvalidRequest for text that has no UTF-8 form (a lone surrogate)."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text is not valid Unicode: a lone surrogate at character {error.start}; send well-formed UTF-8"
-            ) from error
+        _check_unicode(text)
         return np.asarray(self._rust.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
 
     def chat(
@@ -86,22 +90,19 @@ class Tokenizer:
     ) -> TokenIds:
         """Ids [L] of a conversation in the model's chat template.
 
-        A message whose content is a list of text parts is given to the template as their texts, joined by newlines.
+        What stands in ``messages``, ``tools`` and ``template_kwargs`` is text and never a control token, whatever it
+        spells (control_tokens.py). A message whose content is a list of text parts is given to the template as their
+        texts, joined by newlines.
 
         Args:   continue_final_message: leave the last message open, for the model to go on (no generation prompt then).
                 template_kwargs: variables for the template (``chat_template_kwargs`` of the wire).
         Raises: InvalidRequest when there is no template, a message is malformed, or the template refuses.
         """
-        return self.encode(
-            self.chat_text(
-                messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **template_kwargs,
-            ),
-            add_special_tokens=False,  # the template writes them
-        )
+        text, hides = self._rendered(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        if not hides:
+            return self.encode(text, add_special_tokens=False)  # the template writes them
+        _check_unicode(text)
+        return self._control.encode(text)
 
     def chat_text(
         self,
@@ -113,6 +114,18 @@ class Tokenizer:
         **template_kwargs: Any,
     ) -> str:
         """The text that ``chat`` encodes. Raises as ``chat``."""
+        text, hides = self._rendered(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        return self._control.show(text) if hides else text
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: dict[str, Any],
+    ) -> tuple[str, bool]:
+        """The text of a conversation, and whether something in it is hidden."""
         if not self.has_chat_template:
             raise InvalidRequest(f"{self.path} has no chat template; use /v1/completions, or add chat_template.jinja")
         reserved = sorted(self._reserved & template_kwargs.keys())
@@ -123,20 +136,48 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
                 param="continue_final_message",
             )
-        conversation = [_plain_message(i, message) for i, message in enumerate(messages)]
-        if not conversation:
+        if not messages:
             raise InvalidRequest("messages: is empty; give at least one message", param="messages")
+        given: dict[str, Any] = {
+            "messages": [_plain_message(i, message) for i, message in enumerate(messages)],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "options": template_kwargs,
+        }
+        try:
+            hidden = self._control.hide(given)
+            hides = hidden != given
+        except RecursionError as error:
+            raise InvalidRequest("messages: nested too deeply", param="messages") from error
+        render = functools.partial(
+            self._render, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        )
+        if not hides:
+            return render(**given), False
+        try:
+            return render(**hidden), True
+        except InvalidRequest as error:
+            raise InvalidRequest(self._control.show(str(error)), param=error.param) from error
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> str:
+        """``messages`` in the chat template. Raises: InvalidRequest for whatever it does with an unexpected shape."""
         try:
             text = self._hf.apply_chat_template(
-                conversation,
-                tools=None if tools is None else [dict(tool) for tool in tools],
+                messages,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
-                **template_kwargs,
+                **options,
             )
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # whatever a template does with messages of a shape that it did not expect
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
         return str(text)
 
@@ -191,6 +232,16 @@ def _eos_ids(path: str, tokenizer_eos: int | None) -> frozenset[int]:
         if eos is not None:
             return frozenset(found | (set(eos) if isinstance(eos, list) else {eos}))
     return frozenset(found)
+
+
+def _check_unicode(text: str) -> None:
+    """Raises: InvalidRequest for text that has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text is not valid Unicode: a lone surrogate at character {error.start}; send well-formed UTF-8"
+        ) from error
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
