@@ -31,7 +31,10 @@ FLOORS: dict[str, set[str]] = {
     "replicas.distributions": {"replicas.tally", "replicas.types", "kvtransfer.types"},
     "replicas.stages": {"replicas.request", "replicas.types"},
     "replicas.token_bytes": {"replicas.types", "replicas.errors"},
-    "replicas.tokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors", "replicas.config"},
+    "replicas.tokenizer": {
+        "replicas.token_bytes", "replicas.control_tokens", "replicas.types", "replicas.errors", "replicas.config",
+    },
+    "replicas.control_tokens": {"replicas.types", "replicas.errors"},
     "replicas.detokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors"},
     "replicas.memory": {"replicas.types", "replicas.errors", "replicas.config", "kvtransfer.layout"},
     "replicas.cache": {
