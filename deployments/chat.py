@@ -18,6 +18,7 @@ from deployments.convert import (
     check_model,
     checked,
     openai_sampling,
+    output_limit,
     refuse_response_format,
     refuse_unsupported,
     salt_of,
@@ -128,12 +129,12 @@ async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
     check_model(service, body.model)
     _refuse(body)
     ids = await service.encode_chat(body.messages, **_template_options(body))
-    room = max(service.model.context_len - len(ids), 1)  # no limit given: what the context leaves
-    given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = output_limit(service, len(ids), getattr(body, limit_name))
     request = GenerateRequest(
         rid=new_rid(name),
         token_ids=ids,
-        sampling=openai_sampling(body, max_new_tokens=room if given is None else given),
+        sampling=openai_sampling(body, max_new_tokens=limit),
         cache_salt=salt_of(body.cache_salt),
         priority=body.priority or 0,
         deadline_s=body.timeout,
@@ -144,7 +145,7 @@ async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
         service=service,
         body=body,
         name=name,
-        request=checked(service, request, param="messages"),
+        request=checked(service, request, names={"prompt": "messages", "max_tokens": limit_name}),
         created=int(time.time()),
     )
 

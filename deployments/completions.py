@@ -19,6 +19,7 @@ from deployments.convert import (
     check_model,
     checked,
     openai_sampling,
+    output_limit,
     refuse_response_format,
     refuse_unsupported,
     salt_of,
@@ -133,14 +134,13 @@ class CompletionJob:
 async def _job(service: Service, body: CompletionRequest, name: str) -> CompletionJob:
     check_model(service, body.model)
     _refuse(body)
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = openai_sampling(body, max_new_tokens=max_tokens)
     requests, prompts = [], []
     for text, ids in await _prompts(service, body):
+        limit = output_limit(service, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS)
         request = GenerateRequest(
             rid=new_rid(name),
             token_ids=ids,
-            sampling=sampling,
+            sampling=openai_sampling(body, max_new_tokens=limit),
             cache_salt=salt_of(body.cache_salt),
             priority=body.priority or 0,
             deadline_s=body.timeout,
@@ -148,7 +148,7 @@ async def _job(service: Service, body: CompletionRequest, name: str) -> Completi
             top_logprobs=body.logprobs or 0,
             prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
         )
-        requests.append(checked(service, request, param="prompt"))
+        requests.append(checked(service, request, names={}))
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
     return CompletionJob(
         service=service, body=body, name=name, requests=requests, prompts=prompts, created=int(time.time())

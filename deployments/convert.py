@@ -5,6 +5,7 @@ Never:     ignores a field that would change the answer's form (structured outpu
 """
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,11 +15,12 @@ import numpy as np
 from deployments.native_types import NativeSampling
 from deployments.openai_types import SamplingFields
 from deployments.service import Service
-from replicas.errors import InvalidRequest, UnknownModel
+from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
 
 T = TypeVar("T")
 MAX_PROMPTS = 256  # prompts of one request
+_FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.validate` calls a field, in its message
 _CONSTRAINTS = (
     "regex", "ebnf", "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structured_outputs", "logits_processors", "lora_path", "stop_regex", "custom_params",
@@ -70,12 +72,12 @@ def openai_sampling(fields: SamplingFields, *, max_new_tokens: int) -> SamplingP
     )
 
 
-def native_sampling(fields: NativeSampling) -> SamplingParams:
-    """Sampling parameters of ``/generate``."""
+def native_sampling(fields: NativeSampling, *, max_new_tokens: int) -> SamplingParams:
+    """Sampling parameters of ``/generate``; their ranges are checked by `checked`."""
     refuse_unsupported(fields.model_dump())
     seed = fields.sampling_seed if fields.sampling_seed is not None else fields.seed
     return SamplingParams(
-        max_new_tokens=_or(fields.max_new_tokens, 128),
+        max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_new_tokens, 0),
         temperature=0.0 if fields.do_sample is False else _or(fields.temperature, 1.0),
         top_k=_top_k(fields.top_k),
@@ -95,21 +97,30 @@ def native_sampling(fields: NativeSampling) -> SamplingParams:
     )
 
 
-def checked(service: Service, request: GenerateRequest, *, param: str) -> GenerateRequest:
-    """``request`` if it can be served. Raises: InvalidRequest or PromptTooLong, naming the field."""
-    limit = service.model.context_len
-    service.check_length(len(request.token_ids) + (request.sampling.max_new_tokens > 0), param=param)
-    if request.sampling.max_new_tokens > limit:
-        raise InvalidRequest(
-            f"max_tokens: {request.sampling.max_new_tokens} exceeds the model's context of {limit} tokens",
-            param="max_tokens",
-        )
+def output_limit(service: Service, prompt_len: int, given: int | None, default: int | None = None) -> int:
+    """Output tokens that a request may make: as given, else ``default``, but no more than the context leaves."""
+    if given is not None:
+        return given
+    left = max(service.model.context_len - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
+    return left if default is None else min(default, left)
+
+
+def checked(service: Service, request: GenerateRequest, *, names: Mapping[str, str]) -> GenerateRequest:
+    """``request`` if it can be served. Raises: InvalidRequest or PromptTooLong, naming the field.
+
+    Args: names: what this route calls ``prompt``, ``max_tokens`` and ``min_tokens``, where it has names of its own.
+    """
+    prompt_len, limit = len(request.token_ids), request.sampling.max_new_tokens
+    param = names.get("prompt", "prompt")
+    service.check_length(prompt_len, param=param, room=1 if limit > 0 else 0)
+    if prompt_len + limit > service.model.context_len:
+        param = names.get("max_tokens", "max_tokens")
+        raise PromptTooLong.of_output(prompt_len, limit, longest=service.model.context_len, param=param)
     try:
         request.validate(vocab_size=service.model.vocab_size)
     except InvalidRequest as error:
-        if error.param != "prompt":
-            raise
-        raise InvalidRequest(str(error).replace("prompt", param, 1), param=param) from error
+        text = _FIELD.sub(lambda found: names.get(found[0], found[0]), str(error))
+        raise InvalidRequest(text, param=names.get(error.param or "", error.param)) from error
     return request
 
 

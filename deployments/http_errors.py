@@ -50,7 +50,7 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, MantaError | NoReplica):
         status = error.http_status
         param = error.param if isinstance(error, InvalidRequest) else None
-        code = "model_not_found" if status == 404 else None
+        code = error.code if isinstance(error, MantaError) else None
         return status, error_body(str(error), status=status, param=param, code=code)
     log.error("a request failed", exc_info=error)
     return 500, error_body(f"internal error: {type(error).__name__}; the router's log has the details", status=500)

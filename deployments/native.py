@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.body import read_body
-from deployments.convert import check_count, checked, native_sampling, refuse_unsupported, salt_of, to_ids
+from deployments.convert import check_count, checked, native_sampling, output_limit, refuse_unsupported, salt_of, to_ids
 from deployments.native_types import NativeRequest, NativeSampling
 from deployments.openai_format import number as json_number
 from deployments.request_ids import name_of
@@ -27,6 +27,8 @@ from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, 
 
 router = APIRouter()
 T = TypeVar("T")
+DEFAULT_MAX_NEW_TOKENS = 128
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # the OpenAI routes' : ours
 _UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "token_ids_logprob", "lora_path", "session_params")
 
 
@@ -130,13 +132,17 @@ async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
     with_logprobs = _each(body.return_logprob or False, count, "return_logprob")
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
+    limits = [
+        output_limit(service, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
+        for ids, sampling in zip(prompts, samplings, strict=True)
+    ]
     requests = [
         checked(
             service,
             GenerateRequest(
                 rid=new_rid(names[i]),
                 token_ids=prompts[i],
-                sampling=native_sampling(samplings[i]),
+                sampling=native_sampling(samplings[i], max_new_tokens=limits[i]),
                 cache_salt=salt_of(body.cache_salt, body.extra_key),
                 priority=body.priority or 0,
                 deadline_s=body.timeout,
@@ -144,7 +150,7 @@ async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
                 top_logprobs=tops[i] if with_logprobs[i] else 0,
                 prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
             ),
-            param=param,
+            names={**_NAMES, "prompt": param},
         )
         for i in range(count)
     ]

@@ -64,13 +64,12 @@ class Service:
             return self.tokenizer.chat(messages, **options)
         return await asyncio.to_thread(self.tokenizer.chat, messages, **options)
 
-    def check_length(self, num_tokens: int, *, param: str) -> None:
-        """Raises: PromptTooLong when no output could follow ``num_tokens``; pools are the replicas' to judge."""
-        if num_tokens > self.model.context_len:
-            raise PromptTooLong(
-                f"{param}: has {num_tokens} tokens; the model's context is {self.model.context_len}: shorten it",
-                param=param,
-            )
+    def check_length(self, num_tokens: int, *, param: str, room: int = 1, at_least: bool = False) -> None:
+        """Raises: PromptTooLong when no ``room`` tokens of output could follow a prompt of ``num_tokens`` (or, with
+        ``at_least``, of more: it was not tokenised); pools are the replicas' to judge."""
+        longest = self.model.context_len
+        if num_tokens + room > longest:
+            raise PromptTooLong.of_prompt(num_tokens, longest=longest, param=param, room=room, at_least=at_least)
 
 
 def service_of(request: HTTPConnection) -> Service:

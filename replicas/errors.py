@@ -2,7 +2,7 @@
 
 MantaError                     500
 ├── InvalidRequest             400   the request is wrong; sending it again will not help
-│   └── PromptTooLong          400   prompt (+ max_new_tokens) does not fit the model or the pool
+│   └── PromptTooLong          400   prompt (+ max_new_tokens) does not fit the model or the pool: trim it
 ├── UnknownModel               404
 ├── RequestAborted             499   the client went away, or asked for the abort
 ├── DeadlineExceeded           504   not finished within the request's deadline
@@ -20,6 +20,7 @@ class MantaError(Exception):
 
     http_status = 500
     retryable = False
+    code: str | None = None  # the name that OpenAI's clients know it by; None: its HTTP status
 
 
 class InvalidRequest(MantaError):
@@ -40,13 +41,50 @@ def _rebuild_invalid_request(cls: type[InvalidRequest], message: str, param: str
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt, or prompt plus requested output, exceeds the context length or the whole KV pool."""
+    """The prompt, or prompt plus requested output, exceeds the context length or the whole KV pool.
+
+    Clients know it by its code or by the words "maximum context length is" (OpenAI, vLLM) and "is longer than the
+    model's context length" (SGLang): they trim the conversation, or ask a model with a longer context.
+    """
+
+    code = "context_length_exceeded"
+
+    @classmethod
+    def of_prompt(
+        cls, num_tokens: int, *, longest: int, param: str, room: int = 1, at_least: bool = False, why: str = ""
+    ) -> "PromptTooLong":
+        """The prompt alone is too long.
+
+        Args: num_tokens: of the prompt; ``at_least``: they were not counted to the end.
+              longest: prompt + output that fit; ``why``: what sets it, where that is not the model's context.
+              room: tokens of output that must fit too.
+        """
+        text = "messages" if param == "messages" else "prompt"
+        output = f", and the output needs {room} more" if room else ""
+        return cls(
+            f"This model's maximum context length is {longest} tokens{why}. However, your {text} resulted in "
+            f"{'at least ' * at_least}{num_tokens} tokens{output}, which is longer than the model's context length: "
+            f"shorten the {text} to at most {longest - room} tokens.",
+            param=param,
+        )
+
+    @classmethod
+    def of_output(cls, num_tokens: int, max_new_tokens: int, *, longest: int, param: str) -> "PromptTooLong":
+        """A prompt of ``num_tokens`` fits, but not with an output of ``max_new_tokens``, asked for in ``param``."""
+        return cls(
+            f"This model's maximum context length is {longest} tokens. However, you requested "
+            f"{num_tokens + max_new_tokens} tokens ({num_tokens} in the prompt, {max_new_tokens} in the completion), "
+            f"which is longer than the model's context length: shorten the prompt, or lower {param} to at most "
+            f"{longest - num_tokens}.",
+            param=param,
+        )
 
 
 class UnknownModel(MantaError):
     """The request names a model that is not served here."""
 
     http_status = 404
+    code = "model_not_found"
 
 
 class RequestAborted(MantaError):

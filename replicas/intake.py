@@ -32,14 +32,13 @@ class Intake:
         length = len(request.token_ids)
         room = 1 if request.sampling.max_new_tokens > 0 else 0
         if length + room > self.longest:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens; at most {self.longest - room} fit (context length "
-                f"{self._model.context_len}, KV pool {self._pool_tokens} tokens): shorten it",
-                param="prompt",
-            )
+            why = ""
+            if self.longest < self._model.context_len:
+                why = f" here (the model's own is {self._model.context_len}, the KV pool holds {self._pool_tokens})"
+            raise PromptTooLong.of_prompt(length, longest=self.longest, param="prompt", room=room, why=why)
 
     def clip(self, request: GenerateRequest) -> GenerateRequest:
-        """``request``, or one that ends with `length` where the context or the pool ends."""
+        """``request``, or one that ends with `length` where the pool ends (or the context: routers refuse that)."""
         room = self.longest - len(request.token_ids)
         if request.sampling.max_new_tokens <= room:
             return request

@@ -93,8 +93,9 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
         text(client, model="gpt-9")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         text(client, temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="the model's context is 8192"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 8192 tokens") as overflow:
         text(client, prompt="word " * 9000)
+    assert overflow.value.code == "context_length_exceeded"
     with pytest.raises(openai.APIStatusError, match="at most 4,194,304") as error:
         text(client, prompt="a" * 10_000_000)
     assert error.value.status_code == 413

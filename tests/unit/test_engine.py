@@ -94,10 +94,10 @@ def test_a_request_that_wants_no_output_ends_after_its_prompt() -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_lengths() -> None:
     engine, _ = fake_engine()
-    with pytest.raises(PromptTooLong, match="the prompt has 128 tokens; at most 127 fit"):
+    with pytest.raises(PromptTooLong, match=r"context length is 128 tokens\. .* in 128 tokens, .* at most 127 tokens"):
         engine.submit(ask("a", range(128)))
     small, _ = fake_engine(num_pages=4)
-    with pytest.raises(PromptTooLong, match=r"at most 15 fit .*KV pool 16 tokens"):
+    with pytest.raises(PromptTooLong, match=r"context length is 16 tokens here .* is 128, the KV pool holds 16\)"):
         small.submit(ask("a", range(16)))
 
 

@@ -1,11 +1,14 @@
 """Bad input: an OpenAI-style error body and the right status, never a 500, never a stuck request."""
 
+import dataclasses
 import json
 from typing import Any
 
 import httpx
 import pytest
 
+from deployments.http_app import make_app
+from deployments.service import Service
 from replicas.loop import EngineLoop
 
 pytestmark = pytest.mark.model
@@ -124,6 +127,61 @@ def check_error(answer: httpx.Response, status: int) -> dict[str, Any]:
 async def test_a_wrong_field_is_named(client: httpx.AsyncClient, route: str, body: Any, param: str | None) -> None:
     error = check_error(await client.post(route, json=body), 400)
     assert error["param"] == param, error["message"]
+
+
+TOO_LONG: list[tuple[str, Any, str, str]] = [
+    # route, body, the field that the error names, and what it says after the context's length
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 9000}]}, "messages",
+     "However, your messages resulted in 9031 tokens, and the output needs 1 more"),
+    (CHAT, {"messages": HI, "max_tokens": 8190}, "max_tokens",
+     "However, you requested 8221 tokens (31 in the prompt, 8190 in the completion)"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 8190}, "max_completion_tokens",
+     "However, you requested 8221 tokens (31 in the prompt, 8190 in the completion)"),
+    (TEXT, text(prompt=[5] * 8192), "prompt", "However, your prompt resulted in 8192 tokens, and the output needs 1"),
+    (TEXT, text(prompt=[5] * 8193, max_tokens=0), "prompt", "However, your prompt resulted in 8193 tokens, which is"),
+    (TEXT, text(prompt=[5] * 8000, max_tokens=193, stream=True), "max_tokens", "you requested 8193 tokens"),
+    (TEXT, text(prompt=[[5], [5] * 8000], max_tokens=193), "max_tokens", "you requested 8193 tokens (8000 in the"),
+    (NATIVE, {"input_ids": [5] * 8192}, "input_ids", "However, your prompt resulted in 8192 tokens"),
+    (NATIVE, native(text="word " * 9000), "text", "However, your prompt resulted in 9001 tokens"),
+    (NATIVE, native(sampling_params={"max_new_tokens": 8192}), "max_new_tokens", "you requested 8193 tokens (1 in the"),
+    (NATIVE, {"inputs": "hi", "parameters": {"max_new_tokens": 10**9}}, "max_new_tokens", "to at most 8191."),
+    ("/route/explain", {"input_ids": [5] * 8192}, "input_ids", "However, your prompt resulted in 8192 tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "param", "said"), TOO_LONG, ids=[f"{r} {p}" for r, _, p, _ in TOO_LONG])
+async def test_what_the_context_cannot_hold_is_said_in_openais_words_and_sglangs(
+    client: httpx.AsyncClient, route: str, body: Any, param: str, said: str
+) -> None:
+    error = check_error(await client.post(route, json=body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert error["message"].startswith("This model's maximum context length is 8192 tokens. However, you")
+    assert "is longer than the model's context length" in error["message"]
+    assert said in error["message"]
+
+
+async def test_what_the_context_just_holds_is_served_and_no_limit_given_means_what_is_left(service: Service) -> None:
+    """62 tokens of a context of 64: a limit of 2 fits; the defaults of 16 and 128, and a chat's, are cut to 2."""
+    short = dataclasses.replace(service, model=dataclasses.replace(service.model, context_len=64))
+    asks = [
+        (TEXT, {"prompt": [5] * 62, "max_tokens": 2}),
+        (TEXT, {"prompt": [5] * 62}),
+        (NATIVE, {"input_ids": [5] * 62, "sampling_params": {"ignore_eos": True}}),
+        (CHAT, {"messages": [{"role": "user", "content": " word" * 32}]}),  # 30 tokens are the template's
+    ]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=make_app(short)), base_url="http://manta") as client:
+        for route, body in asks:
+            answer = (await client.post(route, json={**body, "ignore_eos": True})).json()
+            usage = answer.get("usage") or answer["meta_info"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (62, 2), route
+        check_error(await client.post(TEXT, json={"prompt": [5] * 62, "max_tokens": 3}), 400)
+
+
+async def test_a_native_field_has_its_own_name_in_errors(client: httpx.AsyncClient) -> None:
+    sampling = {"max_new_tokens": 2, "min_new_tokens": 5}
+    error = check_error(await client.post(NATIVE, json=native(sampling_params=sampling)), 400)
+    assert error["param"] == "min_new_tokens"
+    assert error["message"] == "min_new_tokens: must be between 0 and max_new_tokens (2), got 5"
 
 
 NO_BODIES = [

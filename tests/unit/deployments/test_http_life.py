@@ -1,6 +1,7 @@
 """Health, clients that leave, and replicas that die, seen through HTTP."""
 
 import asyncio
+import pickle
 from typing import Any
 
 import httpx
@@ -105,7 +106,10 @@ async def test_a_refusal_of_the_replica_reaches_the_client_as_it_is(client: http
     from replicas.errors import PromptTooLong
 
     house.remove("r0")
-    house.add(ScriptedReplica("small", refuse=PromptTooLong("the pool is too small", param="prompt")))
+    refusal = PromptTooLong.of_prompt(5000, longest=4000, param="prompt", why=" here (the KV pool holds 4000)")
+    house.add(ScriptedReplica("small", refuse=pickle.loads(pickle.dumps(refusal))))  # as Ray brings it
     assert await house.fleet.wait_ready(5)
     answer = await client.post("/v1/completions", json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert answer.json()["error"]["message"].startswith("This model's maximum context length is 4000 tokens here (the")
