@@ -30,7 +30,7 @@ from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.cache.tree_view import CacheTree
 from replicas.choice import Choice
-from replicas.config import EngineConfig
+from replicas.config import AttentionChoice, EngineConfig
 from replicas.disagg.hand_offs import HandOffs
 from replicas.disagg.rooms import HandOffTerms
 from replicas.disagg.wake import Wake
@@ -69,9 +69,11 @@ class Engine:
         terms: HandOffTerms | None = None,
         wake: Wake | None = None,
         start_times: Mapping[str, float] | None = None,
+        attention: AttentionChoice | None = None,
     ) -> None:
         """``desk``, ``terms``: of a replica that takes part in hand-offs; `close` closes the desk. ``wake``: what the
         desk calls when it has news. ``start_times``: seconds of load_weights, warm_up and total, as far as known.
+        ``attention``: the backend that ``launch`` runs.
         """
         assert (desk is None) == (terms is None), "a desk comes with its terms"
         self.config = config
@@ -84,6 +86,7 @@ class Engine:
         self.dead_rank = dead_rank  # a sentence when another rank is gone; any thread may ask
         self.kv_bytes = kv_bytes  # of all ranks; for replay.py
         self.start_times = dict(start_times or {})
+        self.attention = attention or AttentionChoice(name=config.attention, why="as the settings say")
         self._distributions = Distributions()
         self.steps = Stepping(
             launch, self.scheduler, self._distributions, chunk_size=config.chunked_prefill_size, clock=clock

@@ -94,6 +94,7 @@ def load_engine(
         desk=desk,
         terms=terms,
         wake=wake,
+        attention=runner.attention_choice,
         start_times={**runner.start_times, "total": time.monotonic() - started_s},
     )
     log.info("KV pool: %s", engine.describe())

@@ -24,30 +24,33 @@ from replicas.errors import EngineDead
 
 
 class TpGroup:
-    """Rank ``rank`` of ``size``. With size 1 every operation is the identity and torch.distributed is not touched."""
+    """Rank ``rank`` of ``size``, and the device of all that the rank has: weights, K and V, inputs. With size 1 every
+    operation is the identity and torch.distributed is not touched.
 
-    def __init__(self, rank: int = 0, size: int = 1, *, device: torch.device | str = "cpu") -> None:
+    Args: device: ``cuda`` without a number is this rank's GPU, among those that the process sees.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, *, device: torch.device | str) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not in a group of {size}; wanted 0 to {size - 1}")
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL; not every build of torch has both
 
     @staticmethod
     def create(
-        rank: int, size: int, *, init_method: str, device: torch.device | str = "cpu", timeout_s: float = 300.0
+        rank: int, size: int, *, init_method: str, device: torch.device | str, timeout_s: float = 300.0
     ) -> "TpGroup":
         """Meet the other ranks; returns when all are there.
 
         Args:    init_method: ``tcp://host:port`` (rank 0 listens) or ``file:///path``, the same on all ranks.
-                 device: ``cuda`` without a number is this rank's GPU, among those that the process sees.
+                 device: as of the constructor.
                  timeout_s: for the meeting and for every operation after it.
         Raises:  EngineDead if not all ranks come, or, on a CPU, later, if one of them dies.
         """
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", rank % torch.cuda.device_count())
         group = TpGroup(rank, size, device=device)
         if size > 1:
             with group._speaking_for("meeting the other ranks"):

@@ -90,7 +90,7 @@ class Ranks:
         self._port_channel: PlanChannel | None = None
         self._handles: WorkerHandles | None = None
         if config.parallel.tp == 1:
-            self.runner = _load(config, TpGroup(rank=0, size=1))
+            self.runner = _load(config, TpGroup(device=config.device))
             return
         try:
             self.runner = _load(config, self._gather(config, launcher))

@@ -29,6 +29,10 @@ from replicas.errors import InvalidConfig
 from replicas.prefix_group import PrefixGroup
 
 HEAD_DIMS = (64, 128, 256)
+# "auto" is FA3 on a Hopper GPU, which neither splits keys among programs nor packs the heads of a group into a tile: a
+# group over 32k keys would be 8 of 128 rows on 32 of 132 multiprocessors, and 100 new tokens over a long prefix as few.
+# With FA2 for all, prompts, groups and decode compile one module. To be measured: docs/gpu.md, step 5
+PREFILL = "fa2"
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores decode; the other kernel knows 1, 2, 3, 4 and 8
 
 
@@ -64,8 +68,8 @@ class FlashInferAttention:
             num_sms=num_sms(self._device),
         )
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)  # of all, one after the other
-        self._extend = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
-        self._group = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        self._extend = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=PREFILL)
+        self._group = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=PREFILL)
         self._eager = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_tensor_cores=self._tensor_cores
         )

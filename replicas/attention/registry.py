@@ -1,18 +1,28 @@
-"""Which attention backend runs where, chosen by what is there; says which, and why."""
+"""Which attention backend runs where, chosen by what is there and runs; says which, and why.
 
+Invariant: on a GPU, what `auto` takes has run a step: nothing is chosen because something else failed.
+"""
+
+import functools
 import importlib
 import logging
+import os
+import sysconfig
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.attention.torch_native import TorchNativeAttention
-from replicas.errors import InvalidConfig
+from replicas.config import AttentionChoice
+from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.prefix_group import PrefixGroup
 
 log = logging.getLogger(__name__)
+
+ON_A_GPU = ("flashinfer", "triton", "torch_native")  # the fastest first
 
 
 def make_attention(
@@ -25,74 +35,126 @@ def make_attention(
     head_dim: int,
     num_threads: int,
     graph_rows: int = 0,
-) -> AttentionBackend:
+) -> tuple[AttentionBackend, AttentionChoice]:
     """The backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, else
-    ``torch_native``; on a GPU ``flashinfer``, else ``triton``, else ``torch_native``.
+    ``torch_native``; on a GPU the first of ON_A_GPU that runs a trial step.
 
     Args:   dtype: of the queries; the pool may have another.
             num_heads, num_kv_heads: of this rank.
             graph_rows: of the largest decode step in a CUDA graph.
-    Raises: InvalidConfig for a backend asked for by name that cannot serve here.
+    Raises: InvalidConfig for a backend asked for by name that cannot serve here; EngineDead when the GPU has failed.
     """
-    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    if name in ("flashinfer", "triton") and pool.device.type == "cpu":
-        raise InvalidConfig(f"attention: {name} runs on a GPU, and the KV pool is on a CPU; set attention: auto")
-    if name == "auto":
-        name, why = _choose(pool, dtype, head_dim)
-        log.info("attention: %s, %s", name, why)
-        if name == "flashinfer":
-            return _flashinfer_if_it_runs(pool, dtype, shape, graph_rows)
+    on_cpu = pool.device.type == "cpu"
+    make = functools.partial(
+        _make, pool=pool, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        num_threads=num_threads, graph_rows=graph_rows,
+    )  # fmt: skip
+    if name != "auto":
+        if name in ("flashinfer", "triton"):
+            if on_cpu:
+                raise InvalidConfig(
+                    f"attention: {name} runs on a GPU, and the KV pool is on a CPU; set attention: auto"
+                )
+            reason = missing("triton") or missing(name)  # flashinfer stores K and V with a kernel of Triton's
+            if reason is not None:
+                raise InvalidConfig(f"attention: {name} {reason}; install it, or leave attention at auto")
+        backend, why = make(name), "as the settings say"
+    elif on_cpu:
+        from replicas.attention import cpu
+
+        reason = cpu.why_not(pool, dtype=dtype, head_dim=head_dim)
+        name = "cpu" if reason is None else "torch_native"
+        backend, why = make(name), "the fast one of this device" if reason is None else f"slow: cpu {reason}"
     else:
-        log.info("attention: %s, as the settings say", name)
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        backend, name, why = _first_that_runs(make, pool, dtype, heads)
+    log.info("attention: %s, %s", name, why)
+    return backend, AttentionChoice(name=name, why=why)
+
+
+def _first_that_runs(
+    make: Callable[[str], AttentionBackend], pool: MHATokenToKVPool, dtype: torch.dtype, heads: Mapping[str, int]
+) -> tuple[AttentionBackend, str, str]:
+    """The first of ON_A_GPU whose trial step runs, its name, and the reason. Raises: EngineDead."""
+    failed: list[str] = []
+    for name in ON_A_GPU:
+        reason = _why_not(name, pool, dtype, heads["head_dim"])
+        if reason is None:
+            try:
+                backend = make(name)
+                try_out(backend, pool, dtype=dtype, **heads)
+            except Exception as error:  # noqa: BLE001 - of a library that may fail in any way; nothing has run before it
+                _require_device(pool.device, name, error)
+                reason = f"failed in a trial step: {type(error).__name__}: {error}"
+                log.warning("attention: %s %s", name, reason)
+            else:
+                return backend, name, f"since {'; '.join(failed)}" if failed else "the fast one of this device"
+        failed.append(f"{name} {reason}")
+    raise EngineDead(f"no attention backend runs on {pool.device}: {'; '.join(failed)}")
+
+
+def _make(
+    name: str,
+    *,
+    pool: MHATokenToKVPool,
+    dtype: torch.dtype,
+    num_threads: int,
+    graph_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> AttentionBackend:
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     if name == "cpu":
         from replicas.attention.cpu import CpuAttention
 
         return CpuAttention(pool, dtype=dtype, num_threads=num_threads, **shape)
     if name == "flashinfer":
-        _require(name, missing("triton") or missing(name))
+        add_scripts_to_path()
+        log.info("attention: compiling FlashInfer's kernels, minutes, once on this machine")
         from replicas.attention.flashinfer import FlashInferAttention
 
         return FlashInferAttention(pool, dtype=dtype, graph_rows=graph_rows, **shape)
     if name == "triton":
-        _require(name, missing(name))
         from replicas.attention.triton_paged import TritonAttention
 
         return TritonAttention(pool, **shape)
     return TorchNativeAttention(pool)
 
 
-def _choose(pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
-    """The name of a backend, and the reason."""
-    if pool.device.type == "cpu":
-        from replicas.attention import cpu
+def _why_not(name: str, pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What keeps a backend of a GPU from being tried, in words that follow its name."""
+    if name == "torch_native":
+        return None
+    reason = missing("triton")  # which the FlashInfer backend stores K and V with
+    if reason is not None:
+        return f"needs triton, which {reason}" if name == "flashinfer" else reason
+    if name == "flashinfer":
+        reason = missing("flashinfer")
+        if reason is None:
+            from replicas.attention.flashinfer import why_not
 
-        reason = cpu.why_not(pool, dtype=dtype, head_dim=head_dim)
-        return ("cpu", "the fast one of this device") if reason is None else ("torch_native", f"slow: cpu {reason}")
-    without = missing("triton")  # which the FlashInfer backend stores K and V with
-    if without is not None:
-        return "torch_native", f"the slow reference, since triton {without}"
-    reason = missing("flashinfer")
-    if reason is None:
-        from replicas.attention.flashinfer import why_not
-
-        reason = why_not(pool.dtype, dtype=dtype, head_dim=head_dim)
-    return ("flashinfer", "the fast one of this device") if reason is None else ("triton", f"since flashinfer {reason}")
+            return why_not(pool.dtype, dtype=dtype, head_dim=head_dim)
+    return reason
 
 
-def _flashinfer_if_it_runs(
-    pool: MHATokenToKVPool, dtype: torch.dtype, shape: dict[str, int], graph_rows: int
-) -> AttentionBackend:
-    """FlashInfer compiles when it is first used, and may lack a compiler or know the GPU too little: then Triton."""
-    from replicas.attention.flashinfer import FlashInferAttention
-    from replicas.attention.triton_paged import TritonAttention
-
+def _require_device(device: torch.device, name: str, error: Exception) -> None:
+    """Raises: EngineDead when the device itself has failed, of which nothing on it recovers in this process."""
     try:
-        backend = FlashInferAttention(pool, dtype=dtype, graph_rows=graph_rows, **shape)
-        try_out(backend, pool, dtype=dtype, **shape)
-    except Exception as error:  # noqa: BLE001 - of a library that may fail in any way; nothing has run before it
-        log.warning("attention: triton, since flashinfer failed in a trial step: %s: %s", type(error).__name__, error)
-        return TritonAttention(pool, **shape)
-    return backend
+        torch.cuda.synchronize(device)
+    except RuntimeError as sticky:
+        log.error("attention: %s has broken %s: %s", name, device, sticky)
+        raise EngineDead(
+            f"a trial step of attention: {name} has broken {device} for this process: {type(error).__name__}: {error}. "
+            "If it happens again, set attention to another backend"
+        ) from error
+
+
+def add_scripts_to_path() -> None:
+    """Let programs of this environment be found where it was not activated: FlashInfer starts ``ninja`` by its name."""
+    scripts, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
+    if scripts not in path.split(os.pathsep):
+        os.environ["PATH"] = scripts + os.pathsep + path
 
 
 def try_out(
@@ -140,8 +202,3 @@ def missing(package: str) -> str | None:
     except (ImportError, OSError, RuntimeError) as error:  # a missing dependency or library of its own counts too
         return f"cannot be imported ({error})"
     return None
-
-
-def _require(name: str, reason: str | None) -> None:
-    if reason is not None:
-        raise InvalidConfig(f"attention: {name} {reason}; install it, or leave attention at auto")

@@ -48,7 +48,7 @@ class ModelRunner:
         torch.set_grad_enabled(False)
         self._config = config
         self.tp = tp
-        self.device = torch.device(config.device)
+        self.device = tp.device
         free_before = self._free_bytes(0)
         self._attention: AttentionBackend | None = None
         started_s = time.monotonic()
@@ -63,7 +63,7 @@ class ModelRunner:
         )
         self.pool = self._make_pool()
         self.table = batches.DeviceTable(self.max_running + 1, config.model.context_len + ROW_SLACK, self.device)
-        self._attention = make_attention(
+        self._attention, self.attention_choice = make_attention(
             config.attention,
             self.pool,
             dtype=getattr(torch, config.model.dtype),

@@ -20,9 +20,10 @@ from replicas.scheduler.shared import SharedPrefixes
 class RunningBatch:
     """Requests in decode, in the order in which they joined."""
 
-    def __init__(self, kv: KvCache, *, cascade: bool) -> None:
+    def __init__(self, kv: KvCache, *, cascade: bool, cascade_saves: int) -> None:
+        """``cascade_saves``: tokens a step that a prefix group must save reading."""
         self._kv = kv
-        self._shared = SharedPrefixes() if cascade else None
+        self._shared = SharedPrefixes(min_saved=cascade_saves) if cascade else None
         self.reqs: list[Req] = []
 
     def __len__(self) -> int:

@@ -57,7 +57,7 @@ class Scheduler:
             ageing_s=config.ageing_s,
             peek_len=kv.peek_len,
         )
-        self.running = RunningBatch(kv, cascade=config.cascade)
+        self.running = RunningBatch(kv, cascade=config.cascade, cascade_saves=config.cascade_saves or 0)
         self.legs = Legs(kv, self._ratio, max_running=max_running)
         self.prefill = PrefillScheduler(
             kv,

@@ -25,8 +25,9 @@ MIN_LEN = 256  # tokens; where sharing begins to pay on a CPU (docs/performance.
 class SharedPrefixes:
     """Finds the groups of a batch; nothing to do while it stays the same."""
 
-    def __init__(self, min_len: int = MIN_LEN) -> None:
-        self._min_len = min_len
+    def __init__(self, min_len: int = MIN_LEN, *, min_saved: int = 0) -> None:
+        """``min_saved``: tokens that a group must save reading; what that costs hangs on the device."""
+        self._min_len, self._min_saved = min_len, min_saved
         self._locks: list[object] = []  # of the last batch
         self._groups: tuple[PrefixGroup, ...] = ()
 
@@ -37,7 +38,9 @@ class SharedPrefixes:
         """
         locks = [req.holding.lock if req.holding is not None else None for req in reqs]
         if locks != self._locks:
-            self._locks, self._groups = locks, find_groups([_locked(lock) for lock in locks], self._min_len)
+            found = find_groups([_locked(lock) for lock in locks], self._min_len)
+            worth = (group for group in found if (len(group.members) - 1) * group.length >= self._min_saved)
+            self._locks, self._groups = locks, tuple(worth)
         if not first:
             return self._groups
         return tuple(replace(group, members=group.members + np.int32(first)) for group in self._groups)

@@ -2,109 +2,40 @@
 library's signatures are held against the same calls where it is installed. On a GPU with the library, its kernels run.
 """
 
+import importlib
 import importlib.util
 import inspect
-import math
+import logging
+import os
 import sys
-from types import ModuleType
+import sysconfig
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from replicas.attention import registry
-from replicas.errors import InvalidConfig
+from replicas.attention.torch_native import TorchNativeAttention
+from replicas.config import AttentionChoice
+from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from tests.attention_steps import Step
+from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE, device_step, error, share
-from tests.gpu.triton_or_skip import triton_paged  # with one of whose kernels the backend stores K and V
+from tests.gpu.flashinfer_stand_in import CALLS
+from tests.gpu.triton_or_skip import triton_paged
 
 REAL = importlib.util.find_spec("flashinfer") is not None
-CALLS: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = []  # class, method, arguments of every call
-
-
-class _Wrapper:
-    """FlashInfer's wrappers as their documentation has them: plan, then run over pages [P, K, page_size, D]."""
-
-    name = ""
-
-    def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
-        CALLS.append((self.name, "__init__", (workspace, kv_layout), options))
-        assert kv_layout == "HND"
-        self.options = options
-
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], **options: Any) -> Any:
-        CALLS.append((self.name, "run", (q, kv), options))
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)  # [T, H, D], [T, H]
-        for b in range(len(self.last)):
-            pages = self.indices[self.indptr[b] : self.indptr[b + 1]].long()
-            length = (len(pages) - 1) * self.page_size + int(self.last[b])
-            k, v = (x[pages].transpose(1, 2).flatten(0, 1)[:length].float() for x in kv)  # [n, K, D]
-            span = slice(int(self.bounds[b]), int(self.bounds[b + 1]))
-            out[span], lse[span] = _attend(q[span].float(), k, v, causal=self.causal)
-        if options.get("out") is not None:
-            options["out"].copy_(out)
-            out = options["out"]
-        return (out, lse) if options.get("return_lse") else out
-
-
-class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    name = "BatchDecodeWithPagedKVCacheWrapper"
-
-    def plan(self, indptr: Tensor, indices: Tensor, last: Tensor, *rest: Any, **options: Any) -> None:
-        CALLS.append((self.name, "plan", (indptr, indices, last, *rest), options))
-        self.indptr, self.indices, self.last, self.page_size = indptr, indices, last, rest[3]
-        self.bounds, self.causal = torch.arange(len(last) + 1), False
-        if self.options.get("use_cuda_graph"):
-            assert len(last) == len(self.options["paged_kv_last_page_len_buffer"])
-            assert len(indices) <= len(self.options["paged_kv_indices_buffer"])
-
-
-class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    name = "BatchPrefillWithPagedKVCacheWrapper"
-
-    def plan(
-        self, bounds: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, *rest: Any, **options: Any
-    ) -> None:
-        CALLS.append((self.name, "plan", (bounds, indptr, indices, last, *rest), options))
-        self.bounds, self.indptr, self.indices, self.last, self.page_size = bounds, indptr, indices, last, rest[3]
-        self.causal = options["causal"]
-
-
-def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    CALLS.append(("merge_state", "", (v_a, s_a, v_b, s_b), {}))
-    both = torch.stack((s_a, s_b)) * math.log(2)
-    weights = torch.softmax(both, dim=0)[..., None]
-    return (weights[0] * v_a + weights[1] * v_b).to(v_a.dtype), both.logsumexp(0) / math.log(2)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """q [E, H, D], k and v [n, K, D] -> [E, H, D] and the base-2 logarithms of the sums of weights [E, H]."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    score = torch.einsum("ehd,nhd->ehn", q, k) / q.shape[2] ** 0.5
-    if causal:
-        position = torch.arange(len(k), device=k.device)
-        score = score.masked_fill((position > position[len(k) - len(q) :, None])[:, None], -torch.inf)
-    return torch.einsum("ehn,nhd->ehd", score.softmax(-1), v), score.logsumexp(-1) / math.log(2)
 
 
 @pytest.fixture
 def flashinfer_attention(monkeypatch: pytest.MonkeyPatch) -> Any:
     """replicas/attention/flashinfer.py over the real library on a GPU, else over the stand-in."""
-    name = "replicas.attention.flashinfer"
     if DEVICE == "cpu" or not REAL:
-        stand_in = ModuleType("flashinfer")
-        for thing in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, merge_state):
-            setattr(stand_in, thing.__name__, thing)
-        monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module(name)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(module, "workspace_bytes", lambda **shape: 1 << 10)
+        yield flashinfer_stand_in.install(monkeypatch)
+        return
     CALLS.clear()
-    yield module
-    sys.modules.pop(name, None)
+    yield importlib.import_module("replicas.attention.flashinfer")
 
 
 def backend(module: Any, step: Step) -> Any:
@@ -170,25 +101,88 @@ def test_it_says_which_pools_it_does_not_know(flashinfer_attention: Any) -> None
     assert why_not(half, dtype=half, head_dim=80) == "knows heads of 64, 128, 256 dimensions, not 80"
 
 
-def test_auto_takes_triton_where_flashinfer_fails_in_its_trial_step(
+SHAPE = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+
+
+def choose(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, AttentionChoice]:
+    """What `auto` takes on a GPU, or on one that is not there."""
+    if DEVICE == "cpu":
+        fake_cuda.install(monkeypatch)
+    return choose_on(torch.device("cuda", 0))
+
+
+def choose_on(device: torch.device) -> tuple[Any, AttentionChoice]:
+    pool = MHATokenToKVPool(2, 4, 1, 2, 64, torch.float16, device)
+    return registry.make_attention("auto", pool, dtype=torch.float16, num_threads=1, **SHAPE)
+
+
+def failing(text: str) -> Any:
+    def begin(self: object, batch: object) -> None:
+        raise RuntimeError(text)
+
+    return begin
+
+
+def test_auto_takes_flashinfer_where_its_trial_step_runs(
     flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trial is a mixed step with a group, so that every kernel and the merge is there before the first request."""
-    pool = MHATokenToKVPool(2, 4, 1, 2, 64, torch.float16, DEVICE)
-    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-    chosen = registry._flashinfer_if_it_runs(pool, torch.float16, shape, 0)
-    assert isinstance(chosen, flashinfer_attention.FlashInferAttention)
+    """The trial is a mixed step with a group, so that every kernel and the merge is there before the first request.
+    What first use compiles is said before it, and ninja is found though the environment was not activated."""
+    monkeypatch.setenv("PATH", "/usr/bin")
+    with caplog.at_level(logging.INFO, logger=registry.__name__):
+        backend, choice = choose(monkeypatch)
+    assert isinstance(backend, flashinfer_attention.FlashInferAttention)
+    assert choice == AttentionChoice(name="flashinfer", why="the fast one of this device")
+    assert [record.message for record in caplog.records] == [
+        "attention: compiling FlashInfer's kernels, minutes, once on this machine",
+        "attention: flashinfer, the fast one of this device",
+    ]
+    assert os.environ["PATH"] == sysconfig.get_path("scripts") + ":/usr/bin"
     if DEVICE == "cpu":
         assert [method for _, method, _, _ in CALLS].count("run") == 3
         assert CALLS[-1][0] == "merge_state"
+        backends = [
+            options.get("backend") for name, method, _, options in CALLS if "Prefill" in name and method == "__init__"
+        ]
+        assert backends == ["fa2", "fa2"]
 
-    def no_compiler(self: object, batch: object) -> None:
-        raise RuntimeError("nvcc is not there")
 
-    monkeypatch.setattr(flashinfer_attention.FlashInferAttention, "begin", no_compiler)
-    chosen = registry._flashinfer_if_it_runs(pool, torch.float16, shape, 0)
-    assert isinstance(chosen, triton_paged.TritonAttention)
-    assert "triton, since flashinfer failed in a trial step: RuntimeError: nvcc is not there" in caplog.text
+def test_auto_takes_triton_where_flashinfer_fails_in_its_trial_step(
+    flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_attention.FlashInferAttention, "begin", failing("nvcc is not there"))
+    backend, choice = choose(monkeypatch)
+    assert isinstance(backend, triton_paged.TritonAttention)
+    assert choice == AttentionChoice(
+        name="triton", why="since flashinfer failed in a trial step: RuntimeError: nvcc is not there"
+    )
+
+
+def test_auto_takes_the_reference_where_triton_fails_in_its_trial_step_too(
+    flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_attention.FlashInferAttention, "begin", failing("nvcc is not there"))
+    monkeypatch.setattr(triton_paged.TritonAttention, "begin", failing("no C compiler"))
+    backend, choice = choose(monkeypatch)
+    assert isinstance(backend, TorchNativeAttention)
+    assert choice.why.endswith("nvcc is not there; triton failed in a trial step: RuntimeError: no C compiler")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU that has failed is of no use to the tests after this one")
+def test_a_trial_step_that_breaks_the_gpu_ends_the_start_with_what_broke_it(
+    flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal access every call fails, under whatever name: Triton's would be a lie."""
+    fake = fake_cuda.install(monkeypatch)
+
+    def illegal(self: object, batch: object) -> None:
+        fake.sticky = "CUDA error: an illegal memory access was encountered"
+        raise RuntimeError(fake.sticky)
+
+    monkeypatch.setattr(flashinfer_attention.FlashInferAttention, "begin", illegal)
+    with pytest.raises(EngineDead, match="attention: flashinfer has broken cuda:0 for this process") as caught:
+        choose_on(fake_cuda.CUDA)
+    assert "illegal memory access" in str(caught.value.__cause__)
 
 
 def test_a_pool_on_a_cpu_is_refused() -> None:

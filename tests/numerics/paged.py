@@ -41,7 +41,7 @@ class PagedModel:
             num_pages, page_size, config.num_layers, heads, config.head_dim, getattr(torch, config.dtype), tp.device
         )
         self.pool.buffer.fill_(1e4)
-        backend = make_attention(
+        backend, _ = make_attention(
             attention,
             self.pool,
             dtype=getattr(torch, config.dtype),
@@ -118,7 +118,7 @@ def open_model(
     """The model in ``folder``, on one rank."""
     config = load_model_config(str(folder))
     return PagedModel(
-        config, TpGroup(), page_size=page_size, num_pages=num_pages, num_rows=num_rows, attention=attention
+        config, TpGroup(device="cpu"), page_size=page_size, num_pages=num_pages, num_rows=num_rows, attention=attention
     )
 
 

@@ -35,7 +35,7 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any, meet: Path) -> li
 def _rank(rank: int, size: int, meet: Path, end: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    tp = TpGroup.create(rank, size, init_method=f"file://{meet}", timeout_s=120)
+    tp = TpGroup.create(rank, size, init_method=f"file://{meet}", device="cpu", timeout_s=120)
     end.send_bytes(pickle.dumps(work(tp, *args)))  # send() would share tensors' memory, which goes with this process
     tp.barrier()
     tp.close()

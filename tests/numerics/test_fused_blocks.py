@@ -77,7 +77,7 @@ def test_in_int8_too_where_heads_are_wider_than_the_hidden_size(kind: str, tmp_p
     tiny.save(kind, tmp_path, hidden_size=64, head_dim=32, intermediate_size=96)
     config = load_model_config(str(tmp_path), quantization="int8")
     fused, layers = (
-        PagedModel(config, TpGroup(), page_size=4, num_pages=256, attention="cpu") for _ in range(2)
+        PagedModel(config, TpGroup(device="cpu"), page_size=4, num_pages=256, attention="cpu") for _ in range(2)
     )
     assert fused.model.fused is not None
     assert fused.model.fused.max_rows > 0

@@ -24,7 +24,7 @@ SERVED = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}  # all by 
 
 def open_int8(folder: Path) -> PagedModel:
     config = load_model_config(str(folder), quantization="int8")
-    return PagedModel(config, TpGroup(), page_size=4, num_pages=256, attention="cpu")
+    return PagedModel(config, TpGroup(device="cpu"), page_size=4, num_pages=256, attention="cpu")
 
 
 def save_rounded(model: Any, folder: Path) -> None:

@@ -32,7 +32,7 @@ def test_two_ranks_agree_with_one_for_every_family(tmp_path: Path) -> None:
     for kind in sorted(tiny.CONFIGS):
         tiny.save(kind, tmp_path / kind)
         configs.append(load_model_config(str(tmp_path / kind)))
-    wanted = answer(TpGroup(), configs, tiny.PROMPTS, 24)
+    wanted = answer(TpGroup(device="cpu"), configs, tiny.PROMPTS, 24)
     for ours in run_ranks(2, answer, configs, tiny.PROMPTS, 24, meet=tmp_path / "meet"):
         assert_same(ours, wanted)
 
@@ -42,7 +42,7 @@ def test_three_ranks_agree_with_one_for_smollm2(tmp_path: Path) -> None:
     """9 query heads and 3 KV heads: a KV head each; weights 1.04 thirds each, since norms lie on every rank."""
     config = load_model_config(str(SMOLLM2))
     prompts = [[504, 2365, 6354, 16438], [19556, 905]]  # "The quick brown fox", "Hello world"
-    wanted = answer(TpGroup(), [config], prompts, 12)
+    wanted = answer(TpGroup(device="cpu"), [config], prompts, 12)
     for ours in run_ranks(3, answer, [config], prompts, 12, meet=tmp_path / "meet"):
         assert_same(ours, wanted)
         assert ours[0][2] < 0.34 * wanted[0][2]
@@ -50,7 +50,7 @@ def test_three_ranks_agree_with_one_for_smollm2(tmp_path: Path) -> None:
 
 def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
     with pytest.raises(ValueError, match=r"9 \(query heads\) cannot be split evenly over 2"):
-        QKVParallelLinear(num_heads=9, num_kv_heads=3, head_dim=64, tp=TpGroup(0, 2), bias=False)
+        QKVParallelLinear(num_heads=9, num_kv_heads=3, head_dim=64, tp=TpGroup(0, 2, device="cpu"), bias=False)
 
 
 def assert_same(ours: list[Answer], wanted: list[Answer]) -> None:

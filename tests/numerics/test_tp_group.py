@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 def on_ranks(size: int, meet: Path, work: Callable[[TpGroup], R]) -> list[R]:
     def rank(number: int) -> R:
-        return work(TpGroup.create(number, size, init_method=f"file://{meet}", timeout_s=20))
+        return work(TpGroup.create(number, size, init_method=f"file://{meet}", device="cpu", timeout_s=20))
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank, range(size)))
@@ -56,7 +56,7 @@ def test_min_int_is_the_smallest_of_the_ranks(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_is_an_error_that_says_which_rank_waited(tmp_path: Path) -> None:
     with pytest.raises(EngineDead, match="rank 0 of 2: meeting the other ranks failed"):
-        TpGroup.create(0, 2, init_method=f"file://{tmp_path}/meet", timeout_s=0.2)
+        TpGroup.create(0, 2, init_method=f"file://{tmp_path}/meet", device="cpu", timeout_s=0.2)
 
 
 def test_a_rank_that_left_is_an_error_on_the_others(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_rank_that_left_is_an_error_on_the_others(tmp_path: Path) -> None:
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    tp, tensor = TpGroup(), torch.ones(2)
+    tp, tensor = TpGroup(device="cpu"), torch.ones(2)
     assert tp.all_reduce(tensor) is tensor
     assert tp.all_gather(tensor) is tensor
     assert tp.broadcast(tensor) is tensor
@@ -87,4 +87,4 @@ def test_one_rank_needs_no_process_group() -> None:
 
 def test_a_rank_outside_its_group_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2; wanted 0 to 1"):
-        TpGroup(2, 2)
+        TpGroup(2, 2, device="cpu")

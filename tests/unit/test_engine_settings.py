@@ -43,3 +43,11 @@ def test_where_no_group_fits_one_rank_serves() -> None:
 def test_an_unknown_kv_dtype_is_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidConfig, match=r"kv_dtype = 'bf16' is unknown; allowed: float32, bfloat16, float16, int8"):
         resolve(int8_model(intermediate_size=96), CPU, cache=CacheConfig(kv_dtype="bf16"))  # type: ignore[arg-type]
+
+
+def test_reading_a_prefix_together_pays_from_64_times_as_many_tokens_on_a_gpu() -> None:
+    """A step with a group costs a GPU's host a millisecond more; on a CPU it costs nothing."""
+    gpu = Hardware(device="cuda", num_cpus=2, available_memory_bytes=1 << 30)
+    assert resolve(model_config(), CPU).scheduler.cascade_saves == 256
+    assert resolve(model_config(), gpu).scheduler.cascade_saves == 16_384
+    assert resolve(model_config(), gpu).origin["scheduler.cascade_saves"] == "default on cuda"

@@ -260,5 +260,5 @@ def test_auto_takes_the_reference_where_the_kernels_cannot_serve(
     pool = kv_pool(
         kv_dtype, num_pages=2, page_size=4, num_layers=1, num_kv_heads=1, head_dim=head_dim, device="cpu"
     )
-    made = make_attention("auto", pool, dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=head_dim, num_threads=1)
+    made, _ = make_attention("auto", pool, dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=head_dim, num_threads=1)
     assert isinstance(made, CpuAttention if served else TorchNativeAttention)

@@ -96,3 +96,15 @@ def test_who_joins_and_who_leaves_changes_the_groups() -> None:
 
 def test_with_cascade_off_no_plan_has_groups() -> None:
     assert decode_groups(started(cascade=False)) == []
+
+
+def test_a_group_that_saves_less_reading_than_the_device_asks_for_is_none() -> None:
+    """Two requests with 256 tokens in common save 256 a step; 512 are wanted, which a third one brings."""
+    bench = Bench(num_pages=400, context_len=400, chunked_prefill_size=512, cascade_saves=512)
+    for end in (2, 3):
+        bench.submit([*run(1, 256), end, 9], max_new_tokens=40)
+        bench.step()
+    assert decode_groups(bench) == []
+    bench.submit([*run(1, 256), 4, 9], max_new_tokens=40)
+    bench.step()
+    assert decode_groups(bench) == [([0, 1, 2], 256)]

@@ -1,0 +1,322 @@
+"""A CUDA device that is not there: tensors that say cuda:0 and compute on the CPU, and the torch.cuda to go with it.
+
+FakeTensorMode knows devices too, but it has no values, holds for one thread, and cannot index a tensor of CUDA in a
+build of torch without CUDA; an engine needs all three. Here values are real, so an engine gives the CPU's tokens.
+
+The device refuses: an operation on tensors of both (CUDA takes from the host only numbers without dimensions, and
+indices); a copy that is not waited for, from or into host memory that is not pinned; while a graph is captured, what
+goes between host and device. A captured graph is the list of its operations; a replay runs them over the same memory.
+
+Owns:      the patches of torch and Triton, which pytest's monkeypatch takes back.
+Never:     imitates time: an operation has run when it returns, on whatever stream.
+Thread:    any.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+CUDA = torch.device("cuda", 0)
+TOTAL_BYTES = 4 << 30
+INDEXING = {Tensor.__getitem__, Tensor.__setitem__, Tensor.index_put_}
+READS = {Tensor.__bool__, Tensor.__float__, Tensor.__index__, Tensor.__int__, Tensor.item, Tensor.tolist}
+DTYPES = {  # of what the Triton kernels are given, by name; the rest is in the model's dtype or the pool's
+    name: dtype
+    for dtype, names in {
+        torch.int32: "table rows seq_lens shared_lens tiles members qo_indptr prefix_lens",
+        torch.int64: "out_slots",
+        torch.float32: "part_out part_lse",
+    }.items()
+    for name in names.split()
+}
+of_torch = {
+    name: getattr(torch, name) for name in ("arange", "as_tensor", "empty", "full", "ones", "randn", "tensor", "zeros")
+}
+to_of_torch = Tensor.to
+
+
+class OnCuda(Tensor):
+    """A tensor of the CPU that counts as one of the device."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            answer = ANSWERS.get(func)
+            return answer(*args, **(kwargs or {})) if answer else FAKE.run(func, args, kwargs or {})
+
+
+def plain(x: Any) -> Any:
+    """``x`` as the tensor of the CPU that it is."""
+    return x.as_subclass(Tensor) if isinstance(x, OnCuda) else x
+
+
+class Stream:
+    """Of the device; everything on it has run."""
+
+    def __init__(self, device: object = None) -> None:
+        self.cuda_stream = id(self)
+
+    def wait_stream(self, other: "Stream") -> None: ...
+    def synchronize(self) -> None:
+        FAKE.wait("stream")
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    def __init__(self, **options: object) -> None: ...
+    def record(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Graph:
+    """torch.cuda.CUDAGraph."""
+
+    def __init__(self) -> None:
+        self.operations: list[Callable[[], None]] = []
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for operation in self.operations:
+            operation()
+
+
+class FakeCuda:
+    """What has been asked of the device since `install`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.waits: list[str] = []  # operations that the host waited for
+        self.copied_on: list[Stream] = []  # the stream of each copy to the host
+        self.streams = [Stream()]  # the current one is last
+        self.graphs: list[Graph] = []
+        self.capturing: Graph | None = None
+        self.sticky = ""  # what every wait says once the device is broken
+        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets that
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, makes: bool = False) -> Any:
+        """A function of torch with tensors of the device among its arguments; ``makes``: one on the device."""
+        name = getattr(func, "__name__", str(func))
+        for x in tree_leaves((args, kwargs)):
+            index = func in INDEXING and isinstance(x, Tensor) and x.dtype in (torch.int64, torch.bool)
+            if type(x) is Tensor and x.dim() and not index and not makes:
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but {name} got one of the CPU: "
+                    f"{x.dtype} {tuple(x.shape)}"
+                )
+        if func in READS:
+            self.wait(name)
+        given: list[tuple[Tensor, Tensor]] = []
+
+        def unwrap(x: Any) -> Any:
+            if not isinstance(x, OnCuda):
+                return x
+            given.append((plain(x), x))
+            return given[-1][0]
+
+        def wrap(x: Any) -> Any:
+            for inner, was in given:
+                if inner is x:
+                    return was
+            return x.as_subclass(OnCuda) if isinstance(x, Tensor) else x
+
+        args, kwargs = tree_map(unwrap, args), tree_map(unwrap, kwargs)
+        made = func(*args, **kwargs)
+        if self.capturing is not None:
+            self.capturing.operations.append(lambda: _again(func, args, kwargs, made))
+        return tree_map(wrap, made)
+
+    def pin(self, x: Tensor) -> Tensor:
+        self._pinned[x.untyped_storage().data_ptr()] = x
+        return x
+
+    def is_pinned(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self._pinned
+
+    def wait(self, what: str) -> None:
+        if self.sticky:
+            raise RuntimeError(self.sticky)
+        if self.capturing is not None:
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+        self.waits.append(what)
+
+    def copied(self, on_host: Tensor, *, to_host: bool, non_blocking: bool) -> None:
+        """Between ``on_host`` and the device."""
+        if self.capturing is not None:
+            raise RuntimeError("a copy between host and device: operation not permitted when stream is capturing")
+        if to_host:
+            self.copied_on.append(self.streams[-1])
+        if not non_blocking:
+            self.waits.append("copy")
+        elif not self.is_pinned(on_host):
+            raise RuntimeError("nobody waits for this copy, and the host's memory is not pinned")
+
+    def allocated(self) -> int:
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _alive()}
+        return sum(storages.values())
+
+
+FAKE = FakeCuda()
+
+
+def _alive() -> list[Tensor]:
+    return [plain(x) for x in gc.get_objects() if type(x) is OnCuda]
+
+
+def _again(func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    """A captured operation: its results into the memory that the first ones have."""
+    for old, new in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
+        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+def _is_cuda(device: Any) -> bool:
+    device = torch.device(device) if device is not None else torch.device("cpu")
+    assert device.type == "cpu" or device.index in (None, 0), f"{device}: there is one GPU"
+    return bool(device.type == "cuda")
+
+
+def _factory(name: str) -> Callable[..., Tensor]:
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> Tensor:
+        if _is_cuda(device):
+            if name in ("as_tensor", "tensor"):
+                FAKE.copied(FAKE.pin(of_torch["empty"](1)), to_host=False, non_blocking=True)  # pageable and small
+            made: Tensor = FAKE.run(of_torch[name], args, options, makes=True)
+            return made.as_subclass(OnCuda)
+        made = of_torch[name](*args, **options)
+        return FAKE.pin(made) if pin_memory else made
+
+    return make
+
+
+def _to(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].device, args[0].dtype)
+    with torch._C.DisableTorchFunctionSubclass():
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **options)
+        to_cuda = isinstance(x, OnCuda) if device is None else _is_cuda(device)
+        if to_cuda == isinstance(x, OnCuda):
+            dtypes = () if dtype is None else (dtype,)
+            return FAKE.run(to_of_torch, (x, *dtypes), {}) if to_cuda else to_of_torch(x, *(dtypes or (x.dtype,)))
+        if to_cuda:
+            FAKE.copied(x, to_host=False, non_blocking=non_blocking)
+            return to_of_torch(x, dtype or x.dtype).clone().as_subclass(OnCuda)
+        FAKE.copied(plain(x), to_host=True, non_blocking=non_blocking)
+        return to_of_torch(plain(x), dtype or x.dtype).clone()
+
+
+def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    on_host = [x for x in (to, source) if not isinstance(x, OnCuda)]
+    if on_host:
+        FAKE.copied(on_host[0], to_host=on_host[0] is to, non_blocking=non_blocking)
+        plain(to).copy_(plain(source))
+        return to
+    return FAKE.run(Tensor.copy_, (to, source), {})
+
+
+def _no_numpy(x: Tensor, *args: Any, **options: Any) -> Any:
+    raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    Tensor.device.__get__: lambda x: CUDA,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda x: True,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda x: False,  # type: ignore[attr-defined]
+    Tensor.get_device: lambda x: 0,
+    Tensor.is_pinned: lambda x: False,
+    Tensor.cpu: lambda x: _to(x, "cpu"),
+    Tensor.to: _to,
+    Tensor.copy_: _copy,
+    Tensor.numpy: _no_numpy,
+    Tensor.__array__: _no_numpy,
+}
+
+
+class Kernel:
+    """A Triton kernel: given tensors of the device of the types it was compiled for, it is interpreted over them."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            for name, x in zip(self._kernel.arg_names, args, strict=False):
+                if isinstance(x, Tensor):
+                    assert isinstance(x, OnCuda), f"{name} is on the CPU"
+                    assert x.dtype == DTYPES.get(name, x.dtype), f"{name} is {x.dtype}"
+                    assert x.stride(-1) == 1, f"{name} has strides {x.stride()}"
+            plains = [plain(x) for x in args]
+            self._kernel[grid](*plains, **options)
+            if FAKE.capturing is not None:
+                FAKE.capturing.operations.append(lambda: self._kernel[grid](*plains, **options))
+
+        return launch
+
+
+@contextlib.contextmanager
+def _stream(stream: Stream) -> Iterator[None]:
+    FAKE.streams.append(stream)
+    yield
+    FAKE.streams.pop()
+
+
+@contextlib.contextmanager
+def _capture(graph: Graph, **options: Any) -> Iterator[None]:
+    FAKE.capturing = graph
+    try:
+        yield
+    finally:
+        FAKE.capturing = None
+    FAKE.graphs.append(graph)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """From now on this process has a GPU; Triton must be interpreting."""
+    from replicas.attention import triton_kernels, triton_paged
+
+    FAKE.reset()
+    for name in of_torch:
+        monkeypatch.setattr(torch, name, _factory(name))
+    monkeypatch.setattr(Tensor, "to", _to)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: FAKE.pin(x.clone()))
+    properties = SimpleNamespace(multi_processor_count=4, name="a fake GPU", total_memory=TOTAL_BYTES)
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: _is_cuda(device),
+        "mem_get_info": lambda device=None: (TOTAL_BYTES - FAKE.allocated(), TOTAL_BYTES),
+        "memory_allocated": lambda device=None: FAKE.allocated(),
+        "max_memory_allocated": lambda device=None: FAKE.allocated(),
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: FAKE.wait("synchronize"),
+        "current_stream": lambda device=None: FAKE.streams[-1],
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: (9, 0),
+        "Stream": Stream,
+        "Event": Event,
+        "stream": _stream,
+        "CUDAGraph": Graph,
+        "graph": _capture,
+        "graph_pool_handle": lambda: (0, 1),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    kernels = {name: Kernel(getattr(triton_kernels, name)) for name in dir(triton_kernels) if name[0] != "_"}
+    monkeypatch.setattr(triton_paged, "kernels", SimpleNamespace(**kernels))
+    monkeypatch.setattr(triton_paged, "PROGRAMS", 8)  # an interpreted program takes a millisecond
+    monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
+    return FAKE

@@ -1,0 +1,136 @@
+"""FlashInfer's wrappers as its documentation has them, computed in PyTorch: plan, then run over pages.
+
+What they are given is checked as FlashInfer 0.6.13 and 0.7.2 want it: numbers of requests on the host, page numbers,
+workspaces and queries on the device, in the dtypes and with the strides that the kernels read.
+
+Owns:      CALLS, which its users clear.
+"""
+
+import importlib
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+CALLS: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = []  # class, method, arguments of every call
+BACKENDS = ("auto", "fa2", "fa3")
+
+
+class _Wrapper:
+    name = ""
+
+    def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
+        CALLS.append((self.name, "__init__", (workspace, kv_layout), options))
+        assert kv_layout == "HND"
+        assert workspace.dtype == torch.uint8
+        assert options.get("backend", "auto") in BACKENDS
+        self.device, self.options = workspace.device, options
+        for name, buffer in options.items():
+            if isinstance(buffer, Tensor):
+                self.require(buffer, torch.int32, name)
+
+    def require(self, x: Tensor, dtype: torch.dtype, what: str, *, on_host: bool = False) -> None:
+        where = torch.device("cpu") if on_host else self.device
+        assert x.dtype == dtype, f"{what} is {x.dtype}, {dtype} is wanted"
+        assert x.device == where, f"{what} is on {x.device}, {where} is wanted"
+        assert x.is_contiguous(), f"{what} has strides {x.stride()}"
+
+    def planned(self, bounds: Tensor, pages: tuple[Tensor, ...], shape: tuple[int, ...], options: Any) -> None:
+        """``pages``: indptr, indices, last_page_len; ``shape``: H, K, D, page_size."""
+        self.indptr, self.indices, self.last = pages
+        for name, x in (("qo_indptr", bounds), ("indptr", self.indptr), ("last_page_len", self.last)):
+            self.require(x, torch.int32, name, on_host=True)
+        self.require(self.indices, torch.int32, "indices")
+        assert len(bounds) == len(self.indptr) == len(self.last) + 1
+        assert len(self.indices) == int(self.indptr[-1])
+        assert options["q_data_type"] == options["kv_data_type"] in (torch.float16, torch.bfloat16)
+        assert all(1 <= int(n) <= shape[3] for n in self.last)
+        self.bounds, self.shape, self.dtype = bounds, shape, options["q_data_type"]
+
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], **options: Any) -> Any:
+        CALLS.append((self.name, "run", (q, kv), options))
+        num_heads, num_kv_heads, head_dim, page_size = self.shape
+        assert q.device == kv[0].device == kv[1].device == self.device
+        assert q.dtype == kv[0].dtype == kv[1].dtype == self.dtype
+        assert q.shape == (int(self.bounds[-1]), num_heads, head_dim)
+        assert q.stride()[1:] == (head_dim, 1), "heads lie in a row"
+        assert kv[0].shape[1:] == kv[1].shape[1:] == (num_kv_heads, page_size, head_dim)
+        assert kv[0].stride() == kv[1].stride(), "one stride between pages for K and V"
+        assert kv[0].stride()[1:] == (page_size * head_dim, head_dim, 1)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)  # [T, H, D], [T, H]
+        for b in range(len(self.last)):
+            pages = self.indices[int(self.indptr[b]) : int(self.indptr[b + 1])].long()
+            length = (len(pages) - 1) * page_size + int(self.last[b])
+            k, v = (x[pages].transpose(1, 2).flatten(0, 1)[:length].float() for x in kv)  # [n, K, D]
+            span = slice(int(self.bounds[b]), int(self.bounds[b + 1]))
+            out[span], lse[span] = _attend(q[span].float(), k, v, causal=self.causal)
+        if options.get("out") is not None:
+            assert options["out"].shape == q.shape
+            assert options["out"].dtype == q.dtype
+            options["out"].copy_(out)
+            out = options["out"]
+        return (out, lse) if options.get("return_lse") else out
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    name = "BatchDecodeWithPagedKVCacheWrapper"
+    causal = False
+
+    def plan(self, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **options: Any) -> None:
+        CALLS.append((self.name, "plan", (indptr, indices, last, *shape), options))
+        if self.options.get("use_cuda_graph"):
+            held = self.options["paged_kv_indices_buffer"]
+            assert len(last) == len(self.options["paged_kv_last_page_len_buffer"])
+            assert len(indices) <= len(held)
+            held[: len(indices)].copy_(indices)
+            indices = held[: len(indices)]
+        bounds = torch.arange(len(last) + 1, dtype=torch.int32)
+        self.planned(bounds, (indptr, indices, last), shape, options)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    name = "BatchPrefillWithPagedKVCacheWrapper"
+
+    def plan(self, bounds: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **options: Any) -> None:
+        CALLS.append((self.name, "plan", (bounds, indptr, indices, last, *shape), options))
+        self.planned(bounds, (indptr, indices, last), shape, options)
+        self.causal = options["causal"]
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    CALLS.append(("merge_state", "", (v_a, s_a, v_b, s_b), {}))
+    assert s_a.dtype == s_b.dtype == torch.float32
+    assert v_a.shape == v_b.shape == (*s_a.shape, v_a.shape[2])
+    assert all(x.is_contiguous() for x in (v_a, s_a, v_b, s_b))
+    both = torch.stack((s_a, s_b)) * math.log(2)
+    weights = torch.softmax(both, dim=0)[..., None]
+    return (weights[0] * v_a + weights[1] * v_b).to(v_a.dtype), both.logsumexp(0) / math.log(2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """q [E, H, D], k and v [n, K, D] -> [E, H, D] and the base-2 logarithms of the sums of weights [E, H]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    score = torch.einsum("ehd,nhd->ehn", q, k) / q.shape[2] ** 0.5
+    if causal:
+        position = torch.arange(len(k), device=k.device)
+        score = score.masked_fill((position > position[len(k) - len(q) :, None])[:, None], -torch.inf)
+    return torch.einsum("ehn,nhd->ehd", score.softmax(-1), v), score.logsumexp(-1) / math.log(2)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """replicas/attention/flashinfer.py, imported anew over this module, with a small workspace."""
+    stand_in = ModuleType("flashinfer")
+    for thing in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, merge_state):
+        setattr(stand_in, thing.__name__, thing)
+    name = "replicas.attention.flashinfer"
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    monkeypatch.setitem(sys.modules, name, stand_in)  # so that what was there, or nothing, is there again in the end
+    del sys.modules[name]
+    module = importlib.import_module(name)
+    monkeypatch.setattr(module, "workspace_bytes", lambda **shape: 1 << 10)
+    CALLS.clear()
+    return module

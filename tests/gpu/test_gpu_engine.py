@@ -1,0 +1,182 @@
+"""Engines through the door that deployments use (`load_engine`, `EngineLoop`), on a GPU and on one that is not there.
+
+fake_cuda.py refuses what a device would, and its steps give real tokens, so most of what stops an engine on a GPU stops
+it here. What stays for a GPU: time, compiled kernels, streams.
+"""
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from replicas.config import CacheConfig, SchedulerConfig
+from replicas.engine import Engine
+from replicas.launch import load_engine
+from replicas.loop import EngineLoop
+from replicas.scheduler.plan import DecodePlan, StepPlan
+from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+from tests.embedded import MODEL
+from tests.gpu import fake_cuda, flashinfer_stand_in
+from tests.gpu.device_steps import DEVICE
+from tests.gpu.triton_or_skip import triton_paged
+from tests.numerics import tiny
+
+NUM_NEW = 6
+SHARED = list(range(40)) * 7  # 280 tokens: longer than what makes a prefix group
+PROMPTS = [[*SHARED, 50], [*SHARED, 60, 61], list(range(70, 95))]
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 512}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("fake", marks=pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here, the better test")),
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU; torch sees none on this machine"),
+            ],
+        ),
+    ]
+)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> fake_cuda.FakeCuda | None:
+    """A GPU from here on; None where it is real."""
+    assert triton_paged is not None
+    return fake_cuda.install(monkeypatch) if request.param == "fake" else None
+
+
+def model(folder: Path, **shape: Any) -> str:
+    """A tiny model with a tokenizer; which one does not matter."""
+    tiny.save("llama", folder, **{**SMALL, **shape})
+    for file in Path(MODEL).glob("*token*.json"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+def start(folder: str, **settings: Any) -> Engine:
+    scheduler = {"chunked_prefill_size": 128, "max_running_requests": 4, "cascade_saves": 256}
+    scheduler.update(settings.pop("scheduler", {}))
+    return load_engine(
+        folder,
+        cache=CacheConfig(page_size=16, max_total_tokens=2048),
+        scheduler=SchedulerConfig(**scheduler),
+        num_threads=1,
+        **settings,
+    )
+
+
+def ask(rid: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_new_tokens": NUM_NEW, "temperature": 0.0, "ignore_eos": True, **sampling})
+    return GenerateRequest(rid=rid, token_ids=np.array(prompt, np.int32), sampling=params)
+
+
+def kind(plan: StepPlan) -> str:
+    if isinstance(plan, DecodePlan):
+        return "decode"
+    return "mixed with a group" if plan.prefix_groups else "mixed" if plan.num_decode else "prefill"
+
+
+def test_every_kind_of_step_gives_transformers_tokens(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32, so on Triton: two requests with 280 tokens in common decode while the prompt of a third is prefilled.
+    A decode step that is launched ahead waits for nothing, and is replayed."""
+    reference = tiny.save("llama", tmp_path / "reference", **SMALL)
+    wanted = [tiny.reference(reference, prompt, NUM_NEW)[1] for prompt in PROMPTS]
+    engine = start(model(tmp_path), dtype="float32")
+    assert engine.attention.name == "triton"
+    launch, plans, waits = engine.steps.launch, [], []
+
+    def watched(plan: StepPlan) -> Any:
+        plans.append(plan)
+        before = len(gpu.waits) if gpu is not None else 0
+        pending = launch(plan)
+        if gpu is not None and isinstance(plan, DecodePlan):
+            waits.append(gpu.waits[before:])
+        return pending
+
+    monkeypatch.setattr(engine.steps, "launch", watched)
+    told: dict[str, list[int]] = {str(i): [] for i in range(3)}
+    for i in range(2):
+        engine.submit(ask(str(i), PROMPTS[i]))
+    steps = 0
+    while engine.has_work:
+        steps += 1
+        if steps == 6:
+            engine.submit(ask("2", PROMPTS[2]))
+        for delta in engine.step():
+            told[delta.rid] += delta.token_ids
+        engine.scheduler.check()
+    assert [told[str(i)] for i in range(3)] == wanted
+    assert {kind(plan) for plan in plans} >= {"prefill", "mixed with a group", "decode"}
+    if gpu is not None:
+        assert len(gpu.graphs) == 3  # of 1, 2 and 4 rows
+        assert waits
+        assert not any(waits)
+    engine.close()
+
+
+def test_everything_of_a_rank_lies_on_the_device_of_its_group(tmp_path: Path, gpu: fake_cuda.FakeCuda | None) -> None:
+    """And that device has a number: what threads of their own and the transfer library are told."""
+    engine = start(model(tmp_path), dtype="float32")
+    runner = engine.steps.launch.__self__.runner  # type: ignore[attr-defined]
+    device = torch.device("cuda", 0)
+    assert runner.tp.device == runner.device == device
+    assert {runner.pool.buffer.device, runner.pool.device, runner.table.slots.device} == {device}
+    weights = [layer.matmul.weight for _, layer in runner._model.walk() if hasattr(layer, "matmul")]
+    assert len(weights) == 5  # of q, k, v; o; gate and up; down; the head
+    assert {weight.device for weight in weights} == {device}
+    engine.close()
+
+
+def test_flashinfer_answers_the_same_with_and_without_a_step_ahead(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 64 in bf16; two threads of requests, greedy, drawn and seeded, through `EngineLoop`."""
+    if gpu is not None:
+        flashinfer_stand_in.install(monkeypatch)
+    folder = model(tmp_path, head_dim=64)
+    made = [answers(start(folder, dtype="bfloat16", scheduler={"overlap": overlap})) for overlap in ("off", "on")]
+    assert made[0] == made[1]
+    assert sorted(made[0]) == ["greedy 0", "greedy 1", "greedy 2", "seeded 0", "seeded 1", "seeded 2"]
+    assert all(len(ids) == NUM_NEW for ids in made[0].values())
+    if gpu is not None:
+        assert {name for name, method, _, _ in flashinfer_stand_in.CALLS if method == "run"} == {
+            "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+        }  # fmt: skip
+
+
+def answers(engine: Engine) -> dict[str, list[int]]:
+    """Output ids by request, of two threads that ask at once."""
+    loop = EngineLoop(engine)
+    loop.start()
+    told: dict[str, list[int]] = {}
+    ended = threading.Semaphore(0)
+
+    def sink(deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            told.setdefault(delta.rid, []).extend(delta.token_ids)
+            if delta.finish is not None:
+                ended.release()
+
+    def client(name: str, **sampling: Any) -> None:
+        for i, prompt in enumerate(PROMPTS):
+            loop.submit(ask(f"{name} {i}", prompt, **sampling), sink)
+
+    drawn = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+    threads = [
+        threading.Thread(target=client, args=("greedy",)),
+        threading.Thread(target=client, args=("seeded",), kwargs=drawn),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(2 * len(PROMPTS)):
+        assert ended.acquire(timeout=120), loop.error
+    loop.stop()
+    return told
