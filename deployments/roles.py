@@ -27,6 +27,7 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
     if role is Role.UNIFIED:
         return config
     own = config.prefill if role is Role.PREFILL else config.decode
+    gpus = (config.replicas.gpus if each.gpus is None else each.gpus for each in (config.prefill, config.decode))
     replicas = {name: getattr(own, name) for name in ("cpus", "gpus") if getattr(own, name) is not None}
     if own.count is not None:
         replicas |= {"count": own.count, "autoscaling": None}
@@ -40,6 +41,7 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
             "replicas": config.replicas.model_copy(update=replicas),
             "parallel": parallel,
             "cache": dataclasses.replace(config.cache, **own.cache),
+            "transfer": config.transfer.resolved(on_gpus=any(gpus)),
         }
     )
 

@@ -26,7 +26,8 @@ def _yaml_off(value: Any) -> Any:
 
 class TransferGroup(Settings):
     hand_off: Literal["conditional", "always"] = "conditional"  # always: whatever may be, even where that takes longer
-    verify: Annotated[Verify, BeforeValidator(_yaml_off)] = Verify.ALL
+    # None: all pages between CPUs; the last page of each write where a role has GPUs, whose pages are read back for it
+    verify: Annotated[Verify | None, BeforeValidator(_yaml_off)] = None
     transport: Literal["auto", "tcp"] = "auto"
     host: str = Field(default="auto", min_length=1)  # where desks listen; auto: the address of the replica's node
     token: SecretStr | None = None  # None: from the environment, else made by build
@@ -46,11 +47,16 @@ class TransferGroup(Settings):
         return token
 
     def of_engine(self, node_address: str) -> TransferSettings:
-        """For an engine on the node with this address; `with_token` has been called."""
+        """For an engine on the node with this address; `with_token` and `resolved` have been called."""
         assert self.token is not None, "build gives the replicas a token"
         given = {name: getattr(self, name) for name in _DEFAULT if name not in ("host", "token")}
+        given["verify"] = self.verify or Verify.ALL
         host = node_address if self.host == "auto" else self.host
         return TransferSettings(host=host, token=self.token.get_secret_value().encode(), **given)
+
+    def resolved(self, *, on_gpus: bool) -> "TransferGroup":
+        """With what both sides must agree on filled in. ``on_gpus``: one of them, or both, have their pages there."""
+        return self.model_copy(update={"verify": self.verify or (Verify.LAST if on_gpus else Verify.ALL)})
 
     def shown(self) -> dict[str, Any]:
         """As anyone may see it."""

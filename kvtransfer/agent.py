@@ -11,7 +11,9 @@ the transfer thread calls in every turn. Over tcp a peer's data, and everywhere 
 
 UCX reads its settings from the environment when it starts. What the operator has set wins; for the rest:
     UCX_NET_DEVICES   the interface of ``host``; by default UCX listens on all of them. With RDMA set it yourself
-    UCX_TLS           "tcp" with transport "tcp"; "tcp,cma" with "auto" on the loopback interface; else UCX chooses
+    UCX_TLS           "tcp" with transport "tcp"; "tcp,cma" with "auto" on the loopback interface; else UCX chooses.
+                      For memory of a GPU "tcp,cuda_copy" and "tcp,cuda_copy,cuda_ipc": without cuda_copy UCX takes the
+                      pool's addresses for the host's, and NIXL refuses them; CMA does not reach them
 """
 
 import importlib
@@ -35,6 +37,10 @@ from kvtransfer.types import PageIds, WriteTimes
 
 log = logging.getLogger(__name__)
 
+_CUDA_WANTED = (
+    "the pool is on a GPU, so UCX_TLS must allow cuda_copy (and cuda_ipc within a machine) or be unset, and NIXL's "
+    "wheel must be that of torch's CUDA (nixl-cu12, nixl-cu13)"
+)
 Descriptors = npt.NDArray[np.uint64]  # [S, 5] address, length, device, stride, count
 
 
@@ -45,7 +51,7 @@ class NixlAgent:
         self, memory: KvMemory, *, role: str = "kv", host: str = "127.0.0.1", transport: Literal["auto", "tcp"] = "auto"
     ) -> None:
         """Registers the pool. Raises: TransferError when NIXL is missing or cannot start."""
-        _set_environment(host, transport)
+        _set_environment(host, transport, on_host=memory.on_host)
         nixl = _import_nixl()
         self.name = f"{role}-{uuid.uuid4().hex}"
         self._memory = memory
@@ -67,6 +73,7 @@ class NixlAgent:
             raise TransferError(
                 f"NIXL cannot start on {host} (UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES')}, "
                 f"UCX_TLS={os.environ.get('UCX_TLS')}): {error}. Check that the interface is up"
+                + ("" if memory.on_host else f", and that UCX sees CUDA: {_CUDA_WANTED}")
             ) from error
         self._peers: dict[str, _PreparedPeer] = {}
         self._sources: dict[tuple[PageSlice, ...], Any] = {}  # our side's descriptors, by what of a page is sent
@@ -251,14 +258,14 @@ def _import_nixl() -> Any:
         ) from error
 
 
-def _set_environment(host: str, transport: Literal["auto", "tcp"]) -> None:
-    """Before NIXL is imported; see the module's head."""
+def _set_environment(host: str, transport: Literal["auto", "tcp"], *, on_host: bool) -> None:
+    """Before NIXL is imported; see the module's head. ``on_host``: what is moved is memory of the host."""
     device = _interface_of(host)
     os.environ.setdefault("UCX_NET_DEVICES", device)
     if transport == "tcp":
-        os.environ["UCX_TLS"] = "tcp"
+        os.environ["UCX_TLS"] = "tcp" if on_host else "tcp,cuda_copy"
     elif host.startswith("127."):
-        os.environ.setdefault("UCX_TLS", "tcp,cma")
+        os.environ.setdefault("UCX_TLS", "tcp,cma" if on_host else "tcp,cuda_copy,cuda_ipc")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 

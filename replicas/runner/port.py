@@ -4,6 +4,8 @@ Owns:      nothing; the pool is the runner's, the port its caller's.
 Thread:    any; the port belongs to the thread that uses it first.
 """
 
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,13 +14,16 @@ import torch
 
 from kvtransfer.agent import NixlAgent
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.memory import KvMemory, PageReader
 from kvtransfer.port import AgentPort
 from kvtransfer.transfer_agent import TransferAgent
 from kvtransfer.types import PageIds, TransferSettings
 from replicas.memory.pool import MHATokenToKVPool
 
+log = logging.getLogger(__name__)
+
 MakeAgent = Callable[[KvMemory], TransferAgent]
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,31 +38,56 @@ def kv_memory(pool: MHATokenToKVPool, layout: KvLayout) -> KvMemory:
     """The pages of ``pool``, the sink included. Raises: ValueError when ``layout`` is not the pool's."""
     if pool.device.type == "cpu":
         return KvMemory.of_array(layout, pool.buffer.view(torch.uint8).numpy())
-    num_pages = pool.num_pages + 1
-
-    def read(pages: PageIds) -> np.ndarray:
-        return pool.read_pages(pages.tolist()).contiguous().view(torch.uint8).cpu().numpy().reshape(len(pages), -1)
-
     return KvMemory.of_device(
         layout,
         base_address=pool.buffer.data_ptr(),
-        num_pages=num_pages,
-        device=pool.device.index or 0,
+        num_pages=pool.num_pages + 1,
+        device=pool.buffer.device.index,
         owner=pool.buffer,
-        reader=read,
+        reader=_page_reader(pool),
     )
+
+
+def _page_reader(pool: MHATokenToKVPool) -> PageReader:
+    """Copies pages of a GPU to pinned memory, on a stream of its own: it waits for no step of the engine's, and none
+    waits for it. What it reads is there: a page is given away after its step's result, and comes before its note."""
+    stream = torch.cuda.Stream(pool.buffer.device)  # type: ignore[no-untyped-call]
+
+    def read(pages: PageIds) -> np.ndarray:
+        with torch.cuda.stream(stream):  # and on its device, whichever this thread's is
+            found = pool.read_pages(pages.tolist()).view(torch.uint8)
+            on_host = torch.empty(found.shape, dtype=torch.uint8, pin_memory=True)
+            on_host.copy_(found, non_blocking=True)
+            stream.synchronize()
+        return on_host.numpy().reshape(len(pages), -1)
+
+    return read
 
 
 def make_port(
     pool: MHATokenToKVPool, rank: int, spec: PortSpec, *, host: str, make_agent: MakeAgent | None = None
 ) -> AgentPort:
-    """``host``: address of this rank's machine; ``make_agent``: another library than NIXL.
+    """``host``: address of this rank's machine; ``make_agent``: another library than NIXL. The pool's GPU is this
+    thread's from here on: UCX wants its context at its first call.
 
     Raises: TransferError when the library cannot start.
     """
+    if pool.buffer.device.type == "cuda":
+        torch.cuda.set_device(pool.buffer.device)
+        _warn_of_expandable_segments()
     memory, settings = kv_memory(pool, spec.layout), spec.settings
     if make_agent is None:
         agent: TransferAgent = NixlAgent(memory, role=f"rank{rank}", host=host, transport=settings.transport)
     else:
         agent = make_agent(memory)
     return AgentPort(memory, rank, agent, verify=settings.verify, pages_per_write=settings.pages_per_write)
+
+
+def _warn_of_expandable_segments() -> None:
+    for name in ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            log.warning(
+                "%s has expandable_segments:True: CUDA IPC and some RDMA devices cannot reach such memory, so that "
+                "hand-offs of K/V may fail or go over tcp; unset it where a replica takes part in hand-offs",
+                name,
+            )

@@ -21,32 +21,12 @@ from replicas.scheduler.plan import DecodePlan, StepPlan
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.gpu import fake_cuda, flashinfer_stand_in
-from tests.gpu.device_steps import DEVICE
-from tests.gpu.triton_or_skip import triton_paged
 from tests.numerics import tiny
 
 NUM_NEW = 6
 SHARED = list(range(40)) * 7  # 280 tokens: longer than what makes a prefix group
 PROMPTS = [[*SHARED, 50], [*SHARED, 60, 61], list(range(70, 95))]
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 512}
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("fake", marks=pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here, the better test")),
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU; torch sees none on this machine"),
-            ],
-        ),
-    ]
-)
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> fake_cuda.FakeCuda | None:
-    """A GPU from here on; None where it is real."""
-    assert triton_paged is not None
-    return fake_cuda.install(monkeypatch) if request.param == "fake" else None
 
 
 def model(folder: Path, **shape: Any) -> str:

@@ -143,3 +143,23 @@ def test_an_error_about_the_settings_does_not_repeat_the_token(wrong: dict[str, 
 def test_replicas_are_counted_by_role() -> None:
     assert [counted({Role.UNIFIED: count}) for count in (1, 2)] == ["1 replica", "2 replicas"]
     assert counted({Role.PREFILL: 1, Role.DECODE: 3}) == "1 prefill replica and 3 decode replicas"
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, Verify.ALL),
+        ({"replicas": {"gpus": 1}}, Verify.LAST),
+        ({"decode": {"gpus": 1}}, Verify.LAST),
+        ({"replicas": {"gpus": 1}, "prefill": {"gpus": 0}, "decode": {"gpus": 0}}, Verify.ALL),
+        ({"replicas": {"gpus": 1}, "transfer": {"verify": "all"}}, Verify.ALL),
+        ({"replicas": {"gpus": 1}, "transfer": {"verify": False}}, Verify.OFF),
+    ],
+)
+def test_both_sides_verify_the_last_page_of_a_write_where_one_of_them_has_gpus(
+    settings: dict[str, Any], wanted: Verify
+) -> None:
+    """A page of a GPU is read back for its digest. A side that checks more than the other sends would refuse all."""
+    config = parse({**APART, **settings})
+    for role in (Role.PREFILL, Role.DECODE):
+        assert config_of(config, role).transfer.verify is wanted

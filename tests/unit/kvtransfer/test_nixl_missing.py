@@ -1,6 +1,8 @@
 """What `NixlAgent` says before NIXL itself is reached; at work it is in tests/contract/test_transfer_agents.py."""
 
+import os
 import sys
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -47,3 +49,31 @@ def test_a_slice_of_every_page_is_one_strided_row() -> None:
             [3688, 384, 0, 3072, 9],
         ],
     )
+
+
+def on_a_gpu() -> KvMemory:
+    """Memory of the host that says it is a device's, which NIXL finds out."""
+    pool = random_pools(layout(), 3, 0)[0]
+    return KvMemory.of_device(
+        layout(), base_address=pool.ctypes.data, num_pages=3, device=0, owner=pool, reader=lambda pages: pool[pages]
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "host", "device"), [("auto", "tcp,cma", "tcp,cuda_copy,cuda_ipc"), ("tcp", "tcp", "tcp,cuda_copy")]
+)
+def test_transports_within_a_machine_reach_the_memory_that_is_moved(
+    monkeypatch: pytest.MonkeyPatch, transport: Literal["auto", "tcp"], host: str, device: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    for memory, wanted in ((KvMemory.of_array(layout(), random_pools(layout(), 3, 0)[0]), host), (on_a_gpu(), device)):
+        monkeypatch.delenv("UCX_TLS")
+        with pytest.raises(TransferError, match="needs the package nixl"):
+            NixlAgent(memory, transport=transport)
+        assert os.environ["UCX_TLS"] == wanted
+
+
+def test_where_ucx_does_not_see_the_gpu_the_error_says_which_setting_lets_it() -> None:
+    """By NIXL itself: without CUDA's transports it takes the pool for memory of the host, and refuses it."""
+    with pytest.raises(TransferError, match=r"UCX_TLS=tcp,cma\).* UCX sees CUDA: .* UCX_TLS must allow cuda_copy"):
+        NixlAgent(on_a_gpu())
