@@ -21,7 +21,7 @@ from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from tests.attention_steps import Step
 from tests.gpu import fake_cuda, flashinfer_stand_in
-from tests.gpu.device_steps import DEVICE, device_step, error, share
+from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run, share
 from tests.gpu.flashinfer_stand_in import CALLS
 from tests.gpu.triton_or_skip import triton_paged
 
@@ -73,6 +73,32 @@ def test_a_mixed_step_with_a_group_equals_the_oracle(flashinfer_attention: Any) 
     step = half_step([(30, 9), (40, 1), (33, 1), (60, 1), (3, 1)])
     share(step, [1, 3], 32, num_decode=4)
     assert error(backend(flashinfer_attention, step), step) < ALLOWED
+
+
+FAR_PAGES = 81_920 if DEVICE == "cuda" else 200  # of 64 KiB: 5 GiB, further than 32 bits of bytes and of elements
+
+
+@pytest.mark.parametrize("prefill", ["fa2", "fa3"])
+@pytest.mark.parametrize("kind", ["decode", "extend", "group"])
+def test_the_last_pages_of_a_large_pool_are_read_and_written(
+    flashinfer_attention: Any, monkeypatch: pytest.MonkeyPatch, kind: str, prefill: str
+) -> None:
+    """32 query heads and 8 of K and V of 128 dimensions, in bf16. On a CPU the pool is small."""
+    monkeypatch.setattr(flashinfer_attention, "PREFILL", prefill)
+    lengths = [(0, 9), (33, 20), (16, 1)] if kind == "extend" else [(40, 1), (3, 1), (33, 1)]
+    step = half_step(lengths, dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128)
+    if kind == "group":
+        share(step, [0, 2], 32, num_decode=3)
+    wanted = oracle(step)
+    near = step.pool.data
+    far = torch.zeros(FAR_PAGES, *near.shape[1:], dtype=near.dtype, device=near.device)
+    far[-len(near) :] = near
+    step.pool.data = far
+    for slots in (step.batch.table, step.batch.out_slots):
+        slots += (FAR_PAGES - len(near)) * step.pool.page_size
+    got = run(backend(flashinfer_attention, step), step).float()
+    assert float((got - wanted).abs().max()) < 3e-2
+    assert not far[: -len(near)].any()
 
 
 def test_a_step_for_a_graph_takes_the_wrapper_of_its_size_and_leaves_groups_out(flashinfer_attention: Any) -> None:

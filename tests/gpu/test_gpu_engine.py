@@ -4,8 +4,8 @@ fake_cuda.py refuses what a device would, and its steps give real tokens, so mos
 it here. What stays for a GPU: time, compiled kernels, streams.
 """
 
-import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.config import CacheConfig, SchedulerConfig
+from benchmarks.engine_process import EngineProcess
+from kvtransfer.types import PdTicket
+from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine import Engine
 from replicas.launch import load_engine
 from replicas.loop import EngineLoop
 from replicas.scheduler.plan import DecodePlan, StepPlan
-from replicas.types import GenerateRequest, SamplingParams, TokenDelta
-from tests.embedded import MODEL
+from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.gpu import fake_cuda, flashinfer_stand_in
+from tests.gpu.device_steps import DEVICE
 from tests.numerics import tiny
+from tests.unit.tokenizer_folders import byte_level_folder
 
 NUM_NEW = 6
 SHARED = list(range(40)) * 7  # 280 tokens: longer than what makes a prefix group
@@ -31,9 +34,8 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads"
 
 def model(folder: Path, **shape: Any) -> str:
     """A tiny model with a tokenizer; which one does not matter."""
+    byte_level_folder(folder)
     tiny.save("llama", folder, **{**SMALL, **shape})
-    for file in Path(MODEL).glob("*token*.json"):
-        shutil.copy(file, folder)
     return str(folder)
 
 
@@ -160,3 +162,38 @@ def answers(engine: Engine) -> dict[str, list[int]]:
         assert ended.acquire(timeout=120), loop.error
     loop.stop()
     return told
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; torch sees fewer on this machine")
+def test_two_ranks_on_two_gpus_answer_as_one(tmp_path: Path) -> None:
+    """In fp32. The second rank's pool lies on its own GPU, the first's on cuda:0."""
+    folder = model(tmp_path, num_key_value_heads=2)
+    one = answers(start(folder, dtype="float32"))
+    assert answers(start(folder, dtype="float32", parallel=ParallelConfig(tp=2))) == one
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU; torch sees none on this machine")
+@pytest.mark.parametrize("transport", ["cma", "tcp"])
+def test_two_processes_on_one_gpu_hand_over_what_one_engine_answers(tmp_path: Path, transport: str) -> None:
+    """Over NIXL, from its memory to its memory; "cma" leaves the choice within the machine to `NixlAgent`."""
+    folder = model(tmp_path)
+    ends = [EngineProcess(folder, page=16, chunk=128, transport=transport, context_len=512) for _ in range(2)]
+    engine = start(folder, context_len=512)
+    for i, prompt in enumerate(PROMPTS):
+        ticket = PdTicket(room=i + 1, generation=0, prefill=ends[0].address)
+        for end, leg in zip(ends, (PdLeg.PREFILL, PdLeg.DECODE), strict=True):
+            end.submit(replace(ask(str(i), prompt), hand_off=HandOff(leg=leg, ticket=ticket)))
+        told = ends[1].finish(str(i))
+        report = told[0].hand_off
+        assert report is not None
+        assert report.transferred, report.reason
+        engine.submit(ask(str(i), prompt))
+        wanted = []
+        while engine.has_work:
+            wanted += [token for delta in engine.step() for token in delta.token_ids]
+        assert [token for delta in told for token in delta.token_ids] == wanted
+    engine.close()
+    for end in ends:
+        end.close()

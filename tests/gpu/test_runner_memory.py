@@ -76,14 +76,30 @@ def test_logits_of_every_captured_size_are_those_without_graphs(tmp_path: Path, 
             assert float((with_graphs - without).abs().max()) < 0.03 * float(without.abs().max())
 
 
-def read_the_same(size: int, length: int) -> DecodePlan:
+@pytest.mark.parametrize("device", [DEVICES[1]])
+def test_a_graph_captured_at_one_token_reads_8000_of_an_8b_models_heads(tmp_path: Path, device: str) -> None:
+    """32 query heads and 8 of K and V, of 128 dimensions: keys are split among programs only at replay."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    tiny.save("llama", tmp_path, num_hidden_layers=1, max_position_embeddings=16_384, **heads)
+    config = engine_config(tmp_path, device, page_size=16, dtype="bfloat16")
+    config = replace(config, cache=replace(config.cache, max_total_tokens=16_384))
+    rigs = [make_rig(replace(config, cuda_graphs=on)) for on in (True, False)]
+    rigs[0].runner.pool.buffer.normal_()
+    rigs[1].runner.pool.buffer.copy_(rigs[0].runner.pool.buffer)
+    for size in (1, 2, 4, 8):
+        plan = read_the_same(size, 8000, own=8400)
+        with_graphs, without = (rig.runner.forward(plan)[0].float() for rig in rigs)
+        assert float((with_graphs - without).abs().max()) < 0.03 * float(without.abs().max())
+
+
+def read_the_same(size: int, length: int, *, own: int = 400) -> DecodePlan:
     """``size`` requests whose first ``length`` - 1 tokens are slots 16 and on, and whose new ones are their own."""
-    shared, own = np.arange(16, 15 + length, dtype=np.int32), np.arange(400, 400 + size, dtype=np.int32)
+    shared, own_slots = np.arange(16, 15 + length, dtype=np.int32), np.arange(own, own + size, dtype=np.int32)
     rows = np.arange(1, size + 1, dtype=np.int32)
-    writes = (TableWrite(int(row), 0, np.append(shared, slot)) for row, slot in zip(rows, own, strict=True))
+    writes = (TableWrite(int(row), 0, np.append(shared, slot)) for row, slot in zip(rows, own_slots, strict=True))
     return DecodePlan(
-        table_writes=tuple(writes), rows=rows, token_ids=rows + 5, seq_lens=np.full(size, length, np.int32), slots=own,
-        sampling=(),
+        table_writes=tuple(writes), rows=rows, token_ids=rows + 5, seq_lens=np.full(size, length, np.int32),
+        slots=own_slots, sampling=(),
     )  # fmt: skip
 
 
