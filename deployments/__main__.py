@@ -4,7 +4,9 @@ import argparse
 import os
 import sys
 
-from deployments import haproxy, ray_env
+from deployments import haproxy, ray_env, settings_file
+from deployments.port import check_port
+from replicas.errors import InvalidConfig
 
 DEFAULT = "serve_config.yaml"
 URL = "http://127.0.0.1:8000"
@@ -29,7 +31,13 @@ def _run(args: argparse.Namespace) -> int:
         from deployments.terminal import explain
 
         return explain.run(args.url, args.rid, as_json=args.json)
-    host = ray_env.host_of(args.config)
+    try:
+        host, port = settings_file.read(args.config).address
+        if args.command == "serve":
+            check_port(host, port)
+    except InvalidConfig as error:  # before Ray and torch are imported, which takes seconds
+        print(f"{args.config} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
+        return 2
     ray_env.prepare(host=host)
     if args.command == "serve":
         with haproxy.prepared(os.environ, host=host, warn=_warn):

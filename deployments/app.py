@@ -9,8 +9,6 @@ Never: loads the model; but what is impossible is refused here, before a replica
 
 import logging
 import math
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,19 +16,16 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from deployments import logs, tracing
-from deployments.capacity import auto_count, replica_bytes
-from deployments.model_face import read_face
-from deployments.places import check_model_path, local_path, weights_bytes
+from deployments import logs
+from deployments.capacity import Capacity, auto_count, shortages
+from deployments.feasible import checked, device_of
+from deployments.places import weights_bytes
 from deployments.replica import ModelReplica
 from deployments.replica_settings import AutoscalingSettings
-from deployments.roles import DEPLOYMENTS, check_ranks, config_of, roles_of
+from deployments.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.router import RouterIngress
-from deployments.schema import AppConfig, parse
-from deployments.transfer_settings import with_token
-from replicas.config import Device, resolve
-from replicas.runner.device import measure_hardware
-from replicas.runner.weights import load_model_config
+from deployments.schema import AppConfig
+from replicas.runner.device import available_ram
 
 log = logging.getLogger("ray.serve")
 
@@ -46,6 +41,8 @@ def build(args: dict[str, Any]) -> Application:
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     """As `build`, with another class of model replicas, as benchmarks have."""
     config, settings = checked(args)
+    for shortage in shortages([config], capacity_of_cluster()):
+        log.warning("%s; they wait until the cluster grows", shortage)
     replicas = [
         serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))
@@ -65,47 +62,6 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     )
     application: Application = router.bind(settings, *replicas)
     return application
-
-
-def checked(args: dict[str, Any]) -> tuple[AppConfig, dict[str, Any]]:
-    """The settings, and the arguments that the replicas read them from. Raises: InvalidConfig, as `build`."""
-    config, settings = parse(args), args
-    if config.mode == "disaggregated":
-        settings = with_token(args)
-        config = parse(settings)  # the token of the environment too
-    check_config(config)
-    return config, settings
-
-
-def check_config(config: AppConfig) -> None:
-    """Raises: InvalidConfig for what this model or any machine cannot do."""
-    check_model_path(config.model.path)
-    tracing.check(config.observability)
-    read_face(config.model)
-    path = local_path(config.model.path)
-    if not Path(path).is_dir():
-        check_ranks(config)
-        return
-    for role in roles_of(config):
-        own = config_of(config, role)
-        # the replicas' device, which the machine that checks may lack; its memory is not judged here
-        hardware = replace(measure_hardware(), device=device_of(own))
-        model = load_model_config(
-            path,
-            dtype=own.model.dtype,
-            context_len=own.model.context_len,
-            device=hardware.device,
-            quantization=own.model.quantization,
-        )
-        check_ranks(config, num_kv_heads=model.num_kv_heads)
-        resolve(
-            model, hardware, cache=own.cache, scheduler=own.scheduler, parallel=own.parallel, attention=own.attention
-        )
-
-
-def device_of(config: AppConfig) -> Device:
-    """What replicas with these settings compute on."""
-    return "cuda" if config.replicas.gpus else "cpu"
 
 
 def replica_options(config: AppConfig) -> dict[str, Any]:
@@ -160,15 +116,17 @@ def num_replicas(config: AppConfig) -> int:
     """The count that the settings ask for, or that this cluster carries."""
     if config.replicas.count != "auto":
         return config.replicas.count
-    available = measure_hardware().available_memory_bytes
-    need = replica_bytes(
-        config.cache, available_bytes=available, weights_bytes=weights_bytes(config.model.path)
-    )
     count, why = auto_count(
-        num_cpus=ray.cluster_resources().get("CPU", 1.0),
-        cpus_per_replica=config.replicas.cpus * config.parallel.tp,
-        available_bytes=available,
-        bytes_per_replica=need,
+        config,
+        capacity_of_cluster(),
+        available_bytes=available_ram(),
+        weights_bytes=weights_bytes(config.model.path),
     )
     log.info("replicas.count: auto -> %d (%s)", count, why)
     return count
+
+
+def capacity_of_cluster() -> Capacity:
+    """What the Ray that this process is connected to has now."""
+    has = ray.cluster_resources()
+    return Capacity(num_cpus=has.get("CPU", 1.0), num_gpus=has.get("GPU", 0.0), where="the cluster")

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from deployments.ray_env import ALL_ADDRESSES
+from deployments.settings_file import ALL_ADDRESSES
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"  # what Serve runs

@@ -3,6 +3,7 @@
 Never: downloads anything.
 """
 
+import difflib
 from pathlib import Path
 
 from replicas.errors import InvalidConfig
@@ -12,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]  # of the checkout, where models/ lie
 
 def local_path(path: str) -> str:
     """``path`` of the settings as the loaders need it: a folder's full path, or a hub id as it is."""
-    for folder in (Path(path).expanduser(), ROOT / path):
+    for folder in (root / Path(path).expanduser() for root in _roots()):
         if folder.is_dir():
             return str(folder.resolve())
     return path
@@ -30,10 +31,28 @@ def check_model_path(path: str) -> None:
         return
     looks_like_folder = path.startswith((".", "/", "~", "models/")) or path.count("/") != 1
     if looks_like_folder:
+        places = "" if Path(path).expanduser().is_absolute() else f" in {' or '.join(map(str, _roots()))}"
         raise InvalidConfig(
-            f"model.path = {path!r}: there is no such folder in {Path.cwd()} or {ROOT}; `make model` makes the "
+            f"model.path = {path!r}: there is no such folder{places}{nearest_folder(path)}; `make model` makes the "
             "embedded model, and a hub id has the form owner/name"
         )
+
+
+def nearest_folder(path: str) -> str:
+    """In words that follow ``path``: a folder there that may have been meant, or ""."""
+    given = Path(path).expanduser()
+    for root in _roots():
+        beside = (root / given).parent  # an absolute path stays what it is
+        names = [each.name for each in beside.iterdir() if each.is_dir()] if beside.is_dir() else []
+        near = difflib.get_close_matches(given.name, names, n=1)
+        if near:
+            return f" (did you mean {str(given.parent / near[0])!r}?)"
+    return ""
+
+
+def _roots() -> list[Path]:
+    """Where a relative path is looked for, each once."""
+    return list(dict.fromkeys([Path.cwd(), ROOT]))
 
 
 def weights_bytes(path: str) -> int:

@@ -7,11 +7,9 @@ import ipaddress
 import os
 import secrets
 from collections.abc import MutableMapping
-from pathlib import Path
 
-import yaml
+from deployments.settings_file import ALL_ADDRESSES
 
-ALL_ADDRESSES = "0.0.0.0"  # Serve's default
 ON_A_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" is Ray's name for: this machine alone, on its loopback
 
 
@@ -29,14 +27,6 @@ def prepare(environ: MutableMapping[str, str] = os.environ, *, host: str = ALL_A
         if is_loopback(host):
             environ.setdefault(ON_A_CLUSTER, "0")
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-
-def host_of(config_path: str) -> str:
-    """What the settings file says of where to listen; Serve's default where it says nothing that can be read."""
-    try:
-        return str(yaml.safe_load(Path(config_path).read_text())["http_options"]["host"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return ALL_ADDRESSES
 
 
 def is_loopback(host: str) -> bool:

@@ -17,6 +17,7 @@ from ray.util import get_current_placement_group
 from deployments import logs
 from deployments.autoscaling import replica_stats
 from deployments.channel_server import ChannelAddress
+from deployments.feasible import num_threads
 from deployments.frames import ReplicaReport
 from deployments.leases import ReplicaInfo
 from deployments.metrics.process import ServedMetrics
@@ -78,7 +79,7 @@ class ModelReplica:
             parallel=config.parallel,
             attention=config.attention,
             cuda_graphs=config.cuda_graphs,
-            num_threads=max(1, int(config.replicas.cpus)),
+            num_threads=num_threads(config),
             dtype=config.model.dtype,
             quantization=config.model.quantization,
             context_len=config.model.context_len,

@@ -4,52 +4,33 @@ Owns:      the base class of all settings groups: frozen, and nothing unknown.
 Never:     knows the engine's settings but by their dataclasses.
 """
 
-import dataclasses
-import difflib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
-    ValidationError,
+    GetPydanticSchema,
     field_validator,
     model_validator,
+    with_config,
 )
+from typing_extensions import TypedDict  # pydantic's own; typing's has what it needs from Python 3.12 on
 
-from deployments.other_names import CACHE_NAMES, here
-from replicas.config import CacheConfig
+from deployments.other_names import CACHE_NAMES
+from deployments.setting_errors import shown
+from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 
-
-def only_fields_of(cls: type) -> BeforeValidator:
-    """Pydantic ignores what a dataclass does not know; a setting that is misspelt must not be."""
-    names = [field.name for field in dataclasses.fields(cls)]
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict):
-            for name in value:
-                if name not in names:
-                    raise ValueError(f"{name!r} is unknown{nearest(str(name), names)}; allowed: {', '.join(names)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """In words that follow ``name``: what it is called here, or which of ``names`` may have been meant."""
-    if ours := here(name):
-        return f" (here it is {ours})"
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+# errors are logged with their cause; what was given may hold a secret
+_GROUP = ConfigDict(extra="forbid", hide_input_in_errors=True)
+for _engines in (CacheConfig, SchedulerConfig, ParallelConfig):
+    with_config(_GROUP)(_engines)
 
 
 class Settings(BaseModel):
     """Base of all: frozen, and nothing unknown."""
 
-    # errors are logged with their cause; what was given may hold a secret
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True)
+    model_config = ConfigDict(**_GROUP, frozen=True, protected_namespaces=())
 
 
 class AutoscalingSettings(Settings):
@@ -95,7 +76,7 @@ class AutoscalingSettings(Settings):
 
 
 class ReplicaSettings(Settings):
-    count: int | Literal["auto"] = "auto"  # auto: 2 if cores and memory allow, else 1
+    count: int | Literal["auto"] = "auto"  # auto: 2 if cores and memory, or the GPUs, allow, else 1
     cpus: float = Field(default=1.0, gt=0)  # of each rank; also its compute threads
     gpus: float = Field(default=0.0, ge=0)  # of each rank
     autoscaling: AutoscalingSettings | None = None  # replaces count
@@ -103,23 +84,27 @@ class ReplicaSettings(Settings):
     health_timeout_s: float = Field(default=30.0, gt=0)
     drain_timeout_s: float = Field(default=120.0, ge=0)  # a replica that leaves finishes its requests for so long
 
-    @model_validator(mode="after")
-    def _positive(self) -> "ReplicaSettings":
-        if self.count != "auto" and self.count < 1:
-            raise ValueError(f"count = {self.count}; allowed: auto, or 1 and more")
-        return self
+    @field_validator("count", mode="before")
+    @classmethod
+    def _auto_or_some(cls, count: Any) -> Any:
+        if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(f"must be auto, or a whole number of 1 or more, not {shown(count)}")
+        return count
+
+    @field_validator("gpus")
+    @classmethod
+    def _whole(cls, gpus: float | None) -> float | None:
+        return _check_gpus(gpus)
 
 
-def _partial(value: Any) -> Any:
-    """Some fields of CacheConfig, each checked and converted by itself."""
-    if isinstance(value, dict):
-        try:
-            checked = TypeAdapter(CacheConfig).validate_python(value)
-        except ValidationError as error:
-            wrong = [f"{each['loc'][0]}: {each['msg']}" for each in error.errors(include_url=False)]
-            raise ValueError("; ".join(wrong)) from error
-        return {name: getattr(checked, name) for name in value}
-    return value
+def _check_gpus(gpus: float | None) -> float | None:
+    if gpus is not None and gpus > 1 and gpus != int(gpus):
+        raise ValueError(f"must be a whole number, or a part of one GPU, below 1, not {gpus:g}")
+    return gpus
+
+
+# some of cache's settings, each checked by itself
+_SomeOfCache = with_config(_GROUP)(TypedDict("_SomeOfCache", get_type_hints(CacheConfig), total=False))  # type: ignore[operator]
 
 
 class RoleSettings(Settings):
@@ -130,10 +115,14 @@ class RoleSettings(Settings):
     cpus: float | None = Field(default=None, gt=0)
     gpus: float | None = Field(default=None, ge=0)
     tp: int | None = Field(default=None, ge=1)
-    # some of cache's settings; validators run from the last to the first
     cache: Annotated[
-        dict[str, Any], BeforeValidator(_partial), only_fields_of(CacheConfig), CACHE_NAMES
-    ] = Field(default_factory=dict)
+        dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SomeOfCache)), CACHE_NAMES
+    ] = Field(default_factory=dict)  # some of cache's settings
+
+    @field_validator("gpus")
+    @classmethod
+    def _whole(cls, gpus: float | None) -> float | None:
+        return _check_gpus(gpus)
 
     @model_validator(mode="after")
     def _one_way(self) -> "RoleSettings":

@@ -5,9 +5,11 @@ Owns:      names, defaults and checks of the application's settings. Those of th
 Never:     fills in what depends on the machine (capacity.py, replicas.config.resolve).
 """
 
+import copy
+import dataclasses
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from deployments.other_names import CACHE_NAMES, DTYPE_NAMES, QUANTIZATION_NAMES, SCHEDULER_NAMES
 from deployments.replica_settings import (
@@ -15,9 +17,8 @@ from deployments.replica_settings import (
     ReplicaSettings,
     RoleSettings,
     Settings,
-    nearest,
-    only_fields_of,
 )
+from deployments.setting_errors import nearest, sentences, setting_of
 from deployments.transfer_settings import TransferGroup
 from replicas.config import Attention, CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig
 from replicas.errors import InvalidConfig
@@ -47,11 +48,12 @@ class RouterSettings(Settings):
     max_wait_s: float = Field(default=120.0, gt=0)  # longer queues, as estimated, are answered with 429
     decisions_kept: int = Field(default=1000, ge=1)  # most recent requests, for GET /route/{rid}; 0.5 KB a replica each
 
-    @model_validator(mode="after")
-    def _known(self) -> "RouterSettings":
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy = {self.policy!r} is unknown; allowed: {', '.join(POLICIES)}")
-        return self
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, policy: str) -> str:
+        if policy not in POLICIES:
+            raise ValueError(f"{policy!r} is unknown{nearest(policy, POLICIES)}; allowed: {', '.join(POLICIES)}")
+        return policy
 
 
 class ObservabilitySettings(Settings):
@@ -70,10 +72,9 @@ class AppConfig(Settings):
     model: ModelSettings
     replicas: ReplicaSettings = ReplicaSettings()
     router: RouterSettings = RouterSettings()
-    # validators run from the last to the first
-    cache: Annotated[CacheConfig, only_fields_of(CacheConfig), CACHE_NAMES] = CacheConfig()
-    scheduler: Annotated[SchedulerConfig, only_fields_of(SchedulerConfig), SCHEDULER_NAMES] = SchedulerConfig()
-    parallel: Annotated[ParallelConfig, only_fields_of(ParallelConfig)] = ParallelConfig()
+    cache: Annotated[CacheConfig, CACHE_NAMES] = CacheConfig()
+    scheduler: Annotated[SchedulerConfig, SCHEDULER_NAMES] = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     attention: Attention = "auto"
     cuda_graphs: bool = True
     mode: Literal["unified", "disaggregated"] = "unified"  # disaggregated: prefill and decode on different replicas
@@ -115,43 +116,58 @@ class AppConfig(Settings):
 
 
 def parse(args: dict[str, Any]) -> AppConfig:
-    """The settings. Raises: InvalidConfig that lists every setting that is wrong, why, and what is allowed."""
+    """The settings. Raises: InvalidConfig with a sentence for every setting that is wrong, why, and what is allowed."""
+    config, problems = examine(args)
+    if problems or config is None:
+        raise InvalidConfig(*problems)
+    return config
+
+
+def examine(args: dict[str, Any]) -> tuple[AppConfig | None, list[str]]:
+    """The settings, and a sentence for each that is wrong; those have their defaults, or there are no settings."""
     try:
-        return AppConfig.model_validate(args)
+        return AppConfig.model_validate(args), []
     except ValidationError as error:
-        problems = [_problem(each) for each in error.errors(include_url=False)]
-        raise InvalidConfig("serve_config.yaml, args:\n" + "\n".join(f"  {problem}" for problem in problems)) from error
+        problems = sentences(error, allowed=_allowed)
+    try:
+        return AppConfig.model_validate(_without(args, [setting_of(problem) for problem in problems])), problems
+    except ValidationError:
+        return None, problems
 
 
-def _problem(error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
-    if not path:  # of several settings together; the message names them
-        return str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        names = _names_beside(error["loc"])
-        return f"{path}: is unknown{nearest(str(error['loc'][-1]), names)}; allowed: {', '.join(names)}"
-    if error["type"] == "missing":
-        return f"{path}: is missing"
-    message = f"{path}: {error['msg'].removeprefix('Value error, ')}"
-    secret = path in ("transfer", "transfer.token")
-    return message if secret else f"{message}; got {str(error['input'])[:100]!r}"
+def _without(args: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """``args`` without the settings of these dotted names."""
+    left = copy.deepcopy(args)
+    for name in names:
+        *groups, last = name.split(".")
+        inner: Any = left
+        for group in groups:
+            inner = inner.get(group) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner.pop(last, None)
+    return left
 
 
-def _names_beside(loc: tuple[int | str, ...]) -> list[str]:
-    """Settings that the group of ``loc`` knows."""
-    group = _GROUPS.get(".".join(str(part) for part in loc[:-1]), AppConfig)
-    return list(group.model_fields)
+def _allowed(group: str) -> list[str]:
+    """Settings that ``group`` knows."""
+    kind = _GROUPS.get(group, AppConfig)
+    return list(kind.model_fields) if issubclass(kind, Settings) else [each.name for each in dataclasses.fields(kind)]
 
 
-_GROUPS: dict[str, type[Settings]] = {
+_GROUPS: dict[str, type[Any]] = {
     "": AppConfig,
     "model": ModelSettings,
     "replicas": ReplicaSettings,
     "replicas.autoscaling": AutoscalingSettings,
     "router": RouterSettings,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
     "prefill": RoleSettings,
+    "prefill.cache": CacheConfig,
     "prefill.autoscaling": AutoscalingSettings,
     "decode": RoleSettings,
+    "decode.cache": CacheConfig,
     "decode.autoscaling": AutoscalingSettings,
     "transfer": TransferGroup,
     "observability": ObservabilitySettings,

@@ -8,14 +8,11 @@ Thread:    the main thread.
 """
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import yaml
 from ray import serve
 from ray.serve._private.api import serve_start
 from ray.serve._private.logging_utils import get_serve_logs_dir
@@ -24,13 +21,15 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Serve
 
 from deployments import cluster, startup
 from deployments.announce import OBSERVATORY, Observatories, announce
-from deployments.app import checked
+from deployments.app import capacity_of_cluster
+from deployments.capacity import shortages
+from deployments.check import read
 from deployments.observatory import settings as observatory
+from deployments.port import check_port
 from deployments.schema import AppConfig
 from replicas.errors import InvalidConfig
 
 LOOK_S = 0.5
-IMPORT_PATH = "deployments.app:build"
 
 
 def run(config_path: str) -> int:
@@ -41,15 +40,16 @@ def run(config_path: str) -> int:
         print(f"[{time.monotonic() - started_s:5.1f} s] {text}", flush=True)
 
     try:
-        schema, configs = read(config_path)
+        schema, configs = read(config_path, say)
         check_port(schema.http_options.host, schema.http_options.port)
         settle_key(schema, say, on_cluster="RAY_ADDRESS" in os.environ)
-    except (OSError, ValueError, InvalidConfig) as error:
-        print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
-        return 2
+    except InvalidConfig as error:
+        return refuse(config_path, error)
     cluster.listen_for_the_end()
     try:
         with cluster.opened(say) as opened:
+            for shortage in () if opened.ours else shortages(configs.values(), capacity_of_cluster()):
+                say(f"{shortage}; they wait until the cluster grows")
             opened.serving = ready = _deploy(schema, configs, say)
             while ready:
                 time.sleep(3600)
@@ -67,42 +67,17 @@ def run(config_path: str) -> int:
 def check(config_path: str) -> int:
     """Say whether ``config_path`` can be served; the exit status."""
     try:
-        read(config_path)
-    except (OSError, ValueError, InvalidConfig) as error:
-        print(f"{config_path} cannot be served:\n{error}", file=sys.stderr)
-        return 2
+        read(config_path, print)
+    except InvalidConfig as error:
+        return refuse(config_path, error)
     print(f"{config_path} is in order")
     return 0
 
 
-def read(config_path: str) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
-    """The file for Serve, and the settings of each of our applications in it, checked.
-
-    Raises: OSError, ValueError (pydantic's and YAML's are) or InvalidConfig.
-    """
-    try:
-        raw = yaml.safe_load(Path(config_path).read_text())
-    except yaml.YAMLError as error:
-        raise InvalidConfig(f"not YAML: {error}") from error
-    if not isinstance(raw, dict) or not raw.get("applications"):
-        raise InvalidConfig("a mapping with `applications` is needed; see serve_config.yaml of the project")
-    schema = ServeDeploySchema.model_validate(raw)
-    configs = {}
-    for application in schema.applications:
-        if application.import_path == IMPORT_PATH:
-            configs[application.name], _ = checked(application.args)
-    for application in schema.applications:
-        if application.import_path == OBSERVATORY:
-            _check_observatory(application.args, among=list(configs))
-    return schema, configs
-
-
-def _check_observatory(args: Mapping[str, Any], *, among: list[str]) -> None:
-    """Raises: InvalidConfig, also where what it is to watch is not in the file."""
-    watched = observatory.parse(observatory.with_key(args)).application
-    if watched not in among:
-        known = ", ".join(among) or "none"
-        raise InvalidConfig(f"args of the observatory:\n  application: {watched!r} is not in this file; known: {known}")
+def refuse(config_path: str, error: InvalidConfig) -> int:
+    """Say all that is wrong; the exit status."""
+    print(f"{config_path} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
+    return 2
 
 
 def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_cluster: bool) -> None:
@@ -123,19 +98,6 @@ def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_clus
                 f"{observatory.KEY_VARIABLE} of this shell goes to the cluster as runtime_env of {each.name}, which "
                 "Ray's logs there show; to keep it out of them, set it where `ray start` runs, and not here"
             )
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises: InvalidConfig when another process listens there already."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise InvalidConfig(
-                f"http_options: {host}:{port} cannot be listened on ({error.strerror}); stop what holds it, or give "
-                "another port"
-            ) from error
 
 
 def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Callable[[str], None]) -> bool:
@@ -177,6 +139,7 @@ def _until_running(
             name: each for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED
         }
         running = [each.status is ApplicationStatus.RUNNING for each in applications.values()]
+        failed |= {name: each for name, each in applications.items() if startup.hopeless(_told(each))}
         if failed or (running and all(running)):
             return failed
         time.sleep(LOOK_S)
@@ -184,6 +147,11 @@ def _until_running(
 
 def _why(application: ApplicationStatusOverview) -> str:
     """What our own errors say, if there are any; else all that Serve knows."""
-    messages = [application.message, *(status.message for status in application.deployments.values())]
-    whole = "\n".join(message for message in messages if message)
+    whole = _told(application)
     return "\n".join(startup.our_errors(whole)) or whole
+
+
+def _told(application: ApplicationStatusOverview) -> str:
+    """All that Serve says of it."""
+    messages = [application.message, *(status.message for status in application.deployments.values())]
+    return "\n".join(message for message in messages if message)

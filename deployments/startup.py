@@ -30,6 +30,7 @@ _PHASES = (  # what a replica's log file says -> how far it is; the last that it
     (b"Finished initializing replica", READY),
 )
 _SAID_CHARS = 300
+_OUR_ERROR = re.compile(r"^replicas\.errors\.(\w+: .*(?:\n[a-z][\w.]*(?: = .*|: .*))*)", re.MULTILINE)
 
 
 class Deployment(Protocol):
@@ -84,8 +85,13 @@ class ReplicaLogs:
 
 
 def our_errors(text: str) -> list[str]:
-    """What our own errors say in Serve's account of them, each once."""
-    return list(dict.fromkeys(re.findall(r"^replicas\.errors\.(\w+: .*)", text, flags=re.MULTILINE)))
+    """What our own errors say in Serve's account of them, each once; some have several lines."""
+    return list(dict.fromkeys(_OUR_ERROR.findall(text)))
+
+
+def hopeless(text: str) -> bool:
+    """Whether Serve's account has an error of ours that another try cannot mend."""
+    return any(error.startswith(("InvalidConfig:", "UnsupportedModel:")) for error in our_errors(text))
 
 
 def lines(application: str, deployments: Mapping[str, Deployment], logs: ReplicaLogs) -> dict[str, str]:

@@ -66,6 +66,8 @@ class TransferGroup(Settings):
 def with_token(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """``args`` for the replicas: with the secret of this cluster, from the settings, the environment, or new. What the
     environment gives has not been checked: parse them."""
+    if not isinstance(args.get("transfer") or {}, Mapping):
+        return dict(args)  # the check of the settings says so
     transfer = dict(args.get("transfer") or {})
     if not transfer.get("token"):
         transfer["token"] = environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)

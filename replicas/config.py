@@ -5,7 +5,7 @@ Never: reads files or devices; `replicas/runner/weights.py` reads the model's fo
        `replicas/hf_config.py` how others spell a model's shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -200,35 +200,18 @@ def resolve(
 ) -> EngineConfig:
     """Check the settings against model and machine and fill in what was left open. Pure.
 
-    Raises: InvalidConfig, saying which setting, why, and what is allowed.
+    Raises: InvalidConfig with a sentence for every setting that is wrong: which, why, and what is allowed.
     """
     cache, scheduler, parallel = cache or CacheConfig(), scheduler or SchedulerConfig(), parallel or ParallelConfig()
-    _check_model(model)
-    _check_cache(cache)
-    if hardware.device != "cpu" and cache.kv_dtype is not None and scale_bytes(cache.kv_dtype):
-        raise InvalidConfig(
-            f"cache.kv_dtype = {cache.kv_dtype!r} on {hardware.device}: only the CPU's kernels read scaled numbers; "
-            "leave cache.kv_dtype out, or set bfloat16"
-        )
-    if cache.kv_dtype is not None and scale_bytes(cache.kv_dtype) and model.head_dim % 4:
-        raise InvalidConfig(
-            f"cache.kv_dtype = {cache.kv_dtype!r} needs a head_dim that is a multiple of 4, this model has "
-            f"{model.head_dim}: leave cache.kv_dtype out"
-        )
-    _check_scheduler(scheduler)
-    _check_int8(model, hardware.device)
-    if attention != "auto" and attention not in BACKENDS[hardware.device]:
-        raise InvalidConfig(
-            f"attention = {attention!r} does not run on {hardware.device}; allowed there: auto, "
-            f"{', '.join(BACKENDS[hardware.device])}"
-        )
+    problems = [
+        *_model_problems(model),
+        *settings_problems(cache, scheduler),
+        *_device_problems(model, cache, attention, hardware.device),
+        *_rank_problems(model, parallel.tp),
+    ]
+    if problems:
+        raise InvalidConfig(*problems)
     origin: dict[str, str] = {}
-    if parallel.tp not in model.tp_sizes():
-        raise InvalidConfig(
-            f"parallel.tp = {parallel.tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads "
-            f"and an MLP of {model.intermediate_size} evenly; sizes that work for this model: {model.tp_sizes()}"
-        )
-    _check_int8_ranks(model, parallel.tp)
     if cache.device_memory_bytes is None and hardware.device == "cpu":
         budget = min(int(hardware.available_memory_bytes * CPU_MEMORY_SHARE), CPU_MEMORY_CAP)
         cache = replace(cache, device_memory_bytes=budget)
@@ -261,73 +244,80 @@ def resolve(
     )
 
 
-def _check_model(model: ModelConfig) -> None:
+def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterator[str]:
+    """A sentence for each setting that no model and no machine makes possible."""
+    if not 1 <= cache.page_size <= 1024:
+        yield f"cache.page_size = {cache.page_size}; allowed: 1 to 1024 tokens"
+    if cache.kv_dtype is not None and cache.kv_dtype not in KV_DTYPE_BYTES:
+        yield f"cache.kv_dtype = {cache.kv_dtype!r} is unknown; allowed: {', '.join(KV_DTYPE_BYTES)}, or leave it out"
+    if not 0.0 < cache.mem_fraction_static <= 1.0:
+        yield f"cache.mem_fraction_static = {cache.mem_fraction_static}; allowed: above 0, at most 1"
+    if cache.max_total_tokens is not None and cache.max_total_tokens < cache.page_size:
+        yield f"cache.max_total_tokens = {cache.max_total_tokens}; allowed: {cache.page_size} (a page) or more"
+    for name in ("max_running_requests", "chunked_prefill_size"):
+        value = getattr(scheduler, name)
+        if value is not None and value < 1:
+            yield f"scheduler.{name} = {value}; allowed: 1 or more, or leave it out"
+    if scheduler.max_queued_requests < 1:
+        yield f"scheduler.max_queued_requests = {scheduler.max_queued_requests}; allowed: 1 or more"
+    if not 0.0 <= scheduler.min_new_token_ratio <= scheduler.new_token_ratio <= 1.0:
+        yield (
+            "scheduler: 0 <= min_new_token_ratio <= new_token_ratio <= 1 is required, got "
+            f"{scheduler.min_new_token_ratio} and {scheduler.new_token_ratio}"
+        )
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
     if model.quantization not in get_args(Quantization):
-        raise InvalidConfig(
-            f"model.quantization = {model.quantization!r} is unknown; allowed: {', '.join(get_args(Quantization))}"
-        )
+        yield f"model.quantization = {model.quantization!r} is unknown; allowed: {', '.join(get_args(Quantization))}"
     if model.dtype not in DTYPE_BYTES:
-        raise InvalidConfig(f"model.dtype = {model.dtype!r} is unknown; allowed: {sorted(DTYPE_BYTES)}")
+        yield f"model.dtype = {model.dtype!r} is unknown; allowed: {sorted(DTYPE_BYTES)}"
     if model.num_heads % model.num_kv_heads:
-        raise InvalidConfig(
-            f"{model.path}: {model.num_heads} query heads are not a multiple of {model.num_kv_heads} KV heads"
+        yield f"{model.path}: {model.num_heads} query heads are not a multiple of {model.num_kv_heads} KV heads"
+
+
+def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attention, device: Device) -> Iterator[str]:
+    scaled = cache.kv_dtype is not None and cache.kv_dtype in KV_DTYPE_BYTES and scale_bytes(cache.kv_dtype) > 0
+    if scaled and device != "cpu":
+        yield (
+            f"cache.kv_dtype = {cache.kv_dtype!r} on {device}: only the CPU's kernels read scaled numbers; leave "
+            "cache.kv_dtype out, or set bfloat16"
         )
-
-
-def _check_int8(model: ModelConfig, device: Device) -> None:
-    if model.quantization != "int8":
-        return
-    if device != "cpu":
-        raise InvalidConfig(
+    if scaled and model.head_dim % 4:
+        yield (
+            f"cache.kv_dtype = {cache.kv_dtype!r} needs a head_dim that is a multiple of 4, this model has "
+            f"{model.head_dim}: leave cache.kv_dtype out"
+        )
+    if model.quantization == "int8" and device != "cpu":
+        yield (
             f"model.quantization = 'int8' on {device}: int8 products are made on the CPU alone; leave "
             "model.quantization out, or serve without a GPU (replicas.gpus: 0)"
         )
-    if model.dtype != "float32":
-        raise InvalidConfig(
+    elif model.quantization == "int8" and model.dtype != "float32":
+        yield (
             f"model.quantization = 'int8' with model.dtype = {model.dtype!r}: int8 products are made for a model in "
             "float32; set model.dtype: float32, or leave model.quantization out"
         )
+    if attention != "auto" and attention not in BACKENDS[device]:
+        yield f"attention = {attention!r} does not run on {device}; allowed there: auto, {', '.join(BACKENDS[device])}"
 
 
-def _check_int8_ranks(model: ModelConfig, tp: int) -> None:
-    """Products that ranks share by inputs: after attention, and at the end of the MLP."""
+def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
+    """Of products that ranks share by inputs too, in int8: after attention, and at the end of the MLP."""
+    if tp not in model.tp_sizes():
+        yield (
+            f"parallel.tp = {tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads "
+            f"and an MLP of {model.intermediate_size} evenly; sizes that work for this model: {model.tp_sizes()}"
+        )
+        return
     shared = (model.num_heads * model.head_dim, model.intermediate_size)
 
     def served(ranks: int) -> bool:
         return not any(cut_by(inputs, ranks) for inputs in shared)
 
     if model.quantization == "int8" and not served(tp):
-        raise InvalidConfig(
+        yield (
             f"parallel.tp = {tp} with model.quantization = 'int8': {shared[0] // tp} inputs of the product after "
             f"attention and {shared[1] // tp} of the MLP's last on each rank would cut groups that share a scale "
             f"({RULE}); sizes that work for this model: {[ranks for ranks in model.tp_sizes() if served(ranks)]}"
-        )
-
-
-def _check_cache(cache: CacheConfig) -> None:
-    if not 1 <= cache.page_size <= 1024:
-        raise InvalidConfig(f"cache.page_size = {cache.page_size}; allowed: 1 to 1024 tokens")
-    if cache.kv_dtype is not None and cache.kv_dtype not in KV_DTYPE_BYTES:
-        raise InvalidConfig(
-            f"cache.kv_dtype = {cache.kv_dtype!r} is unknown; allowed: {', '.join(KV_DTYPE_BYTES)}, or leave it out"
-        )
-    if not 0.0 < cache.mem_fraction_static <= 1.0:
-        raise InvalidConfig(f"cache.mem_fraction_static = {cache.mem_fraction_static}; allowed: above 0, at most 1")
-    if cache.max_total_tokens is not None and cache.max_total_tokens < cache.page_size:
-        raise InvalidConfig(
-            f"cache.max_total_tokens = {cache.max_total_tokens}; allowed: at least one page ({cache.page_size} tokens)"
-        )
-
-
-def _check_scheduler(scheduler: SchedulerConfig) -> None:
-    for name in ("max_running_requests", "chunked_prefill_size"):
-        value = getattr(scheduler, name)
-        if value is not None and value < 1:
-            raise InvalidConfig(f"scheduler.{name} = {value}; allowed: 1 or more, or leave it out")
-    if scheduler.max_queued_requests < 1:
-        raise InvalidConfig(f"scheduler.max_queued_requests = {scheduler.max_queued_requests}; allowed: 1 or more")
-    if not 0.0 <= scheduler.min_new_token_ratio <= scheduler.new_token_ratio <= 1.0:
-        raise InvalidConfig(
-            "scheduler: 0 <= min_new_token_ratio <= new_token_ratio <= 1 is required, got "
-            f"{scheduler.min_new_token_ratio} and {scheduler.new_token_ratio}"
         )

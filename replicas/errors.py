@@ -114,7 +114,14 @@ class EngineDead(MantaError):
 
 
 class InvalidConfig(MantaError):
-    """A setting is impossible on this model or machine."""
+    """Settings are impossible on this model or machine. ``problems`` has a sentence for each of them."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 class UnsupportedModel(InvalidConfig):

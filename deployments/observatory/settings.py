@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
-from deployments.replica_settings import Settings, nearest
+from deployments.replica_settings import Settings
+from deployments.setting_errors import sentences
 from replicas.errors import InvalidConfig
 
 KEY_VARIABLE = "MANTA_ADMIN_KEY"
@@ -43,9 +44,8 @@ def parse(args: Mapping[str, Any]) -> ObservatorySettings:
     try:
         return ObservatorySettings.model_validate(dict(args))
     except ValidationError as error:
-        problems = [_problem(each) for each in error.errors(include_url=False)]
-        message = "args of the observatory:\n" + "\n".join(f"  {problem}" for problem in problems)
-        raise InvalidConfig(message) from error
+        allowed = list(ObservatorySettings.model_fields)
+        raise InvalidConfig(*sentences(error, allowed=lambda _: allowed)) from error
 
 
 def with_key(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def check_one_key(all_args: Iterable[Mapping[str, Any]], environ: Mapping[str, s
     keys = {parse(with_key(args, environ)).key for args in all_args} - {None}
     if len(keys) > 1:
         raise InvalidConfig(
-            "args of the observatory:\n  admin_key: the observatories of one file are built in one environment, which "
+            "admin_key: the observatories of one file are built in one environment, which "
             f"has one key: give them all the same admin_key, or leave it out and set {KEY_VARIABLE}"
         )
 
@@ -83,11 +83,3 @@ def key_sent(
     if not key or args.get("admin_key") or KEY_VARIABLE in env_vars:
         return None
     return {**runtime_env, "env_vars": {**env_vars, KEY_VARIABLE: key}}
-
-
-def _problem(error: Any) -> str:
-    name = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        names = list(ObservatorySettings.model_fields)
-        return f"{name}: is unknown{nearest(name, names)}; allowed: {', '.join(names)}"
-    return f"{name}: {error['msg'].removeprefix('Value error, ')}"  # what was given may be the key

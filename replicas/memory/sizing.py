@@ -8,6 +8,7 @@ Invariant: a pool of ``num_pages`` pages never needs more than the bytes it was 
 import logging
 from dataclasses import dataclass
 
+from replicas.config import DTYPE_BYTES, ModelConfig
 from replicas.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,21 @@ def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> i
             f"memory (on CPU: cache.device_memory_bytes)"
         )
     return left
+
+
+def weight_bytes(model: ModelConfig, tp: int) -> int:
+    """Bytes of the weights on each of ``tp`` ranks, by the model's shape alone: what will be loaded in floats, and in
+    int8 no more than that."""
+    hidden, inner = model.hidden_size, model.num_heads // tp * model.head_dim
+    kv = max(1, model.num_kv_heads // tp) * model.head_dim
+    mlp, vocab = model.intermediate_size // tp, -(-model.vocab_size // tp)
+    products = [(inner + 2 * kv, hidden), (hidden, inner), (2 * mlp, hidden), (hidden, mlp)]  # (out, in), of a block
+    tables = [(vocab, hidden)] * (1 if model.tie_embeddings else 2)
+    biases = model.attention_bias * (inner + 2 * kv) + model.output_bias * hidden + model.mlp_bias * (2 * mlp + hidden)
+    vectors = model.num_layers * (biases + 2 * hidden + model.qk_norm * 2 * model.head_dim) + hidden
+    numbers = model.num_layers * sum(rows * row for rows, row in products) + sum(rows * row for rows, row in tables)
+    item_bytes = DTYPE_BYTES[model.dtype]
+    return numbers * (1 if model.quantization == "int8" else item_bytes) + vectors * item_bytes
 
 
 def kv_bytes_by_reserve(free_before: int, free_after: int, reserve_ratio: float) -> int:

@@ -20,7 +20,7 @@ def measure_hardware() -> Hardware:
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return Hardware(device="cuda", num_cpus=_num_cpus(), available_memory_bytes=free)
-    return Hardware(device="cpu", num_cpus=_num_cpus(), available_memory_bytes=_available_ram())
+    return Hardware(device="cpu", num_cpus=_num_cpus(), available_memory_bytes=available_ram())
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -34,7 +34,8 @@ def _num_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _available_ram() -> int:
+def available_ram() -> int:
+    """Bytes of memory that can be taken without swapping, within the container's limit; asks no device."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = CGROUP_MAX.read_text().strip()

@@ -33,11 +33,26 @@ _BY_FAMILY = {
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The keys of ``folder``'s config.json, complete. Raises: InvalidConfig, naming the file."""
+    config = _as_it_is(folder)
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         return config if _is_complete(config) else _with_defaults(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidConfig(f"model: {folder}/config.json cannot be read: {error}") from error
+        raise InvalidConfig(f"model.path: {folder}/config.json cannot be read: {error}") from error
+
+
+def architecture_of(folder: Path) -> str:
+    """As ``folder``'s config.json says, "?" where it does not. Raises: InvalidConfig, naming the file."""
+    return str((_as_it_is(folder).get("architectures") or ["?"])[0])
+
+
+def _as_it_is(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model.path: {folder}/config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidConfig(f"model.path: {folder}/config.json holds no settings of a model")
+    return config
 
 
 def _is_complete(config: dict[str, Any]) -> bool:

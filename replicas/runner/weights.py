@@ -27,7 +27,7 @@ from replicas.layers.layer import full_name
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
-from replicas.runner.hf_files import read_config
+from replicas.runner.hf_files import architecture_of, read_config
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def load_model_config(
     folder = model_folder(path_or_hub_id)
     if not (folder / "config.json").is_file():
         raise InvalidConfig(f"model: {folder} has no config.json; there is: {_listing(folder)}. Give a model's folder")
-    model_class(_architecture(folder))  # before Transformers, which says less about what it does not know
+    model_class(architecture_of(folder))  # before Transformers, which says less about what it does not know
     hf = read_config(folder)
     if hf.get("hidden_act", "silu") != "silu":
         raise InvalidConfig(f"model: {folder}/config.json has hidden_act {hf['hidden_act']!r}; supported: 'silu'")
@@ -198,10 +198,6 @@ def _check_names(folder: Path, wanted: Iterable[str], found: set[str], *, tied: 
 
 def _some(names: list[str]) -> str:
     return f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
-
-
-def _architecture(folder: Path) -> str:
-    return str((json.loads((folder / "config.json").read_text()).get("architectures") or ["?"])[0])
 
 
 def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:

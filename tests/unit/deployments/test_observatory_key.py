@@ -82,7 +82,7 @@ def test_its_own_lines_are_json_where_that_is_asked_for() -> None:
     config = build({"log_format": "json"})._bound_deployment._deployment_config.logging_config
     assert config["encoding"] == "JSON"
     assert build({})._bound_deployment._deployment_config.logging_config is None
-    with pytest.raises(InvalidConfig, match="log_format: Input should be 'text' or 'json'"):
+    with pytest.raises(InvalidConfig, match="log_format: must be 'text' or 'json', not 'xml'"):
         build({"log_format": "xml"})
 
 

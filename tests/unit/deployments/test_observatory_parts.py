@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dashboards.metric import Process
+from deployments.check import read
 from deployments.metrics.emitter import Emitter, Identity
 from deployments.observatory import fan_in
 from deployments.observatory.deltas import applied
@@ -22,7 +23,6 @@ from deployments.observatory.view import RouterView, Target
 from deployments.observatory.viewers import MOST_WAITING, TooManyViewers, Viewers
 from deployments.observatory.watch import Watch
 from deployments.places import ROOT
-from deployments.serve import read
 from replicas.errors import InvalidConfig
 from tests.harness import Clock
 from tests.unit.deployments.observed import details, listed, seen, view
@@ -237,7 +237,7 @@ def test_its_own_metrics_are_those_of_the_catalogue_all_of_them() -> None:
     [
         ({"aplication": "manta"}, r"aplication: is unknown \(did you mean 'application'\?\); allowed: application, "),
         ({"admin_key": "short"}, "admin_key: must have at least 8 characters, here or in MANTA_ADMIN_KEY"),
-        ({"application": ""}, "application: String should have at least 1 character"),
+        ({"application": ""}, "application: must not be empty"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], says: str) -> None:

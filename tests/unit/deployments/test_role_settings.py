@@ -7,12 +7,13 @@ import pytest
 import yaml
 
 from deployments.announce import counted
-from deployments.app import checked, replica_options
+from deployments.app import replica_options
+from deployments.check import read
+from deployments.feasible import checked
 from deployments.places import ROOT
 from deployments.replica_settings import AutoscalingSettings
 from deployments.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.schema import parse
-from deployments.serve import read
 from deployments.transfer_settings import TOKEN_VARIABLE, with_token, without_token
 from kvtransfer.types import TransferSettings, Verify
 from replicas.config import CacheConfig

@@ -1,0 +1,284 @@
+"""`deployments check`: what is wrong with a settings file is said in plain words, all at once, with file and line."""
+
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.utils._http as http_of_hub
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from deployments import check
+from deployments.capacity import Capacity
+from deployments.check import read
+from deployments.feasible import engine_of, impossible
+from deployments.places import ROOT
+from deployments.schema import parse
+from replicas.errors import InvalidConfig
+from replicas.memory.sizing import weight_bytes
+from replicas.runner.hf_files import architecture_of
+from routing.types import Role
+from tests.embedded import MODEL
+
+FILE = f"""\
+http_options:
+  host: 127.0.0.1
+  port: 8000
+applications:
+  - name: manta
+    route_prefix: /
+    import_path: deployments.app:build
+    args:
+      model:
+        path: {MODEL}
+      replicas:
+        count: 1
+      cache:
+        page_size: 16
+"""
+WATCHED = """\
+  - name: observatory
+    route_prefix: /manta
+    import_path: deployments.observatory.app:build
+    args:
+      application: manta
+"""
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever machine this is."""
+    here = Capacity(num_cpus=2, num_gpus=0, where="this machine")
+    monkeypatch.setattr(check, "this_machine", lambda count_gpus: here)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def problems(folder: Path, text: str) -> list[str]:
+    """What is said of a file bad.yaml with ``text``, without its folder."""
+    file = folder / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidConfig) as refused:
+        read(str(file))
+    return [problem.replace(f"{folder}/", "") for problem in refused.value.problems]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("http_options:", "http_optoins:", "1: http_optoins: is unknown (did you mean 'http_options'?)"),
+        ("  host:", "  hots:", "2: hots: is unknown (did you mean 'host'?)"),
+        ("port: 8000", "port: eight", "3: http_options.port: must be a whole number from 1 to 65535, not 'eight'"),
+        ("port: 8000", "port: 0", "3: http_options.port: must be a whole number from 1 to 65535, not 0"),
+        ("route_prefix", "rout_prefix", "6: rout_prefix: is unknown (did you mean 'route_prefix'?)"),
+        (
+            "deployments.app:build",
+            "deployments.app:biuld",
+            "7: import_path: 'deployments.app:biuld' cannot be imported (did you mean 'deployments.app:build'?)",
+        ),
+        ("deployments.app:build", "nowhere:app", "7: import_path: 'nowhere:app' cannot be imported; Manta's are"),
+        ("page_size: 16", "pagesize: 16", "14: cache.pagesize: is unknown (did you mean 'page_size'?); allowed"),
+        ("page_size: 16", "page_size: sixteen", "14: cache.page_size: must be a whole number, not 'sixteen'"),
+        ("page_size: 16", "page_size: 0", "14: cache.page_size = 0; allowed: 1 to 1024 tokens"),
+        ("count: 1", "gpus: 1", "12: replicas.gpus = 1: 1 replica at 1 need 1 GPUs, and this machine has 0;"),
+        ("count: 1", "cpus: 64", "12: replicas.cpus = 64: 1 replica at 64 need 64 CPUs, and this machine has 2;"),
+        ("cache:", "cache: {page_size: 16}\n      cache:", "14: cache is given twice; the first is on line 13"),
+        ("port: 8000", "port: [", "5: this is not YAML: while parsing a flow"),
+        (f"path: {MODEL}", "path: 5", "10: model.path: must be text, not 5"),
+        ("      replicas:", "      replica:", "11: replica: is unknown (did you mean 'replicas'?); allowed: model"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_with_the_files_name_and_line(tmp_path: Path, old: str, new: str, says: str) -> None:
+    assert old in FILE
+    [said] = problems(tmp_path, FILE.replace(old, new, 1) + WATCHED)
+    assert said.startswith(f"bad.yaml:{says}")
+    assert not re.search(r"[{}]|pydantic|Traceback", said)
+
+
+@pytest.mark.model
+def test_the_file_as_it_is_is_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text(FILE + WATCHED)
+    schema, configs = read(str(file))
+    assert list(configs) == ["manta"]
+    assert schema.http_options.port == 8000
+
+
+@pytest.mark.model
+def test_all_errors_are_said_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = FILE.replace("port: 8000", "port: eight").replace("count: 1", "cpus: 64").replace("size: 16", "size: 0")
+    text += "        kv_dtype: int3\n" + WATCHED.replace("application: manta", "application: mant")
+    text += "loging_config: {}\n"
+    said = problems(tmp_path, text)
+    assert [int(each.split(":")[1]) for each in said] == [3, 12, 14, 15, 20, 21]
+    assert said[4] == "bad.yaml:20: application: 'mant' is not in this file (did you mean 'manta'?); known: manta"
+
+
+def test_an_observatory_does_not_miss_an_application_whose_import_path_is_misspelt(tmp_path: Path) -> None:
+    [said] = problems(tmp_path, FILE.replace("deployments.app:build", "deployments.ap:build") + WATCHED)
+    assert "did you mean 'deployments.app:build'?" in said
+
+
+def test_on_a_cluster_this_machine_is_not_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    file = tmp_path / "good.yaml"
+    file.write_text(FILE.replace("count: 1", "{count: 8, cpus: 16}").replace("replicas:\n        ", "replicas: "))
+    _, configs = read(str(file))
+    assert configs["manta"].replicas.cpus == 16
+
+
+def test_a_file_that_is_not_there_is_said_in_plain_words_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "serve_config.yaml").write_text(FILE)
+    for path, says in (
+        (tmp_path / "serve_confg.yaml", rf"^there is no file .* in {tmp_path} \(did you mean serve_config.yaml\?\)$"),
+        (tmp_path / "no" / "x.yaml", "^there is no file .*: there is no folder "),
+        (tmp_path, "is a folder; give a file, such as "),
+    ):
+        with pytest.raises(InvalidConfig, match=says):
+            read(str(path))
+    (tmp_path / "binary.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(InvalidConfig, match="is not text in UTF-8: byte 3 is 0xff"):
+        read(str(tmp_path / "binary.yaml"))
+
+
+def test_a_wrong_model_folder_names_each_place_once_and_the_nearest(tmp_path: Path) -> None:
+    [said] = impossible(parse({"model": {"path": "models/SmolLM2-135M-Instuct"}}))
+    assert said.count(str(ROOT)) == 1
+    assert "(did you mean 'models/SmolLM2-135M-Instruct'?)" in said
+    [said] = impossible(parse({"model": {"path": str(tmp_path / "none")}}))
+    assert said.startswith(f"model.path = '{tmp_path}/none': there is no such folder; `make model`")
+
+
+def folder_of(tmp_path: Path, config: Any) -> str:
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_positions": 2048}, "'GPTJForCausalLM' is not"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 1024}, "'GPT2LMHeadModel' is not"),
+        ({}, r"architecture '\?' is not supported"),
+    ],
+)
+def test_an_architecture_that_is_not_supported_gets_the_list_of_those_that_are(
+    tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    [said] = impossible(parse({"model": {"path": folder_of(tmp_path, config)}}))
+    assert re.search(says, said)
+    assert "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in said
+
+
+@pytest.mark.parametrize(("config", "says"), [("{", "cannot be read"), ("[]", "holds no settings of a model")])
+def test_a_config_json_that_is_none_is_said(tmp_path: Path, config: str, says: str) -> None:
+    [said] = impossible(parse({"model": {"path": folder_of(tmp_path, config)}}))
+    assert says in said
+    with pytest.raises(InvalidConfig):
+        architecture_of(tmp_path)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("cache", "model", "tp", "says"),
+    [
+        ({"device_memory_bytes": 1000}, {}, 1, r"cache.device_memory_bytes = 1000: no memory is left for the KV pool"),
+        ({"device_memory_bytes": 500 << 20}, {}, 1, "weights took 513 MiB"),
+        ({"device_memory_bytes": 600 << 20}, {}, 3, "^$"),
+        ({"device_memory_bytes": 600 << 20}, {}, 1, "^$"),
+        ({"device_memory_bytes": 1141 << 19}, {}, 1, "the KV pool holds less than a page of 16 tokens: 0 MiB at 46,"),
+        ({"device_memory_bytes": 300 << 20}, {"quantization": "int8"}, 1, "^$"),
+    ],
+)
+def test_a_budget_that_holds_no_page_is_decided_from_the_config_and_the_size_of_the_weights(
+    cache: dict[str, Any], model: dict[str, Any], tp: int, says: str
+) -> None:
+    """SmolLM2: 134.5 million numbers, 513 MiB in fp32."""
+    said = impossible(parse({"model": {"path": MODEL, **model}, "cache": cache, "parallel": {"tp": tp}}))
+    assert re.search(says, "\n".join(said))
+
+
+@pytest.mark.model
+def test_a_share_of_little_memory_is_a_budget_too() -> None:
+    config = parse({"model": {"path": MODEL}})
+    [said] = impossible(config, available_bytes=1 << 30)
+    assert "cache.device_memory_bytes is not given, which is 15% of 1.0 GiB available RAM" in said
+    assert impossible(config) == []  # on whatever machine the replicas will be
+
+
+@pytest.mark.model
+def test_the_weights_of_the_embedded_model_are_counted_by_its_shape() -> None:
+    config = parse({"model": {"path": MODEL}})
+    assert weight_bytes(engine_of(config, Role.UNIFIED).model, 1) == 4 * 134_515_008
+
+
+@pytest.mark.model
+def test_a_role_is_told_of_its_own_settings() -> None:
+    apart = {"model": {"path": MODEL}, "mode": "disaggregated", "decode": {"tp": 2}}
+    said = impossible(parse(apart))
+    assert [each for each in said if each.startswith("decode.tp = 2 does not split 9 query heads")]
+    small = {**apart, "decode": {"cache": {"device_memory_bytes": 1000}}}
+    assert [each.split(":")[0] for each in impossible(parse(small))] == ["decode.cache.device_memory_bytes = 1000"]
+
+
+def test_a_hub_that_is_not_reached_is_one_line_and_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, said, waited = [], logging.getLogger("huggingface_hub"), []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lines.append)
+    monkeypatch.setattr(said, "handlers", [handler])
+    monkeypatch.setattr(http_of_hub.time, "sleep", waited.append)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        file = tmp_path / "hub.yaml"
+        file.write_text(FILE.replace(MODEL, "nobody/nothing"))
+        told: list[str] = []
+        with pytest.raises(InvalidConfig) as refused:
+            read(str(file), told.append)
+    assert len(waited) >= 3  # it was tried again
+    assert lines == []
+    assert told == ["asking the Hugging Face hub for nobody/nothing's config.json; it is tried for half a minute"]
+    [problem] = refused.value.problems
+    assert problem.startswith(f"{file}:10: model.path = 'nobody/nothing': there is no such folder, and the Hugging")
+    assert "\n" not in problem
+
+
+def test_a_port_that_is_taken_is_said_within_a_second_before_ray_and_torch_are_imported(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        file = tmp_path / "taken.yaml"
+        file.write_text(FILE.replace("8000", str(port)))
+        started_s = os.times().children_user + os.times().children_system
+        done = deployments("serve", str(file))
+        cpu_s = os.times().children_user + os.times().children_system - started_s
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port} cannot be listened on (Address already in use); process {os.getpid()} (" in done.stderr
+    assert cpu_s < 1.0  # Ray and torch take 7
+
+
+def deployments(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "deployments", *args], capture_output=True, text=True, timeout=180, check=False, env=env
+    )
+
+
+def test_the_projects_files_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the GPUs or the cores that this machine may lack."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    for file in ("serve_config.yaml", "docs/examples/disaggregated.yaml"):
+        assert list(read(str(ROOT / file))[1]) == ["manta"]
+        assert yaml.safe_load((ROOT / file).read_text())
