@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ValidationError
 from ray._private.utils import get_num_cpus
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
@@ -27,7 +26,7 @@ from deployments.schema import AppConfig
 from deployments.setting_errors import nearest, sentences, setting_of, shown, unknown
 from deployments.settings_file import SettingsFile
 from replicas.errors import InvalidConfig
-from replicas.runner.device import available_ram
+from replicas.runner.device import available_ram, num_gpus
 
 MANTA = "deployments.app:build"
 OURS = (MANTA, OBSERVATORY)
@@ -157,11 +156,8 @@ class _Check:
 
 
 def this_machine(*, count_gpus: bool) -> Capacity:
-    """What a Ray of our own will have. ``count_gpus``: by the driver's library, which makes no CUDA context."""
-    num_gpus = 0
-    if count_gpus:
-        num_gpus = torch.cuda.device_count()
-    return Capacity(num_cpus=float(get_num_cpus()), num_gpus=float(num_gpus), where="this machine")
+    """What a Ray of our own will have."""
+    return Capacity(num_cpus=get_num_cpus(), num_gpus=num_gpus() if count_gpus else 0, where="this machine")
 
 
 def _asks_gpus(config: AppConfig) -> bool:

@@ -30,6 +30,11 @@ def free_device_bytes(device: torch.device) -> int:
     return int(free)
 
 
+def num_gpus() -> int:
+    """GPUs that PyTorch can use here, by the driver's library: no context is made on them."""
+    return torch.cuda.device_count()
+
+
 def _num_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
