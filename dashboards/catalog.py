@@ -68,8 +68,8 @@ _EVERY = [
 
 _REPLICA = [
     _metric(REPLICA, GAUGE, "replica_info", "Always 1; static facts of this replica, for joins.",
-            {"node": OPEN, "accelerator": OPEN, "tensor_parallel": OPEN, "page_size_tokens": OPEN, "kv_dtype": OPEN,
-             "transfer_backend": OPEN}, unit="info"),
+            {"node": OPEN, "accelerator": OPEN, "attention": OPEN, "tensor_parallel": OPEN, "page_size_tokens": OPEN,
+             "kv_dtype": OPEN, "transfer_backend": OPEN}, unit="info"),
     _metric(REPLICA, GAUGE, "replica_start_seconds", "How long this replica's start took, by phase.",
             {"phase": ("load_weights", "warm_up", "total")}, unit="seconds"),
     _metric(REPLICA, GAUGE, "scheduler_requests", "Requests in this replica, by state; each is in one. "

@@ -37,9 +37,10 @@ class ReplicaInfo:
     max_prompt_tokens: int  # context length or pool, whichever is shorter
     tp: int
     page_size: int
-    attention: str
+    attention: str  # the backend that runs
     num_threads: int
     pool: str  # "N tokens, M pages, X MiB"
+    attention_why: str = ""  # this backend, and not a faster one
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks
     transfer: PeerAddress | None = None  # where its desk listens; None where it takes part in no hand-off

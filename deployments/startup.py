@@ -22,6 +22,7 @@ from deployments.terminal.top import on_terminal
 
 READY = "ready"
 _LOADING = re.compile(rb"loading weights: (\d+ % \([^)]*\))")
+_ATTENTION = re.compile(rb"attention: (?:(compiling .*)|(\w+, .*))")
 _PHASES = (  # what a replica's log file says -> how far it is; the last that it says counts
     (b"Started initializing replica", "setting up"),
     (WAITS_FOR_REPLICA.encode(), WAITS_FOR_REPLICA),
@@ -153,4 +154,8 @@ def _phase(line: bytes) -> str | None:
     loading = _LOADING.search(line)
     if loading is not None:
         return f"loading weights, {loading[1].decode(errors='replace')}"
+    attention = _ATTENTION.search(line)
+    if attention is not None:
+        compiling, chosen = (part and part.decode(errors="replace")[:_SAID_CHARS] for part in attention.groups())
+        return compiling or f"warming up, attention: {chosen}"
     return next((phase for needle, phase in reversed(_PHASES) if needle in line), None)

@@ -130,13 +130,15 @@ REPLICAS = Row(
         ),
         Panel(
             title="What replicas are",
-            shows="Replicas by node, accelerator and how they hand over K/V.",
-            act="An unexpected accelerator or node: check the placement in serve_config.yaml.",
+            shows="Replicas by node, accelerator, attention backend and how they hand over K/V.",
+            act="An unexpected accelerator or node: check the placement in serve_config.yaml. triton or torch_native on "
+                "a GPU: GET /get_server_info says why.",
             lines=(
                 Line(
                     KIT.gauge("replica_info", over="max",
-                              by=["replica", "node", "accelerator", "tensor_parallel", "kv_dtype", "transfer_backend"]),
-                    "{{replica}}: {{node}}, {{accelerator}}, TP {{tensor_parallel}}, {{kv_dtype}}, "
+                              by=["replica", "node", "accelerator", "attention", "tensor_parallel", "kv_dtype",
+                                  "transfer_backend"]),
+                    "{{replica}}: {{node}}, {{accelerator}}, {{attention}}, TP {{tensor_parallel}}, {{kv_dtype}}, "
                     "{{transfer_backend}}",
                 ),
             ),

@@ -50,8 +50,13 @@ const Card = once(({ replica, split, chosen, onChoose }) => {
     ["reused tok/s", count(rates?.cached_tokens_per_s)],
     ["decoded tok/s", count(rates?.decode_tokens_per_s)],
     ["decode step", seconds(replica.decode_step_s || null)], // 0: none yet
+    ["attention", replica.attention ?? "–"],
   ];
-  const hints = { receiving: "receiving K/V, and waiting for pages to receive it in", queued: "prompt tokens not computed yet" };
+  const hints = {
+    receiving: "receiving K/V, and waiting for pages to receive it in",
+    queued: "prompt tokens not computed yet",
+    attention: replica.attention_why,
+  };
   return html`<li class=${`card ${replica.state}${chosen ? " chosen" : ""}`} data-replica=${replica.id}>
     <div class="card-head">
       <span class="dot" aria-hidden="true"></span>

@@ -26,6 +26,7 @@ class ReplicaFacts:
 
     node_id: str
     accelerator: str  # cpu, or cuda
+    attention: str  # the backend that runs
     tp: int
     page_bytes: int  # of K and V, all ranks
     page_size: int
@@ -59,6 +60,7 @@ def _facts(facts: ReplicaFacts) -> Iterator[Told]:
     labels = {
         "node": facts.node_id,
         "accelerator": facts.accelerator,
+        "attention": facts.attention,
         "tensor_parallel": str(facts.tp),
         "page_size_tokens": str(facts.page_size),
         "kv_dtype": facts.kv_dtype,

@@ -35,6 +35,7 @@ def replica_emitter(
     facts = ReplicaFacts(
         node_id=node_id,
         accelerator=config.device,
+        attention=engine.attention.name,
         tp=config.parallel.tp,
         page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
         page_size=config.cache.page_size,

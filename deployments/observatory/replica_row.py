@@ -34,6 +34,8 @@ def row_of(
     row = _bare(seen.replica_id, seen.role, node, seen.state)
     if seen.info is not None:
         row["page_size"] = seen.info.page_size
+        row["attention"] = seen.info.attention
+        row["attention_why"] = seen.info.attention_why
     if seen.report is not None and age_s is not None:
         row.update(_reported(seen.report, age_s))
     if rates is not None:
@@ -61,6 +63,8 @@ def _bare(replica_id: str, role: str, node: str, state: str) -> dict[str, Any]:
         **_NOTHING,
         "pools": [],
         "page_size": None,
+        "attention": None,
+        "attention_why": None,
         "rates": dict.fromkeys(_RATES, 0.0),
     }
 

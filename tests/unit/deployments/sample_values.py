@@ -60,6 +60,7 @@ def info(replica_id: str) -> ReplicaInfo:
         tp=1,
         page_size=16,
         attention="cpu",
+        attention_why="the fast one of this device",
         num_threads=1,
         pool="160 tokens, 10 pages, 0 MiB",
     )

@@ -154,6 +154,8 @@ async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) 
         assert pool["num_pages"] == 750
         assert pool["free_pages"] + pool["evictable_pages"] == 750  # idle
         assert state["memory_usage"]["token_capacity"] == 12_000
+        assert state["replica"]["attention"] == "cpu"  # what runs, where the setting is auto
+        assert state["replica"]["attention_why"] == "the fast one of this device"
         assert info["tokenizer_path"] == MODEL
 
 

@@ -37,6 +37,14 @@ def test_of_two_routers_the_newest_report_of_a_replica_counts() -> None:
     state.check()
 
 
+def test_a_replicas_attention_is_shown_with_the_reason_once_it_is_known() -> None:
+    state = State()
+    state.advance([view("one", seen("a"))], details(listed("b", "unified")), 10.0)
+    rows = by_id(state)
+    assert (rows["a"]["attention"], rows["a"]["attention_why"]) == ("cpu", "the fast one of this device")
+    assert (rows["b"]["attention"], rows["b"]["attention_why"]) == (None, None)  # starting
+
+
 def test_a_pools_states_are_in_tokens_and_sum_to_its_capacity() -> None:
     state = State()
     state.advance([view("one", seen("a", used_pages=3))], NOBODY, 10.0)

@@ -37,6 +37,11 @@ def test_a_replica_goes_through_its_phases(tmp_path: Path) -> None:
         ("Started initializing replica.", "setting up"),
         ("loading weights: 40 % (216 of 538 MB, 43 MB/s)", "loading weights, 40 % (216 of 538 MB, 43 MB/s)"),
         ("weights: 513 MiB in 5.5 s", "warming up"),
+        (
+            "attention: compiling FlashInfer's kernels, minutes, once on this machine",
+            "compiling FlashInfer's kernels, minutes, once on this machine",
+        ),
+        ("attention: triton, since flashinfer failed", "warming up, attention: triton, since flashinfer failed"),
         ("warm-up: 0.7 s", "making its KV pool"),
     ):
         write(tmp_path, "ModelReplica_abc", said)

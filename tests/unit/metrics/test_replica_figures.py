@@ -19,6 +19,7 @@ from tests.unit.deployments.sample_values import stats
 FACTS = ReplicaFacts(
     node_id="n1",
     accelerator="cpu",
+    attention="triton",
     tp=3,
     page_bytes=1000,
     page_size=16,
@@ -57,7 +58,8 @@ def test_the_states_of_the_pool_sum_to_its_capacity() -> None:
 
 def test_facts_are_labels_and_unknown_start_times_are_not_told() -> None:
     seen = scrape(stats())
-    facts = {"node": "n1", "accelerator": "cpu", "tensor_parallel": "3", "page_size_tokens": "16",
+    facts = {"node": "n1", "accelerator": "cpu", "attention": "triton", "tensor_parallel": "3",
+             "page_size_tokens": "16",
              "kv_dtype": "float32", "transfer_backend": "none", "replica": "r0", "role": "unified",
              "model": "m"}  # fmt: skip
     assert seen.value("replica_info", **facts) == 1
