@@ -131,8 +131,8 @@ REPLICAS = Row(
         Panel(
             title="What replicas are",
             shows="Replicas by node, accelerator, attention backend and how they hand over K/V.",
-            act="An unexpected accelerator or node: check the placement in serve_config.yaml. triton or torch_native on "
-                "a GPU: GET /get_server_info says why.",
+            act="An unexpected accelerator or node: check the placement in serve_config.yaml. triton or torch_native "
+                "on a GPU: GET /get_server_info says why.",
             lines=(
                 Line(
                     KIT.gauge("replica_info", over="max",
