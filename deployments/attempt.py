@@ -14,6 +14,7 @@ from deployments.holder import LeaseHolder
 from deployments.prefill_leg import PrefillLeg
 from deployments.progress import Part, Progress
 from deployments.route_log import Try
+from deployments.tries import Tries
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import HandOffReport, TokenDelta
 from routing.router import Router
@@ -34,6 +35,7 @@ class Attempt:
         parts: list[Part],
         before: Part | None,
         progress: Progress,
+        tries: Tries,
         on_report: Callable[[str, HandOffReport], None],
     ) -> None:
         """``before``: the prefill leg, where the decision has one; ``parts`` is its decode leg then.
@@ -47,12 +49,14 @@ class Attempt:
         self._parts = {part.request.rid: part for part in parts}
         self._before = before
         self._progress = progress
+        self._tries = tries
         self._on_report = on_report
 
     async def run(self) -> AsyncGenerator[TokenDelta, None]:
         """The deltas, as the client's own. Raises: what the try failed with."""
         replica_id = self._decision.replica_id
-        stream = self._channel.open(self._parts, replica_id=replica_id)
+        # on the last try waiting for a replica that hangs can only be better than failing
+        stream = self._channel.open(self._parts, replica_id=replica_id, stays=lambda: self._tries.is_last)
         leases = [self._holder.hold(replica_id, part, stream) for part in self._parts.values()]
         prefill = self._start_prefill(stream)
         ending = Ending.ABORTED
@@ -103,6 +107,8 @@ class Attempt:
         )
 
     def _note(self, delta: TokenDelta, prefill: PrefillLeg | None) -> None:
+        if delta.token_ids:
+            self._tries.brought_tokens()
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._clock() - self._decision.time_s
             self._noted.cached_tokens = delta.usage.cached_tokens

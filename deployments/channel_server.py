@@ -41,7 +41,7 @@ class ChannelAddress:
     """Where a router listens; travels to the replicas in the ``attach`` call."""
 
     router_id: str
-    node_id: str  # replicas of this node use the Unix socket, others TCP
+    node_id: str  # replicas of this node use the Unix socket while it is there, others TCP
     unix_path: str
     host: str
     port: int
@@ -52,9 +52,10 @@ class ChannelAddress:
 class Stream:
     """The deltas of the requests ``rids``, as they come from ``replica_id``."""
 
-    def __init__(self, rids: tuple[str, ...], replica_id: str) -> None:
+    def __init__(self, rids: tuple[str, ...], replica_id: str, stays: Callable[[], bool]) -> None:
         self.rids = rids
         self.replica_id = replica_id
+        self.stays = stays  # whether it waits for a replica that hangs
         self._waiting: dict[tuple[str, int], TokenDelta] = {}
         self._error: MantaError | None = None
         self._ready = asyncio.Event()
@@ -124,9 +125,11 @@ class ChannelServer:
             router_id=router_id, node_id=node_id, unix_path=unix_path, host=host, port=port, token=self._token
         )
 
-    def open(self, rids: Iterable[str], *, replica_id: str) -> Stream:
-        """A stream of the deltas of ``rids``; open it before the replica is asked."""
-        stream = Stream(tuple(rids), replica_id)
+    def open(
+        self, rids: Iterable[str], *, replica_id: str, stays: Callable[[], bool] = lambda: False
+    ) -> Stream:
+        """A stream of the deltas of ``rids``; open it before the replica is asked. ``stays``: see `leave`."""
+        stream = Stream(tuple(rids), replica_id, stays)
         for rid in stream.rids:
             assert (replica_id, rid) not in self._streams, f"rid {rid} is already open at {replica_id}"
             self._streams[replica_id, rid] = stream
@@ -135,6 +138,12 @@ class ChannelServer:
     def close(self, stream: Stream) -> None:
         for rid in stream.rids:
             self._streams.pop((stream.replica_id, rid), None)
+
+    def leave(self, replica_id: str, error: MantaError) -> None:
+        """Fail the streams of a replica that hangs, but those that stay."""
+        for stream in set(self._streams.values()):
+            if stream.replica_id == replica_id and not stream.stays():
+                stream.fail(error)
 
     def is_connected(self, replica_id: str) -> bool:
         return replica_id in self._connections

@@ -8,8 +8,8 @@ Invariant: the deltas of `stream` are those of one undisturbed generation: no id
 Thread:    the router's event loop.
 
     parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done      queue too long: Saturated
-            ^                              │ replica gone, engine dead, overloaded: excluded, reason kept
-            └──────────────────────────────┘ at most ``max_tries`` times
+            ^                              │ replica gone, engine dead, overloaded: excluded, reason kept; or it hangs
+            └──────────────────────────────┘ at most ``max_tries`` times (tries.py)
 
 A pair's decode leg is the request; its prefill leg runs beside it (prefill_leg.py) and can only end the try.
 """
@@ -34,6 +34,7 @@ from deployments.progress import Progress
 from deployments.route_log import RouteLog, Try
 from deployments.route_request import NO_HINTS, RouteHints, Saturated, query_of
 from deployments.timeline import Arrival
+from deployments.tries import Tries
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
@@ -100,14 +101,14 @@ class Dispatcher:
         Raises: what the replica refused it with; NoReplica; Saturated; the last try's error when all failed.
         """
         progress, started_s = Progress(request), self._clock()
-        excluded: set[str] = set()
+        tries = Tries(self._max_tries, self._clock)
         failure: MantaError | None = None
         self.num_open += 1
         try:
             with self._follow(request, arrival, started_s) as following:
-                for number in range(self._max_tries):
-                    last = LAST_TRY if 0 < number == self._max_tries - 1 else ""
-                    query = query_of(request, hints, frozenset(excluded), one_replica=last)
+                while True:
+                    last = LAST_TRY if tries.is_last_of_several else ""
+                    query = query_of(request, hints, tries.excluded, one_replica=last)
                     held_out = self._hold_out.now()
                     decision, since_s = await self._choose(self._bounded(query, held_out), failure)
                     noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
@@ -116,7 +117,7 @@ class Dispatcher:
                     left_s = None
                     if request.deadline_s is not None:
                         left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
-                    attempt = self._attempt(noted, progress, number=number, deadline_s=left_s)
+                    attempt = self._attempt(noted, progress, tries, deadline_s=left_s)
                     try:
                         async with contextlib.aclosing(attempt.run()) as deltas:
                             async for delta in deltas:
@@ -130,10 +131,9 @@ class Dispatcher:
                         failure = error
                         lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
                         assert lost is not None
-                        excluded.add(lost)
-                        self._record(request, number, lost, error, progress)
-                assert failure is not None
-                raise failure
+                        self._record(request, tries.number, lost, error, progress)
+                        if not tries.failed(lost, error):
+                            raise
         finally:
             self.num_open -= 1
 
@@ -171,15 +171,15 @@ class Dispatcher:
                     raise failure from error
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    def _attempt(self, noted: Try, progress: Progress, *, number: int, deadline_s: float | None) -> Attempt:
+    def _attempt(self, noted: Try, progress: Progress, tries: Tries, *, deadline_s: float | None) -> Attempt:
         """What is left of the request, on the replicas of the decision."""
-        parts, before = progress.parts(number=number, deadline_s=deadline_s), None
+        parts, before = progress.parts(number=tries.number, deadline_s=deadline_s), None
         prefill_id = noted.decision.prefill_id
         if prefill_id is not None:
             address = self._transfer_address(prefill_id)
             assert address is not None, f"prefill replica {prefill_id} told no transfer address"
             [whole] = parts  # what has several parts is never handed over (route_request.py)
-            before, decode = legs_of(whole, generation=number, prefill=address)
+            before, decode = legs_of(whole, generation=tries.number, prefill=address)
             parts = [decode]
         return Attempt(
             channel=self._channel,
@@ -190,6 +190,7 @@ class Dispatcher:
             parts=parts,
             before=before,
             progress=progress,
+            tries=tries,
             on_report=self._hold_out.take,
         )
 

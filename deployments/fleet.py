@@ -7,6 +7,7 @@ Thread:    the router's event loop; `set_members` is called from any thread thro
 
     member ──attach (retried)──> attached ──reports──> view        an error, or silent for SILENT_S: not healthy
        └── left, silent for STALE_S, or the connection ended ──────> gone; attached anew while it is a member
+    one that hangs (hangs.py) keeps its connection; its open requests go on elsewhere
 """
 
 import asyncio
@@ -20,7 +21,8 @@ from typing import Any, TypeVar
 from deployments.cache_sync import CacheSync
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport
-from deployments.leases import Leases, ReplicaInfo
+from deployments.hangs import Hangs
+from deployments.leases import Leases, ReplicaHangs, ReplicaInfo
 from deployments.observatory.view import SeenReplica
 from deployments.report_view import view_of
 from kvtransfer.types import PeerAddress
@@ -48,6 +50,7 @@ class Fleet:
         router: Router,
         leases: Leases,
         report_period_s: float = 0.1,
+        hang_timeout_s: float = 4.0,
         clock: Callable[[], float] = time.monotonic,
         role_of: Callable[[str], Role] = lambda replica_id: Role.UNIFIED,
     ) -> None:
@@ -56,12 +59,15 @@ class Fleet:
         self._role_of = role_of
         self._silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
         self._stale_s = max(STALE_S, self._silent_s)
+        self._hangs = Hangs(hang_s=hang_timeout_s, silent_s=self._silent_s, clock=clock)
         self._leases = leases
         self._clock = clock
         self._address: ChannelAddress | None = None
         self._members: frozenset[str] = frozenset()
         self._infos: dict[str, ReplicaInfo] = {}
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._hanging: frozenset[str] = frozenset()  # those that hung at the last look
+        self._leave: Callable[[str, MantaError], None] = lambda replica_id, error: None
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
         self._as_of_s: dict[str, float] = {}  # of each member: when its last report was true; at first, when it joined
@@ -70,9 +76,9 @@ class Fleet:
         self._changed = asyncio.Event()
         self.sync = CacheSync(router, leases)
 
-    def start(self, address: ChannelAddress) -> None:
-        """Attach members to the channel at ``address`` from now on."""
-        self._address = address
+    def start(self, address: ChannelAddress, *, leave: Callable[[str, MantaError], None]) -> None:
+        """Attach members to the channel at ``address`` from now on; ``leave`` fails the streams of one that hangs."""
+        self._address, self._leave = address, leave
         self._watch = asyncio.create_task(self._look_forever())
         self.set_members(self._members)
 
@@ -91,8 +97,10 @@ class Fleet:
         self._update()
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None:
+        now_s = self._clock()
+        self._hangs.heard(replica_id, report)
         if replica_id in self._members:
-            now_s = self._heard_s[replica_id] = self._clock()
+            self._heard_s[replica_id] = now_s
             self._reports[replica_id] = (now_s, report)
             self._as_of_s[replica_id] = now_s - report.age_s
             self._unheard.discard(replica_id)
@@ -111,6 +119,7 @@ class Fleet:
     def on_lost(self, replica_id: str) -> None:
         """The connection ended: most likely its process did."""
         log.warning("the connection to replica %s ended", replica_id)
+        self._hangs.lost(replica_id)
         self._unheard.add(replica_id)
         self._forget(replica_id)
         self.set_members(self._members)
@@ -125,6 +134,16 @@ class Fleet:
             self._forget(replica_id)
         self.set_members(self._members)
         self._unheard.update(silent)
+
+    def leave_hanging(self) -> None:
+        """Fail the open streams of replicas that hang while another one can go on with them."""
+        self._update()
+        hanging = self._hanging_now()
+        for replica_id, how in hanging.items():
+            if replica_id not in self._hanging:
+                log.warning("replica %s hangs: %s; its requests go on elsewhere", replica_id, how)
+            self._leave(replica_id, ReplicaHangs(f"replica {replica_id} hangs: {how}"))
+        self._hanging = frozenset(hanging)
 
     @property
     def infos(self) -> list[ReplicaInfo]:
@@ -237,9 +256,19 @@ class Fleet:
 
     async def _look_forever(self) -> None:
         """A replica that hangs says nothing, so nothing else would tell."""
+        loop = asyncio.get_running_loop()
         while True:
+            due_s = loop.time() + LOOK_S
             await asyncio.sleep(LOOK_S)
+            if (late_s := loop.time() - due_s) > SILENT_S:
+                self._hangs.stood_still(late_s)
             self.attach_silent_again()
+            self.leave_hanging()
+
+    def _hanging_now(self) -> dict[str, str]:
+        """The replicas that hang, and how."""
+        able = (each for each in self._reports if each in self._infos and self._infos[each].role is not Role.PREFILL)
+        return self._hangs.find(able)
 
     def _forget(self, replica_id: str) -> None:
         self._infos.pop(replica_id, None)
@@ -256,8 +285,11 @@ class Fleet:
         heard = {replica_id: self._reports[replica_id] for replica_id in self._infos if replica_id in self._reports}
         all_silent = all(now_s - heard_s >= self._silent_s for heard_s, _ in heard.values())
         limit_s = self._stale_s if all_silent else self._silent_s
+        hanging = self._hanging_now()
         self._router.update(
-            view_of(self._infos[replica_id], report, heard_s=heard_s, silent=now_s - heard_s >= limit_s)
-            for replica_id, (heard_s, report) in heard.items()
+            view_of(
+                self._infos[each], report, heard_s=heard_s, hangs=now_s - heard_s >= limit_s or each in hanging
+            )
+            for each, (heard_s, report) in heard.items()
         )
         self._changed.set()

@@ -70,6 +70,7 @@ class ReplicaReport:
     error: str | None  # why it is unhealthy, else None
     num_open: int  # requests it has accepted and not ended
     age_s: float = 0.0  # how old ``stats`` was when this was sent: a step in progress can be long
+    step_age_s: float = 0.0  # how long the step in progress had been running then; 0: none was
 
 
 def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
@@ -127,7 +128,13 @@ def decode_report(payload: bytes) -> ReplicaReport:
         engine = EngineStats(
             pool=pool, transfer=None if transfer is None else TransferStats(**transfer), **stats
         )
-        return ReplicaReport(stats=engine, error=raw["error"], num_open=raw["num_open"], age_s=float(raw["age_s"]))
+        return ReplicaReport(
+            stats=engine,
+            error=raw["error"],
+            num_open=raw["num_open"],
+            age_s=float(raw["age_s"]),
+            step_age_s=float(raw["step_age_s"]),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise BadFrame(f"a REPORT frame of another version: {error}") from error
 

@@ -22,6 +22,10 @@ class ReplicaGone(MantaError):
     retryable = True
 
 
+class ReplicaHangs(ReplicaGone):
+    """The replica is silent, or its step does not end, while another one could go on; it may come back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInfo:
     """What does not change about a replica; answered when a router attaches."""

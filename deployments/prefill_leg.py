@@ -59,13 +59,14 @@ class PrefillLeg:
         hold: Callable[[str, Part, Stream], "asyncio.Task[None]"],
         on_end: Callable[[], object],
     ) -> None:
-        """``decode``: the other leg's stream. ``hold``: `LeaseHolder.hold`. ``on_end`` tells the routing router."""
+        """``decode``: the other leg's stream; this one stays where that does. ``hold``: `LeaseHolder.hold`. ``on_end``
+        tells the routing router."""
         self._channel = channel
         self._noted = noted
         self._replica_id = replica_id
         self._decode = decode
         self._on_end = on_end
-        self._stream = channel.open([part.request.rid], replica_id=replica_id)
+        self._stream = channel.open([part.request.rid], replica_id=replica_id, stays=decode.stays)
         self.lease = hold(replica_id, part, self._stream)
         self._watch = asyncio.create_task(self._wait())
 

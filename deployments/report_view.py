@@ -8,8 +8,8 @@ from deployments.leases import ReplicaInfo
 from routing.types import ReplicaView
 
 
-def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, silent: bool) -> ReplicaView:
-    """``heard_s``: when the report came. ``silent``: no other has come for too long."""
+def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: bool) -> ReplicaView:
+    """``heard_s``: when the report came. ``hangs``: no other has come for too long, or its step does not end."""
     stats = report.stats
     return ReplicaView(
         replica_id=info.replica_id,
@@ -24,7 +24,7 @@ def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, silent:
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         max_running_requests=stats.max_running_requests,
-        healthy=report.error is None and not silent,
+        healthy=report.error is None and not hangs,
         role=info.role,
         page_bytes=info.page_bytes,
     )

@@ -77,7 +77,11 @@ class RouterIngress:
         )
         leases = RayLeases()
         self._fleet = Fleet(
-            router=router, leases=leases, report_period_s=config.router.report_period_s, role_of=leases.role_of
+            router=router,
+            leases=leases,
+            report_period_s=config.router.report_period_s,
+            hang_timeout_s=config.router.hang_timeout_s,
+            role_of=leases.role_of,
         )
         self._channel = ChannelServer(self._fleet, lost_error=_lost_error)
         router_id = serve.get_replica_context().replica_id.unique_id
@@ -87,7 +91,7 @@ class RouterIngress:
         metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
         self._metrics = metrics.served(host=address.host, node_id=address.node_id)
         self.metrics_target = None if self._metrics is None else self._metrics.target  # None where they are off
-        self._fleet.start(address)
+        self._fleet.start(address, leave=self._channel.leave)
         for handle in replicas:
             self._listen(handle, leases)
         dispatcher = Dispatcher(

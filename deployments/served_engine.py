@@ -217,6 +217,7 @@ class ServedEngine:
             error=None if error is None else str(error),
             num_open=len(self._leases),
             age_s=max(time.monotonic() - stats.time_s, 0.0),
+            step_age_s=self.loop.step_age_s,
         )
 
     def _info(self) -> ReplicaInfo:

@@ -59,6 +59,12 @@ class EngineLoop:
         """Why this engine should be replaced: it is dead, or what it hands over and receives will never come."""
         return self.error or self.engine.transfer_error
 
+    @property
+    def step_age_s(self) -> float:
+        """How long the step in progress has been running, 0 where none is; any thread."""
+        started_s = self._step_started_s
+        return 0.0 if started_s is None else time.monotonic() - started_s
+
     def start(self) -> None:
         self._thread.start()
         self._watchdog.start()
@@ -214,8 +220,7 @@ class EngineLoop:
         """A stuck step or a dead rank: answer everyone and become unhealthy, since the engine thread cannot."""
         limit_s = self.engine.config.scheduler.watchdog_s
         while not self._stopping and self.error is None:
-            started_s = self._step_started_s
-            if started_s is not None and time.monotonic() - started_s > limit_s:
+            if self.step_age_s > limit_s:
                 self._die(f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)")
             dead = self.engine.dead_rank()
             if dead is not None:

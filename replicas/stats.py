@@ -1,5 +1,7 @@
 """How long steps take: sums for counters, and smoothed rates for whoever estimates waits; and the engine's snapshot."""
 
+import collections
+
 from replicas.cache.kv import KvCache
 from replicas.request import ReqState
 from replicas.scheduler.budget import least_prompt_tokens
@@ -7,6 +9,7 @@ from replicas.scheduler.scheduler import Scheduler
 from replicas.types import EngineStats
 
 SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count
+RECENT_STEPS = 32  # of each kind, whose longest tells how long a step may take
 FULL_STEP_TOKENS = 64  # smaller extend steps say little about the prefill rate, unless none need be as large
 
 
@@ -22,6 +25,8 @@ class StepClock:
         self.decode_s = 0.0
         self.prefill_tokens_per_s = 0.0  # 0 until measured
         self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
+        self.longest_s = 0.0  # of the recent steps of each kind: decode steps do not make it forget a long chunk
+        self._recent_s = {is_extend: collections.deque[float](maxlen=RECENT_STEPS) for is_extend in (False, True)}
         self._full_tokens, self._full_s = 0.0, 0.0  # smoothed, of extend steps of at least _full_step
 
     def record(self, step_s: float, num_prompt_tokens: int, *, is_extend: bool, is_mixed: bool = False) -> None:
@@ -32,6 +37,8 @@ class StepClock:
         with many that decode says little about the rate of long ones. Much smaller steps are left out: 16 tokens beside
         8 others run at 520 a second where 240 run at 1,190 (docs/performance.md, Mixed steps).
         """
+        self._recent_s[is_extend].append(step_s)
+        self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
         if not is_extend:
             self.num_decode += 1
             self.decode_s += step_s
@@ -88,4 +95,5 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
         num_preallocating=len(scheduler.legs.prealloc),
         num_mixed_steps=steps.num_mixed,
         num_receiving=len(scheduler.legs.away.in_state(ReqState.RECEIVING)),
+        longest_step_s=steps.longest_s,
     )

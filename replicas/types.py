@@ -343,6 +343,7 @@ class EngineStats:
     transfer: TransferStats | None = None
     num_mixed_steps: int = 0  # of the extend steps: running requests made a token in them too
     flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
+    longest_step_s: float = 0.0  # of the recent steps (stats.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

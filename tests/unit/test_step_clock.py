@@ -34,6 +34,20 @@ def test_steps_that_only_decode_give_the_time_between_tokens() -> None:
     assert clock.prefill_tokens_per_s == pytest.approx(992)
 
 
+def test_the_longest_recent_step_is_remembered_for_each_kind() -> None:
+    """A long chunk among 32 extend steps, however many decode steps come between."""
+    clock = StepClock(chunk_size=512)
+    clock.record(3.0, 512, is_extend=True)
+    for _ in range(1000):
+        clock.record(0.02, 0, is_extend=False)
+    assert clock.longest_s == 3.0
+    for _ in range(31):
+        clock.record(0.5, 512, is_extend=True)
+    assert clock.longest_s == 3.0
+    clock.record(0.5, 512, is_extend=True)
+    assert clock.longest_s == 0.5
+
+
 def test_chunks_too_small_for_a_full_step_still_give_a_rate() -> None:
     """Of chunks of 128 tokens a step beside others has 32 to 64 for prompts, however long they are."""
     clock = StepClock(chunk_size=128)

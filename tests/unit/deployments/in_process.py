@@ -6,6 +6,7 @@
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
@@ -90,14 +91,17 @@ class House:
         router_id: str = "router",
         leases: LocalLeases | None = None,
         always_hand_off: bool = False,
+        report_period_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``clock``: of the fleet, which tells who hangs."""
         self.router = Router(
             policy, Random(0), time.monotonic, page_size=PAGE_SIZE, always_hand_off=always_hand_off
         )
         self.router_id = router_id
         self.leases = leases if leases is not None else LocalLeases()
-        # scripted replicas report when they attach and no more: that is no silence for 50 s
-        self.fleet = Fleet(router=self.router, leases=self.leases, report_period_s=10.0)
+        # scripted replicas report when they attach and when told: with a period of 10 s that is no silence for 50 s
+        self.fleet = Fleet(router=self.router, leases=self.leases, report_period_s=report_period_s, clock=clock)
         self.channel = ChannelServer(
             self.fleet, lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost")
         )
@@ -115,7 +119,7 @@ class House:
 
     async def start(self) -> None:
         self.address = await self.channel.start(router_id=self.router_id, node_id="here", host="127.0.0.1")
-        self.fleet.start(self.address)
+        self.fleet.start(self.address, leave=self.channel.leave)
 
     def add(self, replica: Replica) -> None:
         self.leases.replicas[replica.replica_id] = replica
@@ -148,10 +152,13 @@ class ScriptedReplica:
         self.num_aborted = 0
         self.hold = asyncio.Event()  # generation waits for it
         self.hold.set()
+        self.pause_at: int | None = None  # it clears ``hold`` before this token, once
         self.cache = EventLog()
         self.held: PageKeys = np.empty(0, dtype=np.uint64)
         self.num_snapshots = 0
         self.stats = stats()
+        self.step_age_s = 0.0
+        self.deaf = False  # it does not hear that a request was aborted
         self._client: ChannelClient | None = None
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
@@ -191,8 +198,9 @@ class ScriptedReplica:
         if self.refuse is not None:
             return self.refuse
         assert self._client is not None
+        generation = asyncio.ensure_future(self._generate(self._client, request))
         try:
-            await self._generate(self._client, request)
+            await (asyncio.shield(generation) if self.deaf else generation)
         except asyncio.CancelledError:
             self.num_aborted += 1
             raise
@@ -201,6 +209,9 @@ class ScriptedReplica:
     async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
         wanted = request.sampling.max_new_tokens
         for position in range(len(request.resumed_ids), wanted):
+            if position == self.pause_at:
+                self.pause_at = None
+                self.hold.clear()
             await self.hold.wait()
             if position == self.die_at:
                 client.close()
@@ -211,7 +222,7 @@ class ScriptedReplica:
 
     async def report(self) -> ReplicaReport:
         stats = dataclasses.replace(self.stats, cache_event_seq=self.cache.seq)
-        return ReplicaReport(stats=stats, error=None, num_open=0)
+        return ReplicaReport(stats=stats, error=None, num_open=0, step_age_s=self.step_age_s)
 
     async def send_reports(self, num: int) -> None:
         assert self._client is not None

@@ -4,6 +4,7 @@ import numpy as np
 
 from deployments.leases import ReplicaInfo
 from replicas.types import EngineStats, Finish, GenerateRequest, PoolStats, SamplingParams, TokenDelta, Usage
+from routing.types import Role
 
 
 def ask(
@@ -46,8 +47,9 @@ def stats(num_pages: int = 10, **changes: int | float) -> EngineStats:
     return EngineStats(pool=pool, **values)  # type: ignore[arg-type]
 
 
-def info(replica_id: str) -> ReplicaInfo:
+def info(replica_id: str, role: Role = Role.UNIFIED) -> ReplicaInfo:
     return ReplicaInfo(
+        role=role,
         replica_id=replica_id,
         node_id="here",
         pid=1,

@@ -154,7 +154,8 @@ async def test_a_silent_replica_is_attached_again_and_the_second_time_over_a_new
     leases = LocalLeases()
     leases.replicas["r0"] = Mute("r0")
     fleet = Fleet(router=House().router, leases=leases, clock=clock)
-    fleet.start(ChannelAddress(router_id="router", node_id="here", unix_path="", host="", port=1, token=""))
+    address = ChannelAddress(router_id="router", node_id="here", unix_path="", host="", port=1, token="")
+    fleet.start(address, leave=lambda *_: None)
     fleet.set_members({"r0"})
     for reports in (False, False, True, False):
         await asyncio.sleep(0)

@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import re
+import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from deployments.served_engine import ServedEngine
 from replicas.errors import EngineDead, Overloaded
 from replicas.loop import EngineLoop
+from replicas.scheduler.plan import StepPlan, StepResult
 from tests.fake_desk import FakeWire
 from tests.harness import fake_engine
 from tests.unit.deployments.in_process import House
@@ -97,3 +100,28 @@ async def test_a_replica_whose_transfer_thread_has_failed_is_unhealthy_and_says_
     assert served._report(engine.stats()).error == says
     with pytest.raises(EngineDead, match=re.escape(says)):
         served.raise_if_unhealthy()
+
+
+async def test_the_report_of_a_hung_engine_says_for_how_long_its_step_has_run() -> None:
+    """The event loop lives and reports; the engine thread does not come back from the device."""
+    began, release = threading.Event(), threading.Event()
+
+    def hang(plan: StepPlan) -> StepResult:
+        began.set()
+        release.wait(20)
+        raise RuntimeError("woken")
+
+    engine, _ = fake_engine(execute=hang)
+    loop = EngineLoop(engine)
+    served = ServedEngine(loop, replica_id="r0", node_id="here")
+    assert served._report(loop.stats()).step_age_s == 0.0
+    loop.start()
+    started_s = time.monotonic()
+    loop.submit(ask(), lambda deltas: None)
+    await asyncio.to_thread(began.wait, 5)
+    first = served._report(loop.stats()).step_age_s
+    await asyncio.to_thread(release.wait, 0.05)
+    second = served._report(loop.stats()).step_age_s
+    assert 0 <= first < first + 0.05 <= second <= time.monotonic() - started_s
+    release.set()
+    await served.stop()
