@@ -43,12 +43,17 @@ class ChannelClient(asyncio.Protocol):
     async def connect(
         address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[["ChannelClient"], None]
     ) -> "ChannelClient":
-        """Raises: OSError when the router cannot be reached."""
+        """By the Unix socket where the router is on this node, else by TCP. Raises: OSError when it is out of reach."""
         loop = asyncio.get_running_loop()
         client = ChannelClient(address, on_lost=on_lost)
-        if node_id == address.node_id:
-            await loop.create_unix_connection(lambda: client, address.unix_path)
-        else:
+        over_tcp = node_id != address.node_id
+        if not over_tcp:
+            try:
+                await loop.create_unix_connection(lambda: client, address.unix_path)
+            except OSError as error:  # a cleaner of /tmp may have taken it
+                log.warning("%s cannot be used (%s); router %s by TCP", address.unix_path, error, address.router_id)
+                over_tcp = True
+        if over_tcp:
             await loop.create_connection(lambda: client, address.host, address.port)
         assert client._transport is not None
         client._transport.write(encode_hello(Hello(token=address.token, replica_id=replica_id)))

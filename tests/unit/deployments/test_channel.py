@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import shutil
 import socket
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +80,20 @@ async def test_deltas_arrive_in_order_over_a_unix_socket_and_over_tcp(desk: Desk
         found += await stream.take()
     assert [token for each in found for token in each.token_ids] == [0, 1, 2, 3, 4]
     assert "".join(each.text for each in found) == "0,1,2,3,4,"
+
+
+async def test_after_the_socket_was_removed_a_new_replica_attaches_all_the_same(desk: Desk) -> None:
+    """A cleaner of /tmp takes it, with its folder; connections that exist live on."""
+    address = await listen(desk)
+    before = await connect(address)
+    shutil.rmtree(Path(address.unix_path).parent)
+    after = await ChannelClient.connect(address, replica_id="r1", node_id="here", on_lost=lambda client: None)
+    for name, client in (("r0", before), ("r1", after)):
+        stream = desk.server.open(["a"], replica_id=name)
+        client.sink([delta("a", 7)])
+        [found] = await asyncio.wait_for(stream.take(), 5)
+        assert found.token_ids == (7,)
+        desk.server.close(stream)
 
 
 async def test_a_slow_consumer_gets_one_merged_delta_per_choice(desk: Desk) -> None:
