@@ -44,6 +44,11 @@ async def health(request: Request) -> Response:
     return JSONResponse(error_body(f"no replica is ready: {fleet.describe()}", status=503), status_code=503)
 
 
+@router.get("/version")
+async def version(request: Request) -> dict[str, Any]:
+    return {"version": service_of(request).version}
+
+
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_model_body(service_of(request))]}

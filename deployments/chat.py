@@ -24,7 +24,7 @@ from deployments.convert import (
     salt_of,
 )
 from deployments.openai_format import chat_logprobs, finish_reason, matched_stop, usage_body
-from deployments.openai_types import ChatRequest
+from deployments.openai_types import ChatRequest, TokenizeRequest
 from deployments.request_ids import name_of
 from deployments.rids import new_rid
 from deployments.routed import Routed, routed_of
@@ -128,7 +128,7 @@ class ChatJob:
 async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
     check_model(service, body.model)
     _refuse(body)
-    ids = await service.encode_chat(body.messages, **_template_options(body))
+    ids = await service.encode_chat(body.messages, **template_options(body))
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = output_limit(service, len(ids), getattr(body, limit_name))
     request = GenerateRequest(
@@ -150,7 +150,7 @@ async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
     )
 
 
-def _template_options(body: ChatRequest) -> dict[str, Any]:
+def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """The template's variables; what is a field of the body too may come either way, and the body's own field wins.
 
     Raises: InvalidRequest for a name that is not the template's to have.
@@ -175,11 +175,16 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     return {**options, "continue_final_message": continues, "add_generation_prompt": generates}
 
 
+def refuse_tools(body: ChatRequest | TokenizeRequest) -> None:
+    """Raises: InvalidRequest for tools that the answer might have to use."""
+    if body.tool_choice != "none":
+        refuse_unsupported({"tools": body.tools, "functions": body.functions}, ["tools", "functions"])
+
+
 def _refuse(body: ChatRequest) -> None:
     refuse_unsupported(body.model_dump())
     refuse_response_format(body.response_format)
-    if body.tool_choice != "none":
-        refuse_unsupported({"tools": body.tools, "functions": body.functions}, ["tools", "functions"])
+    refuse_tools(body)
     if body.modalities not in (None, ["text"]):
         raise InvalidRequest(f"modalities: {body.modalities} is not supported; supported: ['text']", param="modalities")
     if body.top_logprobs and not body.logprobs:

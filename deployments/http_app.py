@@ -4,6 +4,7 @@ Never: holds state of its own; everything is in ``app.state.service``.
 """
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from deployments import admin, chat, completions, http_errors, native, routes, token_routes
 from deployments.arrivals import Arrivals
@@ -12,13 +13,18 @@ from deployments.routed import RouteHeaders
 from deployments.service import Service
 from deployments.tracing import Traces, Tracing
 
+ROUTERS = (chat.router, completions.router, native.router, routes.router, token_routes.router, admin.router)
+
 
 def make_app(service: Service, *, echo_request_id: bool = True, tracing: Tracing | None = None) -> FastAPI:
     """The app; ``service`` must be ready to answer. ``echo_request_id``: False where a proxy in front does it."""
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
     app.state.service = service
-    for part in (chat, completions, native, routes, token_routes, admin):
-        app.include_router(part.router)
+    for router in ROUTERS:
+        for route in router.routes:
+            if isinstance(route, APIRoute) and route.methods == {"GET"}:
+                route.methods.add("HEAD")  # the server leaves the body out
+        app.include_router(router)
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)
     app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)

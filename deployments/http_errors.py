@@ -94,7 +94,8 @@ def install(app: FastAPI) -> None:
     async def starlettes(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(error_body(message, status=error.status_code), status_code=error.status_code)
+        body = error_body(message, status=error.status_code)
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     app.add_exception_handler(MantaError, ours)
     app.add_exception_handler(NoReplica, ours)

@@ -86,7 +86,13 @@ class TokenizeRequest(WireType):
     prompt: str | list[str] | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    # with messages, as ChatRequest
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(WireType):

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from deployments.body import read_body
+from deployments.chat import refuse_tools, template_options
 from deployments.convert import check_model, to_ids
 from deployments.openai_types import DetokenizeRequest, TokenizeRequest
 from deployments.service import service_of
@@ -27,8 +28,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
     special = True if body.add_special_tokens is None else body.add_special_tokens
     tokens: list[int] | list[list[int]]
     if body.messages is not None:
-        generation = True if body.add_generation_prompt is None else body.add_generation_prompt
-        tokens = (await service.encode_chat(body.messages, add_generation_prompt=generation)).tolist()
+        refuse_tools(body)
+        tokens = (await service.encode_chat(body.messages, **template_options(body))).tolist()
     elif isinstance(body.prompt, list):
         rows = [(await service.encode(text, add_special_tokens=special)).tolist() for text in body.prompt]
         return {"tokens": rows, "count": [len(row) for row in rows], "max_model_len": service.model.context_len}
@@ -59,15 +60,16 @@ async def detokenize(request: Request) -> dict[str, Any]:
 async def tokenizer_info(request: Request) -> dict[str, Any]:
     """What lm-eval's remote tokenizer asks for."""
     service = service_of(request)
-    eos = sorted(service.tokenizer.eos_ids)
+    tokenizer = service.tokenizer
+    eos = sorted(tokenizer.eos_ids)
     return {
         "tokenizer_path": service.model.tokenizer_path,
-        "vocab_size": service.tokenizer.vocab_size,
-        "eos_token": service.tokenizer.token_text(eos[0]) if eos else None,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_token": tokenizer.named_token("eos") or (tokenizer.token_text(eos[0]) if eos else None),
         "eos_token_id": eos[0] if eos else None,
         "eos_token_ids": eos,
-        "bos_token": None,
-        "pad_token": None,
-        "chat_template": service.tokenizer.has_chat_template,
+        "bos_token": tokenizer.named_token("bos"),
+        "pad_token": tokenizer.named_token("pad"),
+        "chat_template": tokenizer.chat_template,
         "max_model_len": service.model.context_len,
     }

@@ -15,7 +15,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import numpy as np
@@ -73,6 +73,18 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the template that chats are rendered in; None without one, or with none as default."""
+        given = self._hf.chat_template
+        template = given.get("default") if isinstance(given, dict) else given
+        return None if template is None else str(template)
+
+    def named_token(self, name: Literal["bos", "eos", "pad", "unk"]) -> str | None:
+        """The token that the tokenizer's configuration gives this name; None where it gives none."""
+        token = getattr(self._hf, f"{name}_token")
+        return None if token is None else str(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Ids [L] of ``text``. Raises InvalidRequest for text that has no UTF-8 form (a lone surrogate)."""

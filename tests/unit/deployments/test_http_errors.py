@@ -236,7 +236,11 @@ async def test_an_unknown_model_is_a_404(client: httpx.AsyncClient, route: str) 
 
 async def test_an_unknown_route_and_a_wrong_method_have_the_same_body(client: httpx.AsyncClient) -> None:
     check_error(await client.get("/v1/nothing"), 404)
-    check_error(await client.get(CHAT), 405)
+    for method in ("GET", "PUT", "TRACE", "OPTIONS", "MADEUP"):
+        answer = await client.request(method, CHAT)
+        check_error(answer, 405)
+        assert answer.headers["allow"] == "POST"
+    assert (await client.head(CHAT)).status_code == 405  # without a body
 
 
 async def test_unknown_fields_and_nulls_are_accepted(client: httpx.AsyncClient) -> None:

@@ -75,6 +75,15 @@ async def test_health_is_about_replicas_and_ping_about_the_router(client: httpx.
     assert refused.headers["retry-after"] == "1"
 
 
+async def test_what_can_be_read_can_be_asked_for_by_head(client: httpx.AsyncClient) -> None:
+    """`curl -I`, `wget --spider` and some load balancers; what HEAD asks for must change nothing."""
+    for path in ("/health", "/ready", "/ping", "/v1/models", "/version", "/get_model_info", "/tokenizer_info"):
+        get, head = await client.get(path), await client.head(path)
+        assert (head.status_code, head.headers["content-type"]) == (200, get.headers["content-type"]), path
+    assert (await client.head("/flush_cache")).status_code == 405
+    assert (await client.get("/version")).json() == {"version": "0.1.0"}
+
+
 async def test_a_stream_goes_on_over_the_death_of_its_replica(
     client: httpx.AsyncClient, house: House, engine_loop: EngineLoop
 ) -> None:
