@@ -30,11 +30,12 @@ from replicas.runner import batch as batches
 from replicas.runner import set_aside
 from replicas.runner.device import free_device_bytes
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
+from replicas.runner.largest_step import idle_extend, run_largest_step
 from replicas.runner.pending import PendingTokens
 from replicas.runner.sampler import Sampler
 from replicas.runner.staging import Staging
 from replicas.runner.weights import load_weights, weight_bytes
-from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, ExtendRow, PendingStep, StepPlan, StepResult
+from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, PendingStep, StepPlan, StepResult
 from replicas.types import TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class ModelRunner:
         self.tp = tp
         self.device = tp.device
         free_before = self._free_bytes(0)
+        self._reserve_bytes = int(free_before * (1.0 - config.cache.mem_fraction_static))
         self._attention: AttentionBackend | None = None
         started_s = time.monotonic()
         self._model = model_class(config.model.architecture)(config.model, tp, _Unsized(self))
@@ -193,10 +195,7 @@ class ModelRunner:
         Returns: how long it took.
         """
         started_s = time.monotonic()
-        slots = np.zeros(2, dtype=np.int32)
-        ids = np.zeros(2, dtype=np.int32)
-        row = ExtendRow(row=self.max_running, token_ids=ids, prefix_len=0, slots=slots, sample=True)
-        self.forward(ExtendPlan(table_writes=(), rows=(row,), sampling=()))
+        self.forward(idle_extend(self.max_running, 2))
         logits = self._decode_idle(1, 2, ())
         if self.tp.rank == 0:
             self._sampler.warm_up(logits)
@@ -205,6 +204,10 @@ class ModelRunner:
             group = PrefixGroup(members=np.arange(2, dtype=np.int32), length=shared_len)
             self._decode_idle(2, shared_len + 1, (group,))  # kernels that only a group has
         self._capture_graphs()
+        if self.device.type == "cuda":
+            run_largest_step(
+                self._config, self.forward, row=self.max_running, device=self.device, reserve_bytes=self._reserve_bytes
+            )
         warm_up_s = time.monotonic() - started_s
         log.info("warm-up: %.1f s", warm_up_s)
         return warm_up_s

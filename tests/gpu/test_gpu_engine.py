@@ -4,6 +4,8 @@ fake_cuda.py refuses what a device would, and its steps give real tokens, so mos
 it here. What stays for a GPU: time, compiled kernels, streams.
 """
 
+import logging
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,11 @@ from benchmarks.engine_process import EngineProcess
 from kvtransfer.types import PdTicket
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine import Engine
+from replicas.errors import InvalidConfig
 from replicas.launch import load_engine
 from replicas.loop import EngineLoop
-from replicas.scheduler.plan import DecodePlan, StepPlan
+from replicas.runner.model_runner import ModelRunner
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.gpu import fake_cuda, flashinfer_stand_in
 from tests.gpu.device_steps import DEVICE
@@ -104,7 +108,7 @@ def test_every_kind_of_step_gives_transformers_tokens(
 
 def test_everything_of_a_rank_lies_on_the_device_of_its_group(tmp_path: Path, gpu: fake_cuda.FakeCuda | None) -> None:
     """And that device has a number: what threads of their own and the transfer library are told."""
-    engine = start(model(tmp_path), dtype="float32")
+    engine = start(model(tmp_path), dtype="float32", cuda_graphs=False)
     runner = engine.steps.launch.__self__.runner  # type: ignore[attr-defined]
     device = torch.device("cuda", 0)
     assert runner.tp.device == runner.device == device
@@ -113,6 +117,33 @@ def test_everything_of_a_rank_lies_on_the_device_of_its_group(tmp_path: Path, gp
     assert len(weights) == 5  # of q, k, v; o; gate and up; down; the head
     assert {weight.device for weight in weights} == {device}
     engine.close()
+
+
+def test_a_step_of_full_size_runs_at_the_start_and_its_memory_is_told(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As large as the context allows, on the sink alone."""
+    with caplog.at_level(logging.INFO):
+        engine = start(model(tmp_path), dtype="float32", context_len=100, cuda_graphs=False)
+    assert re.search(r"a step of 100 tokens takes \d+ MiB of the reserve of \d+ MiB", caplog.text)
+    assert not engine.steps.launch.__self__.runner.pool.buffer[1:].any()  # type: ignore[attr-defined]
+    engine.close()
+
+
+def test_where_a_step_of_full_size_does_not_fit_the_start_says_what_to_lower(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ModelRunner.forward
+
+    def small(self: ModelRunner, plan: StepPlan) -> Any:
+        if isinstance(plan, ExtendPlan) and len(plan.rows[0].token_ids) == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return forward(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "forward", small)
+    says = r"128 tokens does not fit .* lower cache.mem_fraction_static \(0.9\) or scheduler.chunked_prefill_size"
+    with pytest.raises(InvalidConfig, match=says):
+        start(model(tmp_path), dtype="float32", cuda_graphs=False)
 
 
 def test_flashinfer_answers_the_same_with_and_without_a_step_ahead(
