@@ -50,14 +50,15 @@ def export(folder: Path, settings: Export) -> list[Path]:
 
 
 def prometheus_settings(settings: Export) -> dict[str, Any]:
-    """prometheus.yml: one job, its targets asked from the observatory."""
+    """prometheus.yml: one job, its targets asked from the observatory; the key is shown to it and to the targets."""
     discovery: dict[str, Any] = {"url": f"{settings.url.rstrip('/')}/sd", "refresh_interval": REFRESH}
+    key = {}
     if settings.key_file is not None:
-        discovery["authorization"] = {"type": "Bearer", "credentials_file": str(settings.key_file.resolve())}
+        key = {"authorization": {"type": "Bearer", "credentials_file": str(settings.key_file.resolve())}}
     return {
         "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE, "evaluation_interval": "15s"},
         "rule_files": ["rules.yml"],
-        "scrape_configs": [{"job_name": JOB, "http_sd_configs": [discovery]}],
+        "scrape_configs": [{"job_name": JOB, "http_sd_configs": [discovery | key], **key}],
     }
 
 

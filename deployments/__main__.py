@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from deployments import haproxy, ray_env, settings_file
 from deployments.port import check_port
@@ -10,6 +11,7 @@ from replicas.errors import InvalidConfig
 
 DEFAULT = "serve_config.yaml"
 URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "MANTA_ADMIN_KEY"  # as keys.py has it, which top and explain do without
 
 
 def main() -> int:
@@ -26,11 +28,11 @@ def _run(args: argparse.Namespace) -> int:
         from deployments.terminal import top
 
         options = top.Options(once=args.once, as_json=args.json, interval_s=args.interval)
-        return top.run(args.url, args.key, options)
+        return top.run(args.url, args.key or os.environ.get(KEY_VARIABLE), options)
     if args.command == "explain":
         from deployments.terminal import explain
 
-        return explain.run(args.url, args.rid, as_json=args.json)
+        return explain.run(args.url, args.rid, args.key or os.environ.get(KEY_VARIABLE), as_json=args.json)
     try:
         host, port = settings_file.read(args.config).address
         if args.command == "serve":
@@ -41,13 +43,9 @@ def _run(args: argparse.Namespace) -> int:
     ray_env.prepare(host=host)
     if args.command == "serve":
         with haproxy.prepared(os.environ, host=host, warn=_warn):
-            from deployments import cluster, serve  # import Ray, which reads the environment; the others do without
+            from deployments import serve  # imports Ray, which reads the environment; the others do without
 
-            status = serve.run(args.config)
-        if status == cluster.AT_ONCE:
-            sys.stderr.flush()
-            os._exit(status)  # Ray's own end would ask processes that were killed
-        return status
+            return serve.run(args.config)
     from deployments import serve
 
     return serve.check(args.config)
@@ -66,15 +64,22 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser("top", help="a live table of replicas, pools and rates")
     top.add_argument("--once", action="store_true", help="print one and leave")
     top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two (1)")
-    top.add_argument(
-        "--key", default=os.environ.get("MANTA_ADMIN_KEY"), help="admin key (or MANTA_ADMIN_KEY in the environment)"
-    )
     explain = commands.add_parser("explain", help="why a recent request went where it went, and where its time went")
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
     for command in (top, explain):
         command.add_argument("--url", default=URL, help=f"where Manta answers ({URL})")
         command.add_argument("--json", action="store_true", help="the answer as it came")
+        help_text = f"holds the admin key (else {KEY_VARIABLE} in the environment)"
+        command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=help_text)
     return parser
+
+
+def _text_of(path: str) -> str:
+    """Of a file: what stands in the command line itself, everybody on the machine can read while the command runs."""
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _interval(text: str) -> float:

@@ -1,6 +1,7 @@
 """Everything that is not a generation: health, models, server and model facts, cache, aborts, this router's metrics.
 
-Never: changes a replica but through flush and abort.
+Never:     changes a replica but through flush and abort.
+Invariant: what shows or changes everybody's asks for the admin key, where any key exists (keys.py).
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import os
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import choose_encoder
 
@@ -18,13 +19,16 @@ from deployments.body import read_body
 from deployments.fleet import ANSWER_S
 from deployments.frames import ReplicaReport
 from deployments.http_errors import error_body
+from deployments.keys import admin_only, caller_of
 from deployments.leases import ReplicaInfo
 from deployments.native_types import AbortRequest
+from deployments.places import shown_path
 from deployments.service import Service, service_of
 from replicas.errors import InvalidRequest, UnknownModel
 from replicas.types import EngineStats
 
 router = APIRouter()
+ADMIN = [Depends(admin_only)]
 MAX_FLUSH_WAIT_S = 600.0
 
 
@@ -93,8 +97,8 @@ async def model_info(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/get_server_info")
-@router.get("/server_info")
+@router.get("/get_server_info", dependencies=ADMIN)
+@router.get("/server_info", dependencies=ADMIN)
 async def server_info(request: Request) -> dict[str, Any]:
     """The settings, and each replica's state as of now."""
     service = service_of(request)
@@ -141,7 +145,7 @@ def load_of(stats: EngineStats) -> int:
 def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
     pool = report.stats.pool
     return {
-        "replica": dataclasses.asdict(info),
+        "replica": dataclasses.asdict(info) | {"model_path": shown_path(info.model_path)},
         "healthy": report.error is None,
         "error": report.error,
         "num_open": report.num_open,
@@ -154,7 +158,7 @@ def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
     }
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+@router.api_route("/flush_cache", methods=["GET", "POST"], dependencies=ADMIN)
 async def flush_cache(request: Request) -> Response:
     """Forget every cached prefix on every replica; 400 when one is busy for longer than ``timeout`` seconds."""
     service = service_of(request)
@@ -185,18 +189,22 @@ def _timeout_s(given: str) -> float:
 
 @router.post("/abort_request")
 async def abort_request(request: Request) -> dict[str, Any]:
-    """Abort the requests called ``rid``, or all with ``abort_all``."""
+    """Abort the requests called ``rid`` that were sent with the same key, or with the admin key all of that name, or
+    all that there are with ``abort_all``. Raises: InvalidRequest, KeyNeeded."""
     service = service_of(request)
     body = await read_body(request, AbortRequest, max_bytes=service.max_body_bytes)
     if not body.rid and not body.abort_all:
         raise InvalidRequest("rid: is missing; name a request, or set abort_all", param="rid")
-    name = None if body.abort_all else body.rid
-    counts = await service.fleet.ask_all(lambda replica_id: service.leases.abort(replica_id, name))
+    if body.abort_all:
+        admin_only(request)
+    name, caller = None if body.abort_all else body.rid, caller_of(request)
+    owner = None if caller.is_admin or not request.app.state.keys.exist else caller.name
+    counts = await service.fleet.ask_all(lambda replica_id: service.leases.abort(replica_id, name, owner))
     return {"success": True, "num_aborted": sum(counts.values())}
 
 
-@router.get("/metrics")
-@router.get("/prometheus/metrics")
+@router.get("/metrics", dependencies=ADMIN)
+@router.get("/prometheus/metrics", dependencies=ADMIN)
 async def metrics(request: Request) -> Response:
     """This router's own metrics, or with several routers only what was built: a scrape through the load balancer would
     meet another one each time. Replicas serve theirs themselves, on ports of their own; the observatory names all."""

@@ -19,6 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from deployments import logs
 from deployments.capacity import Capacity, auto_count, shortages
 from deployments.feasible import checked, device_of
+from deployments.keys import without_keys
 from deployments.places import weights_bytes
 from deployments.replica import ModelReplica
 from deployments.replica_settings import AutoscalingSettings
@@ -43,10 +44,11 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     config, settings = checked(args)
     for shortage in shortages([config], capacity_of_cluster()):
         log.warning("%s; they wait until the cluster grows", shortage)
+    keys, settings = config.router.keys(), without_keys(settings)
     replicas = [
         serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))
-        .bind(settings, role.value)
+        .bind(settings, role.value, keys.guard)
         for role in roles_of(config)
     ]
     router = serve.deployment(RouterIngress).options(
@@ -60,7 +62,7 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         health_check_timeout_s=config.replicas.health_timeout_s,
         **logs.options(config.observability.log_format),
     )
-    application: Application = router.bind(settings, *replicas)
+    application: Application = router.bind(settings, *replicas, keys=keys)
     return application
 
 

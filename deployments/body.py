@@ -17,10 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class WireType(BaseModel):
-    """A request body. Unknown fields are accepted, since clients send many, and logged once each. Types are JSON's:
-    true is no number, "2" is none, and 2.0 is no integer."""
+    """A request body. Unknown fields are accepted, since clients send many, and logged once each."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
 
 WireT = TypeVar("WireT", bound=WireType)

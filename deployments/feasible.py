@@ -59,6 +59,8 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
 
     with collected():
         tracing.check(config.observability)
+    with collected():
+        config.router.keys()
     model = None
     with collected():
         model = _model(config)

@@ -20,11 +20,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+from deployments.ray_env import is_loopback
 from deployments.settings_file import ALL_ADDRESSES
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"  # what Serve runs
 WRAPPED = "MANTA_HAPROXY"  # what the wrapper runs
+STATS_HOST = "MANTA_HAPROXY_STATS_HOST"  # where the wrapper has HAProxy's statistics listen
 WRAPPER = Path(__file__).with_name("haproxy_no_splice.sh")  # which says why
 # Serve has HAProxy connect to routers of its own node at 127.0.0.1, wherever they listen
 HOSTS = ("127.0.0.1", "localhost", ALL_ADDRESSES)
@@ -61,7 +63,8 @@ def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[st
     # of mode 0700: HAProxy's admin socket asks nobody who he is
     with tempfile.TemporaryDirectory(prefix="manta-haproxy-", ignore_cleanup_errors=True) as folder:
         open_ones = {name: value for name, value in settings(folder).items() if name not in environ}
-        with _changed(environ, open_ones | {BINARY: str(WRAPPER), WRAPPED: binary}):
+        stats = {STATS_HOST: "127.0.0.1"} if is_loopback(host) else {}
+        with _changed(environ, open_ones | stats | {BINARY: str(WRAPPER), WRAPPED: binary}):
             yield
 
 

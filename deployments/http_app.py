@@ -3,23 +3,43 @@
 Never: holds state of its own; everything is in ``app.state.service``.
 """
 
+from collections.abc import Collection
+
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
 from deployments import admin, chat, completions, http_errors, native, routes, token_routes
 from deployments.arrivals import Arrivals
+from deployments.browsers import BrowserCheck, BrowserRules
+from deployments.keys import NO_KEYS, KeyCheck, KeyDigests
 from deployments.request_ids import RequestIds
 from deployments.routed import RouteHeaders
 from deployments.service import Service
 from deployments.tracing import Traces, Tracing
 
 ROUTERS = (chat.router, completions.router, native.router, routes.router, token_routes.router, admin.router)
+EXPOSED = ["x-request-id", "x-manta-route", "retry-after"]  # headers that pages may read
 
 
-def make_app(service: Service, *, echo_request_id: bool = True, tracing: Tracing | None = None) -> FastAPI:
-    """The app; ``service`` must be ready to answer. ``echo_request_id``: False where a proxy in front does it."""
+def make_app(
+    service: Service,
+    *,
+    echo_request_id: bool = True,
+    tracing: Tracing | None = None,
+    keys: KeyDigests = NO_KEYS,
+    browsers: BrowserRules | None = None,
+    cors_origins: Collection[str] = (),
+) -> FastAPI:
+    """The app; ``service`` must be ready to answer.
+
+    Args: echo_request_id: False where a proxy in front does it.
+          browsers: None where pages cannot do harm (`browser_rules`).
+          cors_origins: of pages that may read the answers; "*": all.
+    """
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.state.keys = keys
     for router in ROUTERS:
         for route in router.routes:
             if isinstance(route, APIRoute) and route.methods == {"GET"}:
@@ -30,6 +50,15 @@ def make_app(service: Service, *, echo_request_id: bool = True, tracing: Tracing
     app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)
     if tracing is not None:
         app.add_middleware(Traces, tracing=tracing, routes=service.dispatcher.routes)
+    app.add_middleware(KeyCheck, keys=keys)
+    if browsers is not None:
+        app.add_middleware(BrowserCheck, rules=browsers)
+    if cors_origins:
+        methods, headers = ["GET", "POST"], ["*"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=cors_origins, allow_methods=methods, allow_headers=headers,
+            expose_headers=EXPOSED, allow_private_network=True,
+        )  # fmt: skip
     app.add_middleware(RequestIds, echo=echo_request_id)
     app.add_middleware(Arrivals, watch=service.dispatcher.watch)
     return app

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replicas.errors import EngineDead, InvalidRequest, MantaError
+from replicas.errors import InvalidRequest, MantaError
 from replicas.types import Finish
 from routing.types import NoReplica
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_CLOSED = 499
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-          405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error", 499: "request_aborted",
-          503: "service_unavailable", 504: "timeout"}  # fmt: skip
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          405: "invalid_request_error", 413: "invalid_request_error", 415: "invalid_request_error",
+          429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable", 504: "timeout"}  # fmt: skip
 
 
 class BodyTooLarge(InvalidRequest):
@@ -51,9 +51,6 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         status = error.http_status
         param = error.param if isinstance(error, InvalidRequest) else None
         code = error.code if isinstance(error, MantaError) else None
-        if isinstance(error, EngineDead):  # its text is of our insides; `GET /route/{rid}` and the logs have it
-            text = "the replica that ran this request failed, and no other one could go on: try again"
-            return status, error_body(text, status=status)
         return status, error_body(str(error), status=status, param=param, code=code)
     log.error("a request failed", exc_info=error)
     return 500, error_body(f"internal error: {type(error).__name__}; the router's log has the details", status=500)
@@ -62,7 +59,9 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
 def error_response(error: Exception) -> Response:
     status, body = body_of(error)
     wait_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
-    headers = {"Retry-After": str(max(math.ceil(wait_s), RETRY_AFTER_S))} if status in (429, 503) else None
+    headers = {"Retry-After": str(max(math.ceil(wait_s), RETRY_AFTER_S))} if status in (429, 503) else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = 'Bearer realm="manta"'
     return JSONResponse(body, status_code=status, headers=headers)
 
 

@@ -78,6 +78,6 @@ class Leases(Protocol):
         """Forget every cached prefix; False while requests run, after waiting ``timeout_s`` for them."""
         ...
 
-    async def abort(self, replica_id: str, client_rid: str | None) -> int:
-        """Abort the requests of that name, or all; how many there were."""
+    async def abort(self, replica_id: str, client_rid: str | None, owner: str | None) -> int:
+        """Abort the requests of that name, or all, if they are ``owner``'s (None: whosever); how many there were."""
         ...

@@ -61,8 +61,8 @@ class RayLeases:
     async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
         return cast(bool, await self._call(replica_id, "flush_cache", timeout_s))
 
-    async def abort(self, replica_id: str, client_rid: str | None) -> int:
-        return cast(int, await self._call(replica_id, "abort", client_rid))
+    async def abort(self, replica_id: str, client_rid: str | None, owner: str | None) -> int:
+        return cast(int, await self._call(replica_id, "abort", client_rid, owner))
 
     async def _call(self, replica_id: str, method: str, *args: Any) -> Any:
         """Raises: ReplicaGone when the replica is not there, or dies meanwhile; our own errors as they are."""

@@ -44,12 +44,15 @@ log = logging.getLogger("ray.serve")
 class ModelReplica:
     """Made by app.py, once for each role; its methods are `Leases`, called by ray_leases.py."""
 
-    def __init__(self, settings: dict[str, Any], role: str = Role.UNIFIED.value) -> None:
+    def __init__(
+        self, settings: dict[str, Any], role: str = Role.UNIFIED.value, metrics_guard: bytes | None = None
+    ) -> None:
+        """``metrics_guard``: as MetricsServer's."""
         logs.into_serve()
         config = config_of(parse(settings), Role(role))
         replica_id, node_id = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
         with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
-            port = _metrics_port(config)  # before the weights: what cannot be is said at once
+            port = _metrics_port(config, metrics_guard)  # before the weights: what cannot be is said at once
             if port is not None:
                 undo.callback(port.close)
             engine = self.load(config, Role(role))
@@ -107,8 +110,8 @@ class ModelReplica:
     async def flush_cache(self, timeout_s: float) -> bool:
         return await self._served.flush_cache(timeout_s)
 
-    async def abort(self, client_rid: str | None) -> int:
-        return await self._served.abort(client_rid)
+    async def abort(self, client_rid: str | None, owner: str | None) -> int:
+        return await self._served.abort(client_rid, owner)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the application scales itself."""
@@ -127,11 +130,11 @@ class ModelReplica:
             await served.stop()
 
 
-def _metrics_port(config: AppConfig) -> MetricsServer | None:
+def _metrics_port(config: AppConfig, guard: bytes | None) -> MetricsServer | None:
     """None where there are no metrics. Raises: InvalidConfig when it is taken."""
     if not config.observability.metrics:
         return None
-    return MetricsServer(host=ray.util.get_node_ip_address(), port=config.observability.metrics_port)
+    return MetricsServer(host=ray.util.get_node_ip_address(), port=config.observability.metrics_port, guard=guard)
 
 
 def _metrics(

@@ -1,8 +1,8 @@
 """Names of requests: unique inside, and still carrying the name that the client gave.
 
-    internal rid = <16 hex digits>.<try>-<the client's name>
-The digits make it unique in the whole application; the try tells a retry's deltas from those of a replica that was
-given up; the client's name lets ``/abort_request`` find it on any replica.
+    internal rid = <16 hex digits><16 of its owner, where keys are asked for>.<try>-<the client's name>
+The digits make it unique in the whole application; its owner (keys.py) may abort it; the try tells a retry's deltas
+from those of a replica that was given up; the client's name lets ``/abort_request`` find it on any replica.
 """
 
 import re
@@ -11,10 +11,22 @@ import secrets
 from replicas.errors import InvalidRequest
 
 _NAME = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
+_NUM_DIGITS = 16
 
 
 def new_rid(client_rid: str) -> str:
-    return f"{secrets.token_hex(8)}.0-{client_rid}"
+    return f"{secrets.token_hex(_NUM_DIGITS // 2)}.0-{client_rid}"
+
+
+def owned(rid: str, owner: str) -> str:
+    """``rid``, which has no owner yet, as ``owner``'s."""
+    digits, dot, rest = rid.partition(".")
+    return f"{digits}{owner}{dot}{rest}"
+
+
+def owner_of(rid: str) -> str:
+    """"" where it has none."""
+    return rid.partition(".")[0][_NUM_DIGITS:]
 
 
 def with_try(rid: str, number: int, choice: int | None = None) -> str:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.arrivals import arrival_of
+from deployments.keys import ANYBODY, Caller, caller_of, scoped
 from deployments.rids import check_name
 from deployments.route_log import RouteLog, RouteRecord, Try
 from deployments.route_request import NO_HINTS, RouteHints
@@ -36,23 +37,31 @@ class Routed:
     """Starts the generations of one HTTP request and remembers which they were."""
 
     def __init__(
-        self, service: Service, arrival: Arrival, hints: RouteHints = NO_HINTS, answer_id: str | None = None
+        self,
+        service: Service,
+        arrival: Arrival,
+        hints: RouteHints = NO_HINTS,
+        answer_id: str | None = None,
+        caller: Caller = ANYBODY,
     ) -> None:
         """``answer_id``: that of the answer; None where each prompt's part has its own."""
         self.answer_id = answer_id
         self._service = service
         self._arrival = arrival
         self._hints = hints
+        self._caller = caller
         self.rids: list[str] = []
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        request = scoped(request, self._caller, isolates=self._service.isolates_keys)
         self.rids.append(request.rid)
         return self._service.dispatcher.stream(request, self._hints, self._arrival)
 
 
 def routed_of(request: Request, answer_id: str | None) -> Routed:
     """For one HTTP request; its header is written from what is started here. Raises: InvalidRequest for bad hints."""
-    routed = Routed(service_of(request), arrival_of(request), hints_of(request.headers), answer_id)
+    hints, caller = hints_of(request.headers), caller_of(request)
+    routed = Routed(service_of(request), arrival_of(request), hints, answer_id, caller)
     request.state.routed = routed
     return routed
 

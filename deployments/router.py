@@ -26,14 +26,17 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments import logs, membership, tracing
+from deployments.browsers import browser_rules
 from deployments.channel_server import ChannelServer
 from deployments.dispatch import Dispatcher
 from deployments.fleet import Fleet
 from deployments.http_app import make_app
+from deployments.keys import NO_KEYS, KeyDigests
 from deployments.leases import ReplicaGone
 from deployments.metrics.process import ServedMetrics
 from deployments.metrics.router_metrics import RouterMetrics
 from deployments.model_face import read_face
+from deployments.observatory import ask_serve
 from deployments.observatory.router_view import request_body, router_view
 from deployments.observatory.view import RouterView
 from deployments.peers import Alone, Peers
@@ -60,12 +63,13 @@ class RouterIngress:
     """Made by app.py."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: dict[str, Any], *replicas: DeploymentHandle
+        self, settings: dict[str, Any], *replicas: DeploymentHandle, keys: KeyDigests = NO_KEYS
     ) -> None:
         self._metrics: ServedMetrics | None = None
         self._tracing: tracing.Tracing | None = None
         logs.into_serve()
         self._config = config = parse(settings)
+        self._keys = keys
         context = ray.get_runtime_context()
         self._node_id = context.get_node_id()
         router = Router(
@@ -89,7 +93,7 @@ class RouterIngress:
             router_id=router_id, node_id=self._node_id, host=ray.util.get_node_ip_address()
         )
         metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
-        self._metrics = metrics.served(host=address.host, node_id=address.node_id)
+        self._metrics = metrics.served(host=address.host, node_id=address.node_id, guard=keys.guard)
         self.metrics_target = None if self._metrics is None else self._metrics.target  # None where they are off
         self._fleet.start(address, leave=self._channel.leave)
         for handle in replicas:
@@ -110,12 +114,26 @@ class RouterIngress:
         self._tracing = tracing.of_router(
             config.observability, model=config.model.name, router_id=router_id, version=self._service.version
         )
+        self._listens_on = await asyncio.to_thread(ask_serve.listens_on)
         log.info("%s", logs.WAITS_FOR_REPLICA)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self._service, echo_request_id=False, tracing=self._tracing)  # Serve's proxy echoes it
+        settings = self._config.router
+        return make_app(
+            self._service,
+            echo_request_id=False,  # Serve's proxy echoes it
+            tracing=self._tracing,
+            keys=self._keys,
+            browsers=browser_rules(
+                listens_on=self._listens_on,
+                has_keys=bool(self._keys.api),
+                allowed_hosts=settings.allowed_hosts,
+                origins=settings.cors_origins,
+            ),
+            cors_origins=settings.cors_origins,
+        )
 
     async def find_route(self, name: str) -> dict[str, Any] | None:
         """Called by the other routers (ray_peers.py)."""
@@ -132,6 +150,7 @@ class RouterIngress:
             config=self._config,
             node_id=self._node_id,
             target=self.metrics_target,
+            asks_for_key=self._keys.exist,
             since=since,
         )
 
@@ -201,7 +220,7 @@ def _service(
             "cache": dataclasses.asdict(config.cache),
             "scheduler": dataclasses.asdict(config.scheduler),
             "parallel": dataclasses.asdict(config.parallel),
-            "router": config.router.model_dump(),
+            "router": config.router.shown(),
             "replicas": config.replicas.model_dump(),
             "mode": config.mode,
             "observability": config.observability.model_dump(),
@@ -210,6 +229,7 @@ def _service(
         peers=peers,
         registry=registry,
         max_body_bytes=config.router.max_body_bytes,
+        isolates_keys=config.router.cache_isolation == "key",
         version=importlib.metadata.version("manta"),
     )
 

@@ -6,13 +6,14 @@ Never:     changes anything: a dry run sends nothing, and neither the index nor 
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from deployments.body import WireType, read_body
 from deployments.convert import check_model, salt_of, to_ids
 from deployments.dispatch import Dispatcher
 from deployments.http_errors import RETRY_AFTER_S, error_body
+from deployments.keys import admin_only, caller_of, scoped
 from deployments.openai_format import number
 from deployments.pair_body import hand_off_body, pair_body
 from deployments.peers import newer
@@ -27,7 +28,7 @@ from replicas.types import GenerateRequest, SamplingParams, TokenIds
 from routing.explain import explain, sentence
 from routing.types import Candidate, Decision
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(admin_only)])  # both tell of everybody's requests and prefixes
 
 
 class ExplainRequest(WireType):
@@ -80,6 +81,7 @@ async def explain_route(request: Request) -> dict[str, Any]:
         cache_salt=salt_of(body.cache_salt, body.extra_key),
         priority=body.priority or 0,
     )
+    would_be = scoped(would_be, caller_of(request), isolates=service.isolates_keys)
     decision = service.dispatcher.explain_only(query_of(would_be, hints_of(request.headers)))
     return {
         "dry_run": True,

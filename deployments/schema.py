@@ -9,8 +9,9 @@ import copy
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
+from deployments.keys import SECRET, KeyDigests, read_keys
 from deployments.other_names import CACHE_NAMES, DTYPE_NAMES, QUANTIZATION_NAMES, SCHEDULER_NAMES
 from deployments.replica_settings import (
     AutoscalingSettings,
@@ -48,6 +49,11 @@ class RouterSettings(Settings):
     hang_timeout_s: float = Field(default=4.0, gt=0)  # a replica that hangs for so long is left (docs/routing.md)
     max_wait_s: float = Field(default=120.0, gt=0)  # longer queues, as estimated, are answered with 429
     decisions_kept: int = Field(default=1000, ge=1)  # most recent requests, for GET /route/{rid}; 0.5 KB a replica each
+    api_key_file: str | None = None  # keys that clients show, one a line; beside those of MANTA_API_KEYS
+    admin_key: SecretStr | None = None  # None: MANTA_ADMIN_KEY, or none
+    cache_isolation: Literal["key", "none"] = "key"  # key: requests of different API keys share no cached prefix
+    allowed_hosts: tuple[str, ...] = ()  # names in Host beside the loopback's, where that is served without API keys
+    cors_origins: tuple[str, ...] = ()  # of web pages that may call, such as http://localhost:3000; "*": all
 
     @field_validator("policy")
     @classmethod
@@ -55,6 +61,15 @@ class RouterSettings(Settings):
         if policy not in POLICIES:
             raise ValueError(f"{policy!r} is unknown{nearest(policy, POLICIES)}; allowed: {', '.join(POLICIES)}")
         return policy
+
+    def keys(self) -> KeyDigests:
+        """With those of the environment here. Raises: InvalidConfig."""
+        given = None if self.admin_key is None else self.admin_key.get_secret_value()
+        return read_keys(api_key_file=self.api_key_file, admin_key=given)
+
+    def shown(self) -> dict[str, Any]:
+        """As anyone may see it."""
+        return self.model_dump(mode="json", exclude=set(SECRET))
 
 
 class ObservabilitySettings(Settings):

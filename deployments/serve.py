@@ -7,24 +7,30 @@ Thread:    the main thread.
     check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> print where ──> wait ──> stop all
 """
 
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ray import serve
 from ray.serve._private.api import serve_start
 from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve.config import gRPCOptions
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+)
 
 from deployments import cluster, startup
 from deployments.announce import OBSERVATORY, Observatories, announce
 from deployments.app import capacity_of_cluster
 from deployments.capacity import shortages
-from deployments.check import read
+from deployments.check import MANTA, read
+from deployments.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.observatory import settings as observatory
 from deployments.port import check_port
 from deployments.schema import AppConfig
@@ -35,41 +41,32 @@ LOOK_S = 0.5
 
 def run(config_path: str) -> int:
     """Serve ``config_path`` until interrupted; the exit status."""
-    board = startup.Board()
-    try:
-        return _run(config_path, board)
-    finally:
-        board.close()
+    started_s = time.monotonic()
 
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", flush=True)
 
-def _run(config_path: str, board: startup.Board) -> int:
-    say = board.say
     try:
         schema, configs = read(config_path, say)
         check_port(schema.http_options.host, schema.http_options.port)
         settle_key(schema, say, on_cluster="RAY_ADDRESS" in os.environ)
     except InvalidConfig as error:
-        board.close()
         return refuse(config_path, error)
     cluster.listen_for_the_end()
     try:
         with cluster.opened(say) as opened:
             for shortage in () if opened.ours else shortages(configs.values(), capacity_of_cluster()):
                 say(f"{shortage}; they wait until the cluster grows")
-            opened.serving = ready = _deploy(schema, configs, board)
+            opened.serving = ready = _deploy(schema, configs, say)
             while ready:
                 time.sleep(3600)
             return 1
     except cluster.NoCluster as error:
-        board.close()
         print(error, file=sys.stderr)
         return 1
     except cluster.StoppedAtOnce:
-        board.close()
         print("stopped at once", file=sys.stderr)
-        return cluster.AT_ONCE
     except KeyboardInterrupt:
-        board.close()
         say("stopped")
     return 0
 
@@ -91,29 +88,38 @@ def refuse(config_path: str, error: InvalidConfig) -> int:
 
 
 def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_cluster: bool) -> None:
-    """Bring the observatory's admin key where it is built: on a Ray of our own, which has our environment, out of the
-    arguments that Serve logs; to a cluster that runs already, and has its own, from our environment.
+    """Bring the keys where applications are built: on a Ray of our own, which has our environment, the admin key out of
+    the arguments that Serve logs; to a cluster that runs already, and has its own, those of our environment.
 
     Raises: InvalidConfig.
     """
-    applications = [each for each in schema.applications if each.import_path == OBSERVATORY]
+    applications = [each for each in schema.applications if each.import_path in (OBSERVATORY, MANTA)]
     if not on_cluster:
-        observatory.check_one_key([each.args for each in applications])
+        observatory.check_one_key([_keyed(each) for each in applications])
     for each in applications:
+        is_api = each.import_path == MANTA
         if not on_cluster:
-            each.args = observatory.key_moved(each.args)
-        elif (sent := observatory.key_sent(each.args, each.runtime_env)) is not None:
+            moved = observatory.key_moved(_keyed(each))
+            each.args = {**each.args, "router": moved} if is_api else moved
+            continue
+        names = (KEY_VARIABLE, KEYS_VARIABLE) if is_api else (KEY_VARIABLE,)
+        if (sent := observatory.key_sent(_keyed(each), each.runtime_env, names=names)) is not None:
             each.runtime_env = sent
+            said = " and ".join(name for name in names if name in sent["env_vars"])
             say(
-                f"{observatory.KEY_VARIABLE} of this shell goes to the cluster as runtime_env of {each.name}, which "
-                "Ray's logs there show; to keep it out of them, set it where `ray start` runs, and not here"
+                f"{said} of this shell goes to the cluster as runtime_env of {each.name}, which Ray's logs there show; "
+                "to keep it out of them, set it where `ray start` runs, and not here"
             )
 
 
-def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], board: startup.Board) -> bool:
+def _keyed(application: ServeApplicationSchema) -> dict[str, Any]:
+    """Its group of settings that may hold the admin key."""
+    return application.args if application.import_path == OBSERVATORY else application.args.get("router") or {}
+
+
+def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Callable[[str], None]) -> bool:
     """Deploy as `serve run` does, and tell what is waited for until every application runs. False when one failed."""
-    board.say("starting Serve")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the board says how far it is
+    say("starting Serve")
     client = serve_start(
         http_options=schema.http_options.model_dump(),
         proxy_location=schema.proxy_location,
@@ -121,30 +127,30 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], board: sta
     )
     replica_logs = startup.ReplicaLogs(Path(get_serve_logs_dir()))
     client.deploy_apps(schema, _blocking=False)
-    observatories = Observatories(schema, board.say)
-    failed = _until_running(board, replica_logs, observatories)
-    board.close()
+    observatories = Observatories(schema, say)
+    with startup.board(say) as show:
+        failed = _until_running(show, replica_logs, observatories)
     if failed:
         for name, application in failed.items():
             print(f"{name} failed to start:\n{_why(application)}", file=sys.stderr)
         return False
     applications = serve.status().applications
+    announce(schema, configs, applications, say)
     observatories.look(applications, last=True)
-    announce(schema, configs, applications, board.say, watched_at=observatories.told)
     return True
 
 
 def _until_running(
-    board: startup.Board, replica_logs: startup.ReplicaLogs, observatories: Observatories
+    show: Callable[[Mapping[str, str]], None], replica_logs: startup.ReplicaLogs, observatories: Observatories
 ) -> dict[str, ApplicationStatusOverview]:
     """Show what is waited for until every application runs, or some failed: those."""
     while True:
         applications = serve.status().applications
         replica_logs.look()
-        now: dict[str, startup.Line] = {}
+        now: dict[str, str] = {}
         for name, each in applications.items():
             now |= startup.lines(name, each.deployments, replica_logs)
-        board.show(now)
+        show(now)
         observatories.look(applications)
         failed = {
             name: each for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED

@@ -22,7 +22,7 @@ from deployments.channel_client import ChannelClient
 from deployments.channel_server import ChannelAddress
 from deployments.frames import ReplicaReport, encode_report
 from deployments.leases import ReplicaGone, ReplicaInfo
-from deployments.rids import client_rid
+from deployments.rids import client_rid, owner_of
 from kvtransfer.types import PeerAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.errors import EngineDead, MantaError
@@ -147,9 +147,13 @@ class ServedEngine:
             await asyncio.sleep(FLUSH_POLL_S)
         return True
 
-    async def abort(self, name: str | None) -> int:
-        """Abort the open requests that clients know as ``name``, or all of them; how many there were."""
-        rids = [rid for rid in self._leases if name is None or client_rid(rid) == name]
+    async def abort(self, name: str | None, owner: str | None) -> int:
+        """Abort the open requests that clients know as ``name``, or all of them; how many there were.
+
+        Args: owner: of other owners' requests (rids.py) none is; None: whosever they are.
+        """
+        named = [rid for rid in self._leases if name is None or client_rid(rid) == name]
+        rids = [rid for rid in named if owner is None or owner_of(rid) == owner]
         for rid in rids:
             self.loop.abort(rid)
         return len(rids)

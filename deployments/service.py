@@ -49,6 +49,7 @@ class Service:
     peers: Peers = field(default_factory=Alone)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
     max_body_bytes: int = 4 << 20
+    isolates_keys: bool = True  # requests of different API keys share no cached prefix
     version: str = "0.1.0"
     started_s: float = field(default_factory=time.time)
 

@@ -35,11 +35,14 @@ class RouterMetrics:
         if self._emitter is not None and config.router.count == 1:
             self.shown = self._emitter.registry
 
-    def served(self, *, host: str, node_id: str) -> ServedMetrics | None:
-        """Over HTTP from now on, where they are on. Raises: InvalidConfig when the port is taken."""
+    def served(self, *, host: str, node_id: str, guard: bytes | None) -> ServedMetrics | None:
+        """Over HTTP from now on, where they are on; ``guard``: as MetricsServer's.
+
+        Raises: InvalidConfig when the port is taken.
+        """
         if self._emitter is None:
             return None
-        server = MetricsServer(host=host, port=self._settings.metrics_port)
+        server = MetricsServer(host=host, port=self._settings.metrics_port, guard=guard)
         return ServedMetrics(self._emitter, server, node_id=node_id)
 
     def _bind(self, config: AppConfig, identity: Identity, fleet: Fleet) -> Emitter:

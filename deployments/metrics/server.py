@@ -8,16 +8,20 @@ Invariant: after `close` nothing listens.
 Text format 0.0.4, or OpenMetrics where asked for; gzip where accepted (the client library's WSGI app).
 """
 
+import hmac
 import logging
 import socket
 import socketserver
 import sys
 import threading
+from collections.abc import Iterable
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from deployments.keys import digest
 from replicas.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
@@ -28,8 +32,9 @@ READ_S = 10.0  # a client that says nothing for so long is not waited for
 class MetricsServer:
     """Has its port from its making on, and answers from `serve` on; who comes between the two waits."""
 
-    def __init__(self, *, host: str, port: int = 0) -> None:
-        """``host``: this node's address, as others reach it. ``port``: 0 takes any that is free.
+    def __init__(self, *, host: str, port: int = 0, guard: bytes | None = None) -> None:
+        """``host``: this node's address, as others reach it. ``port``: 0 takes any that is free. ``guard``: digest of
+        the key that is asked for (keys.py); None: of none.
 
         Raises: InvalidConfig when the port is taken.
         """
@@ -40,13 +45,15 @@ class MetricsServer:
                 f"observability.metrics_port = {port}: {host}:{port} cannot be listened on ({error.strerror}); with "
                 "several processes on a node each needs a port of its own: leave it at 0"
             ) from error
+        self._guard = guard
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._server.server_port}"  # host:port
         self._thread = threading.Thread(target=self._server.serve_forever, name="manta-metrics", daemon=True)
 
     def serve(self, registry: CollectorRegistry) -> None:
         """Answer with ``registry``'s metrics; once."""
-        self._server.set_app(make_wsgi_app(registry))
+        app = make_wsgi_app(registry)
+        self._server.set_app(app if self._guard is None else _guarded(app, self._guard))
         self._thread.start()
 
     def close(self) -> None:
@@ -80,6 +87,19 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that hangs up, or says nothing, is not worth the base's stack on stderr."""
         log.info("a scrape from %s failed: %r", client_address, sys.exception())
+
+
+def _guarded(app: WSGIApplication, guard: bytes) -> WSGIApplication:
+    """``app`` for whoever shows the key as a bearer token."""
+
+    def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        scheme, _, key = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(digest(key), guard):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", 'Bearer realm="manta"'), ("Content-Length", "0")])
+        return []
+
+    return checked
 
 
 def _family_of(host: str) -> socket.AddressFamily:

@@ -9,6 +9,8 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 
+from deployments.keys import digest
+
 COOKIE = "manta_observatory"
 LASTS_S = 12 * 3600  # a login
 
@@ -17,7 +19,7 @@ class AdminKey:
     """The key, or that there is none. White space around it does not count: headers, files and shells add some."""
 
     def __init__(self, key: str | None) -> None:
-        self._digest = None if key is None else _digest(key.strip())
+        self._digest = None if key is None else digest(key)
 
     @property
     def is_set(self) -> bool:
@@ -25,7 +27,7 @@ class AdminKey:
 
     def is_right(self, given: str) -> bool:
         """Whether ``given`` is the key."""
-        return self._digest is not None and hmac.compare_digest(self._digest, _digest(given.strip()))
+        return self._digest is not None and hmac.compare_digest(self._digest, digest(given))
 
     def admits(self, headers: Mapping[str, str], cookies: Mapping[str, str], now_s: float) -> bool:
         """Whether a request with these may see everything. ``now_s``: seconds since 1970."""
@@ -50,6 +52,3 @@ class AdminKey:
         assert self._digest is not None, "there is no login without a key"
         return hmac.new(self._digest, b"manta observatory login " + expires.encode(), hashlib.sha256).hexdigest()
 
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

@@ -76,7 +76,8 @@ async def request_(request: Request, rid: str) -> Response:
     parts = parts_of(request)
     shown, found = parts.state.row(rid), await parts.routers.find_request(rid)
     if found.body is not None:
-        body = {name: found.body[name] for name in ("row", "page_keys", "route")}
+        keys = parts.trees.names.of_hex(found.body["page_keys"])
+        body = {"row": found.body["row"], "page_keys": keys, "route": found.body["route"]}
         return JSONResponse(body, headers=NOT_KEPT)
     if found.unanswered:
         message = f"no request {rid[:200]!r} was found, but {found.unanswered}: try again in a moment"

@@ -1,7 +1,7 @@
 """Asks Ray Serve's controller what runs.
 
 Never:  keeps anything; waits longer than ANSWER_S.
-Thread: `ask` blocks; call it on a thread.
+Thread: its functions block; call them on a thread.
 """
 
 import ray
@@ -10,6 +10,13 @@ from ray.serve.context import _get_global_client
 from deployments.observatory.serve_details import ServeDetails, details_of
 
 ANSWER_S = 5.0
+
+
+def listens_on() -> str:
+    """What clients connect to (http_options.host)."""
+    client = _get_global_client()
+    assert client is not None, "this process is one of Serve's"
+    return str(client.http_config.host)
 
 
 def ask(application: str) -> ServeDetails:

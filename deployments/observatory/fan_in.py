@@ -32,9 +32,10 @@ async def gather(targets: Sequence[Target], fetch: Fetch, *, within_s: float = A
     return merge(texts) + "".join(silent)
 
 
-async def fetch_text(address: str) -> str:
-    """Over HTTP. Raises: aiohttp.ClientError, ValueError for an answer that is none."""
-    async with aiohttp.ClientSession() as session, session.get(f"http://{address}/metrics") as answer:
+async def fetch_text(address: str, *, key: str | None = None) -> str:
+    """Over HTTP, showing the admin ``key``. Raises: aiohttp.ClientError, ValueError for an answer that is none."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(headers=headers) as session, session.get(f"http://{address}/metrics") as answer:
         answer.raise_for_status()
         body = bytearray()
         async for chunk in answer.content.iter_any():

@@ -8,14 +8,16 @@ from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments import http_errors
-from deployments.observatory.admission import KeyNeeded, admit, ask_for_key
+from deployments.browsers import BrowserCheck, BrowserRules
+from deployments.keys import KeyNeeded
+from deployments.observatory.admission import admit, ask_for_key
 from deployments.observatory.api import api
 from deployments.observatory.pages import open_pages, pages
 from deployments.observatory.parts import Parts
 
 
-def make_app(parts: Parts) -> FastAPI:
-    """The app over ``parts``."""
+def make_app(parts: Parts, *, browsers: BrowserRules | None = None) -> FastAPI:
+    """The app over ``parts``. ``browsers``: None where pages cannot do harm (`browser_rules`)."""
     app = FastAPI(title="Manta: observatory", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.parts = parts
     app.include_router(open_pages)
@@ -24,6 +26,8 @@ def make_app(parts: Parts) -> FastAPI:
     http_errors.install(app)
     app.add_exception_handler(KeyNeeded, ask_for_key)
     app.add_middleware(http_errors.Unforeseen)
+    if browsers is not None:
+        app.add_middleware(BrowserCheck, rules=browsers)
     app.add_middleware(TrailingSlash)
     return app
 

@@ -18,17 +18,20 @@ from ray import serve
 
 from dashboards.metric import Process
 from deployments import logs
+from deployments.browsers import browser_rules
+from deployments.keys import KEY_VARIABLE, digest
 from deployments.metrics.emitter import Identity
 from deployments.metrics.process import ServedMetrics, emitter_of
 from deployments.metrics.server import MetricsServer
 from deployments.observatory import ask_serve
 from deployments.observatory.admin_key import AdminKey
 from deployments.observatory.emission import Emission
+from deployments.observatory.fan_in import fetch_text
 from deployments.observatory.http_app import make_app
 from deployments.observatory.page_files import read_files
 from deployments.observatory.parts import Parts
 from deployments.observatory.routers import RayRouters
-from deployments.observatory.settings import KEY_VARIABLE, parse
+from deployments.observatory.settings import parse
 from deployments.observatory.state import State
 from deployments.observatory.trees import Trees
 from deployments.observatory.view import RouterView
@@ -52,7 +55,9 @@ class Observatory:
         self._state = State(on_scaling=self._scaled)
         self._viewers = Viewers(lambda: self._state.snapshot)
         self._routers = RayRouters(settings.application)
+        self._settings = settings
         self._key = AdminKey(settings.key)
+        self._listens_on = await asyncio.to_thread(ask_serve.listens_on)
         log.info("%s", "asks for the admin key" if self._key.is_set else OPEN)
         self._emission: Emission | None = None
         self._metrics: ServedMetrics | None = None
@@ -77,7 +82,13 @@ class Observatory:
                 files=read_files(),
                 own_target=lambda: None if self._metrics is None else self._metrics.target,
                 clock=time.time,
-            )
+                fetch=functools.partial(fetch_text, key=self._settings.key),
+            ),
+            browsers=browser_rules(
+                listens_on=self._listens_on,
+                has_keys=self._key.is_set,
+                allowed_hosts=self._settings.allowed_hosts,
+            ),
         )
 
     async def __del__(self) -> None:
@@ -93,8 +104,9 @@ class Observatory:
         self._emission = Emission(
             emitter, targets=lambda: self._state.scaling.targets, num_viewers=lambda: self._viewers.num_open
         )
-        node_id = ray.get_runtime_context().get_node_id()
-        self._metrics = ServedMetrics(emitter, MetricsServer(host=ray.util.get_node_ip_address()), node_id=node_id)
+        guard = digest(self._settings.key) if self._settings.key else b"" if view.asks_for_key else None
+        host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        self._metrics = ServedMetrics(emitter, MetricsServer(host=host, guard=guard), node_id=node_id)
 
     def _polled(self, took_s: float) -> None:
         if self._emission is not None:

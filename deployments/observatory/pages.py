@@ -18,6 +18,7 @@ from deployments.observatory.page_files import INDEX, LOGIN, SAFETY, PageFile, l
 from deployments.observatory.parts import parts_of
 
 MOST_LOGIN_BYTES = 4096
+MOST_WRONG, WRONG_S = 20, 60.0  # logins with a wrong key within so long; then nobody can log in until some have aged
 ABSENT = "The live view's files (dashboards/ui) are not installed; api/state, sd and metrics are served all the same."
 NOTE = re.compile(r'(<p [^>]*id="about">)[^<]*')  # of the login page
 
@@ -57,6 +58,10 @@ async def log_in(request: Request) -> Response:
     parts = parts_of(request)
     if not parts.key.is_set:
         return RedirectResponse(home(request), status_code=303)
+    now_s = parts.clock()
+    parts.wrong_s[:] = [then_s for then_s in parts.wrong_s if 0 <= now_s - then_s < WRONG_S]
+    if len(parts.wrong_s) >= MOST_WRONG:
+        return _login(request, "Too many wrong keys: try again in a minute.", status=429)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -64,6 +69,7 @@ async def log_in(request: Request) -> Response:
             return _login(request, "That is too long to be the key.", status=413)
     given = urllib.parse.parse_qs(body.decode(errors="replace")).get("key", [""])[0]
     if not parts.key.is_right(given):
+        parts.wrong_s.append(now_s)
         return _login(request, "That is not the key.", status=401)
     answer = RedirectResponse(home(request), status_code=303)
     answer.set_cookie(

@@ -31,6 +31,13 @@ class Parts:
     own_target: Callable[[], Target | None]  # where the observatory's own metrics are served
     clock: Callable[[], float]  # seconds since 1970
     fetch: Fetch = field(default=fetch_text)
+    wrong_s: list[float] = field(default_factory=list)  # when a login showed a wrong key
+
+    @property
+    def closed(self) -> bool:
+        """What it shows is behind a key at the routers, and there is none here."""
+        latest = self.state.merged.latest
+        return not self.key.is_set and latest is not None and latest.asks_for_key
 
     def targets(self) -> list[Target]:
         """Who serves metrics, the observatory too; alone it stands here until a router has answered."""

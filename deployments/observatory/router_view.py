@@ -29,6 +29,7 @@ def router_view(
     config: AppConfig,
     node_id: str,
     target: Target | None,
+    asks_for_key: bool = False,
     since: Mapping[str, int],
 ) -> RouterView:
     """``since``: by router, the number that its last answer gave; all are called alike, and each looks for its own."""
@@ -38,6 +39,7 @@ def router_view(
         router_id=dispatcher.router_id,
         node_id=node_id,
         target=target,
+        asks_for_key=asks_for_key,
         model=config.model.name,
         mode=config.mode,
         num_open=dispatcher.num_open,

@@ -5,22 +5,21 @@ Never:     shows the key: it is a SecretStr here.
 """
 
 import os
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
+from deployments.keys import KEY_LEN, KEY_VARIABLE
 from deployments.replica_settings import Settings
 from deployments.setting_errors import sentences
 from replicas.errors import InvalidConfig
-
-KEY_VARIABLE = "MANTA_ADMIN_KEY"
-KEY_LEN = 8  # characters, at least
 
 
 class ObservatorySettings(Settings):
     application: str = Field(default="manta", min_length=1)  # name of the application that it watches
     admin_key: SecretStr | None = None  # None: from the environment; without one, everybody may look
+    allowed_hosts: tuple[str, ...] = ()  # names in Host beside the loopback's, where that is served without a key
     log_format: Literal["text", "json"] = "text"  # of its own log lines
 
     @field_validator("admin_key")
@@ -64,22 +63,27 @@ def key_moved(args: Mapping[str, Any], environ: MutableMapping[str, str] = os.en
 
 
 def check_one_key(all_args: Iterable[Mapping[str, Any]], environ: Mapping[str, str] = os.environ) -> None:
-    """Raises: InvalidConfig where observatories that are to share an environment (`key_moved`) have different keys."""
-    keys = {parse(with_key(args, environ)).key for args in all_args} - {None}
+    """Raises: InvalidConfig where groups of settings that are to share an environment (`key_moved`) have different
+    keys: the args of an observatory, the router's group of an application."""
+    given = (with_key(args, environ).get("admin_key") for args in all_args)
+    keys = {str(key).strip() for key in given if key}
     if len(keys) > 1:
         raise InvalidConfig(
-            "admin_key: the observatories of one file are built in one environment, which "
-            f"has one key: give them all the same admin_key, or leave it out and set {KEY_VARIABLE}"
+            "admin_key: the observatories and routers of one file are built in one environment, which has one key: "
+            f"give them all the same admin_key, or leave it out and set {KEY_VARIABLE}"
         )
 
 
 def key_sent(
-    args: Mapping[str, Any], runtime_env: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+    args: Mapping[str, Any],
+    runtime_env: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    names: Sequence[str] = (KEY_VARIABLE,),
 ) -> dict[str, Any] | None:
-    """``runtime_env`` with the key of our environment, for a cluster that has another one; None where it has no need
-    of it: there is no key here, or the file gives one."""
-    key = environ.get(KEY_VARIABLE)
+    """``runtime_env`` with the keys of our environment, for a cluster that has another one; None where it has no need
+    of them: there are none here, or the file gives them. ``names``: of the variables."""
     env_vars = dict(runtime_env.get("env_vars") or {})
-    if not key or args.get("admin_key") or KEY_VARIABLE in env_vars:
-        return None
-    return {**runtime_env, "env_vars": {**env_vars, KEY_VARIABLE: key}}
+    given = {KEY_VARIABLE} if args.get("admin_key") else set()
+    sent = {name: environ[name] for name in names if environ.get(name) and name not in {*env_vars, *given}}
+    return {**runtime_env, "env_vars": {**env_vars, **sent}} if sent else None

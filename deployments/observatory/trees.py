@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deployments.observatory.routers import Routers
-from deployments.observatory.tree_body import tree_body
+from deployments.observatory.tree_body import PageNames, tree_body
 
 FRESH_S = 1.0
 Key = tuple[str, int, int]
@@ -31,6 +31,7 @@ class Trees:
 
     def __init__(self, routers: Routers, *, clock: Callable[[], float], calendar: Callable[[], float]) -> None:
         """``clock`` never goes back; ``calendar``: seconds since 1970, for the answer's ``time``."""
+        self.names = PageNames()
         self._routers = routers
         self._clock = clock
         self._calendar = calendar
@@ -49,7 +50,7 @@ class Trees:
 
     async def _ask(self, replica_id: str, max_depth: int, min_tokens: int) -> bytes:
         tree = await self._routers.cache_tree(replica_id, max_depth=max_depth, min_tokens=min_tokens)
-        body = tree_body(tree, replica_id=replica_id, time_s=self._calendar())
+        body = tree_body(tree, self.names, replica_id=replica_id, time_s=self._calendar())
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -48,4 +48,5 @@ class RouterView:
     # newest route_log.MOST_TOLD, each with its ``key`` and ``hand_offs`` (requests.py)
     time_s: float | None  # by the router's clock, seconds since 1970; None: its clock is ours
     seq: int  # to be given as ``since`` next; 0 asks for all that are kept
+    asks_for_key: bool = False  # it has an admin key, or API keys: the observatory is then not everybody's either
     autoscaling: dict[str, dict[str, float]]  # role -> settings of its rule (min_replicas, max_replicas, objectives)

@@ -35,18 +35,22 @@ def state(url: str, key: str | None) -> dict[str, Any]:
         raise _refused(error, url, key) from error
 
 
-def route(url: str, rid: str) -> dict[str, Any]:
-    """What the routers know of request ``rid``; they ask for no key. ``url``: theirs, or the observatory's, which
-    stands a step below. Raises: Unanswered."""
+def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
+    """What the routers know of request ``rid``. ``url``: theirs, or the observatory's, which stands a step below.
+
+    Raises: Unanswered.
+    """
     server, path = _parts(url)
     bases = [server + path, server + path.rpartition("/")[0]] if path else [server]
     for each in bases:
         try:
-            return _get(f"{each}/route/{urllib.parse.quote(rid)}")
+            return _get(f"{each}/route/{urllib.parse.quote(rid)}", key)
         except urllib.error.HTTPError as error:
             code, said = _error(error)
             if code == "route_not_found":
                 raise Unanswered(said, NOT_THERE) from error
+            if code in ("admin_key_needed", "invalid_api_key"):
+                raise _key_refused(each, key) from error
             if error.code >= 500:
                 raise Unanswered(f"{each} answers {error.code}: {said or error.reason}", UNREACHABLE) from error
     raise Unanswered(f"no router of Manta answers under {' or '.join(bases)}: give its address with --url", NOT_THERE)
@@ -97,16 +101,15 @@ def _sendable(key: str) -> str:
     if bare.isprintable() and all(ord(character) < 256 for character in bare):
         return bare
     raise Unanswered(
-        "the admin key (--key, or MANTA_ADMIN_KEY) has a character that no HTTP header carries (a line's end, or one "
-        "beyond Latin-1): check what was given; if the settings have it so, choose another there",
+        "the admin key (of --key-file, or MANTA_ADMIN_KEY) has a character that no HTTP header carries (a line's end, "
+        "or one beyond Latin-1): check what was given; if the settings have it so, choose another there",
         REFUSED,
     )
 
 
 def _refused(error: urllib.error.HTTPError, url: str, key: str | None) -> Unanswered:
     if error.code in (401, 403):
-        wrong = "the admin key is wrong" if key else "an admin key is asked for"
-        return Unanswered(f"{url}: {wrong}; give it with --key or in MANTA_ADMIN_KEY", REFUSED)
+        return _key_refused(url, key)
     if error.code == 404:
         return Unanswered(
             f"{url} answers, but has no observatory: add the application that serves it under /manta to the settings "
@@ -114,6 +117,11 @@ def _refused(error: urllib.error.HTTPError, url: str, key: str | None) -> Unansw
             NOT_THERE,
         )
     return Unanswered(f"{url} answers {error.code}: {_error(error)[1] or error.reason}", UNREACHABLE)
+
+
+def _key_refused(url: str, key: str | None) -> Unanswered:
+    wrong = "the admin key is wrong" if key else "an admin key is asked for"
+    return Unanswered(f"{url}: {wrong}; give it in MANTA_ADMIN_KEY, or name a file that holds it: --key-file", REFUSED)
 
 
 def _error(error: urllib.error.HTTPError) -> tuple[str, str]:

@@ -9,10 +9,10 @@ from deployments.terminal import ask, explain_view
 from deployments.terminal.top import on_terminal
 
 
-def run(url: str, rid: str, *, as_json: bool) -> int:
+def run(url: str, rid: str, key: str | None, *, as_json: bool) -> int:
     """The exit status: 0, or why there is no answer (ask.py)."""
     try:
-        body = ask.route(url, rid)
+        body = ask.route(url, rid, key)
     except ask.Unanswered as error:
         print(error, file=sys.stderr)
         return error.status

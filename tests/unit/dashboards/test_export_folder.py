@@ -27,8 +27,9 @@ def test_the_key_is_named_by_its_file_and_never_copied(tmp_path: pathlib.Path) -
     main(["export", str(tmp_path / "watch"), "--key-file", str(key_file)])
     written = [path.read_text() for path in (tmp_path / "watch").rglob("*") if path.is_file()]
     assert not [text for text in written if "a-secret" in text]
-    discovery = yaml.safe_load((tmp_path / "watch/prometheus.yml").read_text())["scrape_configs"][0]["http_sd_configs"]
-    assert discovery[0]["authorization"] == {"type": "Bearer", "credentials_file": str(key_file)}
+    [job] = yaml.safe_load((tmp_path / "watch/prometheus.yml").read_text())["scrape_configs"]
+    shown = {"type": "Bearer", "credentials_file": str(key_file)}
+    assert job["http_sd_configs"][0]["authorization"] == job["authorization"] == shown  # the processes ask for it too
 
 
 def test_grafana_finds_the_boards_and_prometheus(tmp_path: pathlib.Path) -> None:

@@ -41,7 +41,7 @@ class Replica(Protocol):
     async def report(self) -> ReplicaReport: ...
     async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree: ...
     async def flush_cache(self, timeout_s: float) -> bool: ...
-    async def abort(self, name: str | None) -> int: ...
+    async def abort(self, name: str | None, owner: str | None) -> int: ...
 
 
 class LocalLeases:
@@ -74,8 +74,8 @@ class LocalLeases:
     async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
         return await self._find(replica_id).flush_cache(timeout_s)
 
-    async def abort(self, replica_id: str, client_rid: str | None) -> int:
-        return await self._find(replica_id).abort(client_rid)
+    async def abort(self, replica_id: str, client_rid: str | None, owner: str | None) -> int:
+        return await self._find(replica_id).abort(client_rid, owner)
 
 
 class House:
@@ -235,5 +235,5 @@ class ScriptedReplica:
     async def flush_cache(self, timeout_s: float) -> bool:
         return True
 
-    async def abort(self, name: str | None) -> int:
+    async def abort(self, name: str | None, owner: str | None) -> int:
         return 0

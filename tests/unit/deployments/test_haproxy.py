@@ -1,6 +1,7 @@
 """Whether HAProxy serves: by what is there and what the environment says, and what is said where it does not."""
 
 import importlib.util
+import os
 import stat
 import subprocess
 from pathlib import Path
@@ -48,6 +49,20 @@ def test_it_runs_without_splicing_so_that_it_sees_clients_leave(tmp_path: Path) 
             [environ[BINARY], "-db", "-f", "a b"], capture_output=True, text=True, check=True, env=environ
         )
     assert told.stdout == "-dS -db -f a b\n"
+
+
+@pytest.mark.parametrize(("host", "stats"), [("127.0.0.1", "127.0.0.1:"), ("0.0.0.0", "*:")])
+def test_its_statistics_listen_where_requests_do(tmp_path: Path, host: str, stats: str) -> None:
+    """Security note, item 12: both ports answered on the machine's address while http_options.host was the loopback."""
+    config = tmp_path / "haproxy.cfg"
+    served = f"bind {host}:8000"
+    config.write_text(f"frontend prometheus\n    bind :9101\nfrontend f\n    {served}\nlisten stats\n  bind *:8404\n")
+    environ = {BINARY: executable(tmp_path / "haproxy", 'cat "$3" 2>/dev/null || true'), "PATH": os.environ["PATH"]}
+    with haproxy.prepared(environ, host=host, warn=print):
+        command = [environ[BINARY], "-f", str(config)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    binds = [line.strip() for line in told.splitlines() if "bind" in line]
+    assert binds == [f"bind {stats.removeprefix('*')}9101", served, f"bind {stats}8404"]  # the first is Serve's ":"
 
 
 def test_it_is_not_asked_to_reach_routers_that_listen_where_it_does_not_look(works: str) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from deployments.browsers import browser_rules
 from deployments.leases import ReplicaGone
 from deployments.observatory.admin_key import COOKIE, LASTS_S, AdminKey
 from deployments.observatory.api import api
@@ -163,9 +164,10 @@ async def test_a_tree_is_asked_of_a_router_and_its_keys_are_hex(site: Site, clie
     body = (await client.get("/api/tree", params={"replica": "a", "depth": 3, "min_tokens": 32})).json()
     assert site.routers.asked == [("a", 3, 32)]
     [child] = body["root"]["children"]
+    assert child["key"] == site.parts.trees.names(2**63 + 5) != "8000000000000005"
     assert child == {
         "tokens": 64, "subtree_tokens": 96, "subtree_nodes": 1, "hits": 3, "locked": False, "idle_s": 1.2,
-        "key": "8000000000000005", "children": [], "left_out": {"nodes": 2, "tokens": 32},
+        "key": child["key"], "children": [], "left_out": {"nodes": 2, "tokens": 32},
     }  # fmt: skip
     assert (body["replica"], body["page_size"], body["tokens"], body["nodes"], body["shown"]) == ("a", 16, 96, 3, 1)
 
@@ -200,8 +202,10 @@ async def test_a_tree_without_a_router_or_replica_to_tell_it_is_503(
 
 
 async def test_a_request_comes_with_row_keys_and_route(site: Site, client: httpx.AsyncClient) -> None:
-    site.routers.found = Found(body={"time": 1.0, "row": {"rid": "x"}, "page_keys": ["0f"], "route": {"replica": "a"}})
-    told = {"row": {"rid": "x"}, "page_keys": ["0f"], "route": {"replica": "a"}}
+    keys = [f"{2**63 + 5:016x}"]  # of the page that the tree has
+    site.routers.found = Found(body={"time": 1.0, "row": {"rid": "x"}, "page_keys": keys, "route": {"replica": "a"}})
+    [child] = (await client.get("/api/tree", params={"replica": "a"})).json()["root"]["children"]
+    told = {"row": {"rid": "x"}, "page_keys": [child["key"]], "route": {"replica": "a"}}
     assert (await client.get("/api/requests/x")).json() == told
 
 
@@ -241,6 +245,54 @@ async def test_with_a_key_every_path_but_the_login_asks_for_it() -> None:
         assert (await client.get("/sd", headers=wrong)).status_code == 401
         right = {"Authorization": f"Bearer {KEY}"}
         assert (await client.get("/sd", headers=right)).status_code == 200
+
+
+async def test_shown_page_names_are_of_one_process_so_that_a_guessed_prompt_cannot_be_confirmed() -> None:
+    """Security note, item 11: keys were unkeyed hashes of the tokens."""
+    assert Site().parts.trees.names(5) != Site().parts.trees.names(5)
+    names = Site().parts.trees.names
+    assert names(5) == names(5) == names.of_hex(["05"])[0]
+
+
+async def test_where_the_api_asks_for_keys_an_observatory_without_one_shows_nothing() -> None:
+    site = Site()
+    async with site.client() as client:
+        assert (await client.get("/api/state")).status_code == 200
+        site.state.advance([view("one", seen("a"), asks_for_key=True)], details(listed("a"), unified=1), 1001.0)
+        refused = await client.get("/api/state")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "admin_key_needed")
+        assert "set its admin_key, or MANTA_ADMIN_KEY" in refused.json()["error"]["message"]
+
+
+async def test_the_login_takes_no_more_than_20_wrong_keys_a_minute() -> None:
+    site = Site(KEY)
+    async with site.client() as client:
+        wrong = [(await client.post("/login", data={"key": f"guess {i}"})).status_code for i in range(22)]
+        assert wrong == [401] * 20 + [429] * 2
+        assert (await client.post("/login", data={"key": KEY})).status_code == 429
+        assert (await client.get("/sd", headers={"Authorization": f"Bearer {KEY}"})).status_code == 200
+        site.clock.now_s += 61.0
+        assert (await client.post("/login", data={"key": KEY})).status_code == 303
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("GET", {"Host": "127.0.0.1:8000"}, 200),
+        ("GET", {"Host": "evil.example"}, 403),
+        ("GET", {"Host": "localhost:8000", "Sec-Fetch-Site": "same-origin"}, 200),
+        ("POST", {"Host": "localhost:8000", "Origin": "http://evil.example"}, 403),
+    ],
+)
+async def test_without_a_key_on_the_loopback_no_other_sites_page_reaches_it(
+    site: Site, method: str, headers: dict[str, str], status: int
+) -> None:
+    """Security note, item 6: GET /manta/api/state with Host: evil.example was answered."""
+    rules = browser_rules(listens_on="127.0.0.1", has_keys=False, allowed_hosts=())
+    transport = httpx.ASGITransport(app=make_app(site.parts, browsers=rules), root_path=ROOT)
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://host{ROOT}") as client:
+        path = "/api/state" if method == "GET" else "/login"
+        assert (await client.request(method, path, headers=headers)).status_code == status
 
 
 async def test_a_login_gives_a_cookie_that_opens_everything_for_a_while_and_does_not_hold_the_key() -> None:

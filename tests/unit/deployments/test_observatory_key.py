@@ -1,5 +1,6 @@
 """The admin key reaches the place where the observatory is built, and a start says to whom it is open."""
 
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,9 +11,11 @@ import pytest
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.announce import OBSERVATORY, Observatories, announce
+from deployments.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.observatory.admin_key import AdminKey
 from deployments.observatory.app import build
-from deployments.observatory.settings import KEY_VARIABLE, check_one_key, key_sent, parse
+from deployments.observatory.settings import check_one_key, key_sent, parse
+from deployments.schema import RouterSettings
 from deployments.serve import settle_key
 from replicas.errors import InvalidConfig
 
@@ -53,6 +56,22 @@ def test_on_a_ray_of_our_own_the_key_leaves_the_arguments(monkeypatch: pytest.Mo
     settle_key(found, lambda text: None, on_cluster=False)
     [application] = found.applications
     assert (application.args, application.runtime_env) == ({"application": "a"}, {})
+
+
+def test_the_routers_keys_go_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The admin key of the file leaves the arguments for our environment; to a cluster go both of the shell's."""
+    monkeypatch.setenv(KEYS_VARIABLE, "a-key-of-a-client")
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    api = {"name": "manta", "import_path": "deployments.app:build", "args": {"router": {"admin_key": KEY, "count": 2}}}
+    ours, theirs = (ServeDeploySchema.model_validate({"applications": [api]}) for _ in range(2))
+    said: list[str] = []
+    settle_key(theirs, said.append, on_cluster=True)
+    assert theirs.applications[0].runtime_env == {"env_vars": {KEYS_VARIABLE: "a-key-of-a-client"}}
+    assert [text.partition(" goes")[0] for text in said] == ["MANTA_API_KEYS of this shell"]
+    monkeypatch.setenv(KEY_VARIABLE, "before, and replaced")
+    settle_key(ours, said.append, on_cluster=False)
+    assert ours.applications[0].args == {"router": {"count": 2}}
+    assert os.environ[KEY_VARIABLE] == KEY
 
 
 def test_two_observatories_of_one_environment_cannot_have_two_keys() -> None:
@@ -142,10 +161,10 @@ def test_a_start_does_not_fail_for_an_answer_that_is_none(server: tuple[type[Ans
     said: list[str] = []
     manta = {"name": "manta", "route_prefix": "/", "import_path": "deployments.app:build"}
     found = ServeDeploySchema.model_validate({"applications": [manta], "http_options": {"port": port}})
-    config: Any = SimpleNamespace(mode="unified", model=SimpleNamespace(name="tiny"))
+    config: Any = SimpleNamespace(mode="unified", model=SimpleNamespace(name="tiny"), router=RouterSettings())
     running = SimpleNamespace(replica_states={"RUNNING": 1})
     application: Any = SimpleNamespace(deployments={"ModelReplica": running})
-    announce(found, {"manta": config}, {"manta": application}, said.append, watched_at=[])
+    announce(found, {"manta": config}, {"manta": application}, said.append)
     assert said == [f"ready: tiny on 1 replica at http://127.0.0.1:{port}/v1"]
 
 

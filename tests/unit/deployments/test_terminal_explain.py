@@ -186,19 +186,43 @@ def url() -> Iterator[str]:
 def test_the_command_prints_text_or_json_and_an_unknown_request_is_exit_status_1(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explain.run(url, "me@1/x", as_json=False) == 0
+    assert explain.run(url, "me@1/x", None, as_json=False) == 0
     assert capsys.readouterr().out == explain_view.plain(answer(tried())) + "\n"
-    assert explain.run(url, "me@1/x", as_json=True) == 0
+    assert explain.run(url, "me@1/x", None, as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == answer(tried())
-    assert explain.run(url, "you", as_json=False) == ask.NOT_THERE
+    assert explain.run(url, "you", None, as_json=False) == ask.NOT_THERE
     assert capsys.readouterr().err == "no decision is kept for 'you'\n"
+
+
+def test_routers_that_ask_for_the_admin_key_are_shown_it_and_a_refusal_says_how_to_give_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Guarded(_Router):
+        def do_GET(self) -> None:
+            right = self.headers["Authorization"] == "Bearer open sesame"
+            body = answer(tried()) if right else {"error": {"message": "a key", "code": "admin_key_needed"}}
+            payload = json.dumps(body).encode()
+            self.send_response(200 if right else 401)
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert explain.run(url, "me", "open sesame\n", as_json=False) == 0
+        assert explain.run(url, "me", None, as_json=False) == ask.REFUSED
+        assert capsys.readouterr().err == (
+            f"{url}: an admin key is asked for; give it in MANTA_ADMIN_KEY, or name a file that holds it: --key-file\n"
+        )
+        server.shutdown()
 
 
 def test_the_observatorys_address_leads_to_its_routers(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.run(f"{url}/manta/", "me@1/x", as_json=False) == 0
-    assert explain.run(f"{url}/manta", "you", as_json=False) == ask.NOT_THERE
+    assert explain.run(f"{url}/manta/", "me@1/x", None, as_json=False) == 0
+    assert explain.run(f"{url}/manta", "you", None, as_json=False) == ask.NOT_THERE
     assert capsys.readouterr().err == "no decision is kept for 'you'\n"
-    assert explain.run(f"{url}/a/b", "you", as_json=False) == ask.NOT_THERE
+    assert explain.run(f"{url}/a/b", "you", None, as_json=False) == ask.NOT_THERE
     assert capsys.readouterr().err == (
         f"no router of Manta answers under http://{url}/a/b or http://{url}/a: give its address with --url\n"
     )

@@ -176,7 +176,7 @@ def test_json_is_the_state_itself(server: Any) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "code", "said"),
     [
-        (401, {}, 4, "an admin key is asked for; give it with --key or in MANTA_ADMIN_KEY"),
+        (401, {}, 4, "an admin key is asked for; give it in MANTA_ADMIN_KEY, or name a file"),
         (404, {}, 1, "has no observatory: add the application"),
         (500, {"error": {"message": "it broke"}}, 3, "answers 500: it broke"),
         (200, [], 1, "does not answer as Manta does: check --url"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from dashboards.metric import Process
+from deployments.keys import digest
 from deployments.metrics.emitter import Identity
 from deployments.metrics.process import ServedMetrics, emitter_of
 from deployments.metrics.server import MetricsServer
@@ -40,6 +41,18 @@ def test_it_answers_text_or_openmetrics_and_compressed_as_asked(server: MetricsS
     kind, packed = get(server.address, **wanted)
     assert kind.startswith("application/openmetrics-text")
     assert gzip.decompress(packed).endswith(b"# EOF\n")
+
+
+def test_with_a_guard_it_answers_whoever_shows_the_admin_key_and_nobody_where_there_is_none() -> None:
+    guarded, closed = (MetricsServer(host="127.0.0.1", guard=guard) for guard in (digest("the admin key"), b""))
+    for server in (guarded, closed):
+        server.serve(EMITTER.registry)
+    assert b"manta_build_info" in get(guarded.address, Authorization="Bearer the admin key ")[1]
+    for server, key in ((guarded, "another"), (guarded, None), (closed, "the admin key"), (closed, None)):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            get(server.address, **({"Authorization": f"Bearer {key}"} if key else {}))
+    for server in (guarded, closed):
+        server.close()
 
 
 def test_a_scraper_that_hangs_up_is_worth_a_line_of_the_log_and_no_stack(

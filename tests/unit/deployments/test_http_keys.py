@@ -1,0 +1,264 @@
+"""API keys and the admin key: what asks for which, what a key may do, and that nothing shows one. On the real model."""
+
+import asyncio
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.datastructures import Headers
+
+from deployments import app
+from deployments.http_app import make_app
+from deployments.keys import NO_KEYS, KeyDigests, read_keys
+from deployments.rids import client_rid, owner_of
+from deployments.schema import parse
+from deployments.service import Service
+from replicas.errors import InvalidConfig
+from replicas.loop import EngineLoop
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House
+from tests.unit.deployments.listening import listening
+
+pytestmark = pytest.mark.model
+ONE, OTHER, ADMIN = "key-of-one-client", "key-of-another", "key-of-the-admin"
+ENVIRON = {"MANTA_API_KEYS": f"{ONE}, {OTHER}\n", "MANTA_ADMIN_KEY": ADMIN}
+KEYS = read_keys(api_key_file=None, admin_key=None, environ=ENVIRON)
+ONLY_ADMIN = read_keys(api_key_file=None, admin_key=ADMIN, environ={})
+OF_THE_ADMIN = ["/get_server_info", "/server_info", "/metrics", "/prometheus/metrics", "/route/x", "/flush_cache"]
+LONG = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def client_of(service: Service, keys: KeyDigests) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=make_app(service, keys=keys))
+    return httpx.AsyncClient(transport=transport, base_url="http://manta", timeout=60)
+
+
+@pytest.fixture
+def http(service: Service) -> httpx.AsyncClient:
+    return client_of(service, KEYS)
+
+
+def paths(service: Service) -> list[tuple[str, str]]:
+    """(method, path) of every route, and of one that there is not."""
+    routes = make_app(service).openapi()["paths"]
+    named = {path: path.replace("{rid}", "x").replace("{name}", "x") for path in routes}
+    found = [(method.upper(), name) for path, name in named.items() for method in routes[path]]
+    assert ("GET", "/route/x") in found
+    return [*found, ("GET", "/openapi.json"), ("GET", "/no/such/route"), ("POST", "/health/x"), ("GET", "/x/health")]
+
+
+async def test_everything_but_health_asks_for_an_api_key_routes_that_do_not_exist_too(
+    http: httpx.AsyncClient, service: Service
+) -> None:
+    open_ones = set()
+    for method, path in paths(service):
+        answer = await http.request(method, path)
+        if answer.status_code != 401:
+            open_ones.add(path)
+            continue
+        error = answer.json()["error"] if method != "HEAD" else {"code": "invalid_api_key"}
+        assert (error["code"], answer.headers["www-authenticate"]) == ("invalid_api_key", 'Bearer realm="manta"')
+    assert open_ones == {"/health", "/ready", "/ping"}
+
+
+async def test_either_header_carries_a_key_and_any_of_them_is_right(http: httpx.AsyncClient) -> None:
+    for headers in (bearer(ONE), bearer(OTHER), {"x-api-key": ONE}, bearer(ADMIN), {**bearer("x"), "x-api-key": ONE}):
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+    wrong: tuple[dict[str, str], ...] = (
+        bearer(ONE[:-1]), bearer(ONE + "x"), bearer(""), {"Authorization": ONE}, {"Authorization": f"Basic {ONE}"},
+        {"x-api-key": f"Bearer {ONE}"}, {"api-key": ONE}, bearer(hashlib.sha256(ONE.encode()).hexdigest()),
+    )  # fmt: skip
+    for headers in wrong:
+        refused = await http.get("/v1/models", headers=headers)
+        assert refused.status_code == 401, headers
+        assert ONE not in refused.text
+
+
+async def test_a_body_is_not_read_before_the_key_is_right(service: Service) -> None:
+    """4 MB are announced, and none of them is sent."""
+    async with listening(make_app(service, keys=KEYS)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+
+@pytest.mark.parametrize(("keys", "client"), [(KEYS, ONE), (ONLY_ADMIN, "")])
+async def test_as_soon_as_any_key_exists_what_is_everybodys_asks_for_the_admins(
+    service: Service, keys: KeyDigests, client: str
+) -> None:
+    async with client_of(service, keys) as http:
+        asks = [("GET", path, None) for path in OF_THE_ADMIN]
+        asks += [("POST", "/flush_cache", None), ("POST", "/route/explain", {"prompt": "x"})]
+        asks += [("POST", "/abort_request", {"abort_all": True})]
+        for method, path, body in asks:
+            refused = await http.request(method, path, json=body, headers=bearer(client) if client else {})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "admin_key_needed"), path
+            right = await http.request(method, path, json=body, headers=bearer(ADMIN))
+            assert right.status_code == (404 if path == "/route/x" else 200), path
+        assert (await http.get("/v1/models", headers=bearer(client) if client else {})).status_code == 200
+
+
+async def test_api_keys_without_an_admin_key_leave_the_admins_routes_to_nobody(service: Service) -> None:
+    keys = read_keys(api_key_file=None, admin_key=None, environ={"MANTA_API_KEYS": ONE})
+    assert (keys.guard, NO_KEYS.guard, ONLY_ADMIN.guard) == (b"", None, hashlib.sha256(ADMIN.encode()).digest())
+    async with client_of(service, keys) as http:
+        refused = await http.get("/metrics", headers=bearer(ONE))
+        assert refused.status_code == 401
+        assert "router.admin_key, or MANTA_ADMIN_KEY" in refused.json()["error"]["message"]
+
+
+async def test_a_request_is_aborted_only_with_the_key_that_opened_it(
+    http: httpx.AsyncClient, engine_loop: EngineLoop, house: House
+) -> None:
+    async def aborted(key: str) -> int:
+        answer = await http.post("/abort_request", json={"rid": "same-name"}, headers=bearer(key))
+        return int(answer.json()["num_aborted"])
+
+    def opened(key: str) -> asyncio.Task[httpx.Response]:
+        headers = {**bearer(key), "X-Request-Id": "same-name"}
+        return asyncio.create_task(http.post("/v1/completions", json=LONG, headers=headers))
+
+    pending = [opened(ONE), opened(OTHER)]
+    async with asyncio.timeout(20):
+        while engine_loop.num_open < 2:
+            await asyncio.sleep(0.01)
+    rids = [record.rid for record in house.dispatcher.routes.recent()]
+    assert {client_rid(rid) for rid in rids} == {"same-name"}
+    assert len({owner_of(rid) for rid in rids} - {""}) == 2
+    assert await aborted(ONE) == 1
+    assert (await pending[0]).json()["choices"][0]["finish_reason"] == "abort"
+    async with asyncio.timeout(5):  # its lease ends a moment later
+        while await aborted(ONE):
+            await asyncio.sleep(0.01)
+    assert not pending[1].done()
+    assert await aborted(ADMIN) == 1
+    await pending[1]
+
+
+@pytest.mark.parametrize(("isolates", "cached"), [(True, [0, 0, 96]), (False, [0, 96, 96])])
+async def test_keys_share_no_cached_prefix_unless_they_are_told_to(
+    service: Service, house: House, engine_loop: EngineLoop, isolates: bool, cached: list[int]
+) -> None:
+    """Security note, item 11: whoever sent a prompt learnt how much of it another client's had left in the cache. Six
+    pages of 16 tokens, of 100; the salt that both give is the same."""
+    service.__dict__["isolates_keys"] = isolates
+    text = service.tokenizer.decode(list(range(1000 + 100 * isolates, 1100 + 100 * isolates)))
+    ids = service.tokenizer.encode(text).tolist()[:100]
+    async with client_of(service, KEYS) as http:
+        assert (await http.post("/flush_cache?timeout=5", headers=bearer(ADMIN))).status_code == 200
+        body = {"prompt": ids, "max_tokens": 1, "cache_salt": "ours"}
+        found = []
+        for key in (ONE, OTHER, ONE):
+            answer = await http.post("/v1/completions", json=body, headers=bearer(key))
+            found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == cached
+
+
+async def test_no_answer_log_line_or_record_holds_a_key(
+    http: httpx.AsyncClient, house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    body = {"prompt": "The capital of France is", "max_tokens": 2}
+    answers = [
+        await http.post("/v1/completions", json=body, headers={**bearer(ONE), "X-Request-Id": "shown"}),
+        await http.post("/v1/completions", json={"prompt": {}}, headers=bearer(ONE)),
+        await http.get("/route/shown", headers=bearer(ADMIN)),
+        await http.get("/get_server_info", headers=bearer(ADMIN)),
+        await http.get("/v1/models", headers=bearer("wrong-" + ONE)),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 400, 200, 200, 401]
+    told = [answer.text + str(answer.headers) for answer in answers] + [caplog.text, repr(KEYS)]
+    told += [repr(record) for record in house.dispatcher.routes.recent()]
+    digests = [hashlib.sha256(key.encode()) for key in (ONE, OTHER, ADMIN)]
+    secret = [ONE, OTHER, ADMIN, *(each.hexdigest() for each in digests), *(repr(each.digest()) for each in digests)]
+    assert [each for each in secret for text in told if each in text] == []
+
+
+async def test_the_openai_client_needs_its_key_where_there_are_keys_and_none_where_there_are_not(
+    service: Service,
+) -> None:
+    async def answer(port: int, key: str) -> str:
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as client:
+            await client.models.list()
+            question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+            name = "SmolLM2-135M-Instruct"
+            stream = await client.chat.completions.create(model=name, messages=question, temperature=0, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async with listening(make_app(service, keys=KEYS)) as port:
+        assert await answer(port, ONE) == "The capital of France is Paris."
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await answer(port, "unused")
+        assert (refused.value.status_code, refused.value.code) == (401, "invalid_api_key")
+        assert refused.value.request_id
+    async with listening(make_app(service)) as port:
+        assert await answer(port, "unused") == "The capital of France is Paris."
+
+
+def test_keys_come_from_a_file_and_the_environment_and_what_is_wrong_never_repeats_one(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# two clients\n{ONE}\n\n  {OTHER}  \n")
+    keys = read_keys(api_key_file=str(file), admin_key=f" {ADMIN}\n", environ={"MANTA_API_KEYS": "a-third-key"})
+    assert len(keys.api) == 3
+    callers = [keys.caller(Headers(bearer(key))) for key in (ONE, OTHER, "a-third-key", "# two clients")]
+    assert [caller is not None for caller in callers] == [True, True, True, False]
+    names = {each.name for each in keys.api}
+    assert len(names) == 3
+    assert {each.name for each in KEYS.api} <= names  # the same at every router, and after a restart
+    wrong = [
+        (str(tmp_path / "none"), None, {}, "cannot be read"),
+        (str(file), None, {"MANTA_API_KEYS": "seven77"}, "MANTA_API_KEYS has a key of 7 characters: .* at least 8"),
+        (str(file), ONE, {}, "the admin key is among the API keys"),
+        (None, "short", {}, "router.admin_key, or MANTA_ADMIN_KEY, has a key of 5 characters"),
+    ]
+    for path, admin, environ, says in wrong:
+        with pytest.raises(InvalidConfig, match=says) as error:
+            read_keys(api_key_file=path, admin_key=admin, environ=environ)
+        assert not [each for each in (ONE, "seven77", "short") if each in str(error.value)]
+    file.write_text("# nobody yet\n")
+    with pytest.raises(InvalidConfig, match="holds no key"):
+        read_keys(api_key_file=str(file), admin_key=None, environ={})
+
+
+def test_settings_never_show_the_admin_key_nor_do_their_errors() -> None:
+    args = {"model": {"path": MODEL}, "router": {"admin_key": ADMIN}}
+    config = parse(args)
+    assert ADMIN not in repr(config)
+    assert {"admin_key", "api_key_file"} & config.router.shown().keys() == set()
+    for router in ({"admin_key": ADMIN, "policy": "x"}, {"admin_key": [ADMIN]}):
+        with pytest.raises(InvalidConfig) as error:
+            parse({**args, "router": router})
+        assert ADMIN not in str(error.value)
+
+
+def test_replicas_get_a_digest_and_no_setting_that_names_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new API key restarts routers alone: what model replicas are bound to stays the same."""
+    monkeypatch.setattr(app, "shortages", lambda *_: [])
+    monkeypatch.setattr(app, "capacity_of_cluster", lambda: None)  # there is no cluster
+
+    def bound(api_keys: str) -> tuple[Any, Any]:
+        monkeypatch.setenv("MANTA_API_KEYS", api_keys)
+        monkeypatch.setenv("MANTA_ADMIN_KEY", ADMIN)
+        router = app.build({"model": {"path": MODEL}, "router": {"admin_key": ADMIN}, "replicas": {"count": 1}})
+        deployment = router._bound_deployment
+        [replica] = [each for each in deployment.init_args if not isinstance(each, dict)]
+        return replica._bound_deployment.init_args, (deployment.init_args[0], deployment.init_kwargs)
+
+    one, _ = bound(ONE)
+    two, (settings, kwargs) = bound(f"{ONE} {OTHER}")
+    left = {"model": {"path": MODEL}, "router": {}, "replicas": {"count": 1}}
+    assert one == two == (left, "unified", ONLY_ADMIN.guard)
+    assert settings == one[0]
+    assert len(kwargs["keys"].api) == 2
+    assert ADMIN not in json.dumps(settings) + repr(kwargs)
