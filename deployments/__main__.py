@@ -43,9 +43,13 @@ def _run(args: argparse.Namespace) -> int:
     ray_env.prepare(host=host)
     if args.command == "serve":
         with haproxy.prepared(os.environ, host=host, warn=_warn):
-            from deployments import serve  # imports Ray, which reads the environment; the others do without
+            from deployments import cluster, serve  # import Ray, which reads the environment; the others do without
 
-            return serve.run(args.config)
+            status = serve.run(args.config)
+        if status == cluster.AT_ONCE:
+            sys.stderr.flush()
+            os._exit(status)  # Ray's own end would ask processes that were killed
+        return status
     from deployments import serve
 
     return serve.check(args.config)

@@ -4,17 +4,26 @@ Never: fails for want of an answer: what cannot be asked is left out.
 """
 
 import http.client
+import importlib.metadata
 import json
 import os
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TextIO
 
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from deployments.keys import KEY_VARIABLE
-from deployments.roles import DEPLOYMENTS, roles_of
+from deployments.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.schema import AppConfig
+from deployments.terminal.top import on_terminal
 from routing.types import Role
 
 OBSERVATORY = "deployments.observatory.app:build"
@@ -28,20 +37,44 @@ def announce(
     configs: dict[str, AppConfig],
     applications: dict[str, ApplicationStatusOverview],
     say: Callable[[str], None],
+    *,
+    watched_at: Iterable[str],
+    out: TextIO | None = None,
 ) -> None:
-    """Pools, addresses, and for each model a line to paste."""
+    """What is served, on what, and where, in a box; and for each model a command to paste.
+
+    Args: watched_at: the live views; out: standard output, unless given.
+    """
+    out = sys.stdout if out is None else out
     urls = {each.name: _url(schema, each.route_prefix) for each in schema.applications}
+    rows: list[tuple[str, str]] = []
     for name, config in configs.items():
         counts = {
             role: applications[name].deployments[DEPLOYMENTS[role]].replica_states.get("RUNNING", 0)
             for role in roles_of(config)
         }
-        for line in _pools(urls[name]):
-            say(line)
         say(f"ready: {config.model.name} on {counted(counts)} at {urls[name]}/v1")
+        rows += [("model", f"{config.model.name} on {counted(counts)}"), *_engines(_replicas(urls[name]), config)]
+        rows.append(("API", f"{urls[name]}/v1"))
+    rows += [("live view", told) for told in watched_at]
+    rows += [("metrics", f"{_url(schema, each.route_prefix)}/metrics")
+             for each in schema.applications if each.import_path == OBSERVATORY]  # fmt: skip
+    rows.append(("stop", "Ctrl-C"))
+    show_box(f"Manta {importlib.metadata.version('manta')}", rows, out)
     for name, config in configs.items():
         line = curl(urls[name], config.model.name, with_key=bool(config.router.keys().api))
-        print(f"\nTry it:\n\n{line}\n\nCtrl-C stops everything.\n", flush=True)
+        print(f"\nTry it:\n\n{line}\n", file=out, flush=True)
+
+
+def show_box(title: str, rows: list[tuple[str, str]], out: TextIO) -> None:
+    """Rows of (name, what is said): a box on a terminal, indented lines elsewhere."""
+    if on_terminal(out):
+        grid = Table.grid(padding=(0, 2))
+        for name, said in rows:
+            grid.add_row(Text(name, style="bold"), Text(said, overflow="fold"))
+        Console(file=out).print(Panel(grid, title=title, title_align="left", expand=False))
+    else:
+        print(f"\n{title}", *(f"  {name:<10}{said}" for name, said in rows), sep="\n", file=out, flush=True)
 
 
 class Observatories:
@@ -51,6 +84,7 @@ class Observatories:
         observatories = (each for each in schema.applications if each.import_path == OBSERVATORY)
         self._urls = {each.name: _url(schema, each.route_prefix) for each in observatories}
         self._say = say
+        self.told: list[str] = []  # where they are, and to whom they are open
 
     def look(self, applications: Mapping[str, ApplicationStatusOverview], *, last: bool = False) -> None:
         """``last``: what does not answer yet is said too, since nobody looks again."""
@@ -59,6 +93,7 @@ class Observatories:
                 open_to = _open_to(url)
                 if open_to or last:
                     del self._urls[name]
+                    self.told.append(f"{url}/{open_to}")
                     self._say(f"watch it: {url}/{open_to}")
 
 
@@ -89,21 +124,45 @@ def counted(counts: Mapping[Role, int]) -> str:
     return " and ".join(named)
 
 
-def _pools(url: str) -> list[str]:
-    """What each replica has for K and V, a line each; none when it cannot be asked, which is no reason to fail."""
+def _replicas(url: str) -> list[dict[str, Any]]:
+    """What each replica is; none when they cannot be asked, which is no reason to fail."""
     key = os.environ.get(KEY_VARIABLE)
     asked = urllib.request.Request(f"{url}/get_server_info", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(asked, timeout=10) as answer:
-            states = json.load(answer)["internal_states"]
-        return [f"replica {state['replica']['replica_id']}: KV pool of {state['replica']['pool']}" for state in states]
+            return [state["replica"] for state in json.load(answer)["internal_states"]]
     except UNANSWERED:
         return []
 
 
+def _engines(replicas: list[dict[str, Any]], config: AppConfig) -> list[tuple[str, str]]:
+    """Rows on what computes, where and with how large a pool: one for all replicas that are alike."""
+    try:
+        computes = [_computes(each, config) for each in replicas]
+        pools = [str(each["pool"]) for each in replicas]
+    except KeyError:
+        return []
+    return [
+        (name, said if number == 1 else f"{said}, each of {number}")
+        for name, all_said in (("computes", computes), ("KV pool", pools))
+        for said, number in Counter(all_said).items()
+    ]
+
+
+def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:
+    role = Role(replica.get("role", Role.UNIFIED.value))
+    device = "a GPU" if config_of(config, role).replicas.gpus else "the CPU"
+    ranks = f", {replica['tp']} ranks" if replica["tp"] > 1 else ""
+    threads = f", {replica['num_threads']} threads" if device == "the CPU" and replica["num_threads"] > 1 else ""
+    products = ", int8 products" if config.model.quantization == "int8" else ""
+    why = f" ({replica['attention_why']})" if replica.get("attention_why") else ""
+    return f"on {device} in {replica['dtype']}{products}{ranks}{threads}, attention: {replica['attention']}{why}"
+
+
 def curl(url: str, model: str, *, with_key: bool = False) -> str:
-    """A line to paste. ``with_key``: API keys are asked for; the shell has one in KEY."""
+    """A command to paste; its lines are short enough for any terminal. ``with_key``: API keys are asked for; the shell
+    has one in KEY."""
     message = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": model, "messages": [message], "max_tokens": 32})
-    key = ' -H "Authorization: Bearer $KEY"' if with_key else ""
-    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    asked = f'{{"model": {json.dumps(model)}, "max_tokens": 32,\n       "messages": {json.dumps([message])}}}'
+    key = ' \\\n  -H "Authorization: Bearer $KEY"' if with_key else ""
+    return f"curl {url}/v1/chat/completions{key} \\\n  -H 'Content-Type: application/json' \\\n  -d '{asked}'"

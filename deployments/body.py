@@ -17,9 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class WireType(BaseModel):
-    """A request body. Unknown fields are accepted, since clients send many, and logged once each."""
+    """A request body. Unknown fields are accepted, since clients send many, and logged once each. Types are JSON's:
+    true is no number, "2" is none, and 2.0 is no integer."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
 
 WireT = TypeVar("WireT", bound=WireType)

@@ -159,6 +159,8 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     taken = sorted(_TAKEN & options.keys())
     if taken:
         raise InvalidRequest(f"chat_template_kwargs may not set {taken}", param="chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
     for name, value in (
         ("add_generation_prompt", body.add_generation_prompt),
         ("continue_final_message", body.continue_final_message),
@@ -176,15 +178,17 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def refuse_tools(body: ChatRequest | TokenizeRequest) -> None:
-    """Raises: InvalidRequest for tools that the answer might have to use."""
-    if body.tool_choice != "none":
-        refuse_unsupported({"tools": body.tools, "functions": body.functions}, ["tools", "functions"])
+    """Raises: InvalidRequest for what is not done: tools that an answer might have to use, a call without any, ..."""
+    refuse_unsupported(body, **({} if body.tool_choice == "none" else {"tools": None, "functions": None}))
+    for name, choice in (("tool_choice", body.tool_choice), ("function_call", body.function_call)):
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest(f"{name}: asks for a call, and there are no tools; leave it out", param=name)
 
 
 def _refuse(body: ChatRequest) -> None:
-    refuse_unsupported(body.model_dump())
-    refuse_response_format(body.response_format)
     refuse_tools(body)
+    refuse_unsupported(body, echo=None, best_of=1, add_special_tokens=None)
+    refuse_response_format(body.response_format)
     if body.modalities not in (None, ["text"]):
         raise InvalidRequest(f"modalities: {body.modalities} is not supported; supported: ['text']", param="modalities")
     if body.top_logprobs and not body.logprobs:

@@ -26,6 +26,7 @@ REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
 FINISH_S = 30.0  # Ray Serve's bound on ending applications that serve
 FOREIGN_S = 8.0  # a cluster goes on taking applications down when nobody waits for it
 KILL_S = 3.0
+AT_ONCE = 130  # exit status after a second signal
 
 
 class NoCluster(Exception):

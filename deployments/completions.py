@@ -25,7 +25,7 @@ from deployments.convert import (
     salt_of,
     to_ids,
 )
-from deployments.openai_format import completion_logprobs, finish_reason, matched_stop, usage_body
+from deployments.openai_format import TextOffsets, completion_logprobs, finish_reason, matched_stop, usage_body
 from deployments.openai_types import CompletionRequest
 from deployments.request_ids import name_of
 from deployments.rids import new_rid
@@ -66,7 +66,7 @@ class CompletionJob:
     async def whole(self, routed: Routed) -> dict[str, Any]:
         done = await collected(merged([routed.stream(request) for request in self.requests]))
         choices = [
-            self._choice(number, delta, text=self.prompts[number] + delta.text, offset=0)
+            self._choice(number, delta, self.prompts[number] + delta.text, self._offsets(number))
             for (number, _), delta in done.items()
         ]
         return self._body(choices, usage_body({key: delta.usage for key, delta in done.items()}))
@@ -76,7 +76,7 @@ class CompletionJob:
         continuous = options is not None and options.continuous_usage_stats
         only_text = not (continuous or self.body.return_token_ids or self.body.logprobs is not None)
         usages: dict[tuple[int, int], Usage] = {}
-        offsets: dict[tuple[int, int], int] = {}
+        offsets: dict[tuple[int, int], TextOffsets] = {}
         plain: dict[tuple[int, int], TextEvents] = {}
         async for number, delta in merged([routed.stream(request) for request in self.requests]):
             key = (number, delta.index)
@@ -90,8 +90,9 @@ class CompletionJob:
                     plain[key] = self._text_events(number, delta)
                 yield plain[key].event(text)
                 continue
-            choice = self._choice(number, delta, text=text, offset=offsets.get(key, 0))
-            offsets[key] = offsets.get(key, 0) + len(text)
+            if key not in offsets:
+                offsets[key] = self._offsets(number)
+            choice = self._choice(number, delta, text, offsets[key])
             yield sse(self._body([choice], usage_body(usages) if continuous else None))
         if options is not None and options.include_usage:
             yield sse(self._body([], usage_body(usages)))
@@ -99,14 +100,24 @@ class CompletionJob:
 
     def _text_events(self, number: int, delta: TokenDelta) -> TextEvents:
         """Of the choice that ``delta`` is of, while it has nothing but text."""
-        return TextEvents(lambda text: self._body([self._choice(number, delta, text=text, offset=0)], None))
+        return TextEvents(lambda text: self._body([self._choice(number, delta, text)], None))
 
-    def _choice(self, number: int, delta: TokenDelta, *, text: str, offset: int) -> dict[str, Any]:
+    def _offsets(self, number: int) -> TextOffsets:
+        skip = self.requests[number].sampling.skip_special_tokens
+        echo = self.prompts[number] if self.body.echo else None
+        return TextOffsets(self.service.tokenizer, echo=echo, skip_special_tokens=skip)
+
+    def _choice(self, number: int, delta: TokenDelta, text: str, offsets: TextOffsets | None = None) -> dict[str, Any]:
+        """``offsets``: of the choice, which has been told every token before this delta; needed for logprobs."""
         logprobs = None
-        if self.body.logprobs is not None:
-            both = delta.prompt_logprobs + delta.logprobs
+        if self.body.logprobs is not None and offsets is not None:
+            prompt = delta.prompt_logprobs if self.body.echo else ()
             logprobs = completion_logprobs(
-                self.service.tokenizer, both, with_top=self.body.logprobs > 0, offset=offset
+                self.service.tokenizer,
+                (*prompt, *delta.logprobs),
+                num_top=self.body.logprobs,
+                offsets=(offsets.of_prompt([each.token_id for each in prompt]) if prompt else [])
+                + offsets.of_output([each.token_id for each in delta.logprobs]),
             )
         choice: dict[str, Any] = {
             "index": number * self.requests[number].sampling.n + delta.index,
@@ -156,8 +167,7 @@ async def _job(service: Service, body: CompletionRequest, name: str) -> Completi
 
 
 def _refuse(body: CompletionRequest) -> None:
-    refuse_unsupported(body.model_dump())
-    refuse_unsupported({"suffix": body.suffix}, ["suffix"])
+    refuse_unsupported(body, suffix=None)
     refuse_response_format(body.response_format)
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, 1, n):
@@ -171,8 +181,9 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[str 
     prompt = body.prompt
     if prompt is None:
         raise InvalidRequest("prompt: is missing; give a string, a list of strings, or token ids", param="prompt")
+    special = True if body.add_special_tokens is None else body.add_special_tokens
     if isinstance(prompt, str):
-        return [(prompt, await service.encode(prompt))]
+        return [(prompt, await service.encode(prompt, add_special_tokens=special))]
     ids = [each for each in prompt if isinstance(each, int)]
     if ids:
         return [(None, to_ids(ids, param="prompt"))]
@@ -180,7 +191,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[str 
     found: list[tuple[str | None, TokenIds]] = []
     for each in prompt:
         if isinstance(each, str):
-            found.append((each, await service.encode(each)))
+            found.append((each, await service.encode(each, add_special_tokens=special)))
         elif isinstance(each, list):
             found.append((None, to_ids(each, param="prompt")))
     return found

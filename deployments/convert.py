@@ -1,7 +1,7 @@
 """Wire types to `GenerateRequest`: defaults, aliases, and a refusal, naming the field, of what cannot be done.
 
 Owns:      what an absent field means on each API.
-Never:     ignores a field that would change the answer's form (structured output, tools, suffix): it is refused.
+Never:     ignores a field that would change the answer (structured output, tools, beam search): it is refused.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from deployments.body import WireType
 from deployments.native_types import NativeSampling
 from deployments.openai_types import SamplingFields
 from deployments.service import Service
@@ -21,10 +22,24 @@ from replicas.types import GenerateRequest, SamplingParams, TokenIds
 T = TypeVar("T")
 MAX_PROMPTS = 256  # prompts of one request
 _FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.validate` calls a field, in its message
-_CONSTRAINTS = (
+# Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not done here. Each is
+# refused unless it is null, false, empty, or its neutral value, which stands beside it.
+_NOT_DONE: dict[str, Any] = dict.fromkeys((
+    # constraints on the output
     "regex", "ebnf", "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "structured_outputs", "logits_processors", "lora_path", "stop_regex", "custom_params",
-)  # fmt: skip
+    "structured_outputs", "grammar", "stop_regex", "repetition_detection", "thinking_token_budget",
+    # other ways to choose tokens
+    "logits_processors", "logits_processor", "custom_logit_processor", "custom_params", "vllm_xargs",
+    "use_beam_search", "typical_p", "watermark", "token_ids_logprob",
+    # other weights or another prompt
+    "lora_path", "lora_request", "adapter_id", "chat_template", "documents", "session_params", "web_search_options",
+    "input_embeds", "prompt_embeds", "image_data", "video_data", "audio_data", "mm_processor_kwargs", "media_io_kwargs",
+    # other parts of the answer
+    "return_hidden_states", "return_routed_experts", "return_entropy", "return_bytes", "return_tokens_as_token_ids",
+    "decoder_input_details", "top_n_tokens", "details", "return_full_text",
+    # hand-offs between servers that a router other than ours arranges
+    "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)) | {"typical_p": 1.0}  # fmt: skip
 
 
 def check_model(service: Service, name: str | None) -> None:
@@ -33,10 +48,14 @@ def check_model(service: Service, name: str | None) -> None:
         raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
 
 
-def refuse_unsupported(fields: Mapping[str, Any], names: Sequence[str] = _CONSTRAINTS) -> None:
-    """Raises: InvalidRequest for the first of ``names`` that asks for something."""
-    for name in names:
-        if fields.get(name) not in (None, False, "", [], {}):
+def refuse_unsupported(body: WireType, **here: Any) -> None:
+    """Raises: InvalidRequest for the first field that asks for what is not done.
+
+    Args: here: fields that are not done on this route, and their neutral values.
+    """
+    neutral = _NOT_DONE | here
+    for name, value in (vars(body) | (body.model_extra or {})).items():
+        if name in neutral and value not in (None, False, "", [], {}, neutral[name]):
             raise InvalidRequest(f"{name}: is not supported by this server; leave it out", param=name)
 
 
@@ -74,8 +93,8 @@ def openai_sampling(fields: SamplingFields, *, max_new_tokens: int) -> SamplingP
 
 def native_sampling(fields: NativeSampling, *, max_new_tokens: int) -> SamplingParams:
     """Sampling parameters of ``/generate``; their ranges are checked by `checked`."""
-    refuse_unsupported(fields.model_dump())
-    seed = fields.sampling_seed if fields.sampling_seed is not None else fields.seed
+    refuse_unsupported(fields, best_of=1)
+    seed_name = "seed" if fields.sampling_seed is None else "sampling_seed"
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_new_tokens, 0),
@@ -87,7 +106,7 @@ def native_sampling(fields: NativeSampling, *, max_new_tokens: int) -> SamplingP
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         presence_penalty=_or(fields.presence_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias),
-        seed=_seed(seed),
+        seed=_seed(getattr(fields, seed_name), param=seed_name),
         n=_or(fields.n, 1),
         stop=_stop(fields.stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
@@ -156,10 +175,14 @@ def _top_k(top_k: int | None) -> int | None:
     return None if top_k in (None, -1, 0) else top_k
 
 
-def _seed(seed: int | None) -> int:
-    """A seed given by the client makes the answer repeatable; else each request draws its own, once, so that a retry
-    on another replica goes on with the same numbers."""
-    return secrets.randbits(62) if seed is None else seed
+def _seed(seed: int | None, *, param: str = "seed") -> int:
+    """A seed given by the client, negative or not, makes the answer repeatable; else each request draws its own, once,
+    so that a retry on another replica goes on with the same numbers. Raises: InvalidRequest."""
+    if seed is None:
+        return secrets.randbits(62)
+    if not -(2**63) <= seed < 2**63:
+        raise InvalidRequest(f"{param}: must be between -2**63 and 2**63 - 1, got {str(seed)[:64]}", param=param)
+    return seed % 2**64
 
 
 def _stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replicas.errors import InvalidRequest, MantaError
+from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.types import Finish
 from routing.types import NoReplica
 
@@ -51,6 +51,9 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         status = error.http_status
         param = error.param if isinstance(error, InvalidRequest) else None
         code = error.code if isinstance(error, MantaError) else None
+        if isinstance(error, EngineDead):  # its text is of our insides; `GET /route/{rid}` and the logs have it
+            text = "the replica that ran this request failed, and no other one could go on: try again"
+            return status, error_body(text, status=status)
         return status, error_body(str(error), status=status, param=param, code=code)
     log.error("a request failed", exc_info=error)
     return 500, error_body(f"internal error: {type(error).__name__}; the router's log has the details", status=500)

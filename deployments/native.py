@@ -29,7 +29,6 @@ router = APIRouter()
 T = TypeVar("T")
 DEFAULT_MAX_NEW_TOKENS = 128
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # the OpenAI routes' : ours
-_UNSUPPORTED = ("input_embeds", "image_data", "audio_data", "token_ids_logprob", "lora_path", "session_params")
 
 
 @router.post("/generate")
@@ -123,7 +122,7 @@ def _finish_body(delta: TokenDelta) -> dict[str, Any]:
 
 
 async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
-    refuse_unsupported(body.model_dump(), _UNSUPPORTED)
+    refuse_unsupported(body, prompt_logprobs=None)
     prompts, is_batch, param = await _prompts(service, body)
     count = len(prompts)
     given = body.sampling_params if body.sampling_params is not None else body.parameters

@@ -3,6 +3,7 @@
 Never: emits a number that JSON has no form for (a token masked out has no finite logprob).
 """
 
+import codecs
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from replicas.tokenizer import Tokenizer
 from replicas.types import Finish, TokenLogprob, Usage
 
 LOWEST_LOGPROB = -9999.0
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def finish_reason(finish: Finish | None) -> str | None:
@@ -45,22 +47,53 @@ def number(logprob: float | None) -> float | None:
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, with_top: bool, offset: int
-) -> dict[str, Any]:
-    """The completions form.
+class TextOffsets:
+    """Where the tokens of one completion begin in its text, in characters; told its tokens in order.
 
-    Args: offset: characters of text before the first of ``logprobs``.
+    A token that begins within a character has the place of that character. One that is not shown has no width.
     """
-    tokens = [tokenizer.token_text(each.token_id) for each in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+
+    def __init__(self, tokenizer: Tokenizer, *, echo: str | None, skip_special_tokens: bool) -> None:
+        """``echo``: the prompt as the text begins with it; None where it does not."""
+        self._tokenizer = tokenizer
+        self._echo = echo or ""
+        self._shown = tokenizer.pieces(skip_special_tokens)
+        self._begin(0, self._shown if echo is None else tokenizer.pieces(skip_special_tokens=False))
+
+    def of_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """Places of the prompt's tokens, at the beginning of the text; the output's follow the prompt's text."""
+        hidden = 0  # the tokenizer itself puts a special token before a text
+        if token_ids[0] in self._tokenizer.special_ids:
+            hidden = 0 if self._echo.startswith(self._tokenizer.token_text(token_ids[0])) else 1
+        places = [0] * hidden + [self._place(token) for token in token_ids[hidden:]]
+        self._begin(len(self._echo), self._shown)
+        return places
+
+    def of_output(self, token_ids: Sequence[int]) -> list[int]:
+        return [self._place(token) for token in token_ids]
+
+    def _begin(self, at: int, pieces: Sequence[bytes]) -> None:
+        self._at, self._pieces = at, pieces
+        self._decoder = _new_utf8_decoder(errors="replace")
+        self._strips = self._tokenizer.strips_leading_space
+
+    def _place(self, token_id: int) -> int:
+        at = self._at
+        text = self._decoder.decode(self._pieces[token_id] if token_id < len(self._pieces) else b"")
+        if text and self._strips:
+            text, self._strips = text.removeprefix(" "), False
+        self._at += len(text)
+        return at
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int, offsets: list[int]
+) -> dict[str, Any]:
+    """The completions form. ``offsets``: [len(logprobs)] of `TextOffsets`."""
     return {
-        "tokens": tokens,
+        "tokens": [tokenizer.token_text(each.token_id) for each in logprobs],
         "token_logprobs": [number(each.logprob) for each in logprobs],
-        "top_logprobs": [_top_by_text(tokenizer, each) for each in logprobs] if with_top else None,
+        "top_logprobs": [_top_by_text(tokenizer, each, num_top) for each in logprobs] if num_top else None,
         "text_offset": offsets,
     }
 
@@ -88,15 +121,16 @@ def _usage_body(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def _top_by_text(tokenizer: Tokenizer, each: TokenLogprob) -> dict[str, float | None] | None:
-    """The alternatives by text, most likely first, the chosen token always among them; None without a context.
+def _top_by_text(tokenizer: Tokenizer, each: TokenLogprob, num_top: int) -> dict[str, float | None] | None:
+    """The ``num_top`` alternatives by text, most likely first, the chosen token always among them; None without a
+    context.
 
     Two tokens of one text (parts of characters) keep the likelier one's value.
     """
     if each.logprob is None:
         return None
     top: dict[str, float | None] = {}
-    for token, value in (*each.top, (each.token_id, each.logprob)):
+    for token, value in (*each.top[:num_top], (each.token_id, each.logprob)):
         top.setdefault(tokenizer.token_text(token), number(value))
     return top
 

@@ -64,6 +64,7 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None  # to a prompt that is text
 
 
 class ChatRequest(SamplingFields):
@@ -79,6 +80,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: str | None = None  # a variable for the template
 
 
 class TokenizeRequest(WireType):
@@ -90,6 +92,8 @@ class TokenizeRequest(WireType):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: Any = None
+    function_call: Any = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -7,10 +7,11 @@ Thread:    the main thread.
     check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> print where ──> wait ──> stop all
 """
 
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +42,41 @@ LOOK_S = 0.5
 
 def run(config_path: str) -> int:
     """Serve ``config_path`` until interrupted; the exit status."""
-    started_s = time.monotonic()
+    board = startup.Board()
+    try:
+        return _run(config_path, board)
+    finally:
+        board.close()
 
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", flush=True)
 
+def _run(config_path: str, board: startup.Board) -> int:
+    say = board.say
     try:
         schema, configs = read(config_path, say)
         check_port(schema.http_options.host, schema.http_options.port)
         settle_key(schema, say, on_cluster="RAY_ADDRESS" in os.environ)
     except InvalidConfig as error:
+        board.close()
         return refuse(config_path, error)
     cluster.listen_for_the_end()
     try:
         with cluster.opened(say) as opened:
             for shortage in () if opened.ours else shortages(configs.values(), capacity_of_cluster()):
                 say(f"{shortage}; they wait until the cluster grows")
-            opened.serving = ready = _deploy(schema, configs, say)
+            opened.serving = ready = _deploy(schema, configs, board)
             while ready:
                 time.sleep(3600)
             return 1
     except cluster.NoCluster as error:
+        board.close()
         print(error, file=sys.stderr)
         return 1
     except cluster.StoppedAtOnce:
+        board.close()
         print("stopped at once", file=sys.stderr)
+        return cluster.AT_ONCE
     except KeyboardInterrupt:
+        board.close()
         say("stopped")
     return 0
 
@@ -117,9 +127,10 @@ def _keyed(application: ServeApplicationSchema) -> dict[str, Any]:
     return application.args if application.import_path == OBSERVATORY else application.args.get("router") or {}
 
 
-def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Callable[[str], None]) -> bool:
+def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], board: startup.Board) -> bool:
     """Deploy as `serve run` does, and tell what is waited for until every application runs. False when one failed."""
-    say("starting Serve")
+    board.say("starting Serve")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the board says how far it is
     client = serve_start(
         http_options=schema.http_options.model_dump(),
         proxy_location=schema.proxy_location,
@@ -127,30 +138,30 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], say: Calla
     )
     replica_logs = startup.ReplicaLogs(Path(get_serve_logs_dir()))
     client.deploy_apps(schema, _blocking=False)
-    observatories = Observatories(schema, say)
-    with startup.board(say) as show:
-        failed = _until_running(show, replica_logs, observatories)
+    observatories = Observatories(schema, board.say)
+    failed = _until_running(board, replica_logs, observatories)
+    board.close()
     if failed:
         for name, application in failed.items():
             print(f"{name} failed to start:\n{_why(application)}", file=sys.stderr)
         return False
     applications = serve.status().applications
-    announce(schema, configs, applications, say)
     observatories.look(applications, last=True)
+    announce(schema, configs, applications, board.say, watched_at=observatories.told)
     return True
 
 
 def _until_running(
-    show: Callable[[Mapping[str, str]], None], replica_logs: startup.ReplicaLogs, observatories: Observatories
+    board: startup.Board, replica_logs: startup.ReplicaLogs, observatories: Observatories
 ) -> dict[str, ApplicationStatusOverview]:
     """Show what is waited for until every application runs, or some failed: those."""
     while True:
         applications = serve.status().applications
         replica_logs.look()
-        now: dict[str, str] = {}
+        now: dict[str, startup.Line] = {}
         for name, each in applications.items():
             now |= startup.lines(name, each.deployments, replica_logs)
-        show(now)
+        board.show(now)
         observatories.look(applications)
         failed = {
             name: each for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED

@@ -1,17 +1,19 @@
-"""What a start is waiting for: a line a deployment, drawn in place on a terminal, said on change elsewhere.
+"""What a start is waiting for: one block that is drawn in place on a terminal, a line a phase elsewhere.
 
 Owns:      how far each replica is, as its log file on this machine tells; a replica on another machine, or one whose
            file cannot be read, is "starting", which is what Serve knows.
 Never:     asks Ray or Serve (serve.py does); decides when the start is over.
-Thread:    the main thread of `python -m deployments serve`.
+Thread:    the main thread of `python -m deployments serve`; on a terminal rich draws the block on one of its own.
 """
 
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -31,6 +33,11 @@ _PHASES = (  # what a replica's log file says -> how far it is; the last that it
     (b"Finished initializing replica", READY),
 )
 _SAID_CHARS = 300
+_FIGURES = re.compile(r", \d+ % .*")
+_NO_PLACE = re.compile(
+    r"has (\d+) replicas that have taken .* to be scheduled.*required for each replica: (.*), total resources "
+    r"available: (.*?)\. Use"
+)
 _OUR_ERROR = re.compile(r"^replicas\.errors\.(\w+: .*(?:\n[a-z][\w.]*(?: = .*|: .*))*)", re.MULTILINE)
 
 
@@ -95,59 +102,110 @@ def hopeless(text: str) -> bool:
     return any(error.startswith(("InvalidConfig:", "UnsupportedModel:")) for error in our_errors(text))
 
 
-def lines(application: str, deployments: Mapping[str, Deployment], logs: ReplicaLogs) -> dict[str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """How far one deployment is."""
+
+    name: str
+    text: str  # of now, with figures
+    phases: tuple[str, ...]  # that its replicas are in, without: what is new among them is news
+
+
+def lines(application: str, deployments: Mapping[str, Deployment], logs: ReplicaLogs) -> dict[str, Line]:
     """What is to be said of one application, by what it is about."""
     if not deployments:
-        return {application: f"{application}: being built"}
+        return {application: Line(name=application, text="being built", phases=("being built",))}
     return {
-        f"{application}/{name}": f"{application}: {name}: {_far(each, logs.phases(application, name))}"
+        f"{application}/{name}": _far(f"{application}: {name}", each, logs.phases(application, name))
         for name, each in deployments.items()
     }
 
 
-@contextlib.contextmanager
-def board(say: Callable[[str], None]) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """A function that shows lines: in place on a terminal, and gone afterwards; elsewhere each line when it changes."""
-    if not on_terminal(sys.stdout):
-        said: dict[str, str] = {}
+class Board:
+    """Shows how far a start is. Until `close` it is one block on a terminal; afterwards lines are printed there too."""
 
-        def tell(now: Mapping[str, str]) -> None:
-            for key, line in now.items():
-                if said.get(key) != line:
-                    said[key] = line
-                    say(line)
+    def __init__(self, out: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out = sys.stdout if out is None else out
+        self._clock = clock
+        self._started_s = clock()
+        self._said: list[str] = []
+        self._shown: dict[str, list[str]] = {}  # by deployment: the phases that were printed
+        self._now: list[str] = []
+        self._live: Live | None = None
+        if on_terminal(self._out):
+            console = Console(file=self._out)
+            self._live = Live(console=console, get_renderable=self._block, transient=True, refresh_per_second=4)
+            self._live.start()
 
-        yield tell
-        return
-    with Live(console=Console(), transient=True, auto_refresh=False) as live:
-        yield lambda now: live.update(Text("\n".join(f"  {line}" for line in now.values())), refresh=True)
+    def say(self, text: str) -> None:
+        """A line with the time."""
+        line = f"[{self._clock() - self._started_s:5.1f} s] {text}"
+        if self._live is not None:
+            self._said.append(line)
+        else:
+            print(line, file=self._out, flush=True)
+
+    def show(self, now: Mapping[str, Line]) -> None:
+        """What is waited for now, by what it is about."""
+        self._now = [f"{line.name}: {line.text}" for line in now.values()]
+        if self._live is not None:
+            return
+        for key, line in now.items():
+            known = self._shown.setdefault(key, [])
+            for phase in line.phases:
+                if phase not in known:
+                    known.append(phase)
+                    self.say(f"{line.name}: {phase}")
+
+    def close(self) -> None:
+        """Take the block away; idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _block(self) -> Text:
+        return Text("\n".join([*self._said, *(f"  {line}" for line in self._now), f"[{self._elapsed_s:5.1f} s] ..."]))
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._started_s
 
 
-def _far(deployment: Deployment, phases: Mapping[str, str]) -> str:
+def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> Line:
     states = deployment.replica_states
     num, starting = sum(states.values()), states.get("STARTING", 0)
+    said = _message(deployment)
     if not num:
-        return _with_message("waiting for Serve to start it", deployment)
+        waits = "waiting for Serve to start it"
+        return Line(name=name, text=f"{waits}{said and f' ({said})'}", phases=(waits, *([said] if said else [])))
     running = states.get("RUNNING", 0)
     started = [replica_id for replica_id, phase in phases.items() if phase == READY]
     on_their_way = [(replica_id, "has started") for replica_id in started[: max(len(started) - running, 0)]]
     # files of replicas that failed to start are among these, and have been silent for longer
     on_their_way += [(replica_id, phase) for replica_id, phase in phases.items() if phase != READY]
-    told = [f"{replica_id} {phase}" for replica_id, phase in sorted(on_their_way[:starting])]
-    parts = [f"{running} of {num} ready", *told]
+    told = sorted(on_their_way[:starting])
+    parts = [f"{running} of {num} ready", *(f"{replica_id} {phase}" for replica_id, phase in told)]
     if starting > len(told):
         parts.append(f"{starting - len(told)} starting")
     parts += [
         f"{count} {state.lower()}" for state, count in sorted(states.items()) if state not in ("RUNNING", "STARTING")
     ]
-    return _with_message("; ".join(parts), deployment)
+    reached = [_FIGURES.sub("", phase) for _, phase in told if phase != "has started"] + parts[:1] * bool(running)
+    text = "; ".join(parts) + (f" ({said})" if said else "")
+    return Line(name=name, text=text, phases=(*reached, *([said] if said else [])))
 
 
-def _with_message(text: str, deployment: Deployment) -> str:
+def _message(deployment: Deployment) -> str:
     """What Serve has to say: that it finds no place for a replica, or that one failed, and why."""
+    no_place = _NO_PLACE.search(deployment.message)
+    if no_place is not None:
+        count = f"{no_place[1]} replica{'' if no_place[1] == '1' else 's'}"
+        return f"no place yet for {count}: each needs {no_place[2]}, and Ray has {no_place[3]} free"
     first = deployment.message.strip().partition("\n")[0].removesuffix(" Error:")
-    said = ". ".join([first.removesuffix("."), *our_errors(deployment.message)])[:_SAID_CHARS]
-    return f"{text} ({said})" if said else text
+    if "to initialize" in first:
+        return ""  # that it takes longer than 30 s, which the time shows
+    said = ". ".join([part for part in (first.removesuffix("."), *our_errors(deployment.message)) if part])
+    return said if len(said) <= _SAID_CHARS else f"{said[:_SAID_CHARS]} ..."
 
 
 def _phase(line: bytes) -> str | None:

@@ -22,7 +22,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from replicas.control_tokens import ControlTokens
+from replicas.control_tokens import ROLES, ControlTokens
 from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.token_bytes import PieceDecoder
 from replicas.types import TokenIds
@@ -151,7 +151,7 @@ class Tokenizer:
         if not messages:
             raise InvalidRequest("messages: is empty; give at least one message", param="messages")
         given: dict[str, Any] = {
-            "messages": [_plain_message(i, message) for i, message in enumerate(messages)],
+            "messages": [self._plain_message(i, message) for i, message in enumerate(messages)],
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "options": template_kwargs,
         }
@@ -192,6 +192,36 @@ class Tokenizer:
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
         return str(text)
+
+    def _plain_message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """``message`` in a role that the template has, with content parts as one string, which templates add up."""
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"messages[{index}]: must be an object with a role", param="messages")
+        plain = dict(message)
+        role, content = message["role"], message.get("content")
+        if role not in ROLES and not self._template_names(role):
+            known = ", ".join(ROLES)
+            raise InvalidRequest(f"messages[{index}].role: {role[:64]!r} is not one of {known}", param="messages")
+        if role == "developer" and not self._template_names(role):
+            plain["role"] = "system"  # what it was called before
+        if content is None:
+            refusal = message.get("refusal")
+            plain["content"] = refusal if isinstance(refusal, str) else ""  # tool calls come without content
+        elif isinstance(content, list):
+            texts = [text for part in content if (text := _part_text(part)) is not None]
+            if len(texts) < len(content):
+                raise InvalidRequest(f"messages[{index}].content: only text parts are supported", param="messages")
+            plain["content"] = "\n".join(texts)
+        elif not isinstance(content, str):
+            raise InvalidRequest(
+                f"messages[{index}].content: must be a string or a list of text parts", param="messages"
+            )
+        return plain
+
+    def _template_names(self, role: str) -> bool:
+        """Whether the chat template treats ``role`` as one of its own."""
+        template = str(self._hf.chat_template)
+        return f"'{role}'" in template or f'"{role}"' in template
 
     def decode(self, ids: Sequence[int] | TokenIds, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids without a text (padding of the vocabulary) give none."""
@@ -256,20 +286,9 @@ def _check_unicode(text: str) -> None:
         ) from error
 
 
-def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """``message`` with content parts as one string, which is what templates of text models add up."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"messages[{index}]: must be an object with a role", param="messages")
-    plain = dict(message)
-    content = message.get("content")
-    if content is None:
-        plain["content"] = ""  # tool calls come without content
-    elif isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
-            raise InvalidRequest(f"messages[{index}].content: only text parts are supported", param="messages")
-        plain["content"] = "\n".join(texts)
-    elif not isinstance(content, str):
-        raise InvalidRequest(f"messages[{index}].content: must be a string or a list of text parts", param="messages")
-    return plain
+def _part_text(part: Any) -> str | None:
+    """The text of one part of a content; None for what is no text."""
+    if not isinstance(part, Mapping):
+        return part if isinstance(part, str) else None
+    text = part.get("refusal" if part.get("type") == "refusal" else "text")
+    return text if isinstance(text, str) else None

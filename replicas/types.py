@@ -58,7 +58,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over output, per occurrence
     presence_penalty: float = 0.0  # over output
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
+    seed: int = 0  # 64 bits
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class SamplingParams:
             value = getattr(self, name)
             _check(name, _finite(value) and -2 <= value <= 2, f"must be between -2 and 2, got {value}")
         _check("n", 1 <= self.n <= 128, f"must be between 1 and 128, got {self.n}")
-        _check("seed", 0 <= self.seed < 2**63, f"must be between 0 and 2**63 - 1, got {self.seed}")
+        _check("seed", 0 <= self.seed < 2**64, f"must be between 0 and 2**64 - 1, got {self.seed}")
         for token, bias in self.logit_bias:
             _check("logit_bias", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
             _check("logit_bias", _finite(bias) and -100 <= bias <= 100, f"{bias} is not between -100 and 100")

@@ -1,6 +1,7 @@
-"""Ctrl-C while Manta still starts: it says what it waits for, ends soon, and leaves nothing."""
+"""Starts that end before they serve: by Ctrl-C, or for settings that only a replica finds wrong."""
 
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -43,3 +44,19 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     assert said.rstrip().endswith("stopped at once")
     assert took_s < ENDS_S / 2, said
     assert left == []
+
+
+def test_a_setting_that_a_replica_finds_impossible_ends_the_start_at_its_first_try(tmp_path: Path) -> None:
+    """Serve tries a replica three times."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        running = Running(tmp_path, replicas={"count": 1}, observability={"metrics_port": port})
+        running.launch()
+        running.until(lambda: running.process_ended, START_S)
+    said = running.log.read_text()
+    assert running.process is not None
+    assert running.process.returncode == 1
+    assert f"manta failed to start:\nInvalidConfig: observability.metrics_port = {port}" in said
+    assert "Retrying 1 more" not in said
+    assert "Traceback" not in said
+    assert running.processes() == {}

@@ -42,7 +42,9 @@ def text(client: openai.OpenAI, **options: Any) -> str:
 
 def test_it_says_what_is_served_where_with_a_line_to_try(app: Running) -> None:
     log = app.log.read_text()
-    assert log.count(": KV pool of 16,000 tokens, 1,000 pages, 703 MiB\n") == 2
+    assert "\n  KV pool   16,000 tokens, 1,000 pages, 703 MiB, each of 2\n" in log
+    assert "\n  computes  on the CPU in float32, attention: " in log
+    assert f"\n  API       {app.url}/v1\n" in log
     assert f"ready: {NAME} on 2 replicas at {app.url}/v1" in log
     line = next(line for line in log.splitlines() if line.startswith("curl "))
     assert f"{app.url}/v1/chat/completions" in line

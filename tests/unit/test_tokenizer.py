@@ -118,6 +118,25 @@ def test_chat_joins_text_parts_and_passes_template_variables(byte_level: Tokeniz
     assert text == "<|start|>user\na\nb<|end|>\n(calm)"
 
 
+def test_chat_reads_a_refusal_as_the_text_that_it_is(byte_level: Tokenizer) -> None:
+    def text(message: dict[str, object]) -> str:
+        return byte_level.chat_text([{"role": "assistant", **message}], add_generation_prompt=False)
+
+    parts = [{"type": "text", "text": "Well:"}, {"type": "refusal", "refusal": "no."}]
+    assert text({"content": parts}) == "<|start|>assistant\nWell:\nno.<|end|>\n"
+    assert text({"content": None, "refusal": "no."}) == "<|start|>assistant\nno.<|end|>\n"
+
+
+def test_chat_takes_openais_roles_and_those_that_the_template_names(byte_level: Tokenizer) -> None:
+    """This one names 'alien', to refuse it in its own words; it does not know what a developer is."""
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].role: 'wizard' is not one of system, developer, user"):
+        byte_level.chat([{"role": "user", "content": "hi"}, {"role": "wizard", "content": "hi"}])
+    with pytest.raises(InvalidRequest, match="no aliens"):
+        byte_level.chat([{"role": "alien", "content": "hi"}])
+    told = byte_level.chat_text([{"role": "developer", "content": "hi"}], add_generation_prompt=False)
+    assert told == "<|start|>system\nhi<|end|>\n"
+
+
 def test_chat_leaves_the_final_message_open_to_continue_it(byte_level: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the the"}]
     text = byte_level.chat_text(messages, add_generation_prompt=False, continue_final_message=True)

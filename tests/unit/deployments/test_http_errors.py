@@ -7,9 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments import convert
 from deployments.http_app import make_app
 from deployments.service import Service
+from replicas.errors import EngineDead
 from replicas.loop import EngineLoop
+from tests.unit.deployments.in_process import House, ScriptedReplica
 
 pytestmark = pytest.mark.model
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -39,7 +42,7 @@ BAD: list[tuple[str, Any, str | None]] = [
     (TEXT, text(max_tokens=-1), "max_tokens"),
     (TEXT, text(max_tokens=10**9), "max_tokens"),
     (TEXT, text(min_tokens=5), "min_tokens"),
-    (TEXT, text(seed=-1), "seed"),
+    (TEXT, text(seed=-(2**63) - 1), "seed"),
     (TEXT, text(seed=10**30), "seed"),
     (TEXT, text(presence_penalty=9), "presence_penalty"),
     (TEXT, text(repetition_penalty=0), "repetition_penalty"),
@@ -107,11 +110,86 @@ BAD: list[tuple[str, Any, str | None]] = [
     (NATIVE, native(token_ids_logprob=[1]), "token_ids_logprob"),
     (NATIVE, native(return_logprob=True, logprob_start_len=500), "logprob_start_len"),
     (NATIVE, native(rid=["a", "b"]), "rid"),
+    (NATIVE, native(sampling_params={"sampling_seed": 2**63}), "sampling_seed"),
+    # JSON's types: true is no number and no id, "2" is none
+    (TEXT, text(prompt=[True]), "prompt"),
+    (TEXT, text(prompt=[[5, False]]), "prompt"),
+    (TEXT, text(max_tokens="2"), "max_tokens"),
+    (TEXT, text(n=True), "n"),
+    (TEXT, text(temperature="0.5"), "temperature"),
+    (TEXT, text(temperature=True), "temperature"),
+    (TEXT, text(stop_token_ids=[True]), "stop_token_ids"),
+    (TEXT, text(stream=1), "stream"),
+    (TEXT, text(logit_bias={"5": True}), "logit_bias"),
+    (CHAT, {"messages": HI, "stream_options": {"include_usage": "yes"}}, "stream_options"),
+    (NATIVE, {"input_ids": [True]}, "input_ids"),
+    (NATIVE, native(sampling_params={"max_new_tokens": True}), "sampling_params"),
+    ("/detokenize", {"tokens": [True]}, "tokens"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": HI, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    (CHAT, {"messages": HI, "function_call": {"name": "f"}}, "function_call"),
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [-4]}, "tokens"),
     ("/detokenize", {"tokens": "x"}, "tokens"),
     ("/abort_request", {}, "rid"),
 ]
+
+
+NOT_DONE: dict[str, Any] = {  # fields that would change the answer, with a value that asks for it; on every route
+    "regex": "a+", "ebnf": "root ::= 'a'", "json_schema": "{}", "structural_tag": "{}", "guided_json": {"a": 1},
+    "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "g", "structured_outputs": {"regex": "a"},
+    "grammar": {"type": "json"}, "stop_regex": "a+", "repetition_detection": {"a": 1}, "thinking_token_budget": 9,
+    "logits_processors": ["x"], "logits_processor": "x", "custom_logit_processor": "x", "custom_params": {"a": 1},
+    "vllm_xargs": {"a": 1}, "use_beam_search": True, "typical_p": 0.5, "watermark": True, "token_ids_logprob": [1],
+    "lora_path": "x", "lora_request": {"name": "x"}, "adapter_id": "x", "chat_template": "{{ x }}",
+    "documents": [{"text": "x"}], "session_params": {"id": "x"}, "web_search_options": {"a": 1}, "input_embeds": [[0]],
+    "prompt_embeds": "x", "image_data": "x", "video_data": "x", "audio_data": "x", "mm_processor_kwargs": {"a": 1},
+    "media_io_kwargs": {"a": 1}, "return_hidden_states": True, "return_routed_experts": True, "return_entropy": True,
+    "return_bytes": True, "return_tokens_as_token_ids": True, "decoder_input_details": True, "top_n_tokens": 5,
+    "details": True, "return_full_text": True, "kv_transfer_params": {"a": 1}, "bootstrap_host": "x",
+    "bootstrap_port": 5, "bootstrap_room": 5,
+}  # fmt: skip
+NOT_HERE: list[tuple[str, str, Any]] = [  # not done on one route
+    (TEXT, "suffix", "x"), (CHAT, "echo", True), (CHAT, "best_of", 2), (CHAT, "add_special_tokens", True),
+    (CHAT, "tools", [{"type": "function"}]), (CHAT, "functions", [{"name": "f"}]), (NATIVE, "prompt_logprobs", 1),
+]  # fmt: skip
+NO_CHANGE: dict[str, Any] = {  # fields that change nothing here, or ask for what is so anyway
+    "length_penalty": 2.0, "early_stopping": True, "spaces_between_special_tokens": True, "parallel_tool_calls": True,
+    "guided_decoding_backend": "x", "include_reasoning": True, "separate_reasoning": True, "use_beam_search": False,
+    "typical_p": 1.0, "documents": [], "chat_template": "", "lora_path": None, "return_hidden_states": False,
+    "user": "x", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prediction": {"a": "b"},
+    "stream_interval": 2, "data_parallel_rank": 0, "min_p": 0.0, "repetition_penalty": 1.0, "logits_processors": None,
+}  # fmt: skip
+ASK: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI, "max_tokens": 1},
+    TEXT: {"prompt": "hi", "max_tokens": 1},
+    NATIVE: {"text": "hi", "sampling_params": {"max_new_tokens": 1}},
+}
+
+
+@pytest.mark.parametrize("route", list(ASK))
+async def test_a_field_that_would_change_the_answer_is_refused_by_name_and_never_ignored(
+    client: httpx.AsyncClient, route: str
+) -> None:
+    here = [(name, value) for where, name, value in NOT_HERE if where == route]
+    for name, value in [*NOT_DONE.items(), *here]:
+        error = check_error(await client.post(route, json={**ASK[route], name: value}), 400)
+        assert error["param"] == name
+        assert error["message"] == f"{name}: is not supported by this server; leave it out"
+    for name, value in [*NOT_DONE.items(), ("best_of", 2)] if route == NATIVE else ():
+        body = {"text": "hi", "sampling_params": {"max_new_tokens": 1, name: value}}
+        assert check_error(await client.post(route, json=body), 400)["param"] == name
+
+
+@pytest.mark.parametrize("route", list(ASK))
+async def test_fields_that_change_nothing_are_accepted(client: httpx.AsyncClient, route: str) -> None:
+    answer = await client.post(route, json=ASK[route] | dict.fromkeys(NOT_DONE) | NO_CHANGE)
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_table_of_fields_that_are_not_done_is_whole() -> None:
+    assert convert._NOT_DONE.keys() == NOT_DONE.keys()
 
 
 def check_error(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -254,6 +332,15 @@ async def test_what_is_refused_leaves_nothing_open(client: httpx.AsyncClient, en
     await client.post(TEXT, json=text(prompt=["fine", "also fine"], n=0))
     await client.post(TEXT, json=text(prompt=[5] * 9000))
     assert engine_loop.num_open == 0
+
+
+async def test_what_an_engine_died_of_is_not_for_clients(client: httpx.AsyncClient, house: House) -> None:
+    house.remove("r0")
+    house.add(ScriptedReplica("dying", refuse=EngineDead("a step failed with OSError: /secret/path")))
+    assert await house.fleet.wait_ready(5)
+    error = check_error(await client.post(TEXT, json=text()), 503)
+    assert "secret" not in error["message"]
+    assert "no other one could go on" in error["message"]
 
 
 async def test_a_deadline_that_passes_is_a_504(client: httpx.AsyncClient) -> None:

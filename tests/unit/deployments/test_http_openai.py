@@ -192,6 +192,50 @@ async def test_streamed_logprobs_are_those_of_the_whole(client: httpx.AsyncClien
     assert [offset for chunk in chunks for offset in chunk["text_offset"]] == whole["text_offset"]
 
 
+@pytest.mark.parametrize("prompt", ["日本の首都は 🙂", "<|im_start|>é"])
+async def test_text_offsets_count_characters_of_the_text_whatever_tokens_they_are_made_of(
+    client: httpx.AsyncClient, prompt: str
+) -> None:
+    """日 and 🙂 are several tokens each: one that begins within a character has the place of that character."""
+    tokenizer = Tokenizer(MODEL)
+    bias = {str(token): 50 for token in tokenizer.encode("🙂é").tolist()}
+    body = {"prompt": prompt, "max_tokens": 6, "logprobs": 1, "temperature": 2.0, "seed": 1, "logit_bias": bias}
+    [choice] = (await post(client, TEXT, **body, echo=True, return_token_ids=True))["choices"]
+    ids = [*tokenizer.encode(prompt).tolist(), *choice["token_ids"]]
+    offsets = choice["logprobs"]["text_offset"]
+    size = len(prompt.encode())
+    before = b"".join(map(tokenizer.token_bytes, ids))
+    starts = [sum(len(tokenizer.token_bytes(token)) for token in ids[:i]) for i in range(len(ids))]
+    assert offsets[: len(ids) - 6] == [len(before[:at].decode(errors="ignore")) for at in starts if at < size]
+    assert offsets == sorted(offsets)
+    assert max(offsets) <= len(choice["text"])
+    chunks = [chunk["choices"][0]["logprobs"] for chunk in await stream(client, TEXT, **body, echo=True)]
+    assert [offset for chunk in chunks for offset in chunk["text_offset"]] == offsets
+    [alone] = (await post(client, TEXT, **body))["choices"]
+    assert alone["logprobs"]["text_offset"] == [offset - len(prompt) for offset in offsets[len(ids) - 6 :]]
+
+
+async def test_a_negative_seed_is_a_seed(client: httpx.AsyncClient) -> None:
+    async def text(route: str = TEXT, **fields: Any) -> str:
+        body = await post(client, route, prompt=PROMPT, temperature=2.0, max_tokens=6, ignore_eos=True, **fields)
+        return str(body["choices"][0]["text"])
+
+    seeds = [-1, -(2**63), 2**63 - 1, 0]
+    texts = [await text(seed=seed) for seed in seeds]
+    assert len(set(texts)) == 4
+    assert await text(seed=-1) == texts[0]
+    sampling = {"temperature": 2.0, "max_new_tokens": 6, "ignore_eos": True, "sampling_seed": -1}
+    assert (await post(client, "/generate", text=PROMPT, sampling_params=sampling))["text"] == texts[0]
+
+
+async def test_a_developers_message_is_the_systems_where_the_template_knows_none(client: httpx.AsyncClient) -> None:
+    async def ids(role: str) -> list[int]:
+        messages = [{"role": role, "content": "Be brief."}, {"role": "user", "content": "hi"}]
+        return list((await post(client, "/tokenize", messages=messages))["tokens"])
+
+    assert await ids("developer") == await ids("system")
+
+
 async def test_a_repeated_prefix_is_seen_in_cached_tokens(client: httpx.AsyncClient) -> None:
     await client.post("/flush_cache")
     body = {"prompt": "A long story about pages and trees. " * 12, "max_tokens": 2}

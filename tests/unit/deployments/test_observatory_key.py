@@ -164,7 +164,7 @@ def test_a_start_does_not_fail_for_an_answer_that_is_none(server: tuple[type[Ans
     config: Any = SimpleNamespace(mode="unified", model=SimpleNamespace(name="tiny"), router=RouterSettings())
     running = SimpleNamespace(replica_states={"RUNNING": 1})
     application: Any = SimpleNamespace(deployments={"ModelReplica": running})
-    announce(found, {"manta": config}, {"manta": application}, said.append)
+    announce(found, {"manta": config}, {"manta": application}, said.append, watched_at=[])
     assert said == [f"ready: tiny on 1 replica at http://127.0.0.1:{port}/v1"]
 
 
