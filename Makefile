@@ -15,7 +15,7 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu bench-gpu lint bench bench-peers simulate dashboards pictures model install \
+.PHONY: help serve test install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards pictures model install \
 	install-test tools-test clean
 
 help: ## Show the targets
@@ -51,6 +51,9 @@ test: install-test tools-test model ## Run all tests: those without Ray in two p
 	@failed=0; $(BIN)/python -m pytest -m "not serve" --numprocesses 2 --dist loadfile \
 			--timeout-method thread --max-worker-restart 0 || failed=1; \
 		$(BIN)/python -m pytest -m serve || failed=1; exit $$failed
+
+install-gpu: $(VENV)/.installed ## Add FlashInfer to .venv, whose kernels nvcc compiles when first used (docs/gpu.md)
+	@$(INSTALL) "Installing FlashInfer" $(VENV)/install-gpu.log --editable '.[gpu]'
 
 test-gpu: ## Run the tests of what runs on a GPU (there, or what of it a CPU can); installs nothing, needs no Ray
 	@$(GPU_PYTHON) -c '$(LACKS)' pytest $(GPU_NEEDS)

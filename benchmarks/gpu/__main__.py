@@ -1,11 +1,13 @@
 """Decode and prefill of models with random weights, as shares of what the device itself can do. Needs no Ray.
 
-    python -m benchmarks.gpu [--tiny] [--json FILE]
+    python -m benchmarks.gpu [--tiny] [--json FILE] [--model NAME] [--what STEP] [--batch N]
 
 Limits are measured first: bytes a second of a large copy (read and written), bf16 operations a second of a square
 product. A decode step reads the weights (of an embedding that is not also the head, only a few rows) and the K and V of
 its contexts once: the limit is those bytes over the first. ``decode drawn``: the same, temperature 1 and top-p 0.9.
 A prefill multiplies every token with all weights: the limit is 2 x parameters x tokens over the second.
+``served``: the same engine through `EngineLoop`, a batch of prompts of the first context at once, greedy; its step is
+the time of all over the tokens of each, prefill and the host's work for every token included, against decode's limit.
 ``--tiny``: small shapes and a small pool on whatever device there is, to see that the benchmark itself works.
 """
 
@@ -14,8 +16,9 @@ import gc
 import json
 import math
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,12 +26,16 @@ import numpy as np
 import torch
 
 from benchmarks.cost import ModelCost
-from benchmarks.gpu.random_model import SHAPES, TINY, Shape, make_runner
+from benchmarks.gpu.random_model import SHAPES, TINY, Shape, runner_of, start_engine
+from replicas.engine import Engine
+from replicas.loop import EngineLoop
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
-from replicas.types import SamplingParams
+from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 
 REPEATS = 10
+NUM_SERVED = 64  # tokens of each request through `EngineLoop`
+SERVED_S = 300.0  # a batch that takes longer hangs
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9)  # whole rows are sorted
 
@@ -46,11 +53,11 @@ class Row:
     """One measurement."""
 
     model: str
-    what: str  # decode, decode drawn, prefill
+    what: str  # decode, decode drawn, prefill, served
     batch: int
     context: int
     step_s: float  # median, until the tokens are on the host
-    host_s: float  # median time that `launch` took: what the host does for a step
+    host_s: float  # median time that `launch` took: what the host does for a step; 0 for served
     share: float  # of the limit
     tokens_per_s: float
 
@@ -59,6 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", help="this one alone, as in llama-8b")
+    parser.add_argument("--what", help="these steps alone: decode, decode drawn, prefill, served")
+    parser.add_argument("--batch", type=int, help="of so many requests alone")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.tiny:
@@ -69,17 +79,27 @@ def main() -> None:
     print(f"copy {limits.bytes_per_s / 1e9:,.0f} GB/s, product {limits.flop_per_s / 1e12:,.1f} TFLOP/s")
     rows = []
     batches, contexts, prompt = ((1, 4), (16, 64), 64) if args.tiny else ((1, 16, 64, 256), (1024, 8192), 8192)
+    if args.batch:
+        batches = (args.batch,)
     for shape in (TINY,) if args.tiny else SHAPES:
-        runner = make_runner(shape, device, max_running=max(batches), max_len=max(contexts) + 64)
+        if args.model not in (None, shape.name):
+            continue
+        engine = start_engine(shape, max_running=max(batches), max_len=max(contexts) + 2 * NUM_SERVED)
+        print(f"{shape.name}: attention {engine.attention.name}, {engine.attention.why}")
+        runner = runner_of(engine)
         cases = [("decode", batch, context) for context in contexts for batch in batches]
         cases += [("decode drawn", batch, contexts[0]) for batch in batches] + [("prefill", 1, prompt)]
         for what, batch, context in cases:
+            if args.what not in (None, what):
+                continue
             if batch * context > runner.pool_size.num_tokens - batch * runner.pool.page_size:
                 print(f"{shape.name} {what} batch {batch} context {context}: the pool is too small")
                 continue
             rows.append(measure(shape, runner, limits, what, batch, context))
             print(describe(rows[-1]), flush=True)
-        del runner
+        if args.what in (None, "served"):
+            rows += serve(shape, engine, limits, batches, contexts[0])
+        del engine, runner
         gc.collect()  # the model and its runner know each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -117,9 +137,7 @@ def measure(shape: Shape, runner: ModelRunner, limits: Limits, what: str, batch:
         steps.append(time.perf_counter() - started_s)
     step_s, host_s = statistics.median(steps[2:]), statistics.median(hosts[2:])
     if what != "prefill":
-        cell_bytes = runner.pool.page_bytes / runner.pool.page_size
-        weights = runner.weight_bytes - (0 if shape.tied else shape.embedding_bytes(runner.pool.dtype))
-        least_s = (weights + batch * context * cell_bytes) / limits.bytes_per_s
+        least_s = least_decode_s(shape, runner, limits, batch, context)
         return Row(
             model=shape.name, what=what, batch=batch, context=context, step_s=step_s, host_s=host_s,
             share=least_s / step_s, tokens_per_s=batch / step_s,
@@ -129,6 +147,48 @@ def measure(shape: Shape, runner: ModelRunner, limits: Limits, what: str, batch:
         model=shape.name, what=what, batch=batch, context=context, step_s=step_s, host_s=host_s,
         share=least_s / step_s, tokens_per_s=context / step_s,
     )  # fmt: skip
+
+
+def least_decode_s(shape: Shape, runner: ModelRunner, limits: Limits, batch: int, context: int) -> float:
+    """Of a step that reads the weights and ``batch`` contexts once."""
+    cell_bytes = runner.pool.page_bytes / runner.pool.page_size
+    weights = runner.weight_bytes - (0 if shape.tied else shape.embedding_bytes(runner.pool.dtype))
+    return (weights + batch * context * cell_bytes) / limits.bytes_per_s
+
+
+def serve(shape: Shape, engine: Engine, limits: Limits, batches: Sequence[int], context: int) -> list[Row]:
+    """``served`` for each batch that the pool holds; the engine ends with it."""
+    runner, loop, rows = runner_of(engine), EngineLoop(engine), []
+    loop.start()
+    random = np.random.default_rng(0)
+    for batch in batches:
+        if batch * (context + NUM_SERVED + runner.pool.page_size) > runner.pool_size.num_tokens:
+            continue
+        ended = threading.Semaphore(0)
+
+        def sink(deltas: list[TokenDelta], ended: threading.Semaphore = ended) -> None:
+            for delta in deltas:
+                if delta.finish is not None:
+                    ended.release()
+
+        params = SamplingParams(temperature=0.0, max_new_tokens=NUM_SERVED, ignore_eos=True)
+        started_s = time.perf_counter()
+        for i in range(batch):
+            ids = random.integers(0, shape.vocab_size, context).astype(np.int32)  # nobody shares a prefix
+            loop.submit(GenerateRequest(rid=f"{batch} {i}", token_ids=ids, sampling=params), sink)
+        for _ in range(batch):
+            if not ended.acquire(timeout=SERVED_S):
+                raise SystemExit(f"{shape.name}: a batch of {batch} is not done after {SERVED_S} s: {loop.error}")
+        step_s = (time.perf_counter() - started_s) / NUM_SERVED
+        least_s = least_decode_s(shape, runner, limits, batch, context)
+        row = Row(
+            model=shape.name, what="served", batch=batch, context=context, step_s=step_s, host_s=0.0,
+            share=least_s / step_s, tokens_per_s=batch / step_s,
+        )  # fmt: skip
+        rows.append(row)
+        print(describe(rows[-1]), flush=True)
+    loop.stop()
+    return rows
 
 
 def decode_plan(runner: ModelRunner, batch: int, context: int, params: SamplingParams) -> DecodePlan:

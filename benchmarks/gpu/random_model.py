@@ -5,18 +5,12 @@ from unittest import mock
 
 import torch
 
-from replicas.config import (
-    CacheConfig,
-    DType,
-    EngineConfig,
-    Hardware,
-    ModelConfig,
-    RopeConfig,
-    SchedulerConfig,
-    resolve,
-)
+from replicas import launch
+from replicas.config import CacheConfig, DType, ModelConfig, RopeConfig, SchedulerConfig
+from replicas.engine import Engine
 from replicas.models.llama import Llama
 from replicas.parallel import TpGroup
+from replicas.ranks import Ranks
 from replicas.runner import model_runner
 from replicas.runner.model_runner import ModelRunner
 
@@ -76,26 +70,46 @@ TINY = Shape(
 )  # fmt: skip
 
 
-def make_runner(shape: Shape, device: torch.device, *, max_running: int, max_len: int) -> ModelRunner:
-    """One rank of an engine with random weights: bf16 on a GPU, fp32 on a CPU."""
-    config = _config(shape, device, max_running=max_running, max_len=max_len)
+class NoText:
+    """A tokenizer whose every token is no text."""
+
+    strips_leading_space = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self._pieces = [b""] * vocab_size
+
+    def pieces(self, skip_special_tokens: bool) -> list[bytes]:
+        return self._pieces
+
+
+def start_engine(shape: Shape, *, max_running: int, max_len: int) -> Engine:
+    """An engine as deployments start it, on whatever device there is: bf16 on a GPU, fp32 on a CPU. Only what it reads
+    of a model's folder is made up."""
+    dtype: DType = "bfloat16" if torch.cuda.is_available() else "float32"
+    config = shape.model_config(context_len=max_len, dtype=dtype)
 
     def fill(model: Llama, config: ModelConfig, tp: TpGroup) -> None:
-        dtype = getattr(torch, config.dtype)
+        made = getattr(torch, config.dtype)
         for name, put in model.weights().items():
-            put(torch.randn(shape.weight(name), device=device, dtype=dtype) * 0.02)
+            put(torch.randn(shape.weight(name), device=tp.device, dtype=made) * 0.02)
         for _, layer in model.walk():
-            layer.finalize(tp.device, dtype)
+            layer.finalize(tp.device, made)
 
-    with mock.patch.object(model_runner, "load_weights", fill):
-        return ModelRunner(config, TpGroup(device=device))
+    with (
+        mock.patch.object(model_runner, "load_weights", fill),
+        mock.patch.object(launch, "load_model_config", return_value=config),
+        mock.patch.object(launch, "Tokenizer", return_value=NoText(shape.vocab_size)),
+    ):
+        return launch.load_engine(
+            shape.name,
+            cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None),
+            scheduler=SchedulerConfig(max_running_requests=max_running),
+            num_threads=1,
+        )
 
 
-def _config(shape: Shape, device: torch.device, *, max_running: int, max_len: int) -> EngineConfig:
-    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 1 << 30
-    return resolve(
-        shape.model_config(context_len=max_len, dtype="bfloat16" if device.type == "cuda" else "float32"),
-        Hardware(device="cuda" if device.type == "cuda" else "cpu", num_cpus=1, available_memory_bytes=free),
-        cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None),
-        scheduler=SchedulerConfig(max_running_requests=max_running),
-    )
+def runner_of(engine: Engine) -> ModelRunner:
+    """What ``engine`` runs its steps on."""
+    ranks = engine.steps.launch.__self__  # type: ignore[attr-defined]
+    assert isinstance(ranks, Ranks)
+    return ranks.runner

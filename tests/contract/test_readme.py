@@ -3,12 +3,16 @@
 import dataclasses
 import pathlib
 import re
+import subprocess
+
+import yaml
 
 from deployments.haproxy import BINARY, FLAGS, WRAPPER
 from deployments.other_names import OURS
-from deployments.schema import AppConfig
+from deployments.schema import AppConfig, parse
 
 README = pathlib.Path("README.md").read_text()
+GPU = pathlib.Path("docs/gpu.md").read_text()
 
 
 def settings() -> set[str]:
@@ -52,3 +56,13 @@ def test_what_a_cluster_sets_for_haproxy_is_what_make_serve_sets() -> None:
     script = exported.pop(BINARY)
     assert exported == FLAGS
     assert script == "$PWD/" + str(WRAPPER.relative_to(pathlib.Path.cwd()))
+
+
+def test_the_settings_that_the_first_hour_with_a_gpu_makes_are_settings(tmp_path: pathlib.Path) -> None:
+    """docs/gpu.md makes them of our files with sed."""
+    for name, wanted in (("gpu", {"gpus": 1.0, "count": 1}), ("apart", {"gpus": 0.5})):
+        (command,) = re.findall(rf"sed -e(?:(?!\bsed\b).)*?> {name}\.yaml", GPU, flags=re.DOTALL)
+        subprocess.run(["bash", "-c", f"verify=last; {command.replace('> ', f'> {tmp_path}/')}"], check=True)
+        args = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())["applications"][0]["args"]
+        assert parse(args).scheduler.max_running_requests is None
+        assert {key: getattr(parse(args).replicas, key) for key in wanted} == wanted

@@ -1,6 +1,7 @@
 """What the tests of GPU attention share: where they run, and steps of tests/attention_steps.py on that device."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +15,18 @@ from tests.attention_steps import SmallPool, Step, make_step
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def device_step(lengths: list[tuple[int, int]], *, dtype: torch.dtype = torch.float32, **shape: int) -> Step:
-    """`make_step` on DEVICE, with K, V and queries in ``dtype``; rounded on the way, so the oracle sees the same."""
+def device_step(
+    lengths: list[tuple[int, int]], *, dtype: torch.dtype = torch.float32, device: str = DEVICE, **shape: Any
+) -> Step:
+    """`make_step` on ``device``, K, V and queries in ``dtype``; rounded on the way, so that the oracle sees the same."""
     step = make_step(lengths, **shape)
     pool, meta = step.pool, step.batch
-    pool.data = pool.data.to(DEVICE, dtype)
+    pool.data = pool.data.to(device, dtype)
     for name in BatchMeta.__dataclass_fields__:
         value = getattr(meta, name)
         if isinstance(value, Tensor):
-            setattr(meta, name, value.to(DEVICE))
-    qkv = torch.cat((step.q, step.k, step.v), dim=1).to(DEVICE, dtype)  # heads of a token in one row, as the model's
+            setattr(meta, name, value.to(device))
+    qkv = torch.cat((step.q, step.k, step.v), dim=1).to(device, dtype)  # heads of a token in one row, as the model's
     q, k, v = qkv.split([step.q.shape[1], step.k.shape[1], step.v.shape[1]], dim=1)
     return replace(step, pool=pool, batch=meta, q=q, k=k, v=v)
 
