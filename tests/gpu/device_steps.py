@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def device_step(
     lengths: list[tuple[int, int]], *, dtype: torch.dtype = torch.float32, device: str = DEVICE, **shape: Any
 ) -> Step:
-    """`make_step` on ``device``, K, V and queries in ``dtype``; rounded on the way, so that the oracle sees the same."""
+    """`make_step` on ``device``, K, V and queries in ``dtype``; rounded on the way, so the oracle sees the same."""
     step = make_step(lengths, **shape)
     pool, meta = step.pool, step.batch
     pool.data = pool.data.to(device, dtype)
