@@ -42,6 +42,7 @@ class ReplicaInfo:
     tp: int
     page_size: int
     attention: str  # the backend that runs
+    products: str  # ours, or BLAS for which weights and rows
     num_threads: int
     pool: str  # "N tokens, M pages, X MiB"
     attention_why: str = ""  # this backend, and not a faster one

@@ -85,6 +85,7 @@ class ModelReplica:
             num_threads=num_threads(config),
             dtype=config.model.dtype,
             quantization=config.model.quantization,
+            products=config.model.products,
             context_len=config.model.context_len,
             workers=_workers(config),
             record_events=True,

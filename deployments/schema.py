@@ -21,7 +21,7 @@ from deployments.replica_settings import (
 )
 from deployments.setting_errors import nearest, sentences, setting_of
 from deployments.transfer_settings import TransferGroup
-from replicas.config import Attention, CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig
+from replicas.config import Attention, CacheConfig, DType, ParallelConfig, ProductSetting, Quantization, SchedulerConfig
 from replicas.errors import InvalidConfig
 from routing.policies import POLICIES
 
@@ -31,6 +31,7 @@ class ModelSettings(Settings):
     served_name: str | None = None  # as requests name it; None: the last part of the path
     dtype: Annotated[DType | None, DTYPE_NAMES] = None  # None: float32 on CPU, the checkpoint's on GPU
     quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"  # int8: on CPU, products in int8
+    products: ProductSetting = "auto"  # fp32 on CPU: own, blas for steps of many rows, or what is measured as faster
     context_len: int | None = Field(default=None, ge=1)  # None: the model's own
 
     @property

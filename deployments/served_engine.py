@@ -242,6 +242,7 @@ class ServedEngine:
             page_size=config.cache.page_size,
             attention=engine.attention.name,
             attention_why=engine.attention.why,
+            products=config.products.describe(),
             num_threads=config.num_threads,
             pool=engine.describe(),
             role=self._role,

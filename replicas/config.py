@@ -17,6 +17,7 @@ Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
+ProductSetting = Literal["auto", "own", "blas"]
 Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native"]
 BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
     "cpu": ("cpu", "torch_native"),
@@ -76,6 +77,25 @@ class ModelConfig:
             and self.intermediate_size % tp == 0
             and (self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """Which product multiplies by an fp32 weight on a CPU: our kernels', or PyTorch's BLAS in steps of many rows.
+
+    Chosen when an engine starts (runner/product_choice.py), and the same in all its steps.
+    """
+
+    blas_rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  # weight (out, in) -> steps of so many
+    # rows or more go to BLAS; steps of fewer rows, and weights that are not named, are our kernels'
+    one_order: bool = False  # steps of any number of rows sum in one order: BLAS takes none
+
+    def describe(self) -> str:
+        """In words, for people."""
+        if self.one_order:
+            return "own, one order of sums for any number of rows"
+        taken = [f"{n} x {k} from {rows} rows" for (n, k), rows in sorted(self.blas_rows.items())]
+        return f"BLAS for {', '.join(taken)}; else own" if taken else "own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +169,18 @@ class EngineConfig:
     attention: Attention = "auto"
     cuda_graphs: bool = True  # of decode steps, on a GPU
     num_threads: int = 1  # compute threads of each rank, CPU only
+    products: Products = field(default_factory=Products)  # CPU only
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kv_dtype(self) -> KvDType:
         return self.cache.kv_dtype or self.model.dtype
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what fp32 products make is rounded afterwards, so that a last bit can become a step: activations for
+        int8 products, or K and V for a pool of narrower numbers."""
+        return self.model.quantization != "none" or (self.model.dtype == "float32" and self.kv_dtype != "float32")
 
     @property
     def chunked_prefill_size(self) -> int:

@@ -6,16 +6,27 @@ Never:     decides settings (config.resolve) or sizes (memory/sizing); starts fo
 
 import logging
 import time
+from dataclasses import replace
 
 from kvtransfer.types import TransferSettings
 from replicas.cache.kv import KvCache
-from replicas.config import Attention, CacheConfig, DType, ParallelConfig, Quantization, SchedulerConfig, resolve
+from replicas.config import (
+    Attention,
+    CacheConfig,
+    DType,
+    ParallelConfig,
+    ProductSetting,
+    Quantization,
+    SchedulerConfig,
+    resolve,
+)
 from replicas.desk import open_desk, port_spec
 from replicas.disagg.wake import Wake
 from replicas.engine import Engine
 from replicas.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.runner.device import measure_hardware
 from replicas.runner.port import MakeAgent
+from replicas.runner.product_choice import choose_products
 from replicas.runner.weights import load_model_config
 from replicas.tokenizer import Tokenizer
 
@@ -29,6 +40,7 @@ def load_engine(
     scheduler: SchedulerConfig | None = None,
     parallel: ParallelConfig | None = None,
     attention: Attention = "auto",
+    products: ProductSetting = "auto",
     cuda_graphs: bool = True,
     num_threads: int | None = None,
     dtype: DType | None = None,
@@ -41,7 +53,8 @@ def load_engine(
 ) -> Engine:
     """An engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
 
-    Args: record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
+    Args: products: for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or what is faster here.
+          record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
           transfer: for an engine that takes part in hand-offs; its peers reach it at ``transfer_address``.
           make_agent: another transfer library than NIXL; for one rank.
 
@@ -60,6 +73,8 @@ def load_engine(
         cuda_graphs=cuda_graphs,
         num_threads=num_threads,
     )
+    chosen, why = choose_products(config, products)
+    config = replace(config, products=chosen, origin={**config.origin, "model.products": why})
     for setting, source in config.origin.items():
         log.info("%s: %s", setting, source)
     tokenizer = Tokenizer(config.model.path)

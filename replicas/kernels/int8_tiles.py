@@ -13,8 +13,7 @@ from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
 from llvmlite import ir
-from numba.core import cgutils, config, types
-from numba.core.codegen import get_host_cpu_features
+from numba.core import cgutils, types
 
 from replicas.kernels.narrow import BYTES, emit_load_bf16
 from replicas.kernels.simd import (
@@ -25,6 +24,7 @@ from replicas.kernels.simd import (
     VEC,
     W,
     add_bytes,
+    compiles_for,
     emit_fma,
     emit_llvm,
     emit_load,
@@ -47,11 +47,8 @@ _OLD_LLVM = 22  # until then the intrinsic took its bytes as vectors of int32
 
 
 def cpu_has_vnni() -> bool:
-    """Whether kernels may multiply bytes 64 at a time (AVX-512 VNNI): this CPU can, and numba compiles for it, which
-    NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX may forbid (LLVM would end the process at the instruction)."""
-    here = llvmlite.binding.get_host_cpu_features()
-    compiled = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
-    return all(here.get(name, False) and f"+{name}" in compiled.split(",") for name in ("avx512vnni", "avx512bw"))
+    """Whether kernels may multiply bytes 64 at a time (AVX-512 VNNI)."""
+    return compiles_for("avx512vnni", "avx512bw")
 
 
 def _emit_dot4(builder: Any, sums: Any, unsigned: Any, signed: Any) -> Any:

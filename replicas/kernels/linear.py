@@ -4,7 +4,10 @@ Method:    few rows: dot products along the weight's rows, each read once, in pl
            PART_ROWS rows of x on a weight with K above WHOLE is read a part of K at a time, so that four rows of x and
            four of the weight stay in L1. Many: 64 rows of the weight at a time are transposed into scratch that lies
            in L2, and used by a block of x.
-Invariant: an output row depends on its own x row and on which of the two ways was taken, not on other rows or threads.
+           Where what is made of the result is rounded (``one_order``), the way of few rows takes them all, a block
+           after the other: 10-30 % slower for many rows.
+Invariant: an output row depends on its own x row and on which of the two ways was taken, not on other rows or threads;
+           with ``one_order`` on its own x row alone.
 Thread:    all of the team; tasks are taken one by one.
 """
 
@@ -20,14 +23,18 @@ from torch import Tensor
 from replicas.kernels.register_tiles import transpose16
 from replicas.kernels.simd import W, load1, store1, take_next
 from replicas.kernels.team import Kernel, Team, inlined, kernel, struct, thread_id
-from replicas.kernels.tiles import dot, dot_in_parts, outer
+from replicas.kernels.tiles import MANY_REGISTERS, dot, dot_in_parts, outer
 
 PANEL = 64  # weight rows a task of the many-rows way transposes
 STRIP_BYTES = 256 << 10  # weight bytes a task of the few-rows way reads
-PART = 768  # floats: four rows of x and four of the weight that are no longer take half of L1 (48 KB on Zen 5)
+# floats: four rows of x and four of the weight that are no longer take half of L1 (48 KB on Zen 5; 32 on older AVX2)
+PART = 768 if MANY_REGISTERS else 512
 WHOLE = 1024  # floats of a row that is not worth parts: K = 896 and 1,024 lost up to 7 % by them, 1,152 won 17 %
-PART_ROWS = 16  # from here on longer rows are read in parts, by the way of few rows: below it costs more than it gives
+# from here on longer rows are read in parts, by the way of few rows: below it costs more than it gives
+PART_ROWS = 16 if MANY_REGISTERS else 4
+BLOCK_BYTES = 384 << 10  # of x, that the way of few rows takes at a time: they stay in L2
 FEW_ROWS = 64  # from here on transposing pays: measured crossing between 48 and 100 rows on Zen 5
+ANY_ROWS = 1 << 62
 SUM_LENGTH = 192  # products summed before they join the total: rounding errors grow with the length of a running sum
 PACK_ROWS = 24  # transposing a panel takes as long as multiplying it with this many rows; for balancing only
 
@@ -50,18 +57,20 @@ def few_rows(pointer: Any) -> None:
     first = take_next(a.counter) * a.strip
     while first < a.n:
         count = min(a.strip, a.n - first)
-        weight, out = a.weight + first * row_bytes, a.out + 4 * first
-        if a.part_len < a.k:  # count is a multiple of 4, as strips and n are
-            waiting = a.scratch + thread_id() * a.scratch_stride  # 16 KB at most, of 256 k bytes
-            for i in range(0, count, 4):
-                rows, to = weight + i * row_bytes, out + 4 * i
-                dot_in_parts(
-                    a.m, a.k, a.part_len, a.x, a.x_stride, rows, row_bytes, to, a.out_stride, 4 * row_bytes, waiting
-                )
-        else:
-            dot(a.m, count, a.k, a.x, a.x_stride, weight, row_bytes, out, a.out_stride, 4 * row_bytes)
-        if a.bias:
-            add_bias(a.m, count, a.bias + 4 * first, out, a.out_stride)
+        for row in range(0, a.m, a.block):
+            rows, x = min(a.block, a.m - row), a.x + row * a.x_stride
+            weight, out = a.weight + first * row_bytes, a.out + row * a.out_stride + 4 * first
+            if a.part_len < a.k:  # count is a multiple of 4, as strips and n are
+                waiting = a.scratch + thread_id() * a.scratch_stride  # 32 KB at most, of 256 k bytes
+                for i in range(0, count, 4):
+                    four, to = weight + i * row_bytes, out + 4 * i
+                    dot_in_parts(
+                        rows, a.k, a.part_len, x, a.x_stride, four, row_bytes, to, a.out_stride, 4 * row_bytes, waiting
+                    )
+            else:
+                dot(rows, count, a.k, x, a.x_stride, weight, row_bytes, out, a.out_stride, 4 * row_bytes)
+            if a.bias:
+                add_bias(rows, count, a.bias + 4 * first, out, a.out_stride)
         first = take_next(a.counter) * a.strip
 
 
@@ -101,9 +110,11 @@ def many_rows(pointer: Any) -> None:
 class LinearKernel:
     """Multiplies by one weight [N, K], adds ``bias`` [N]; N and K multiples of 16, fp32, contiguous, in memory."""
 
-    def __init__(self, weight: Tensor, team: Team, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, team: Team, bias: Tensor | None = None, *, one_order: bool = False) -> None:
+        """``one_order``: a row's sums are taken in the same order in steps of any number of rows."""
         assert serves(weight), f"{weight.shape} {weight.dtype} is not for these kernels"
         self._weight, self._bias, self._team = weight, bias, team
+        self._few_rows = ANY_ROWS if one_order else FEW_ROWS  # fewer rows than that go their way
         self._counter = np.zeros(8, np.int64)
         self._arguments = self._fixed_arguments()
 
@@ -145,12 +156,17 @@ class LinearKernel:
     def _set_rows(self, arguments: Any, num_rows: int) -> Kernel:
         """Fits the arguments to so many rows of x. Returns: the kernel for them."""
         arguments.m = num_rows
-        if num_rows < FEW_ROWS:
+        if num_rows < self._few_rows:
+            arguments.block = max(12, BLOCK_BYTES // (4 * arguments.k) // 12 * 12)  # whole tiles, of three rows or four
             parts = -(-arguments.k // PART) if num_rows >= PART_ROWS and arguments.k > WHOLE else 1
             arguments.part_len = -(-arguments.k // (W * parts)) * W
             return few_rows
         arguments.block = self._block(num_rows)
         return many_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     @property
     def _scratch_floats(self) -> int:

@@ -14,8 +14,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
+import llvmlite.binding  # type: ignore[import-untyped]
+from llvmlite import ir
+from numba.core import cgutils, config, types
+from numba.core.codegen import get_host_cpu_features
 from numba.core.datamodel import models, register_default
 from numba.extending import intrinsic
 
@@ -25,6 +27,20 @@ I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 VEC = ir.VectorType(F32, W)
 IVEC = ir.VectorType(I32, W)
+
+
+def compiles_for(*features: str) -> bool:
+    """Whether kernels may use these instructions (LLVM's names): this CPU has them, and numba compiles for them, which
+    NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX may forbid (LLVM would end the process at a forbidden instruction)."""
+    here = llvmlite.binding.get_host_cpu_features()
+    compiled = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    return all(here.get(name, False) and f"+{name}" in compiled.split(",") for name in features)
+
+
+def compiled_for() -> str:
+    """The CPU and the instructions that kernels are compiled for, as numba's own cache tells them apart."""
+    features = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    return f"{config.CPU_NAME or llvmlite.binding.get_host_cpu_name()} {features}"
 
 
 class VectorType(types.Type):
@@ -178,6 +194,12 @@ def maximum(builder: Any, a: Any, b: Any) -> Any:
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
     return emit_fma(builder, a, b, c)
+
+
+@op(vector, vector)
+def rint(builder: Any, x: Any) -> Any:
+    """The nearest integers, ties to even."""
+    return emit_llvm(builder, "llvm.rint.v16f32", VEC, x)
 
 
 @op(types.float32, vector)

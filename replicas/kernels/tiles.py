@@ -4,19 +4,23 @@ Owns:      the choice of tiles for a shape. ``outer`` multiplies by a matrix who
            (fast for many rows), ``dot`` by one whose rows run along the summed dimension (no transposition needed),
            `dot_in_parts` is `dot` by four such rows, a part of that dimension after the other.
 Never:     threads, packs, or chooses blocks for caches; callers do.
-Invariant: an element's sum is taken in the same order whatever the number of rows and columns.
+Invariant: an element's sum is taken in the same order whatever the number of rows and columns, and whatever the tile.
 Thread:    any; inside kernels only. Addresses and strides are in bytes, sizes in floats.
 """
 
 from replicas.kernels.register_tiles import dot_tile, outer_tile
-from replicas.kernels.simd import W
+from replicas.kernels.simd import W, compiles_for
 from replicas.kernels.team import inlined
 
+# AVX-512 has 32 registers of 16 floats; AVX2 has 8 pairs of registers, NEON 8 fours: sums of a larger tile would lie in
+# memory (960 x 576 by 256 rows on one AVX2 core of Zen 4: 28 GFLOP/s by tiles of 6 x 64, 79 by 6 x 16)
+MANY_REGISTERS = compiles_for("avx512f")
 _OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(r, 4, fetches=False) for r in (6, 4, 3, 2, 1))
 _OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(r, 1, fetches=False) for r in (6, 3, 1))
 _FETCH_6X4, _FETCH_4X4, _FETCH_3X4, _FETCH_1X4 = (outer_tile(r, 4, fetches=True) for r in (6, 4, 3, 1))
 _FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (3, 1))
 _DOT_4X4, _DOT_3X4, _DOT_2X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 3, 2, 1))
+_DOT_3X2, _DOT_2X2 = (dot_tile(rows, 2) for rows in (3, 2))
 _DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
 
 
@@ -25,7 +29,7 @@ def outer(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ld
     """c[m, n] = a[m, k] @ b[k, n], added to c where ``keep`` is 1; n is a multiple of 16, b lies in cache."""
     column = 0
     while column < n:
-        wide = n - column >= 4 * W
+        wide = MANY_REGISTERS and n - column >= 4 * W
         b_at, row = b + 4 * column, 0
         while row < m:
             a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
@@ -120,10 +124,27 @@ def dot(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc:
 
 
 @inlined
+def _dot_two_pairs(
+    rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int,
+    waiting: int, first: int, last: int,
+) -> int:  # fmt: skip
+    b_next, c_next, waiting_next = b + 2 * ldb, c + 8, waiting + 512
+    if rows >= 3:
+        _DOT_3X2(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
+        _DOT_3X2(a, lda, b_next, ldb, c_next, ldc, k, ahead, waiting_next, first, last)
+        return 3
+    _DOT_2X2(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
+    _DOT_2X2(a, lda, b_next, ldb, c_next, ldc, k, ahead, waiting_next, first, last)
+    return 2
+
+
+@inlined
 def _dot_wide(
     rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int,
     waiting: int, first: int, last: int,
 ) -> int:  # fmt: skip
+    if not MANY_REGISTERS and rows >= 2:
+        return _dot_two_pairs(rows, a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
     if rows >= 4:
         _DOT_4X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
         return 4
@@ -142,7 +163,7 @@ def dot_in_parts(
     m: int, k: int, part: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, ahead: int, waiting: int
 ) -> None:
     """`dot` by four rows of b, ``part`` floats of all rows after the other (a multiple of 16), with the same bits: four
-    rows of a and of b lie in L1 where they would not whole. ``waiting``: memory, 1 KB for each four rows of a."""
+    rows of a and of b lie in L1 where they would not whole. ``waiting``: memory, 1 KB for each tile of rows of a."""
     for at in range(0, k, part):
         length, first, last = min(part, k - at), 1 if at == 0 else 0, 1 if at + part >= k else 0
         row, place = 0, waiting

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replicas.config import Products
 from replicas.layers.int8 import Int8Matmul
 from replicas.layers.layer import Layer, Put
 from replicas.layers.matmul import Matmul
@@ -83,6 +84,9 @@ class ParallelLMHead(Layer):
 
     def _put(self, tensor: Tensor) -> None:
         self._piece = slice_vocab(tensor, first=self._tp.rank * self._rows, rows=self._rows)
+
+    def multiply_by(self, products: Products) -> None:
+        self.matmul = Matmul(products)
 
     def quantize(self) -> None:
         """After the embedding's, where tied."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from replicas.config import Products
+
 Put = Callable[[Tensor], None]  # takes a whole weight as it lies in the checkpoint
 
 
@@ -26,6 +28,9 @@ class Layer:
 
     def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
         """Bring the weights that were put into the form in which they are used."""
+
+    def multiply_by(self, products: Products) -> None:
+        """Take these products, where this layer has one; comes before ``quantize``."""
 
     def quantize(self) -> None:
         """Multiply in int8, where this layer has a product; comes before ``finalize``."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from replicas.config import Products
 from replicas.layers.int8 import Int8Matmul
 from replicas.layers.layer import Layer, Put
 from replicas.layers.matmul import Matmul
@@ -25,6 +26,9 @@ class _Linear(Layer):
         self._has_bias = bias
         self._pieces: dict[str, Tensor] = {}  # name -> this rank's slice, until finalize
         self.matmul: Matmul | Int8Matmul = Matmul()
+
+    def multiply_by(self, products: Products) -> None:
+        self.matmul = Matmul(products)
 
     def quantize(self) -> None:
         self.matmul = Int8Matmul()
@@ -126,10 +130,10 @@ class RowParallelLinear(_Linear):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in / tp] -> [T, out]."""
         part = self.matmul(x)
-        if self._tp.size == 1 or isinstance(self.matmul, Matmul):
+        if self._tp.size == 1 or not self.matmul.one_order:
             return self._tp.all_reduce(part)
         # An all-reduce adds each piece of its buffer in an order of its own, so a row's bits hang on its place among
-        # others; in int8 the last bit may round an activation the other way, and change the answer
+        # others; where numbers are rounded afterwards, the last bit may become a step, and change the answer
         total, *others = torch.split(self._tp.all_gather(part, dim=0), len(part))
         for other in others:
             total += other

@@ -55,7 +55,7 @@ class ModelRunner:
         self._attention: AttentionBackend | None = None
         started_s = time.monotonic()
         self._model = model_class(config.model.architecture)(config.model, tp, _Unsized(self))
-        load_weights(self._model, config.model, tp)
+        load_weights(self._model, config.model, tp, products=config.products)
         self.weight_bytes = weight_bytes(self._model)
         load_s = time.monotonic() - started_s
         log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, load_s)

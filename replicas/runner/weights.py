@@ -19,7 +19,7 @@ from typing import Any, get_args
 import torch
 from safetensors import safe_open
 
-from replicas.config import Device, DType, ModelConfig, Quantization
+from replicas.config import Device, DType, ModelConfig, Products, Quantization
 from replicas.errors import InvalidConfig
 from replicas.hf_config import model_config_from_hf
 from replicas.layers import int8
@@ -98,10 +98,13 @@ def load_model_config(
     return config if context_len is None else _shorten(config, context_len)
 
 
-def load_weights(model: Llama, config: ModelConfig, tp: TpGroup, *, progress: Progress | None = None) -> None:
+def load_weights(
+    model: Llama, config: ModelConfig, tp: TpGroup, *, products: Products, progress: Progress | None = None
+) -> None:
     """Fill ``model`` from the safetensors of ``config.path``: this rank's slices, on its device, in ``config.dtype``.
 
-    Args:    progress: told after each layer; None shows a bar on a terminal and nothing elsewhere. Rank 0 also logs
+    Args:    products: that multiply by them in fp32 on a CPU.
+             progress: told after each layer; None shows a bar on a terminal and nothing elsewhere. Rank 0 also logs
              each tenth, with the bytes of the checkpoint.
     Raises:  InvalidConfig that lists what is missing or unexpected.
     """
@@ -119,6 +122,8 @@ def load_weights(model: Llama, config: ModelConfig, tp: TpGroup, *, progress: Pr
         found |= names
     _check_names(folder, wanted.keys(), found, tied=config.tie_embeddings)
     layers = list(model.walk())
+    for _, layer in layers:
+        layer.multiply_by(products)
     if config.quantization == "int8":
         for _, layer in layers:
             layer.quantize()

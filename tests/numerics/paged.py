@@ -9,11 +9,12 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.registry import make_attention
-from replicas.config import ModelConfig
+from replicas.config import ModelConfig, Products, ProductSetting
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.parallel import TpGroup
+from replicas.runner.product_choice import blas_products
 from replicas.runner.weights import load_model_config, load_weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,9 @@ class PagedModel:
         num_pages: int,
         num_rows: int = 8,
         attention: str = "torch_native",
+        products: Products | None = None,
     ) -> None:
+        """``products``: ours alone unless given, whatever is faster on this machine."""
         heads = max(1, config.num_kv_heads // tp.size)
         self.pool = MHATokenToKVPool(
             num_pages, page_size, config.num_layers, heads, config.head_dim, getattr(torch, config.dtype), tp.device
@@ -51,7 +54,7 @@ class PagedModel:
             num_threads=torch.get_num_threads(),
         )
         self.model: Llama = model_class(config.architecture)(config, tp, backend)
-        load_weights(self.model, config, tp, progress=lambda done, total: None)
+        load_weights(self.model, config, tp, products=products or Products(), progress=lambda done, total: None)
         self.table = torch.zeros(num_rows, page_size * num_pages, dtype=torch.int32)
         self.lens = [0] * num_rows
         self._free = list(range(1, num_pages + 1))
@@ -113,12 +116,24 @@ class PagedModel:
 
 
 def open_model(
-    folder: Path, *, page_size: int = 4, num_pages: int = 256, num_rows: int = 8, attention: str = "torch_native"
+    folder: Path,
+    *,
+    page_size: int = 4,
+    num_pages: int = 256,
+    num_rows: int = 8,
+    attention: str = "torch_native",
+    products: ProductSetting = "own",
 ) -> PagedModel:
     """The model in ``folder``, on one rank."""
     config = load_model_config(str(folder))
     return PagedModel(
-        config, TpGroup(device="cpu"), page_size=page_size, num_pages=num_pages, num_rows=num_rows, attention=attention
+        config,
+        TpGroup(device="cpu"),
+        page_size=page_size,
+        num_pages=num_pages,
+        num_rows=num_rows,
+        attention=attention,
+        products=blas_products(config, tp=1) if products == "blas" else Products(),
     )
 
 

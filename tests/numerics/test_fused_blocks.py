@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.kernels.int8_tiles import cpu_has_vnni
+from replicas.config import ProductSetting
 from replicas.kernels.linear import FEW_ROWS
 from replicas.kernels.program import Program
 from replicas.parallel import TpGroup
@@ -17,7 +17,6 @@ from replicas.runner.weights import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import PagedModel, assert_close_in_range, open_model
 
-needs_vnni = pytest.mark.skipif(not cpu_has_vnni(), reason="this CPU has no AVX-512 VNNI")
 SERVED = {"head_dim": 32, "intermediate_size": 80}  # sizes that the kernels take
 PROMPTS = [*tiny.PROMPTS, [(7 * i) % tiny.VOCAB for i in range(FEW_ROWS + 26)]]
 
@@ -28,11 +27,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("products", ["own", "blas"])
 @pytest.mark.parametrize("chunk", [FEW_ROWS - 1, 3])
-def test_programs_and_layers_give_the_same_bits(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_and_layers_give_the_same_bits(folder: Path, chunk: int, products: ProductSetting) -> None:
     """Steps of 4 to 12 tokens and of 36 to 189, so that buffers grow and each kind of product runs."""
-    monkeypatch.setattr("replicas.layers.matmul.blas_is_faster", lambda: False)
-    fused, layers = open_model(folder, attention="cpu"), open_model(folder, attention="cpu")
+    fused, layers = (open_model(folder, attention="cpu", products=products) for _ in range(2))
     assert fused.model.fused is not None
     assert fused.model.fused.max_rows > 0
     layers.model.fused = None
@@ -41,11 +40,15 @@ def test_programs_and_layers_give_the_same_bits(folder: Path, chunk: int, monkey
     assert len(fused.model.fused.programs) == 3 + 1  # blocks, and what follows the last attention
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_decode_step_is_one_program_and_gives_the_same_bits(folder: Path, page_size: int) -> None:
-    """Rows come and go, buffers grow after the first step, two have a prefix in common, contexts pass 128 tokens."""
+@pytest.mark.parametrize(("page_size", "products"), [(1, "own"), (16, "own"), (16, "blas")])
+def test_a_decode_step_is_one_program_and_gives_the_same_bits(
+    folder: Path, page_size: int, products: ProductSetting
+) -> None:
+    """Rows come and go, buffers grow after the first step, two have a prefix in common, contexts pass 128 tokens. The
+    two steps of 76 and 78 rows are BLAS's where that is chosen: no program runs them."""
     fused, layers, apart = (
-        open_model(folder, attention="cpu", page_size=page_size, num_pages=512, num_rows=80) for _ in range(3)
+        open_model(folder, attention="cpu", page_size=page_size, num_pages=512, num_rows=80, products=products)
+        for _ in range(3)
     )
     layers.model.fused = None
     assert fused.model.fused is not None
@@ -67,10 +70,12 @@ def test_a_decode_step_is_one_program_and_gives_the_same_bits(folder: Path, page
                 assert torch.equal(ours[row], called[row])
     num_layers = len(fused.model.blocks)
     runs = Counter(Counter(map(id, made)).values())  # how many programs ran so often
-    assert runs == {4: 1 + num_layers + 1, 11: 1, 1: num_layers + 1, 12: num_layers + 1}
+    if products == "own":
+        assert runs == {4: 1 + num_layers + 1, 11: 1, 1: num_layers + 1, 12: num_layers + 1}
+    else:
+        assert runs == {14: 1 + num_layers + 1}
 
 
-@needs_vnni
 @pytest.mark.parametrize("kind", ["llama-tied-biased", "qwen3"])
 def test_in_int8_too_where_heads_are_wider_than_the_hidden_size(kind: str, tmp_path: Path) -> None:
     """The o product reads 4 x 32 numbers and makes 64. Beside fp32: steps of 1 / 127 of a group cost some percent."""
@@ -109,10 +114,9 @@ def test_what_attention_returns_lives_until_it_has_been_read(tmp_path: Path) -> 
         assert torch.equal(ours, theirs)
 
 
-def test_where_blas_is_faster_it_takes_the_steps_of_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.layers.matmul.blas_is_faster", lambda: True)
+def test_where_blas_is_chosen_it_takes_the_steps_of_many_rows(tmp_path: Path) -> None:
     tiny.save("llama", tmp_path, **SERVED)
-    fused = open_model(tmp_path, attention="cpu").model.fused
+    fused = open_model(tmp_path, attention="cpu", products="blas").model.fused
     assert fused is not None
     assert fused.max_rows == FEW_ROWS - 1
 

@@ -1,0 +1,215 @@
+"""Chooses an engine's products on a CPU: measures ours and PyTorch's BLAS at the model's shapes when the engine starts.
+
+Owns:      the measurement (about a second), its record on disk, and the rule that makes `Products` of it.
+Never:     changes a choice later: `Products` are a value that the engine's layers are given.
+Invariant: BLAS takes nothing where what products make is rounded afterwards: its order of sums depends on the rows.
+Thread:    the one that loads the engine. Rank 0 chooses for all ranks.
+
+Times are CPU time of one thread: what else runs while an engine starts must not decide how fast it is from then on (by
+wall time on two threads a kernel that was twice as fast lost one in eight tries on a busy machine).
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+
+from replicas import kernels
+from replicas.config import EngineConfig, ModelConfig, Products, ProductSetting
+from replicas.errors import InvalidConfig
+from replicas.kernels.int8 import num_groups
+from replicas.kernels.int8_tiles import cpu_has_vnni
+from replicas.kernels.linear import FEW_ROWS, LinearKernel, serves
+from replicas.kernels.simd import W, compiled_for
+from replicas.kernels.team import team
+from replicas.kernels.widened import WidenedKernel
+
+log = logging.getLogger(__name__)
+
+Shape = tuple[int, int]  # of a weight: (out, in)
+Rates = Mapping[Shape, Mapping[int, tuple[float, float]]]  # by rows of a step: GFLOP/s of our kernel and of BLAS
+ROWS = (32, 64, 256)  # that are measured: in steps of fewer, running as one program gains more than another product
+CLEARLY_FASTER = 1.15  # measured times differ by less from run to run
+TRIES, ENOUGH_S = 6, 0.04  # of one product: so many, or fewer that took so long
+MOST_FLOATS = 1 << 21  # of a weight that stands for one with more rows: 8 MB
+INT8_ROWS = (1, 256)  # a decode step of one request, and a prompt's
+UNCACHED_FLOATS = 1 << 24  # of a weight that is read from memory: 64 MB in fp32
+ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what holds a BLAS to other instructions
+
+
+def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Products, str]:
+    """The products of an engine, and why, for people. Raises: InvalidConfig for an unknown setting."""
+    if setting not in get_args(ProductSetting):
+        raise InvalidConfig(f"model.products = {setting!r} is unknown; allowed: {', '.join(get_args(ProductSetting))}")
+    model, tp = config.model, config.parallel.tp
+    if config.device != "cpu" or model.dtype != "float32":
+        return Products(), f"PyTorch's, in {model.dtype} on {config.device}"
+    if model.quantization == "int8" and not cpu_has_vnni():
+        log.warning("%s", int8_warning(int8_speed(model)))
+    if config.rounds:
+        return Products(one_order=True), "own: what is made of them is rounded, so one order of sums for any rows"
+    if setting == "own":
+        return Products(), "own, as set"
+    if setting == "blas":
+        return blas_products(model, tp), f"BLAS for {FEW_ROWS} rows and more, as set"
+    products = faster(_recorded(_measure, product_shapes(model, tp)))
+    return products, f"{products.describe()}, as measured on this CPU"
+
+
+def blas_products(model: ModelConfig, tp: int) -> Products:
+    """BLAS for every step of `FEW_ROWS` rows and more, whatever is faster."""
+    return Products(blas_rows=dict.fromkeys(product_shapes(model, tp), FEW_ROWS))
+
+
+def product_shapes(model: ModelConfig, tp: int) -> list[Shape]:
+    """Of the weights that a rank multiplies by: QKV, o, gate and up, down, the head."""
+    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    inner, hidden = model.intermediate_size // tp, model.hidden_size
+    return [
+        ((heads + 2 * kv_heads) * model.head_dim, hidden),
+        (hidden, heads * model.head_dim),
+        (2 * inner, hidden),
+        (hidden, inner),
+        (-(-model.vocab_size // tp), hidden),
+    ]
+
+
+def faster(rates: Rates) -> Products:
+    """BLAS for the steps of so many rows and more at which it is clearly faster in all that was measured."""
+    taken = {}
+    for shape, by_rows in rates.items():
+        for rows in sorted(by_rows, reverse=True):
+            own, blas = by_rows[rows]
+            if blas <= CLEARLY_FASTER * own:
+                break
+            taken[shape] = rows
+    return Products(blas_rows=taken)
+
+
+def int8_speed(model: ModelConfig) -> dict[int, float]:
+    """By rows of a step: how many times as fast as in fp32 a product in int8 is here, weights read from memory."""
+    rates = _recorded(_measure_int8, [(UNCACHED_FLOATS // model.hidden_size // W * W, model.hidden_size)])
+    return {rows: int8 / fp32 for by_rows in rates.values() for rows, (fp32, int8) in by_rows.items()}
+
+
+def int8_warning(speed: Mapping[int, float]) -> str:
+    """What to expect of int8 on a CPU whose kernels cannot multiply bytes."""
+    told = " and ".join(f"{speed[rows]:.2f} x with {rows} row{'s' if rows > 1 else ''}" for rows in INT8_ROWS)
+    slow = "" if min(speed.values()) >= 1 else "; leave model.quantization out where that is too slow"
+    return (
+        "int8: this CPU has no AVX-512 VNNI, so weights are widened for fp32 arithmetic; a product has the speed of "
+        f"fp32 {told} (measured here){slow}"
+    )
+
+
+def _measure(shapes: Sequence[Shape]) -> Rates:
+    """On one thread, weights of a large shape cut to their first rows; shapes that are not for our kernels left out."""
+    rates: dict[Shape, dict[int, tuple[float, float]]] = {}
+    for n, k in shapes:
+        weight = torch.full((min(n, max(W, MOST_FLOATS // k // W * W)), k), 0.5)
+        if not serves(weight) or n % W:
+            continue
+        own = LinearKernel(weight, team(1))
+        rates[n, k] = {}
+        for rows in ROWS:
+            x, num_floats = torch.ones(rows, k), rows * weight.numel()
+            seconds = _least_s(lambda own=own, x=x: own(x)), _least_s(lambda w=weight, x=x: F.linear(x, w))  # type: ignore[misc]
+            rates[n, k][rows] = _gflops(num_floats, seconds[0]), _gflops(num_floats, seconds[1])
+    return rates
+
+
+def _measure_int8(shapes: Sequence[Shape]) -> Rates:
+    """Of one shape, in fp32 and in int8."""
+    rates: dict[Shape, dict[int, tuple[float, float]]] = {}
+    for n, k in shapes:
+        weight, rounded = torch.full((n, k), 0.5), torch.ones(n, k, dtype=torch.int8)
+        rates[n, k] = {}
+        for rows in INT8_ROWS:
+            part = max(W, n // rows // W * W)  # as much arithmetic with many rows: memory matters to few
+            fp32 = LinearKernel(weight[:part], team(1))
+            int8 = WidenedKernel(rounded[:part], torch.ones(part, num_groups(k), dtype=torch.bfloat16), None, team(1))
+            x, num_floats = torch.ones(rows, k), rows * part * k
+            seconds = _least_s(lambda p=fp32, x=x: p(x)), _least_s(lambda p=int8, x=x: p(x))  # type: ignore[misc]
+            rates[n, k][rows] = _gflops(num_floats, seconds[0]), _gflops(num_floats, seconds[1])
+    return rates
+
+
+def _gflops(num_floats: int, seconds: float) -> float:
+    return round(2 * num_floats / seconds / 1e9, 1)
+
+
+def _least_s(work: Callable[[], object]) -> float:
+    """CPU time of this thread in the quickest of some runs on one thread, after one that compiles."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        work()
+        times_s: list[float] = []
+        while len(times_s) < TRIES and (len(times_s) < 2 or sum(times_s) < ENOUGH_S):
+            started_s = time.thread_time()
+            work()
+            times_s.append(time.thread_time() - started_s)
+    finally:
+        torch.set_num_threads(num_threads)
+    return max(min(times_s), 1e-9)
+
+
+def _recorded(measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shape]) -> Rates:
+    """What was measured of these shapes by this program on this kind of CPU: read from disk, else measured and kept."""
+    key = {"what": measure.__name__, "shapes": sorted(set(shapes)), **_machine()}
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta" / f"products-{name}.json"
+    try:
+        rows = json.loads(file.read_text())["rates"]
+        return {(n, k): {int(r): (own, other) for r, (own, other) in by_rows.items()} for n, k, by_rows in rows}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    started_s, rates = time.monotonic(), measure(sorted(set(shapes)))
+    log.info("products measured in %.1f s, GFLOP/s of ours and %s by rows: %s", time.monotonic() - started_s,
+             "in int8" if measure is _measure_int8 else "of BLAS", _told(rates))  # fmt: skip
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written = file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps({"key": key, "rates": [(n, k, by_rows) for (n, k), by_rows in rates.items()]}))
+        written.replace(file)  # two engines that start together each write the whole
+    except OSError as error:
+        log.info("products are measured at every start: %s", error)
+    return rates
+
+
+def _told(rates: Rates) -> str:
+    return "; ".join(
+        f"{n} x {k}: " + ", ".join(f"{rows}: {own:.0f} / {other:.0f}" for rows, (own, other) in by_rows.items())
+        for (n, k), by_rows in rates.items()
+    )
+
+
+def _machine() -> dict[str, object]:
+    """What a measurement holds for: the CPU, the instructions that either side may use, and both programs."""
+    sources = sorted(Path(kernels.__path__[0]).glob("*.py"))
+    return {
+        "cpu": _cpu_model(),
+        "numba": compiled_for(),
+        "aten": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16],
+        "rows": [ROWS, INT8_ROWS],
+    }
+
+
+def _cpu_model() -> list[str]:
+    """The lines of /proc/cpuinfo that name the first CPU; none where there is no such file."""
+    names = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size")
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return []
+    return [" ".join(line.split()) for line in first.splitlines() if line.split(":")[0].strip() in names]
