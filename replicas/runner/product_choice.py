@@ -101,11 +101,11 @@ def int8_speed(model: ModelConfig) -> dict[int, float]:
 
 def int8_warning(speed: Mapping[int, float]) -> str:
     """What to expect of int8 on a CPU whose kernels cannot multiply bytes."""
-    told = " and ".join(f"{speed[rows]:.2f} x with {rows} row{'s' if rows > 1 else ''}" for rows in INT8_ROWS)
+    told = " and ".join(f"{speed[rows]:.2f} with {rows} row{'s' if rows > 1 else ''}" for rows in INT8_ROWS)
     slow = "" if min(speed.values()) >= 1 else "; leave model.quantization out where that is too slow"
     return (
-        "int8: this CPU has no AVX-512 VNNI, so weights are widened for fp32 arithmetic; a product has the speed of "
-        f"fp32 {told} (measured here){slow}"
+        "int8: this CPU has no AVX-512 VNNI, so weights are widened for fp32 arithmetic; products have, as measured, "
+        f"the speed of fp32 times {told}{slow}"
     )
 
 

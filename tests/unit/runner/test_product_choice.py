@@ -130,7 +130,7 @@ def test_int8_without_vnni_warns_with_what_was_measured_here(
     rates = {1: (10.0, 2.5), 256: (60.0, 48.0)}
     monkeypatch.setattr(product_choice, "_measure_int8", lambda shapes: dict.fromkeys(shapes, rates))
     int8 = config(replace(MODEL, quantization="int8"))
-    for has_vnni, told in ((True, ""), (False, "0.25 x with 1 row and 0.80 x with 256 rows (measured here); leave")):
+    for has_vnni, told in ((True, ""), (False, "times 0.25 with 1 row and 0.80 with 256 rows; leave")):
         monkeypatch.setattr(product_choice, "cpu_has_vnni", lambda has_vnni=has_vnni: has_vnni)
         caplog.clear()
         assert choose_products(int8, "auto")[0] == Products(one_order=True)
