@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from replicas import launch
-from replicas.config import CacheConfig, DType, ModelConfig, RopeConfig, SchedulerConfig
+from replicas.config import CacheConfig, DType, ModelConfig, Products, RopeConfig, SchedulerConfig
 from replicas.engine import Engine
 from replicas.models.llama import Llama
 from replicas.parallel import TpGroup
@@ -88,11 +88,12 @@ def start_engine(shape: Shape, *, max_running: int, max_len: int) -> Engine:
     dtype: DType = "bfloat16" if torch.cuda.is_available() else "float32"
     config = shape.model_config(context_len=max_len, dtype=dtype)
 
-    def fill(model: Llama, config: ModelConfig, tp: TpGroup) -> None:
+    def fill(model: Llama, config: ModelConfig, tp: TpGroup, *, products: Products) -> None:
         made = getattr(torch, config.dtype)
         for name, put in model.weights().items():
             put(torch.randn(shape.weight(name), device=tp.device, dtype=made) * 0.02)
         for _, layer in model.walk():
+            layer.multiply_by(products)
             layer.finalize(tp.device, made)
 
     with (

@@ -70,7 +70,7 @@ def test_blas_takes_steps_from_the_rows_on_at_which_it_is_clearly_faster(
 def test_shapes_are_those_that_a_rank_multiplies_by(tmp_path: Path) -> None:
     tiny.save("qwen2-tied", tmp_path, hidden_size=64, intermediate_size=96)
     model = load_model_config(str(tmp_path))
-    llama = PagedModel(model, TpGroup(), page_size=4, num_pages=8).model
+    llama = PagedModel(model, TpGroup(device="cpu"), page_size=4, num_pages=8).model
     block = llama.blocks[0]
     products = (block.attn.qkv, block.attn.o_proj, block.mlp.gate_up, block.mlp.down, llama.head)
     assert product_shapes(model, 1) == [product.matmul.shape for product in products]
