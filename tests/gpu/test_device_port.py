@@ -28,6 +28,8 @@ def pool_on(device: str) -> MHATokenToKVPool:
     """10 pages that differ, and the sink."""
     pool = MHATokenToKVPool(10, 16, 2, 2, 64, torch.float16, device)
     pool.buffer.copy_(torch.arange(11.0).view(-1, 1, 1, 1, 1, 1).expand(pool.buffer.shape).half().to(device))
+    if device == "cuda":
+        torch.cuda.synchronize()  # as after a step's result: what reads pages waits for no other stream
     return pool
 
 
