@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.engine_process import EngineProcess
 from kvtransfer.types import PdTicket
-from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+from replicas import launch
+from replicas.config import CacheConfig, Hardware, ParallelConfig, SchedulerConfig
 from replicas.engine import Engine
 from replicas.errors import InvalidConfig
-from replicas.launch import load_engine
 from replicas.loop import EngineLoop
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
@@ -46,7 +46,7 @@ def model(folder: Path, **shape: Any) -> str:
 def start(folder: str, **settings: Any) -> Engine:
     scheduler = {"chunked_prefill_size": 128, "max_running_requests": 4, "cascade_saves": 256}
     scheduler.update(settings.pop("scheduler", {}))
-    return load_engine(
+    return launch.load_engine(
         folder,
         cache=CacheConfig(page_size=16, max_total_tokens=2048),
         scheduler=SchedulerConfig(**scheduler),
@@ -75,12 +75,12 @@ def test_every_kind_of_step_gives_transformers_tokens(
     wanted = [tiny.reference(reference, prompt, NUM_NEW)[1] for prompt in PROMPTS]
     engine = start(model(tmp_path), dtype="float32")
     assert engine.attention.name == "triton"
-    launch, plans, waits = engine.steps.launch, [], []
+    start_step, plans, waits = engine.steps.launch, [], []
 
     def watched(plan: StepPlan) -> Any:
         plans.append(plan)
         before = len(gpu.waits) if gpu is not None else 0
-        pending = launch(plan)
+        pending = start_step(plan)
         if gpu is not None and isinstance(plan, DecodePlan):
             waits.append(gpu.waits[before:])
         return pending
@@ -104,6 +104,45 @@ def test_every_kind_of_step_gives_transformers_tokens(
         assert waits
         assert not any(waits)
     engine.close()
+
+
+def test_what_requests_do_to_logits_and_ask_of_them_is_the_cpus(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties, a bias, a least length, choices, cuts, log probabilities of output and prompt: one batch, in fp32."""
+    folder = model(tmp_path)
+    drawn = {"temperature": 0.9, "seed": 3}
+    asked = [
+        ask("penalties", PROMPTS[2], repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
+        ask("bias", PROMPTS[2][:9], logit_bias=((7, 4.0), (50, -9.0)), min_new_tokens=3, **drawn),
+        ask("choices", PROMPTS[2][:5], n=2, top_k=20, top_p=0.9, **drawn),
+        ask("cut", PROMPTS[2][:7], min_p=0.05, **drawn),
+        replace(ask("logprobs", PROMPTS[2][:8], **drawn), return_logprobs=True, top_logprobs=3, prompt_logprobs_from=0),
+    ]
+    on_gpu = told(start(folder, dtype="float32"), asked)
+    cpu = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
+    monkeypatch.setattr(launch, "measure_hardware", lambda: cpu)
+    on_cpu = told(start(folder, dtype="float32"), asked)
+    assert {key: ids for key, (ids, _) in on_gpu.items()} == {key: ids for key, (ids, _) in on_cpu.items()}
+    assert len(on_gpu) == 6
+    mine, theirs = (sides["logprobs", 0][1] for sides in (on_gpu, on_cpu))
+    assert len(mine) == NUM_NEW + 8 - 1  # of the prompt's first token there is none
+    assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def told(engine: Engine, asked: list[GenerateRequest]) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
+    """Output ids of each choice, and the log probabilities of prompt and output."""
+    assert engine.attention.name == ("triton" if engine.config.device == "cuda" else "cpu")
+    found: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+    for request in asked:
+        engine.submit(request)
+    while engine.has_work:
+        for delta in engine.step():
+            ids, logprobs = found.setdefault((delta.rid, delta.index), ([], []))
+            ids += delta.token_ids
+            logprobs += [each.logprob for each in (*delta.prompt_logprobs, *delta.logprobs) if each.logprob is not None]
+    engine.close()
+    return found
 
 
 def test_everything_of_a_rank_lies_on_the_device_of_its_group(tmp_path: Path, gpu: fake_cuda.FakeCuda | None) -> None:
