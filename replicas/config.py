@@ -116,7 +116,7 @@ class SchedulerConfig:
     """Admission, chunking and queueing."""
 
     policy: Literal["lpm", "fcfs"] = "lpm"  # order of the waiting queue: longest prefix match first, or arrival
-    max_running_requests: int | None = None  # None: from the pool (SPEC A08)
+    max_running_requests: int | None = None  # None: 64 on CPU, on a GPU from the pool (SPEC A08)
     max_queued_requests: int = 1024  # beside those that may run; more are refused with Overloaded
     chunked_prefill_size: int | None = None  # most new tokens a step (README); None: 512 on CPU, 8,192 on GPU
     mixed_steps: bool = True  # running requests make a token in the steps of prompts too; else prompts go first
@@ -212,6 +212,7 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
 CASCADE_SAVES: dict[Device, int] = {"cpu": 256, "cuda": 16_384}
 CPU_MEMORY_SHARE = 0.15  # of available RAM, for weights + KV of one replica, when nothing is said
 CPU_MEMORY_CAP = 3 << 30
+CPU_MOST_RUNNING = 64  # a decode step of 64 takes 0.5 s on a core (SmolLM2, Zen 3): more would slow all their answers
 
 
 def resolve(
@@ -246,6 +247,9 @@ def resolve(
             f"{CPU_MEMORY_SHARE:.0%} of {hardware.available_memory_bytes / 2**30:.1f} GiB available RAM, "
             f"at most {CPU_MEMORY_CAP / 2**30:.0f} GiB"
         )
+    if scheduler.max_running_requests is None and hardware.device == "cpu":
+        scheduler = replace(scheduler, max_running_requests=CPU_MOST_RUNNING)
+        origin["scheduler.max_running_requests"] = "default on cpu"
     if scheduler.chunked_prefill_size is None:
         scheduler = replace(scheduler, chunked_prefill_size=512 if hardware.device == "cpu" else 8192)
         origin["scheduler.chunked_prefill_size"] = f"default on {hardware.device}"

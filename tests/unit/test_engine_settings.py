@@ -1,8 +1,18 @@
 """Settings that `resolve` refuses, with what is allowed."""
 
+from dataclasses import replace
+
 import pytest
 
-from replicas.config import CacheConfig, EngineConfig, Hardware, ModelConfig, ParallelConfig, resolve
+from replicas.config import (
+    CacheConfig,
+    EngineConfig,
+    Hardware,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    resolve,
+)
 from replicas.errors import InvalidConfig
 from tests.harness import model_config
 
@@ -51,3 +61,21 @@ def test_reading_a_prefix_together_pays_from_64_times_as_many_tokens_on_a_gpu() 
     assert resolve(model_config(), CPU).scheduler.cascade_saves == 256
     assert resolve(model_config(), gpu).scheduler.cascade_saves == 16_384
     assert resolve(model_config(), gpu).origin["scheduler.cascade_saves"] == "default on cuda"
+
+
+def test_a_cpu_runs_64_requests_at_once_and_a_gpu_what_its_pool_carries_unless_told() -> None:
+    """64 on a GPU would keep most of it idle: its graphs go to 256."""
+    gpu = replace(CPU, device="cuda")
+    model = replace(int8_model(intermediate_size=96), quantization="none")
+    assert resolve(model, CPU).scheduler.max_running_requests == 64
+    assert resolve(model, gpu).scheduler.max_running_requests is None
+    told = SchedulerConfig(max_running_requests=3)
+    assert {resolve(model, each, scheduler=told).scheduler.max_running_requests for each in (CPU, gpu)} == {3}
+
+
+def test_every_setting_that_is_wrong_is_said_at_once() -> None:
+    wrong = CacheConfig(page_size=0, mem_fraction_static=2.0)
+    with pytest.raises(InvalidConfig) as refused:
+        resolve(int8_model(intermediate_size=96), CPU, cache=wrong, parallel=ParallelConfig(tp=5), attention="triton")
+    named = [problem.split(" ")[0] for problem in refused.value.problems]
+    assert named == ["cache.page_size", "cache.mem_fraction_static", "attention", "parallel.tp"]

@@ -17,13 +17,14 @@ from deployments.app import replica_options
 from deployments.autoscaling import Objective, TtftPolicy
 from deployments.capacity import Capacity, auto_count, shortages
 from deployments.check import read
-from deployments.feasible import impossible
+from deployments.feasible import engine_of, impossible
 from deployments.places import ROOT, local_path, shown_path
 from deployments.port import check_port
 from deployments.ray_env import prepare
 from deployments.schema import parse
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
+from routing.types import Role
 from tests.embedded import MODEL
 
 MODEL_ARGS = {"path": MODEL}
@@ -194,6 +195,18 @@ def test_the_file_of_the_project_is_in_order_and_says_auto() -> None:
     assert configs["manta"].replicas.count == "auto"
     assert configs["manta"].model.name == "SmolLM2-135M-Instruct"
     assert schema.http_options.port == 8000
+
+
+@pytest.mark.model
+def test_the_file_of_the_project_serves_on_a_gpu_with_one_line_more_and_no_setting_of_a_cpu() -> None:
+    args = yaml.safe_load((ROOT / "serve_config.yaml").read_text())["applications"][0]["args"]
+    args["replicas"]["gpus"] = 1
+    config = parse(args)
+    assert impossible(config) == []
+    assert auto_count(config, capacity(16, num_gpus=1), available_bytes=79 << 30, weights_bytes=16 << 30)[0] == 1
+    engine = engine_of(config, Role.UNIFIED)
+    assert (engine.device, engine.scheduler.max_running_requests, engine.chunked_prefill_size) == ("cuda", None, 8192)
+    assert (engine.cache.device_memory_bytes, engine.cache.max_total_tokens) == (None, None)
 
 
 def test_every_setting_that_the_file_mentions_exists() -> None:
