@@ -50,7 +50,7 @@ def kv_memory(pool: MHATokenToKVPool, layout: KvLayout) -> KvMemory:
 
 def _page_reader(pool: MHATokenToKVPool) -> PageReader:
     """Copies pages of a GPU to pinned memory, on a stream of its own: it waits for no step of the engine's, and none
-    waits for it. What it reads is there: a page is given away after its step's result, and comes before its note."""
+    waits for it. What it reads is there: a page is sent after its step's result, and arrives before its note."""
     stream = torch.cuda.Stream(pool.buffer.device)  # type: ignore[no-untyped-call]
 
     def read(pages: PageIds) -> np.ndarray:

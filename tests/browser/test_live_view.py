@@ -49,6 +49,8 @@ def test_a_delta_changes_what_it_names(page: Page, served: FakeObservatory) -> N
     page.until(lambda: page.text(".request-name").splitlines()[0] == newest, f"{newest} at the top")
     for each in fleet.state["replicas"]:
         page.says(f'[data-replica="{each["id"]}"] .facts', f"running {each['running']} / 64")
+        page.says(f'[data-replica="{each["id"]}"] .facts', f"attention {each['attention']}")
+        assert each["attention"] == "cpu"
 
 
 def test_a_click_on_a_request_explains_it_candidate_by_candidate(page: Page, served: FakeObservatory) -> None:
