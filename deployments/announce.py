@@ -62,7 +62,7 @@ def announce(
     rows.append(("stop", "Ctrl-C"))
     show_box(f"Manta {importlib.metadata.version('manta')}", rows, out)
     for name, config in configs.items():
-        line = curl(urls[name], config.model.name, with_key=bool(config.router.keys().api))
+        line = curl(urls[name], config.model.name, with_key=bool(config.router.known_keys().api))
         print(f"\nTry it:\n\n{line}\n", file=out, flush=True)
 
 

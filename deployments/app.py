@@ -44,7 +44,7 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     config, settings = checked(args)
     for shortage in shortages([config], capacity_of_cluster()):
         log.warning("%s; they wait until the cluster grows", shortage)
-    keys, settings = config.router.keys(), without_keys(settings)
+    keys, settings = config.router.known_keys(), without_keys(settings)
     replicas = [
         serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))

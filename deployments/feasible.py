@@ -60,7 +60,7 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
     with collected():
         tracing.check(config.observability)
     with collected():
-        config.router.keys()
+        config.router.known_keys()
     model = None
     with collected():
         model = _model(config)

@@ -120,7 +120,7 @@ def read_keys(
             raise InvalidConfig(f"{where} has a key of {len(key)} characters: each must have at least {KEY_LEN}")
     keys = sorted({key for key, _ in listed})
     if admin in keys:
-        raise InvalidConfig("the admin key is among the API keys: whoever has it may do everything, so give it alone")
+        raise InvalidConfig("router.admin_key: is among the API keys, and whoever has it may do all: give another")
     return KeyDigests(api=tuple(_accepted(key) for key in keys), admin=_accepted(admin) if admin else None)
 
 

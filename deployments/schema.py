@@ -63,7 +63,7 @@ class RouterSettings(Settings):
             raise ValueError(f"{policy!r} is unknown{nearest(policy, POLICIES)}; allowed: {', '.join(POLICIES)}")
         return policy
 
-    def keys(self) -> KeyDigests:
+    def known_keys(self) -> KeyDigests:
         """With those of the environment here. Raises: InvalidConfig."""
         given = None if self.admin_key is None else self.admin_key.get_secret_value()
         return read_keys(api_key_file=self.api_key_file, admin_key=given)

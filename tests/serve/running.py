@@ -44,11 +44,14 @@ class Running:
         base: str = "serve_config.yaml",
         observatory: bool | Mapping[str, Any] = False,
         haproxy: bool = True,
+        admin_key: str = "",
         **changes: dict[str, Any],
     ) -> None:
         """``base``: the file to start from, of the project; ``observatory``: whether it runs too, or settings of it;
-        ``haproxy``: False has Serve's own proxy serve; ``changes``: settings by group."""
+        ``haproxy``: False has Serve's own proxy serve; ``admin_key``: what `info` and `states` show; ``changes``: settings
+        by group."""
         self._haproxy = haproxy
+        self._shown = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.port, self._stats_port = free_port(), free_port()
         self.mark = secrets.token_hex(8)
         config = yaml.safe_load((ROOT / base).read_text())
@@ -130,10 +133,10 @@ class Running:
 
     def states(self) -> list[dict[str, Any]]:
         """What each replica says of itself now."""
-        return list(httpx.get(f"{self.url}/get_server_info", timeout=30).json()["internal_states"])
+        return list(self.info()["internal_states"])
 
     def info(self) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.url}/get_server_info", timeout=30).json())
+        return dict(httpx.get(f"{self.url}/get_server_info", headers=self._shown, timeout=30).json())
 
     def idle(self) -> bool:
         """Nothing runs, and every page is free or evictable."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.serve.running import Running, serving
@@ -20,17 +21,21 @@ from tests.serve.running import Running, serving
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
 KEY = "what the test shows and no log does"
 SHOWN = {"Authorization": f"Bearer {KEY}"}
+API_KEY = "what-clients-show-and-no-log-does"
 SHARED = "A long story about pages and trees, told slowly. " * 12
 
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("observatory")
+    (folder / "keys").write_text(f"{API_KEY}\n")
     with serving(
-        tmp_path_factory.mktemp("observatory"),
+        folder,
+        admin_key=KEY,
         observatory={"admin_key": KEY},
         replicas={"count": 2, "cpus": 0.5, "health_period_s": 1},
         cache={"max_total_tokens": 8_000},
-        router={"policy": "estimated_ttft"},
+        router={"policy": "estimated_ttft", "api_key_file": str(folder / "keys")},
     ) as running:
         yield running
 
@@ -45,7 +50,7 @@ def state(app: Running) -> dict[str, Any]:
 
 def ask(app: Running, text: str, name: str = "", max_tokens: int = 4) -> int:
     body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    headers = {"X-Request-Id": name} if name else {}
+    headers = {"X-Request-Id": name, "x-api-key": API_KEY} if name else {"x-api-key": API_KEY}
     return httpx.post(f"{app.url}/v1/completions", json=body, headers=headers, timeout=120).status_code
 
 
@@ -98,7 +103,9 @@ def test_every_process_is_found_and_its_metrics_come_one_by_one_and_all_together
     app.until(lambda: len(get(app, "/sd").json()) == 4, 15)  # two replicas, the router, the observatory
     entries = get(app, "/sd").json()
     assert all(entry["labels"].keys() == {"node"} for entry in entries)
-    alone = [httpx.get(f"http://{entry['targets'][0]}/metrics", timeout=30).text for entry in entries]
+    addresses = [entry["targets"][0] for entry in entries]
+    assert [httpx.get(f"http://{address}/metrics", timeout=30).status_code for address in addresses] == [401] * 4
+    alone = [httpx.get(f"http://{address}/metrics", headers=SHOWN, timeout=30).text for address in addresses]
     together = get(app, "/metrics").text
     names = [{line.partition(" ")[0] for line in text.splitlines() if line.startswith("manta_")} for text in alone]
     assert set().union(*names) == {line.partition(" ")[0] for line in together.splitlines() if line[0] != "#"}
@@ -124,7 +131,24 @@ def test_the_key_is_asked_for_and_stands_in_no_log(app: Running) -> None:
     logs = [file for file in Path(tempfile.gettempdir(), "ray", "session_latest", "logs").rglob("*") if file.is_file()]
     assert any("asks for the admin key" in file.read_text(errors="replace") for file in logs)
     assert any("Importing application 'observatory'" in file.read_text(errors="replace") for file in logs)
-    assert [file.name for file in logs if KEY in file.read_text(errors="replace")] == []
+    texts = {file.name: file.read_text(errors="replace") for file in logs}
+    assert [name for name, text in texts.items() if KEY in text or API_KEY in text] == []
+
+
+def test_the_openai_client_needs_one_of_the_files_keys_and_the_operator_the_admins(app: Running) -> None:
+    """Through HAProxy. The file gives the admin key to the observatory; the routers ask for the same one."""
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    for key in (API_KEY, KEY):
+        client = openai.OpenAI(base_url=f"{app.url}/v1", api_key=key, max_retries=0)
+        answer = client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=question, temperature=0)
+        assert answer.choices[0].message.content == "The capital of France is Paris."
+    with pytest.raises(openai.AuthenticationError, match="the API key is wrong"):
+        openai.OpenAI(base_url=f"{app.url}/v1", api_key="unused", max_retries=0).models.list()
+    for path in ("/get_server_info", "/metrics", "/flush_cache"):
+        shown = [{}, {"x-api-key": API_KEY}, SHOWN]
+        statuses = [httpx.get(f"{app.url}{path}", headers=each, timeout=30).status_code for each in shown]
+        assert statuses == [401, 401, 200], path
+    assert httpx.get(f"{app.url}/health", timeout=30).status_code == 200
 
 
 def test_events_begin_with_the_state_and_go_on_with_deltas(app: Running) -> None:
