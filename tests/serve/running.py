@@ -48,8 +48,8 @@ class Running:
         **changes: dict[str, Any],
     ) -> None:
         """``base``: the file to start from, of the project; ``observatory``: whether it runs too, or settings of it;
-        ``haproxy``: False has Serve's own proxy serve; ``admin_key``: what `info` and `states` show; ``changes``: settings
-        by group."""
+        ``haproxy``: False has Serve's own proxy serve; ``admin_key``: what `info` and `states` show; ``changes``:
+        settings by group."""
         self._haproxy = haproxy
         self._shown = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.port, self._stats_port = free_port(), free_port()
