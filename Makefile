@@ -47,9 +47,10 @@ serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFI
 
 # A hung test ends its process, with all stacks: Hypothesis would run one that pytest fails again, with no limit, and
 # xdist would give its file to the next process.
-test: install-test tools-test model ## Run all tests: those without Ray in two processes, then those that start one
+test: install-test tools-test model ## Run all tests: without Ray in two processes, arithmetic under AVX2 too, then with Ray
 	@failed=0; $(BIN)/python -m pytest -m "not serve" --numprocesses 2 --dist loadfile \
 			--timeout-method thread --max-worker-restart 0 || failed=1; \
+		$(BIN)/python -m tests.under_avx2 || failed=1; \
 		$(BIN)/python -m pytest -m serve || failed=1; exit $$failed
 
 install-gpu: $(VENV)/.installed ## Add FlashInfer to .venv, whose kernels nvcc compiles when first used (docs/gpu.md)

@@ -9,17 +9,21 @@ Times are CPU time of one thread: what else runs while an engine starts must not
 wall time on two threads a kernel that was twice as fast lost one in eight tries on a busy machine).
 """
 
+import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from replicas import kernels
 from replicas.config import EngineConfig, ModelConfig, Products, ProductSetting
@@ -37,7 +41,7 @@ Shape = tuple[int, int]  # of a weight: (out, in)
 Rates = Mapping[Shape, Mapping[int, tuple[float, float]]]  # by rows of a step: GFLOP/s of our kernel and of BLAS
 ROWS = (32, 64, 256)  # that are measured: in steps of fewer, running as one program gains more than another product
 CLEARLY_FASTER = 1.15  # measured times differ by less from run to run
-TRIES, ENOUGH_S = 6, 0.04  # of one product: so many, or fewer that took so long
+ROUNDS, TRIES = 4, 2  # of a measurement: the quickest run of all counts
 MOST_FLOATS = 1 << 21  # of a weight that stands for one with more rows: 8 MB
 INT8_ROWS = (1, 256)  # a decode step of one request, and a prompt's
 UNCACHED_FLOATS = 1 << 24  # of a weight that is read from memory: 64 MB in fp32
@@ -110,55 +114,63 @@ def int8_warning(speed: Mapping[int, float]) -> str:
 
 
 def _measure(shapes: Sequence[Shape]) -> Rates:
-    """On one thread, weights of a large shape cut to their first rows; shapes that are not for our kernels left out."""
-    rates: dict[Shape, dict[int, tuple[float, float]]] = {}
+    """Of our product and BLAS's, weights of a large shape cut to their first rows. Shapes that are not for our kernels
+    are left out."""
+    cases: list[_Case] = []
     for n, k in shapes:
         weight = torch.full((min(n, max(W, MOST_FLOATS // k // W * W)), k), 0.5)
         if not serves(weight) or n % W:
             continue
-        own = LinearKernel(weight, team(1))
-        rates[n, k] = {}
-        for rows in ROWS:
-            x, num_floats = torch.ones(rows, k), rows * weight.numel()
-            seconds = _least_s(lambda own=own, x=x: own(x)), _least_s(lambda w=weight, x=x: F.linear(x, w))  # type: ignore[misc]
-            rates[n, k][rows] = _gflops(num_floats, seconds[0]), _gflops(num_floats, seconds[1])
-    return rates
+        own, blas = LinearKernel(weight, team(1)), functools.partial(F.linear, weight=weight)
+        cases += [_Case((n, k), torch.ones(rows, k), len(weight), (own, blas)) for rows in ROWS]
+    return _rates(cases)
 
 
 def _measure_int8(shapes: Sequence[Shape]) -> Rates:
-    """Of one shape, in fp32 and in int8."""
-    rates: dict[Shape, dict[int, tuple[float, float]]] = {}
+    """Of our products in fp32 and in int8, on CPUs without VNNI."""
+    cases: list[_Case] = []
     for n, k in shapes:
         weight, rounded = torch.full((n, k), 0.5), torch.ones(n, k, dtype=torch.int8)
-        rates[n, k] = {}
         for rows in INT8_ROWS:
             part = max(W, n // rows // W * W)  # as much arithmetic with many rows: memory matters to few
-            fp32 = LinearKernel(weight[:part], team(1))
-            int8 = WidenedKernel(rounded[:part], torch.ones(part, num_groups(k), dtype=torch.bfloat16), None, team(1))
-            x, num_floats = torch.ones(rows, k), rows * part * k
-            seconds = _least_s(lambda p=fp32, x=x: p(x)), _least_s(lambda p=int8, x=x: p(x))  # type: ignore[misc]
-            rates[n, k][rows] = _gflops(num_floats, seconds[0]), _gflops(num_floats, seconds[1])
-    return rates
+            scales = torch.ones(part, num_groups(k), dtype=torch.bfloat16)
+            works = LinearKernel(weight[:part], team(1)), WidenedKernel(rounded[:part], scales, None, team(1))
+            cases.append(_Case((n, k), torch.ones(rows, k), part, works))
+    return _rates(cases)
 
 
-def _gflops(num_floats: int, seconds: float) -> float:
-    return round(2 * num_floats / seconds / 1e9, 1)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Case:
+    """Two products of the same numbers."""
+
+    shape: Shape
+    x: Tensor  # [rows, K]
+    outputs: int
+    works: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
-def _least_s(work: Callable[[], object]) -> float:
-    """CPU time of this thread in the quickest of some runs on one thread, after one that compiles."""
+def _rates(cases: Sequence[_Case]) -> Rates:
+    """GFLOP/s of the quickest of several runs on one thread. Each round runs all of them: who disturbs one moment does
+    not decide."""
+    least_s = [[math.inf, math.inf] for _ in cases]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        work()
-        times_s: list[float] = []
-        while len(times_s) < TRIES and (len(times_s) < 2 or sum(times_s) < ENOUGH_S):
-            started_s = time.thread_time()
-            work()
-            times_s.append(time.thread_time() - started_s)
+        for _ in range(ROUNDS):
+            for case, seconds in zip(cases, least_s, strict=True):
+                for i, work in enumerate(case.works):
+                    for _ in range(TRIES):
+                        started_s = time.thread_time()
+                        work(case.x)
+                        seconds[i] = min(seconds[i], time.thread_time() - started_s)
     finally:
         torch.set_num_threads(num_threads)
-    return max(min(times_s), 1e-9)
+    rates: dict[Shape, dict[int, tuple[float, float]]] = {}
+    for case, seconds in zip(cases, least_s, strict=True):
+        gflop = 2e-9 * case.x.numel() * case.outputs
+        first, second = (round(gflop / max(each, 1e-9), 1) for each in seconds)
+        rates.setdefault(case.shape, {})[len(case.x)] = first, second
+    return rates
 
 
 def _recorded(measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shape]) -> Rates:
