@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -27,6 +28,7 @@ ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"  # what Serve runs
 WRAPPED = "MANTA_HAPROXY"  # what the wrapper runs
 STATS_HOST = "MANTA_HAPROXY_STATS_HOST"  # where the wrapper has HAProxy's statistics listen
+PYTHON = "MANTA_PYTHON"  # what it starts haproxy_stand_in.py with
 WRAPPER = Path(__file__).with_name("haproxy_no_splice.sh")  # which says why
 # Serve has HAProxy connect to routers of its own node at 127.0.0.1, wherever they listen
 HOSTS = ("127.0.0.1", "localhost", ALL_ADDRESSES)
@@ -34,11 +36,13 @@ RUNS_S = 10.0
 DRAIN_S = "2"  # a router that leaves is out of HAProxy's list by then; Serve's 30 s are for balancers that poll
 LONGEST_ANSWER_S = "3600"  # a change of routers starts a new HAProxy; the old one cuts what is open after so long
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
+MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager for its; after three failures it starts both anew
 FLAGS = {  # of any cluster: README has them too
     ENABLE: "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code on the replica's own event loop, calls by gRPC
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # its logs are read while they are written (startup.py)
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": SLOWEST_LOOK,
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": MANAGER_LOOK_S,
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": LONGEST_ANSWER_S,
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DRAIN_S,
 }
@@ -63,8 +67,9 @@ def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[st
     # of mode 0700: HAProxy's admin socket asks nobody who he is
     with tempfile.TemporaryDirectory(prefix="manta-haproxy-", ignore_cleanup_errors=True) as folder:
         open_ones = {name: value for name, value in settings(folder).items() if name not in environ}
+        ours = {BINARY: str(WRAPPER), WRAPPED: binary, PYTHON: sys.executable}
         stats = {STATS_HOST: "127.0.0.1"} if is_loopback(host) else {}
-        with _changed(environ, open_ones | stats | {BINARY: str(WRAPPER), WRAPPED: binary}):
+        with _changed(environ, open_ones | stats | ours):
             yield
 
 

