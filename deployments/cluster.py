@@ -38,12 +38,13 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 class Cluster:
-    """A Ray that runs. ``serving`` is set once every application runs."""
+    """A Ray that runs. ``serving`` is set once every application runs, ``lost`` when Ray itself has died."""
 
     def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
         """``address``: of a Ray that exists; None starts one of our own."""
         self.ours = address is None
         self.serving = False
+        self.lost = False
         self._name = "this machine" if address is None else address
         self._say = say
 
@@ -67,9 +68,10 @@ class Cluster:
         """End what was started here. Raises: StoppedAtOnce when a signal came meanwhile; our processes are killed."""
         family = psutil.Process().children(recursive=True) if self.ours else []
         try:
-            with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
-                self._end_serve(len(family))
-            ray.shutdown()
+            if not self.lost:  # there is nobody to ask, and Ray would wait for that a minute
+                with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
+                    self._end_serve(len(family))
+                ray.shutdown()
         except KeyboardInterrupt as second:
             raise StoppedAtOnce from second
         finally:

@@ -4,17 +4,18 @@ Owns:      the Serve applications of the file.
 Invariant: Ctrl-C, SIGTERM or a failed start stop all that it started (cluster.py).
 Thread:    the main thread.
 
-    check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> print where ──> wait ──> stop all
+    check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> print where ──> look after it ──> stop all
 """
 
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve._private.api import serve_start
 from ray.serve._private.logging_utils import get_serve_logs_dir
@@ -26,7 +27,7 @@ from ray.serve.schema import (
     ServeDeploySchema,
 )
 
-from deployments import cluster, startup
+from deployments import cluster, startup, supervision
 from deployments.announce import OBSERVATORY, Observatories, announce
 from deployments.app import capacity_of_cluster
 from deployments.capacity import shortages
@@ -41,7 +42,7 @@ LOOK_S = 0.5
 
 
 def run(config_path: str) -> int:
-    """Serve ``config_path`` until interrupted; the exit status."""
+    """Serve ``config_path`` until interrupted, or until it has died; the exit status."""
     board = startup.Board()
     try:
         return _run(config_path, board)
@@ -63,9 +64,9 @@ def _run(config_path: str, board: startup.Board) -> int:
         with cluster.opened(say) as opened:
             for shortage in () if opened.ours else shortages(configs.values(), capacity_of_cluster()):
                 say(f"{shortage}; they wait until the cluster grows")
-            opened.serving = ready = _deploy(schema, configs, board)
-            while ready:
-                time.sleep(3600)
+            opened.serving = _deploy(schema, configs, board)
+            if opened.serving:
+                opened.lost = _until_the_end(configs)
             return 1
     except cluster.NoCluster as error:
         board.close()
@@ -149,6 +150,21 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], board: sta
     observatories.look(applications, last=True)
     announce(schema, configs, applications, board.say, watched_at=observatories.told)
     return True
+
+
+def _until_the_end(names: Collection[str]) -> bool:
+    """Look after what serves until it does no more, and say why. Returns: whether it is Ray that has died."""
+    gcs = ray.get_runtime_context().gcs_address
+    served = supervision.Supervision(
+        names,
+        status=supervision.status_of_serve(),
+        gcs_answers=lambda: supervision.listens(gcs),
+        clock=time.monotonic,
+    )
+    while (reason := served.look()) is None:
+        time.sleep(supervision.LOOK_S)
+    print(f"nothing is served any more: {reason}", file=sys.stderr)
+    return served.ray_is_dead
 
 
 def _until_running(

@@ -1,5 +1,6 @@
-"""Starts that end before they serve: by Ctrl-C, or for settings that only a replica finds wrong."""
+"""Starts that end before they serve: by Ctrl-C, or for settings that only a replica finds wrong; and deaths after."""
 
+import os
 import signal
 import socket
 import time
@@ -60,3 +61,17 @@ def test_a_setting_that_a_replica_finds_impossible_ends_the_start_at_its_first_t
     assert "Retrying 1 more" not in said
     assert "Traceback" not in said
     assert running.processes() == {}
+
+
+def test_when_rays_gcs_has_died_it_says_so_and_ends_with_status_1(tmp_path: Path) -> None:
+    running = Running(tmp_path, replicas={"count": 1})
+    running.start()
+    assert running.process is not None
+    [gcs] = [pid for pid, command in running.processes().items() if "gcs_server" in command.split()[0]]
+    os.kill(gcs, signal.SIGKILL)
+    try:
+        assert running.process.wait(30) == 1
+        assert "nothing is served any more: Ray has died: its GCS does not answer" in running.log.read_text()
+    finally:
+        left = running.stop()
+    assert left == []

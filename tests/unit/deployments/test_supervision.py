@@ -1,0 +1,97 @@
+"""What `make serve` takes for dead, and how long it waits for what Ray mends by itself."""
+
+import socket
+from collections.abc import Mapping
+
+import pytest
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+    ReplicaState,
+)
+
+from deployments.supervision import PATIENCE_S, Supervision, listens
+from tests.harness import Clock
+
+
+class Served:
+    """An application with two deployments, and a GCS."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.gcs, self.answers, self.there = True, True, True
+        self.status = ApplicationStatus.RUNNING
+        self.num_running = 2
+        self.supervision = Supervision(
+            ["manta"], status=self.applications, gcs_answers=lambda: self.gcs, clock=self.clock
+        )
+
+    def applications(self) -> Mapping[str, ApplicationStatusOverview]:
+        if not self.answers:
+            raise RuntimeError("the actor is restarting")
+        healthy = DeploymentStatus.HEALTHY if self.num_running == 2 else DeploymentStatus.UNHEALTHY
+        running = {ReplicaState.RUNNING: self.num_running} if self.num_running else {ReplicaState.STARTING: 2}
+        told = DeploymentStatusOverview(
+            status=healthy, status_trigger=DeploymentStatusTrigger.UNSPECIFIED, replica_states=running, message=""
+        )
+        application = ApplicationStatusOverview(
+            status=self.status, message="", last_deployed_time_s=0.0, deployments={"ModelReplica": told}
+        )
+        return {"manta": application} if self.there else {}
+
+    def after(self, seconds: float) -> str | None:
+        self.clock.now_s += seconds
+        return self.supervision.look()
+
+
+def test_a_dead_gcs_ends_it_at_once() -> None:
+    served = Served()
+    assert served.after(0) is None
+    served.gcs = False
+    assert served.after(2) == "Ray has died: its GCS does not answer"
+    assert served.supervision.ray_is_dead
+
+
+def test_a_controller_that_comes_back_ends_nothing_and_one_that_does_not_does() -> None:
+    served = Served()
+    served.answers = False
+    assert served.after(0) is None
+    assert served.after(PATIENCE_S - 1) is None
+    served.answers = True
+    assert served.after(2) is None
+    served.answers = False
+    assert served.after(2) is None
+    assert served.after(PATIENCE_S) == "Serve's controller has not answered for 60 s"
+    assert not served.supervision.ray_is_dead
+
+
+def test_an_application_lives_while_one_replica_of_each_deployment_runs() -> None:
+    served = Served()
+    served.num_running = 1
+    assert served.after(0) is None
+    assert served.after(10 * PATIENCE_S) is None
+    served.num_running = 0
+    assert served.after(0) is None
+    assert served.after(PATIENCE_S) == "ModelReplica of application manta has had no replica that runs for 60 s"
+
+
+@pytest.mark.parametrize("how", ["gone", "failed"])
+def test_an_application_that_failed_or_was_deleted_has_died(how: str) -> None:
+    served = Served()
+    served.there = how != "gone"
+    served.status = ApplicationStatus.DEPLOY_FAILED
+    assert served.after(0) is None
+    said = {"gone": "has not been there", "failed": "has been failed"}[how]
+    assert served.after(PATIENCE_S) == f"application manta {said} for 60 s"
+
+
+def test_a_port_is_asked_whether_somebody_listens() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert listens(address)
+    assert not listens(address)
