@@ -19,7 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from deployments import logs
 from deployments.capacity import Capacity, auto_count, shortages
 from deployments.feasible import checked, device_of
-from deployments.keys import without_keys
+from deployments.keys import KEY_VARIABLE, without_keys
 from deployments.places import weights_bytes
 from deployments.replica import ModelReplica
 from deployments.replica_settings import AutoscalingSettings
@@ -45,6 +45,8 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     for shortage in shortages([config], capacity_of_cluster()):
         log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)
+    if keys.api and keys.admin is None:
+        log.warning("API keys and no admin key (%s): routes of the admin and metrics answer nobody", KEY_VARIABLE)
     replicas = [
         serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))

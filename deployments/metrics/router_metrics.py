@@ -35,7 +35,7 @@ class RouterMetrics:
         if self._emitter is not None and config.router.count == 1:
             self.shown = self._emitter.registry
 
-    def served(self, *, host: str, node_id: str, guard: bytes | None) -> ServedMetrics | None:
+    def served(self, *, host: str, node_id: str, guard: bytes | None = None) -> ServedMetrics | None:
         """Over HTTP from now on, where they are on; ``guard``: as MetricsServer's.
 
         Raises: InvalidConfig when the port is taken.

@@ -242,7 +242,9 @@ def test_settings_never_show_the_admin_key_nor_do_their_errors() -> None:
         assert ADMIN not in str(error.value)
 
 
-def test_replicas_get_a_digest_and_no_setting_that_names_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_get_a_digest_and_no_setting_that_names_a_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A new API key restarts routers alone: what model replicas are bound to stays the same."""
     monkeypatch.setattr(app, "shortages", lambda *_: [])
     monkeypatch.setattr(app, "capacity_of_cluster", lambda: None)  # there is no cluster
@@ -261,4 +263,8 @@ def test_replicas_get_a_digest_and_no_setting_that_names_a_key(monkeypatch: pyte
     assert one == two == (left, "unified", ONLY_ADMIN.guard)
     assert settings == one[0]
     assert len(kwargs["keys"].api) == 2
-    assert ADMIN not in json.dumps(settings) + repr(kwargs)
+    assert ADMIN not in json.dumps(settings) + repr(kwargs) + caplog.text
+    assert "no admin key" not in caplog.text
+    monkeypatch.delenv("MANTA_ADMIN_KEY")
+    app.build({"model": {"path": MODEL}, "replicas": {"count": 1}})
+    assert "API keys and no admin key (MANTA_ADMIN_KEY): routes of the admin and metrics answer nobody" in caplog.text
