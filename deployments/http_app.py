@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
-from deployments import admin, chat, completions, http_errors, native, routes, token_routes
+from deployments import admin, api_document, chat, completions, http_errors, native, routes, token_routes
 from deployments.arrivals import Arrivals
 from deployments.browsers import BrowserCheck, BrowserRules
 from deployments.keys import NO_KEYS, KeyCheck, KeyDigests
@@ -45,6 +45,7 @@ def make_app(
             if isinstance(route, APIRoute) and route.methods == {"GET"}:
                 route.methods.add("HEAD")  # the server leaves the body out
         app.include_router(router)
+    api_document.describe(app, ROUTERS, service)
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)
     app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)

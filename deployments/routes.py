@@ -45,6 +45,30 @@ class ExplainRequest(WireType):
     extra_key: str | None = None
 
 
+@router.post("/route/explain")
+async def explain_route(request: Request) -> dict[str, Any]:
+    """A dry run. Raises: InvalidRequest, or NoReplica when none may take the request."""
+    service = service_of(request)
+    body = await read_body(request, ExplainRequest, max_bytes=service.max_body_bytes)
+    check_model(service, body.model)
+    would_be = GenerateRequest(
+        rid=new_rid("explain"),
+        token_ids=await _ids(service, body),
+        sampling=SamplingParams(max_new_tokens=body.max_tokens),
+        cache_salt=salt_of(body.cache_salt, body.extra_key),
+        priority=body.priority or 0,
+    )
+    would_be = scoped(would_be, caller_of(request), isolates=service.isolates_keys)
+    would_be.validate(vocab_size=service.model.vocab_size)
+    decision = service.dispatcher.explain_only(query_of(would_be, hints_of(request.headers)))
+    return {
+        "dry_run": True,
+        "router": service.dispatcher.router_id,
+        **decision_body(decision),
+        "explanation": explain(decision),
+    }
+
+
 @router.get("/route/{rid:path}")
 async def route(request: Request, rid: str) -> Response:
     """What was last decided for the request called ``rid``, by whichever router, if that one keeps it still."""
@@ -66,29 +90,6 @@ async def route(request: Request, rid: str) -> Response:
         "(router.decisions_kept) until it ends"
     )
     return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
-
-
-@router.post("/route/explain")
-async def explain_route(request: Request) -> dict[str, Any]:
-    """A dry run. Raises: InvalidRequest, or NoReplica when none may take the request."""
-    service = service_of(request)
-    body = await read_body(request, ExplainRequest, max_bytes=service.max_body_bytes)
-    check_model(service, body.model)
-    would_be = GenerateRequest(
-        rid=new_rid("explain"),
-        token_ids=await _ids(service, body),
-        sampling=SamplingParams(max_new_tokens=body.max_tokens),
-        cache_salt=salt_of(body.cache_salt, body.extra_key),
-        priority=body.priority or 0,
-    )
-    would_be = scoped(would_be, caller_of(request), isolates=service.isolates_keys)
-    decision = service.dispatcher.explain_only(query_of(would_be, hints_of(request.headers)))
-    return {
-        "dry_run": True,
-        "router": service.dispatcher.router_id,
-        **decision_body(decision),
-        "explanation": explain(decision),
-    }
 
 
 async def _ids(service: Service, body: ExplainRequest) -> TokenIds:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 
 from deployments.body import read_body
 from deployments.chat import refuse_tools, template_options
-from deployments.convert import check_model, to_ids
+from deployments.convert import check_count, check_model, to_ids
 from deployments.openai_types import DetokenizeRequest, TokenizeRequest
 from deployments.service import service_of
 from replicas.errors import InvalidRequest
@@ -31,6 +31,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
         refuse_tools(body)
         tokens = (await service.encode_chat(body.messages, **template_options(body))).tolist()
     elif isinstance(body.prompt, list):
+        check_count(len(body.prompt), param="prompt")
         rows = [(await service.encode(text, add_special_tokens=special)).tolist() for text in body.prompt]
         return {"tokens": rows, "count": [len(row) for row in rows], "max_model_len": service.model.context_len}
     elif body.prompt is not None:

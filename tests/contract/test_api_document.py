@@ -1,0 +1,150 @@
+"""/openapi.json is what the routes do: schemathesis sends what it describes, and what it does not, and compares.
+
+Owns: a router with replicas that only pretend to generate, behind a real socket, on an event loop of its own thread.
+"""
+
+import asyncio
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from deployments.api_document import ROUTES, describe
+from deployments.channel_client import ChannelClient
+from deployments.http_app import ROUTERS, make_app
+from deployments.keys import ApiKey, KeyDigests
+from deployments.service import ModelFace, Service
+from replicas.tokenizer import Tokenizer
+from replicas.types import GenerateRequest
+from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.sample_values import token
+from tests.unit.tokenizer_folders import byte_level_folder
+
+CONTEXT_LEN = 48  # no request generates more tokens than that
+LONGEST_RUN_S = 500.0  # with much else on the machine; alone it takes half a minute
+ALIASES = ("/v1/tokenize", "/v1/detokenize", "/model_info", "/server_info", "/ready", "/prometheus/metrics")
+CHECKS = [
+    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
+    "negative_data_rejection", "positive_data_acceptance", "unsupported_method", "allow_header_conformance",
+]  # fmt: skip
+
+
+class PromptReader(ScriptedReplica):
+    """Also ends requests for no token at all."""
+
+    async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
+        if request.sampling.max_new_tokens:
+            await super()._generate(client, request)
+            return
+        for index in range(request.sampling.n):
+            client.sink([dataclasses.replace(token(request, index, 0, self.finish), token_ids=(), text="")])
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where a router with two replicas answers."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    tokenizer = Tokenizer(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+
+    async def serve() -> None:
+        house = House()
+        await house.start()
+        replicas = [PromptReader("r0"), PromptReader("r1")]
+        for replica in replicas:
+            house.add(replica)
+        assert await house.fleet.wait_ready(5.0)
+        face = ModelFace(
+            name="tiny", path="tiny", tokenizer_path="tiny", context_len=CONTEXT_LEN, vocab_size=2000,
+            architectures=("Tiny",), model_type="tiny",
+        )  # fmt: skip
+        service = Service(
+            model=face, tokenizer=tokenizer, dispatcher=house.dispatcher, fleet=house.fleet, leases=house.leases,
+            settings={},
+        )  # fmt: skip
+        server = uvicorn.Server(uvicorn.Config(make_app(service), lifespan="off", log_level="warning"))
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        stop.append(lambda: setattr(server, "should_exit", True))
+        ready.set()
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        while not serving.done():  # or the fleet takes silent replicas for lost
+            await asyncio.wait({serving}, timeout=5)
+            for replica in replicas:
+                await replica.send_reports(1)
+        await house.stop()
+
+    stop: list[Any] = []
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(20)
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    loop.call_soon_threadsafe(stop[0])
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_every_route_is_described(url: str) -> None:
+    document = httpx.get(f"{url}/openapi.json").json()
+    served = {route.path_format for router in ROUTERS for route in router.routes}  # type: ignore[attr-defined]
+    assert served == ROUTES.keys() == document["paths"].keys()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert ("requestBody" in operation) == (method == "post" and path != "/flush_cache"), path
+
+
+def test_with_keys_the_document_says_which_routes_ask_for_one() -> None:
+    face = SimpleNamespace(name="tiny", context_len=CONTEXT_LEN, vocab_size=2000)
+    app = FastAPI()
+    app.state.keys = KeyDigests(api=(ApiKey(digest=b"", name="somebody"),))
+    describe(app, ROUTERS, SimpleNamespace(model=face, version="1"))  # type: ignore[arg-type]
+    document = app.openapi()
+    assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
+    open_ones = {path for path, each in document["paths"].items() if each.get("get", {}).get("security") == []}
+    assert open_ones == {"/health", "/ready", "/ping"}
+
+
+def test_what_the_document_says_is_what_the_routes_do(url: str, tmp_path: Path) -> None:
+    """3,000 requests, the same in every run: 30 s of CPU. Every route has answered some of them."""
+    settings, report = tmp_path / "schemathesis.toml", tmp_path / "report.ndjson"
+    # fields that exclude each other, or the id of a request that nobody knows, are a 4xx that the route lists
+    settings.write_text('[checks.positive_data_acceptance]\nexpected-statuses = ["2xx", 400, 404]\n')
+    run = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(settings),
+            "run", f"{url}/openapi.json", "--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing",
+            "--max-examples", "10", "--seed", "12", "--generation-deterministic",
+            "--suppress-health-check", "all", "--continue-on-failure", "--request-timeout", "60", "--no-color",
+            "--report-ndjson-path", str(report), *(word for path in ALIASES for word in ("--exclude-path", path)),
+        ],
+        capture_output=True, text=True, timeout=LONGEST_RUN_S, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2000:]
+    statuses = statuses_of(report)
+    assert sum(map(len, statuses.values())) > 2000
+    assert {name for name, seen in statuses.items() if 200 not in seen} == {"GET /route/{rid}", "HEAD /route/{rid}"}
+    generating = [f"POST {path}" for path in ("/v1/completions", "/v1/chat/completions", "/generate")]
+    assert all({200, 400, 405} <= set(statuses[name]) for name in generating)
+
+
+def statuses_of(report: Path) -> dict[str, list[int]]:
+    """By operation, of every answer that was asked for."""
+    statuses: dict[str, list[int]] = {}
+    for line in report.read_text().splitlines():
+        event = json.loads(line).get("ScenarioFinished")
+        if event is not None:
+            recorder = event["recorder"]
+            seen = statuses.setdefault(recorder["label"], [])
+            asked = recorder.get("interactions", {}).values()
+            seen += [each["response"]["status_code"] for each in asked if each["response"]]
+    return statuses
