@@ -9,6 +9,7 @@ Thread:    the main thread.
 """
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -69,27 +70,31 @@ class Cluster:
         family = psutil.Process().children(recursive=True) if self.ours else []
         try:
             if not self.lost:  # there is nobody to ask, and Ray would wait for that a minute
-                with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
-                    self._end_serve(len(family))
-                ray.shutdown()
+                self._say(f"stopping: {self._waits_for(len(family))}; Ctrl-C again stops at once")
+                with contextlib.redirect_stdout(io.StringIO()):  # Ray says there that Serve's controller is gone
+                    with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
+                        self._end_serve()
+                    ray.shutdown()
         except KeyboardInterrupt as second:
             raise StoppedAtOnce from second
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the third Ctrl-C must not interrupt the second's work
             _kill(family)
 
-    def _end_serve(self, num_processes: int) -> None:
-        again = "Ctrl-C again stops at once"
+    def _waits_for(self, num_processes: int) -> str:
         if self.serving:
-            self._say(f"stopping: requests under way have up to {FINISH_S:.0f} s to finish; {again}")
+            return f"requests under way have up to {FINISH_S:.0f} s to finish"
+        if self.ours:
+            return f"nothing is served yet; waiting for Ray's {num_processes} processes to end"
+        return (
+            f"nothing is served yet; waiting up to {FOREIGN_S:.0f} s for Ray at {self._name} to take the applications "
+            "down, which goes on without us"
+        )
+
+    def _end_serve(self) -> None:
+        if self.serving:
             serve.shutdown()
-        elif self.ours:
-            self._say(f"stopping: nothing is served yet; waiting for Ray's {num_processes} processes to end; {again}")
-        elif (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
-            self._say(
-                f"stopping: nothing is served yet; waiting up to {FOREIGN_S:.0f} s for Ray at {self._name} to take the "
-                f"applications down, which goes on without us; {again}"
-            )
+        elif not self.ours and (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
             client.shutdown(timeout_s=FOREIGN_S)
 
 

@@ -141,6 +141,11 @@ def _model(config: AppConfig) -> ModelConfig:
         )
     except UnsupportedModel as error:
         raise InvalidConfig(f"model.path = {config.model.path!r}: {error}") from error
-    if Path(local_path(config.model.path)).is_dir():  # a hub's folder holds its config.json alone at first
+    local = Path(local_path(config.model.path)).is_dir()
+    if local and config.model.revision is not None:
+        raise InvalidConfig(
+            f"model.revision = {config.model.revision!r}: {config.model.path} is a folder, which has one; leave it out"
+        )
+    if local:  # a hub's folder holds its config.json alone at first
         safetensors_files(folder)
     return model

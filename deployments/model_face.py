@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from deployments.places import local_path, nearest_folder, shown_path
 from deployments.schema import ModelSettings
 from deployments.service import ModelFace
 from replicas.errors import InvalidConfig
+
+TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
 def read_face(model: ModelSettings) -> ModelFace:
@@ -51,13 +53,21 @@ def config_folder(model: ModelSettings) -> Path:
         return folder
     try:
         with _quiet_hub():
-            return Path(hf_hub_download(model.path, "config.json")).parent
+            return Path(hf_hub_download(model.path, "config.json", revision=model.revision)).parent
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
         raise InvalidConfig(
             f"model.path = {model.path!r}: there is no such folder{nearest_folder(model.path)}, and the Hugging Face "
             f"hub did not give its config.json: {_first_line(error)}. Check the name, the network and HF_TOKEN, or "
             "give a folder"
         ) from error
+
+
+def tokenizer_folder(model: ModelSettings) -> str:
+    """The folder with the model's tokenizer; of a hub id it is fetched, without the weights."""
+    folder = Path(local_path(model.path))
+    if folder.is_dir():
+        return str(folder)
+    return str(snapshot_download(model.path, revision=model.revision, allow_patterns=TOKENIZER_FILES))
 
 
 def _config_json(model: ModelSettings) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class ModelReplica:
             attention=config.attention,
             cuda_graphs=config.cuda_graphs,
             num_threads=num_threads(config),
+            revision=config.model.revision,
             dtype=config.model.dtype,
             quantization=config.model.quantization,
             products=config.model.products,

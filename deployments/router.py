@@ -35,12 +35,11 @@ from deployments.keys import NO_KEYS, KeyDigests
 from deployments.leases import ReplicaGone
 from deployments.metrics.process import ServedMetrics
 from deployments.metrics.router_metrics import RouterMetrics
-from deployments.model_face import read_face
+from deployments.model_face import read_face, tokenizer_folder
 from deployments.observatory import ask_serve
 from deployments.observatory.router_view import request_body, router_view
 from deployments.observatory.view import RouterView
 from deployments.peers import Alone, Peers
-from deployments.places import local_path
 from deployments.ray_leases import RayLeases
 from deployments.ray_peers import RayPeers
 from deployments.roles import config_of, roles_of
@@ -211,7 +210,7 @@ def _service(
 ) -> Service:
     return Service(
         model=read_face(config.model),
-        tokenizer=Tokenizer(local_path(config.model.path)),
+        tokenizer=Tokenizer(tokenizer_folder(config.model)),
         dispatcher=dispatcher,
         fleet=fleet,
         leases=leases,

@@ -28,6 +28,7 @@ from routing.policies import POLICIES
 
 class ModelSettings(Settings):
     path: str = Field(min_length=1)  # folder (relative to the project's root) or hub id
+    revision: str | None = Field(default=None, min_length=1)  # of a hub id: branch, tag or commit; None: main
     served_name: str | None = None  # as requests name it; None: the last part of the path
     dtype: Annotated[DType | None, DTYPE_NAMES] = None  # None: float32 on CPU, the checkpoint's on GPU
     quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"  # int8: on CPU, products in int8

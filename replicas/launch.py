@@ -43,6 +43,7 @@ def load_engine(
     products: ProductSetting = "auto",
     cuda_graphs: bool = True,
     num_threads: int | None = None,
+    revision: str | None = None,
     dtype: DType | None = None,
     quantization: Quantization = "none",
     context_len: int | None = None,
@@ -53,7 +54,8 @@ def load_engine(
 ) -> Engine:
     """An engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
 
-    Args: products: for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or what is faster here.
+    Args: revision: of a hub id: branch, tag or commit.
+          products: for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or what is faster here.
           record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
           transfer: for an engine that takes part in hand-offs; its peers reach it at ``transfer_address``.
           make_agent: another transfer library than NIXL; for one rank.
@@ -62,7 +64,9 @@ def load_engine(
             come up; TransferError or OSError when the transfer library or its address is not to be had.
     """
     started_s = time.monotonic()
-    model_config = load_model_config(model, dtype=dtype, context_len=context_len, quantization=quantization)
+    model_config = load_model_config(
+        model, revision=revision, dtype=dtype, context_len=context_len, quantization=quantization
+    )
     config = resolve(
         model_config,
         measure_hardware(),

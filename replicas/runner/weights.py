@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +38,10 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.tx
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 
-def model_folder(path_or_hub_id: str) -> Path:
+def model_folder(path_or_hub_id: str, *, revision: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
     """The local folder of a model; a hub id is fetched (or found in the hub's local cache).
 
+    Args:   revision: of a hub id: branch, tag or commit; files: patterns of what is needed of it.
     Raises: InvalidConfig if there is no such folder and the hub cannot give it.
     """
     path = Path(path_or_hub_id).expanduser()
@@ -55,7 +56,7 @@ def model_folder(path_or_hub_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path_or_hub_id, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise InvalidConfig(
             f"model: there is no folder {path.absolute()}, and the hub did not give {path_or_hub_id!r}: {error}. Check "
@@ -66,6 +67,7 @@ def model_folder(path_or_hub_id: str) -> Path:
 def load_model_config(
     path_or_hub_id: str,
     *,
+    revision: str | None = None,
     dtype: DType | None = None,
     context_len: int | None = None,
     device: Device | None = None,
@@ -73,13 +75,14 @@ def load_model_config(
 ) -> ModelConfig:
     """The config of a model's folder or hub id.
 
-    Args:    dtype: to compute in; None takes float32 on CPU (bfloat16 is slower there) and the checkpoint's on CUDA.
+    Args:    revision: of a hub id; None is its main branch.
+             dtype: to compute in; None takes float32 on CPU (bfloat16 is slower there) and the checkpoint's on CUDA.
              context_len: a shorter context than the model's own; None takes the model's.
              device: for the default dtype; None is CUDA where there is one.
              quantization: of the weights, as they are loaded.
     Raises:  InvalidConfig (UnsupportedModel for architectures that replicas/models lacks), naming the file.
     """
-    folder = model_folder(path_or_hub_id)
+    folder = model_folder(path_or_hub_id, revision=revision)
     if not (folder / "config.json").is_file():
         raise InvalidConfig(f"model: {folder} has no config.json; there is: {_listing(folder)}. Give a model's folder")
     model_class(architecture_of(folder))  # before Transformers, which says less about what it does not know

@@ -172,4 +172,5 @@ def serving(folder: Path, **settings: Any) -> Iterator[Running]:
         yield running
     finally:
         left = running.stop()
+    assert "graceful_shutdown failed" not in running.log.read_text(), "what Ray says of its own end is no news"
     assert left == [], "Ctrl-C must stop all that it started, ranks included"

@@ -37,7 +37,7 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ({}, "model: is missing"),
         ({"model": {}}, "model.path: is missing"),
         ({"model": MODEL_ARGS, "repliacs": {}}, "repliacs: is unknown (did you mean 'replicas'?); allowed: model,"),
-        ({"model": {**MODEL_ARGS, "nam": 1}}, "allowed: path, served_name, dtype, quantization, products, context_len"),
+        ({"model": {**MODEL_ARGS, "nam": 1}}, "allowed: path, revision, served_name, dtype,"),
         ({"model": {**MODEL_ARGS, "dtype": "int3"}}, "dtype: must be 'float32', 'bfloat16' or 'float16', not 'int3'"),
         ({"model": MODEL_ARGS, "cache": {"pagesize": 8}}, "cache.pagesize: is unknown (did you mean 'page_size'?)"),
         ({"model": MODEL_ARGS, "scheduler": {"policy": "x"}}, "scheduler.policy: must be 'lpm' or 'fcfs'"),

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import huggingface_hub.utils._http as http_of_hub
 import pytest
 import yaml
 from huggingface_hub import constants
 
-from deployments import check
+from deployments import app, check, model_face
 from deployments.capacity import Capacity
 from deployments.check import read
 from deployments.feasible import engine_of, impossible
@@ -24,6 +25,7 @@ from deployments.schema import parse
 from replicas.errors import InvalidConfig
 from replicas.memory.sizing import weight_bytes
 from replicas.runner.hf_files import architecture_of
+from replicas.runner.weights import load_model_config
 from routing.types import Role
 from tests.embedded import MODEL
 
@@ -206,6 +208,17 @@ def test_a_budget_that_holds_no_page_is_decided_from_the_config_and_the_size_of_
     assert re.search(says, "\n".join(said))
 
 
+def test_building_on_a_cluster_that_lacks_the_gpus_warns_and_does_not_refuse(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may grow. On a Ray of our own the file is refused before that starts."""
+    monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(app.log, "propagate", True)
+    app.build({"model": {"path": MODEL}, "replicas": {"gpus": 1}})
+    [said] = {each.getMessage() for each in caplog.records if "they wait" in each.getMessage()}
+    assert said.startswith("replicas.gpus = 1: 1 replica at 1 need 1 GPUs, and the cluster has 0; they wait until the")
+
+
 @pytest.mark.model
 def test_a_share_of_little_memory_is_a_budget_too() -> None:
     config = parse({"model": {"path": MODEL}})
@@ -252,6 +265,33 @@ def test_a_hub_that_is_not_reached_is_one_line_and_one_sentence(
     [problem] = refused.value.problems
     assert problem.startswith(f"{file}:10: model.path = 'nobody/nothing': there is no such folder, and the Hugging")
     assert "\n" not in problem
+
+
+@pytest.mark.model
+def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A commit is the same weights at every start; the main branch is what its owner makes of it."""
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot(name: str, *, revision: str | None = None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        return str(ROOT / MODEL)
+
+    def file(name: str, filename: str, *, revision: str | None = None) -> str:
+        return f"{snapshot(name, revision=revision, allow_patterns=[filename])}/{filename}"
+
+    for module in (model_face, huggingface_hub):
+        monkeypatch.setattr(module, "snapshot_download", snapshot)
+    monkeypatch.setattr(model_face, "hf_hub_download", file)
+    config = parse({"model": {"path": "nobody/nothing", "revision": "abc123"}})
+    assert impossible(config) == []
+    assert model_face.tokenizer_folder(config.model) == str(ROOT / MODEL)
+    assert load_model_config("nobody/nothing", revision="abc123").vocab_size == 49_152
+    assert len(asked) >= 3
+    assert set(asked) == {("nobody/nothing", "abc123")}
+    [said] = impossible(parse({"model": {"path": MODEL, "revision": "abc123"}}))
+    assert said == f"model.revision = 'abc123': {MODEL} is a folder, which has one; leave it out"
 
 
 def test_a_port_that_is_taken_is_said_within_a_second_before_ray_and_torch_are_imported(tmp_path: Path) -> None:
