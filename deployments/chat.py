@@ -15,15 +15,18 @@ from fastapi.responses import Response
 
 from deployments.body import read_body
 from deployments.convert import (
+    bad_word_ids,
     check_model,
     checked,
+    logprobs_wanted,
     openai_sampling,
     output_limit,
     refuse_response_format,
     refuse_unsupported,
     salt_of,
+    truncated,
 )
-from deployments.openai_format import chat_logprobs, finish_reason, matched_stop, usage_body
+from deployments.openai_format import chat_logprobs, finish_reason, matched_stop, prompt_logprobs_body, usage_body
 from deployments.openai_types import ChatRequest, TokenizeRequest
 from deployments.request_ids import name_of
 from deployments.rids import new_rid
@@ -66,6 +69,9 @@ class ChatJob:
             self._choice(delta, "message", {"role": "assistant", "content": delta.text}) for delta in done.values()
         ]
         body = self._body("chat.completion", choices)
+        if self.body.prompt_logprobs is not None:
+            tokenizer, num_top = self.service.tokenizer, self.body.prompt_logprobs
+            body["prompt_logprobs"] = prompt_logprobs_body(tokenizer, done[0, 0].prompt_logprobs, num_top=num_top)
         return {**body, "usage": usage_body({key: delta.usage for key, delta in done.items()})}
 
     async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
@@ -128,18 +134,22 @@ class ChatJob:
 async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
     check_model(service, body.model)
     _refuse(body)
-    ids = await service.encode_chat(body.messages, **template_options(body))
+    num_prompt = logprobs_wanted(body)
+    [bad_words] = bad_word_ids(service, [body.bad_words])
+    whole = await service.encode_chat(body.messages, **template_options(body))
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
     limit = output_limit(service, len(ids), getattr(body, limit_name))
     request = GenerateRequest(
         rid=new_rid(name),
         token_ids=ids,
-        sampling=openai_sampling(body, max_new_tokens=limit),
+        sampling=openai_sampling(body, max_new_tokens=limit, bad_words=bad_words),
         cache_salt=salt_of(body.cache_salt),
         priority=body.priority or 0,
         deadline_s=body.timeout,
         return_logprobs=bool(body.logprobs),
-        top_logprobs=body.top_logprobs or 0,
+        top_logprobs=max(body.top_logprobs or 0, num_prompt or 0),
+        prompt_logprobs_from=None if num_prompt is None else 0,
     )
     return ChatJob(
         service=service,

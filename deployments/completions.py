@@ -15,17 +15,27 @@ from fastapi.responses import Response
 
 from deployments.body import read_body
 from deployments.convert import (
+    bad_word_ids,
     check_count,
     check_model,
     checked,
+    logprobs_wanted,
     openai_sampling,
     output_limit,
     refuse_response_format,
     refuse_unsupported,
     salt_of,
     to_ids,
+    truncated,
 )
-from deployments.openai_format import TextOffsets, completion_logprobs, finish_reason, matched_stop, usage_body
+from deployments.openai_format import (
+    TextOffsets,
+    completion_logprobs,
+    finish_reason,
+    matched_stop,
+    prompt_logprobs_body,
+    usage_body,
+)
 from deployments.openai_types import CompletionRequest
 from deployments.request_ids import name_of
 from deployments.rids import new_rid
@@ -128,6 +138,9 @@ class CompletionJob:
         }
         if self.body.return_token_ids:
             choice["token_ids"] = delta.token_ids
+        if self.body.prompt_logprobs is not None:
+            tokenizer, num_top = self.service.tokenizer, self.body.prompt_logprobs
+            choice["prompt_logprobs"] = prompt_logprobs_body(tokenizer, delta.prompt_logprobs, num_top=num_top)
         return choice
 
     def _body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -145,19 +158,25 @@ class CompletionJob:
 async def _job(service: Service, body: CompletionRequest, name: str) -> CompletionJob:
     check_model(service, body.model)
     _refuse(body)
+    num_prompt = logprobs_wanted(body)
+    [bad_words] = bad_word_ids(service, [body.bad_words])
     requests, prompts = [], []
-    for text, ids in await _prompts(service, body):
+    for given, whole in await _prompts(service, body):
+        asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=asked)
+        text = given if len(ids) == len(whole) else None
         limit = output_limit(service, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS)
+        scores_prompt = num_prompt is not None or (body.echo and body.logprobs is not None)
         request = GenerateRequest(
             rid=new_rid(name),
             token_ids=ids,
-            sampling=openai_sampling(body, max_new_tokens=limit),
+            sampling=openai_sampling(body, max_new_tokens=limit, bad_words=bad_words),
             cache_salt=salt_of(body.cache_salt),
             priority=body.priority or 0,
             deadline_s=body.timeout,
             return_logprobs=body.logprobs is not None,
-            top_logprobs=body.logprobs or 0,
-            prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
+            top_logprobs=max(body.logprobs or 0, num_prompt or 0),
+            prompt_logprobs_from=0 if scores_prompt else None,
         )
         requests.append(checked(service, request, names={}))
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))

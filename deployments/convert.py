@@ -20,7 +20,9 @@ from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
 
 T = TypeVar("T")
+Words = tuple[tuple[int, ...], ...]
 MAX_PROMPTS = 256  # prompts of one request
+MAX_BAD_WORDS = 16_384  # characters of all bad words of one request
 _FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.validate` calls a field, in its message
 # Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not done here. Each is
 # refused unless it is null, false, empty, or its neutral value, which stands beside it.
@@ -68,8 +70,11 @@ def refuse_response_format(response_format: Mapping[str, Any] | None) -> None:
         )
 
 
-def openai_sampling(fields: SamplingFields, *, max_new_tokens: int) -> SamplingParams:
-    """Sampling parameters of a completion or chat request; their ranges are checked by `checked`."""
+def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, bad_words: Words) -> SamplingParams:
+    """Sampling parameters of a completion or chat request; their ranges are checked by `checked`.
+
+    Args: bad_words: the field's, of `bad_word_ids`.
+    """
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_tokens, 0),
@@ -81,6 +86,8 @@ def openai_sampling(fields: SamplingFields, *, max_new_tokens: int) -> SamplingP
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         presence_penalty=_or(fields.presence_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias),
+        allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
+        bad_words=bad_words,
         seed=_seed(fields.seed),
         n=_or(fields.n, 1),
         stop=_stop(fields.stop),
@@ -91,8 +98,8 @@ def openai_sampling(fields: SamplingFields, *, max_new_tokens: int) -> SamplingP
     )
 
 
-def native_sampling(fields: NativeSampling, *, max_new_tokens: int) -> SamplingParams:
-    """Sampling parameters of ``/generate``; their ranges are checked by `checked`."""
+def native_sampling(fields: NativeSampling, *, max_new_tokens: int, bad_words: Words) -> SamplingParams:
+    """Sampling parameters of ``/generate``; as `openai_sampling`."""
     refuse_unsupported(fields, best_of=1)
     seed_name = "seed" if fields.sampling_seed is None else "sampling_seed"
     return SamplingParams(
@@ -106,6 +113,8 @@ def native_sampling(fields: NativeSampling, *, max_new_tokens: int) -> SamplingP
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         presence_penalty=_or(fields.presence_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias),
+        allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
+        bad_words=bad_words,
         seed=_seed(getattr(fields, seed_name), param=seed_name),
         n=_or(fields.n, 1),
         stop=_stop(fields.stop),
@@ -122,6 +131,59 @@ def output_limit(service: Service, prompt_len: int, given: int | None, default: 
         return given
     left = max(service.model.context_len - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
     return left if default is None else min(default, left)
+
+
+def bad_word_ids(service: Service, lists: Sequence[list[str] | None]) -> list[Words]:
+    """Of each list of bad words, the token sequences that spell them, at a text's beginning and behind a space.
+
+    Raises: InvalidRequest, also for more characters than can be tokenised at once.
+    """
+    distinct = {id(words): words for words in lists if words}  # one list may stand for many prompts
+    total = sum(len(word) for words in distinct.values() for word in words)
+    if total > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words: {total} characters; at most {MAX_BAD_WORDS} are taken", param="bad_words")
+    made: dict[int, Words] = {}
+    for key, words in distinct.items():
+        if not all(map(str.strip, words)):
+            raise InvalidRequest("bad_words: holds an empty word", param="bad_words")
+        texts = [before + word.lstrip() for word in words for before in ("", " ")]
+        found = [tuple(service.tokenizer.encode(text, add_special_tokens=False).tolist()) for text in texts]
+        made[key] = tuple(dict.fromkeys(found))
+    return [made.get(id(words), ()) for words in lists]
+
+
+def truncated(
+    service: Service,
+    ids: TokenIds,
+    keep: int | None,
+    *,
+    max_new_tokens: int | None,
+    param: str = "truncate_prompt_tokens",
+) -> TokenIds:
+    """The last ``keep`` of ``ids``; with -1, as many as leave room for ``max_new_tokens`` (None: for one)."""
+    if keep is None:
+        return ids
+    if keep == -1:
+        keep = max(service.model.context_len - max(1 if max_new_tokens is None else max_new_tokens, 0), 1)
+    if not 0 < keep <= service.model.context_len:
+        raise InvalidRequest(
+            f"{param}: must be -1, or between 1 and the context of {service.model.context_len} tokens, got {keep}",
+            param=param,
+        )
+    return ids[-keep:]
+
+
+def logprobs_wanted(fields: SamplingFields) -> int | None:
+    """``prompt_logprobs``. Raises: InvalidRequest where it cannot be done."""
+    if fields.prompt_logprobs is None:
+        return None
+    if not 0 <= fields.prompt_logprobs <= 20:
+        raise InvalidRequest(
+            f"prompt_logprobs: must be between 0 and 20, got {fields.prompt_logprobs}", param="prompt_logprobs"
+        )
+    if fields.stream:
+        raise InvalidRequest("prompt_logprobs: are not given in a stream; leave stream out", param="prompt_logprobs")
+    return fields.prompt_logprobs
 
 
 def checked(service: Service, request: GenerateRequest, *, names: Mapping[str, str]) -> GenerateRequest:

@@ -219,8 +219,8 @@ def _row_to_finish(
 
 
 def _logprob_to_row(logprob: TokenLogprob) -> list[Any]:
-    return [logprob.token_id, logprob.logprob, logprob.top]
+    return [logprob.token_id, logprob.logprob, logprob.top, logprob.rank]
 
 
-def _row_to_logprob(token_id: int, logprob: float | None, top: list[list[Any]]) -> TokenLogprob:
-    return TokenLogprob(token_id=token_id, logprob=logprob, top=tuple((token, value) for token, value in top))
+def _row_to_logprob(token_id: int, logprob: float | None, top: list[list[Any]], rank: int | None) -> TokenLogprob:
+    return TokenLogprob(token_id=token_id, logprob=logprob, top=tuple((t, value) for t, value in top), rank=rank)

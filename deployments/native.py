@@ -14,7 +14,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.body import read_body
-from deployments.convert import check_count, checked, native_sampling, output_limit, refuse_unsupported, salt_of, to_ids
+from deployments.convert import (
+    bad_word_ids,
+    check_count,
+    checked,
+    native_sampling,
+    output_limit,
+    refuse_unsupported,
+    salt_of,
+    to_ids,
+    truncated,
+)
 from deployments.native_types import NativeRequest, NativeSampling
 from deployments.openai_format import number as json_number
 from deployments.request_ids import name_of
@@ -123,14 +133,16 @@ def _finish_body(delta: TokenDelta) -> dict[str, Any]:
 
 async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
     refuse_unsupported(body, prompt_logprobs=None)
-    prompts, is_batch, param = await _prompts(service, body)
-    count = len(prompts)
+    whole, is_batch, param = await _prompts(service, body)
+    count = len(whole)
     given = body.sampling_params if body.sampling_params is not None else body.parameters
     samplings = _each(given or NativeSampling(), count, "sampling_params")
     names = _names(body.rid, count, name)
     with_logprobs = _each(body.return_logprob or False, count, "return_logprob")
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
+    prompts = [_cut(service, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
+    bad_words = bad_word_ids(service, [sampling.bad_words for sampling in samplings])
     limits = [
         output_limit(service, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
         for ids, sampling in zip(prompts, samplings, strict=True)
@@ -141,7 +153,7 @@ async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
             GenerateRequest(
                 rid=new_rid(names[i]),
                 token_ids=prompts[i],
-                sampling=native_sampling(samplings[i], max_new_tokens=limits[i]),
+                sampling=native_sampling(samplings[i], max_new_tokens=limits[i], bad_words=bad_words[i]),
                 cache_salt=salt_of(body.cache_salt, body.extra_key),
                 priority=body.priority or 0,
                 deadline_s=body.timeout,
@@ -161,6 +173,13 @@ async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
         with_text=bool(body.return_text_in_logprobs),
         tgi=body.inputs is not None,
     )
+
+
+def _cut(service: Service, ids: TokenIds, body: NativeRequest, sampling: NativeSampling) -> TokenIds:
+    limit = DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
+    if body.truncate_prompt_tokens is not None:
+        return truncated(service, ids, body.truncate_prompt_tokens, max_new_tokens=limit)
+    return truncated(service, ids, sampling.truncate, max_new_tokens=limit, param="truncate")
 
 
 async def _prompts(service: Service, body: NativeRequest) -> tuple[list[TokenIds], bool, str]:

@@ -22,8 +22,11 @@ class NativeSampling(WireType):
     no_stop_trim: bool | None = None
     n: int | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     sampling_seed: int | None = None
     seed: int | None = None  # TGI's name
+    truncate: int | None = None  # TGI's truncate_prompt_tokens
     do_sample: bool | None = None  # TGI: false means greedy
     json_schema: Any = None
     regex: Any = None
@@ -40,6 +43,7 @@ class NativeRequest(WireType):
     inputs: str | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     parameters: NativeSampling | None = None
+    truncate_prompt_tokens: int | None = None  # the last so many tokens of each prompt; -1: as many as fit
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None

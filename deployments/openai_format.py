@@ -111,6 +111,24 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num
     }
 
 
+def prompt_logprobs_body(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's form: for each prompt token it and the ``num_top`` most likely ones by id; None where nothing precedes."""
+
+    def entry(token: int, value: float | None, rank: int | None) -> dict[str, Any]:
+        return {"logprob": number(value), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+
+    def entries(each: TokenLogprob) -> dict[str, dict[str, Any]] | None:
+        if each.logprob is None:
+            return None
+        own = {str(each.token_id): entry(each.token_id, each.logprob, each.rank)}
+        top = enumerate(each.top[:num_top], start=1)
+        return own | {str(t): entry(t, value, rank) for rank, (t, value) in top if t != each.token_id}
+
+    return [entries(each) for each in logprobs]
+
+
 def _usage_body(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,

@@ -162,6 +162,9 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
         )
     for name in ("stop", "stop_token_ids"):
         values[name] = tuple(values[name])
+    if values["allowed_token_ids"] is not None:
+        values["allowed_token_ids"] = tuple(values["allowed_token_ids"])
+    values["bad_words"] = tuple(tuple(word) for word in values["bad_words"])
     values["logit_bias"] = tuple((token, bias) for token, bias in values["logit_bias"])
     return SamplingParams(**values)
 

@@ -58,6 +58,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over output, per occurrence
     presence_penalty: float = 0.0  # over output
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is ever made
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of each is masked out after the others of it
     seed: int = 0  # 64 bits
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -73,6 +75,13 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether every step edits the logits; until min_new_tokens steps may in addition, by the ids that end it."""
+        return (
+            self.has_penalties or bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.bad_words)
+        )
 
     def for_choice(self, index: int) -> "SamplingParams":
         """The parameters of choice ``index`` of an n > 1 request: the same but for the seed, which choice 0 keeps."""
@@ -106,11 +115,24 @@ class SamplingParams:
         for token, bias in self.logit_bias:
             _check("logit_bias", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
             _check("logit_bias", _finite(bias) and -100 <= bias <= 100, f"{bias} is not between -100 and 100")
+        self._validate_masks(vocab_size)
         _check("stop_token_ids", len(self.stop_token_ids) <= 256, f"at most 256, got {len(self.stop_token_ids)}")
         for token in self.stop_token_ids:
             _check("stop_token_ids", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
         _check("stop", len(self.stop) <= 64, f"at most 64 stop strings, got {len(self.stop)}")
         _check("stop", all(0 < len(s) <= 1024 for s in self.stop), "each stop string must have 1 to 1,024 characters")
+
+
+    def _validate_masks(self, vocab_size: int) -> None:
+        allowed, bad = self.allowed_token_ids, self.bad_words
+        _check("allowed_token_ids", allowed != (), "is empty; give at least one token, or leave it out")
+        _check("bad_words", len(bad) <= 512 and all(bad), f"at most 512 sequences, none empty; got {len(bad)}")
+        for name, ids in (("allowed_token_ids", allowed or ()), *(("bad_words", word) for word in bad)):
+            for token in (min(ids), max(ids)) if ids else ():
+                _check(name, 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
+        last = {word[-1] for word in bad}
+        left = len(last) < vocab_size if allowed is None else not last.issuperset(allowed)
+        _check("bad_words", left, "each token that is allowed ends one of them: allow one more")
 
 
 def _finite(value: float) -> bool:
@@ -213,6 +235,7 @@ class TokenLogprob:
     token_id: int
     logprob: float | None  # None for the first prompt token, which has no context
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    rank: int | None = None  # of a prompt token: 1 + the number of tokens that are more likely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,16 @@
-"""What a request's parameters do to its logits before a token is chosen: penalties, bias, min_new_tokens.
+"""What a request's parameters do to its logits before a token is chosen: penalties, bias, masks.
 
-Owns:  the formulas and their order: repetition penalty, then frequency and presence penalties, logit bias, stop mask.
+Owns:  the formulas and their order: repetition penalty, then frequency and presence penalties, logit bias, and the
+       masks of allowed_token_ids, bad_words and min_new_tokens.
 Never: changes the logits it is given (logprobs are read from them); touches rows that ask for nothing.
 
 Repetition penalty r divides positive logits and multiplies negative ones of every token in prompt and output (Keskar et
 al. 2019, arXiv:1909.05858). Frequency and presence penalties subtract count * f + p for tokens of the output (OpenAI).
+A bad word is a sequence of tokens: where the output ends with all of it but the last, that one is masked (vLLM).
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +44,7 @@ class _Entries:
 
 def needs_edit(row: SampleRow) -> bool:
     """Whether ``edit_logits`` would change anything for ``row``."""
-    params = row.params
-    return params.has_penalties or bool(params.logit_bias) or _masks_stops(row)
+    return row.params.edits_logits or _masks_stops(row)
 
 
 def _masks_stops(row: SampleRow) -> bool:
@@ -52,11 +54,11 @@ def _masks_stops(row: SampleRow) -> bool:
 def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """A copy of ``logits`` [S, V] as the rows' parameters change it.
 
-    A request whose stop ids are the whole vocabulary has no other token to give: its min_new_tokens cannot be met, and
-    nothing is masked.
+    A request that the other masks leave no token but its stop ids cannot meet min_new_tokens: its stop ids stay.
     """
     vocab_size = logits.shape[1]
     repetition, additive, masked = _Entries(), _Entries(), _Entries()
+    allowed: dict[int, npt.NDArray[np.int64]] = {}  # by row
     for r, row in enumerate(rows):
         params = row.params
         if params.repetition_penalty != 1.0:
@@ -70,8 +72,16 @@ def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         if params.logit_bias:
             tokens, biases = zip(*params.logit_bias, strict=True)
             additive.add(r, np.array(tokens, dtype=np.int64), biases)
-        if _masks_stops(row) and len(row.stop_ids) < vocab_size:
-            masked.add(r, np.fromiter(row.stop_ids, dtype=np.int64), -np.inf)
+        banned = _bad_ends(row)
+        if params.allowed_token_ids is not None:
+            allowed[r] = _ids(params.allowed_token_ids)
+        if _masks_stops(row):
+            stopping = banned | row.stop_ids
+            others = params.allowed_token_ids
+            if len(stopping) < vocab_size if others is None else any(token not in stopping for token in others):
+                banned = stopping
+        if banned:
+            masked.add(r, np.fromiter(banned, dtype=np.int64), -np.inf)
     edited = logits.clone()
     if (found := repetition.on(logits.device)) is not None:
         where, factors = found
@@ -79,6 +89,26 @@ def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         edited[where] = torch.where(values > 0, values / factors, values * factors)
     if (found := additive.on(logits.device)) is not None:
         edited.index_put_(found[0], found[1], accumulate=True)
+    for r, allowed_ids in allowed.items():
+        index = torch.from_numpy(allowed_ids).to(logits.device)
+        kept = edited[r, index]
+        edited[r] = -torch.inf
+        edited[r, index] = kept
     if (found := masked.on(logits.device)) is not None:
         edited.index_put_(found[0], found[1])
     return edited
+
+
+@lru_cache(maxsize=16)
+def _ids(token_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.array(token_ids, dtype=np.int64)
+
+
+def _bad_ends(row: SampleRow) -> frozenset[int]:
+    """Tokens that would complete a bad word."""
+    words = row.params.bad_words
+    if not words:
+        return frozenset()
+    longest = max(map(len, words))
+    tail = tuple(row.output_ids[max(len(row.output_ids) - longest + 1, 0) :].tolist())
+    return frozenset(word[-1] for word in words if word[:-1] == tail[len(tail) - len(word) + 1 :])

@@ -15,22 +15,29 @@ from torch import Tensor
 from replicas.types import TokenIds, TokenLogprob
 
 
-def token_logprobs(logits: Tensor, token_ids: TokenIds, num_tops: Sequence[int]) -> list[TokenLogprob]:
+def token_logprobs(
+    logits: Tensor, token_ids: TokenIds, num_tops: Sequence[int], *, ranked: bool = False
+) -> list[TokenLogprob]:
     """Logprob of ``token_ids`` [n] under ``logits`` [n, V], with the ``num_tops`` [n] most likely tokens beside each.
 
-    The alternatives are in order of probability, equals by id, so the first of them is the greedy token.
+    The alternatives are in order of probability, equals by id, so the first of them is the greedy token. ``ranked``:
+    with the rank of each of ``token_ids``.
     """
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)  # [n, 1]
     chosen = logits.gather(1, torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(logits.device)[:, None])
     values = (chosen - normaliser)[:, 0].tolist()
+    ranks = ((logits > chosen).sum(dim=-1) + 1).tolist() if ranked else [None] * len(values)
     num_top = min(max(num_tops, default=0), logits.shape[1])
     if num_top == 0:
-        return [TokenLogprob(token_id=int(t), logprob=v) for t, v in zip(token_ids, values, strict=True)]
+        plain = zip(token_ids, values, ranks, strict=True)
+        return [TokenLogprob(token_id=int(t), logprob=v, rank=rank) for t, v, rank in plain]
     top_ids = _most_likely(logits, num_top)  # [n, num_top]
     top_values = (logits.gather(1, torch.from_numpy(top_ids).to(logits.device)) - normaliser).tolist()
     return [
-        TokenLogprob(token_id=int(t), logprob=v, top=tuple(zip(ids[:num], tops[:num], strict=True)))
-        for t, v, ids, tops, num in zip(token_ids, values, top_ids.tolist(), top_values, num_tops, strict=True)
+        TokenLogprob(token_id=int(t), logprob=v, top=tuple(zip(ids[:num], tops[:num], strict=True)), rank=rank)
+        for t, v, ids, tops, num, rank in zip(
+            token_ids, values, top_ids.tolist(), top_values, num_tops, ranks, strict=True
+        )
     ]
 
 

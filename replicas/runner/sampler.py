@@ -1,6 +1,6 @@
 """Logits to tokens: which rows are edited, which are greedy, which draw, and whose logprobs are wanted.
 
-Owns:      the order: penalties, bias and stop mask (logit_edits.py); then the largest logit for greedy rows, and
+Owns:      the order: penalties, bias and masks (logit_edits.py); then the largest logit for greedy rows, and
            temperature, top-k, top-p, min-p and the draw for the others (draw.py). Logprobs are of the model's logits.
 Never:     keeps state between steps; looks at more of a request than its SampleRow.
 Invariant: a row's token is a function of that row alone; the batch, its order and its size do not enter.
@@ -64,13 +64,13 @@ class Sampler:
         return sample_on_device(edited, rows)
 
     def prompt_logprobs(self, logits: Tensor, target_ids: TokenIds, top_n: int = 0) -> tuple[TokenLogprob, ...]:
-        """Logprobs of prompt tokens, with the ``top_n`` most likely alternatives.
+        """Logprobs and ranks of prompt tokens, with the ``top_n`` most likely alternatives.
 
         Args:    logits: [E, V]; row e was computed from the tokens before target e.
                  target_ids: [E] the prompt's own tokens at those positions. Position 0 has no context, hence no row.
         """
         self._check_shape(logits, len(target_ids))
-        return tuple(token_logprobs(logits, target_ids, [top_n] * len(target_ids)))
+        return tuple(token_logprobs(logits, target_ids, [top_n] * len(target_ids), ranked=True))
 
     def _logprobs(
         self, logits: Tensor, token_ids: TokenIds, rows: Sequence[SampleRow]

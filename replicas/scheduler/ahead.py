@@ -144,10 +144,11 @@ class Ahead:
 
 
 def _needs_host(req: Req) -> bool:
-    """Whether the token after the one under way needs the host: it must know that one (penalties), make logprobs, or
-    change logits. Launching such a step waits for the one before it, whose tokens would then come a step late."""
+    """Whether the token after the one under way needs the host: it must know that one (penalties, bad words), make
+    logprobs, or change logits. Launching such a step waits for the one before it, whose tokens would then come a step
+    late."""
     sampling = req.sampling
-    if sampling.has_penalties or sampling.logit_bias or req.return_logprobs:
+    if sampling.edits_logits or req.return_logprobs:
         return True
     return req.num_tokens + 1 - req.prompt_len < sampling.min_new_tokens and bool(req.stop_ids)
 

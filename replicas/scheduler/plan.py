@@ -88,7 +88,8 @@ StepPlan = ExtendPlan | DecodePlan
 class SampleRow(NamedTuple):
     """What the sampler needs for one token; only rank 0 reads it. A tuple: one is made for every token.
 
-    ``prompt_ids`` and ``output_ids`` are views of the request's own buffer, read only when penalties ask for them.
+    ``prompt_ids`` and ``output_ids`` are views of the request's own buffer, read only when penalties or bad words
+    ask for them.
     """
 
     params: SamplingParams

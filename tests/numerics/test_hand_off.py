@@ -126,6 +126,28 @@ def test_two_replicas_with_narrow_pages_answer_as_one(
         of.close()
 
 
+@pytest.mark.model
+@pytest.mark.parametrize("cached", CACHED)
+def test_masked_tokens_are_made_on_neither_side(folders: dict[str, Path], cached: str) -> None:
+    """The first token is the prefill side's, and begins a word that must not end."""
+    of = trio(str(folders["gqa"]), 16, 16)
+
+    def made(prompt: np.ndarray, sampling: SamplingParams) -> list[int]:
+        request = GenerateRequest(rid="alone", token_ids=prompt, sampling=sampling)
+        return [token for delta in alone(of.unified, request) for token in delta.token_ids]
+
+    try:
+        for seed, length in enumerate(LENGTHS):
+            prompt = tiny_prompt(length, seed)
+            first, second = made(prompt, SEEDED)[:2]
+            masked = replace(SEEDED, bad_words=((first, second),), allowed_token_ids=(*range(5, 90), first, second))
+            check_pair(of, prompt, cached, masked)
+            assert made(prompt, masked)[0] == first
+            assert made(prompt, masked)[1] != second
+    finally:
+        of.close()
+
+
 @pytest.fixture(
     scope="module", params=[(1, 512), (16, 32)], ids=lambda p: f"page{p[0]}-{'chunked' if p[1] < 512 else 'whole'}"
 )

@@ -26,6 +26,7 @@ WRITERS = {
     "logprobs": {"sampling": PLAIN, "return_logprobs": True, "top_logprobs": 2},
     "penalties": {"sampling": replace(SEEDED, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)},
     "choices": {"sampling": replace(SEEDED, n=3)},
+    "masks": {"sampling": replace(SEEDED, allowed_token_ids=tuple(range(17, 9000)), bad_words=((28,), (260, 282)))},
     "min-tokens": {"sampling": replace(PLAIN, ignore_eos=False, min_new_tokens=NUM_NEW, stop_token_ids=(28, 30))},
 }
 

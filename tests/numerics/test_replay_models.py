@@ -39,6 +39,10 @@ SAMPLINGS: dict[str, SamplingParams] = {
     ),
     "bias": SamplingParams(temperature=0.7, min_p=0.02, seed=3, logit_bias=((28, 4.0), (30, -2.5)), min_new_tokens=20),
     "stop": SamplingParams(temperature=0.0, stop=("never to be said", "\n\n\n\n")),
+    "masks": SamplingParams(
+        temperature=0.8, seed=2**64 - 1, ignore_eos=True, allowed_token_ids=tuple(range(17, 90)),
+        bad_words=((28,), (30, 31)),
+    ),
 }
 
 

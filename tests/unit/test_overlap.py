@@ -109,6 +109,8 @@ def test_those_who_find_no_place_do_not_keep_steps_from_being_made_ahead() -> No
     [
         ({}, 10),
         ({"logit_bias": ((3, 1.0),)}, 0),
+        ({"allowed_token_ids": tuple(range(900))}, 0),
+        ({"bad_words": ((3, 4),)}, 0),
         ({"min_new_tokens": 6}, 10),  # there is no id to mask
         ({"min_new_tokens": 6, "stop_token_ids": (1,)}, 6),  # tokens 7 to 12, which follow one that could be the last
     ],

@@ -34,7 +34,7 @@ DELTA = TokenDelta(
     token_ids=(5, 7),
     text="naïve 🙂\n",
     logprobs=(TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (9, -math.inf))),),
-    prompt_logprobs=(TokenLogprob(token_id=1, logprob=None),),
+    prompt_logprobs=(TokenLogprob(token_id=1, logprob=None), TokenLogprob(token_id=3, logprob=-2.0, rank=7)),
     usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1, num_retractions=4),
     finish=Finish(reason=FinishReason.STOP, matched="\n", message=None, http_status=200),
     stages=StageTimes(queue_s=0.5, prefill_s=0.25, transfer_s=0.125, decode_s=2.0),

@@ -87,8 +87,10 @@ async def test_what_can_be_read_can_be_asked_for_by_head(client: httpx.AsyncClie
 async def test_a_stream_goes_on_over_the_death_of_its_replica(
     client: httpx.AsyncClient, house: House, engine_loop: EngineLoop
 ) -> None:
-    """Two served engines over one loop: the first is cut off, the second continues with the same tokens."""
-    body = {"prompt": "One, two, three,", "max_tokens": 40, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+    """Two served engines over one loop: the first is cut off, the second continues with the same tokens, and with the
+    same words that must not come."""
+    body: dict[str, Any] = {"prompt": "One, two, three,", "max_tokens": 40, "temperature": 0.8, "seed": -11}
+    body |= {"ignore_eos": True, "bad_words": ["five", " and"], "allowed_token_ids": [*range(17, 40_000)]}
     whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
     second = ServedEngine(engine_loop, replica_id="r1", node_id="here")
     house.add(second)

@@ -1,11 +1,15 @@
 """The OpenAI routes against what clients read of them (HTTP_API.md), on the real model."""
 
+import asyncio
+import dataclasses
 import json
 from typing import Any
 
 import httpx
 import pytest
 
+from deployments.http_app import make_app
+from deployments.service import Service
 from replicas.tokenizer import Tokenizer
 from tests.embedded import MODEL
 
@@ -226,6 +230,107 @@ async def test_a_negative_seed_is_a_seed(client: httpx.AsyncClient) -> None:
     assert await text(seed=-1) == texts[0]
     sampling = {"temperature": 2.0, "max_new_tokens": 6, "ignore_eos": True, "sampling_seed": -1}
     assert (await post(client, "/generate", text=PROMPT, sampling_params=sampling))["text"] == texts[0]
+
+
+ROUTES = ["text", "chat", "native"]
+
+
+async def answer(client: httpx.AsyncClient, route: str, *, max_tokens: int = 6, **fields: Any) -> str:
+    """The text that ``route`` gives for a question that all three are asked alike."""
+    if route == "chat":
+        body = await post(client, CHAT, **ASK, max_tokens=max_tokens, **fields)
+        return str(body["choices"][0]["message"]["content"])
+    if route == "text":
+        body = await post(client, TEXT, prompt=PROMPT, temperature=0, max_tokens=max_tokens, **fields)
+        return str(body["choices"][0]["text"])
+    sampling = {"temperature": 0, "max_new_tokens": max_tokens, **fields}
+    return str((await post(client, "/generate", text=PROMPT, sampling_params=sampling))["text"])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_only_allowed_tokens_are_made(client: httpx.AsyncClient, route: str) -> None:
+    tokenizer = Tokenizer(MODEL)
+    allowed = tokenizer.encode(" London, in England").tolist()
+    text = await answer(client, route, allowed_token_ids=allowed, ignore_eos=True)
+    assert len(text) > 3
+    assert set(tokenizer.encode(text).tolist()) <= set(allowed)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_bad_word_is_not_written_behind_a_space_nor_without(client: httpx.AsyncClient, route: str) -> None:
+    """One of a single token, which the answer has unless asked, and one of two."""
+    assert "Paris" in await answer(client, route, max_tokens=8)
+    words = ["Paris", "capital city"]
+    text = await answer(client, route, max_tokens=8, bad_words=words)
+    assert text
+    assert not any(word in text for word in words)
+
+
+async def test_a_masked_answer_is_the_same_for_a_cached_prompt_and_in_company(client: httpx.AsyncClient) -> None:
+    masks = {"bad_words": ["Paris", "city"], "allowed_token_ids": [*range(17, 40_000)]}
+    body = {"prompt": PROMPT * 5, "max_tokens": 6, "temperature": 1.0, "seed": -5, **masks}
+    await client.post("/flush_cache")
+    first = await post(client, TEXT, **body)
+    again = await asyncio.gather(post(client, TEXT, **body), *(post(client, TEXT, prompt=f"{n}") for n in range(3)))
+    assert again[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+    assert again[0]["choices"] == first["choices"]
+
+
+@pytest.mark.parametrize("route", [TEXT, CHAT, "/generate"])
+async def test_the_last_tokens_of_a_prompt_are_kept(client: httpx.AsyncClient, route: str) -> None:
+    ids = Tokenizer(MODEL).encode(PROMPT).tolist()
+    if route == TEXT:
+        body = await post(client, TEXT, prompt=PROMPT, truncate_prompt_tokens=3, max_tokens=0, echo=True, logprobs=0)
+        assert body["choices"][0]["text"] == " of France is"
+        assert body["choices"][0]["logprobs"]["text_offset"] == [0, 3, 10]
+        whole = await post(client, TEXT, prompt=ids[-3:], max_tokens=0, echo=True, logprobs=0)
+        assert body["choices"] == whole["choices"]
+    elif route == CHAT:
+        body = await post(client, CHAT, **ASK, truncate_prompt_tokens=9, max_tokens=1)
+        assert body["usage"]["prompt_tokens"] == 9
+    else:
+        for fields in ({"truncate_prompt_tokens": 3}, {"sampling_params": {"truncate": 3}}):
+            given = {"sampling_params": {}, **fields}
+            given["sampling_params"] = {**given["sampling_params"], "max_new_tokens": 1}  # type: ignore[dict-item]
+            assert (await post(client, route, text=PROMPT, **given))["meta_info"]["prompt_tokens"] == 3
+
+
+async def test_as_many_tokens_of_a_prompt_are_kept_as_leave_room_for_the_output(service: Service) -> None:
+    """62 of 100 tokens in a context of 64 beside 2 of output."""
+    short = dataclasses.replace(service, model=dataclasses.replace(service.model, context_len=64))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=make_app(short)), base_url="http://manta") as client:
+        body = await post(client, TEXT, prompt=[5] * 100, max_tokens=2, truncate_prompt_tokens=-1, ignore_eos=True)
+        sampling = {"max_new_tokens": 2, "truncate": -1, "ignore_eos": True}
+        native = await post(client, "/generate", input_ids=[5] * 100, sampling_params=sampling)
+    for usage in (body["usage"], native["meta_info"]):
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (62, 2)
+
+
+async def test_prompt_logprobs_have_vllms_form(client: httpx.AsyncClient) -> None:
+    """By token id: the prompt's own first, with its rank, then the most likely ones; nothing precedes the first."""
+    ids = Tokenizer(MODEL).encode(PROMPT).tolist()
+    body = await post(client, TEXT, prompt=PROMPT, max_tokens=1, temperature=0, prompt_logprobs=2, n=2, seed=1)
+    for choice in body["choices"]:
+        assert choice["logprobs"] is None
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        assert [next(iter(entry)) for entry in others] == [str(token) for token in ids[1:]]
+        assert [entry[str(token)]["decoded_token"] for entry, token in zip(others, ids[1:], strict=True)] == [
+            " capital", " of", " France", " is",
+        ]  # fmt: skip
+        for entry, token in zip(others, ids[1:], strict=True):
+            own = entry[str(token)]
+            assert len(entry) == (2 if own["rank"] <= 2 else 3)
+            ranked = sorted(entry.values(), key=lambda each: each["rank"])
+            assert [each["rank"] for each in ranked][:2] == [1, 2]
+            assert [each["logprob"] for each in ranked] == sorted((each["logprob"] for each in ranked), reverse=True)
+    scored = await post(client, TEXT, prompt=PROMPT, max_tokens=1, temperature=0, echo=True, logprobs=1)
+    own = [entry[str(token)]["logprob"] for entry, token in zip(others, ids[1:], strict=True)]
+    assert own == pytest.approx(scored["choices"][0]["logprobs"]["token_logprobs"][1:5])
+    chat = await post(client, CHAT, **ASK, max_tokens=1, prompt_logprobs=0, logprobs=True, top_logprobs=1)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert [len(entry) for entry in chat["prompt_logprobs"][1:]] == [1] * (chat["usage"]["prompt_tokens"] - 1)
+    assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 1
 
 
 async def test_a_developers_message_is_the_systems_where_the_template_knows_none(client: httpx.AsyncClient) -> None:

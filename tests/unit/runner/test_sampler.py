@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.errors import InvalidRequest
 from replicas.runner.draw import HEAD, uniform
 from replicas.runner.logit_edits import edit_logits
 from replicas.runner.sampler import Sampler
@@ -279,6 +280,57 @@ def test_min_new_tokens_gives_way_when_every_token_is_a_stop_id() -> None:
     assert edited([1.0, 0.0], stop_ids=[0, 1], min_new_tokens=3) == [1.0, 0.0]
 
 
+def test_only_allowed_tokens_keep_their_logits_whatever_else_is_asked_for() -> None:
+    assert edited([3.0, 2.0, 1.0, 0.0], allowed_token_ids=(3, 1)) == [-np.inf, 2.0, -np.inf, 0.0]
+    what = {"allowed_token_ids": (1, 2), "logit_bias": ((0, 100.0), (2, 5.0)), "stop_ids": [1], "min_new_tokens": 1}
+    assert edited([3.0, 2.0, 1.0, 0.0], **what) == [-np.inf, -np.inf, 6.0, -np.inf]
+
+
+def test_a_stop_id_is_not_masked_where_nothing_else_is_left() -> None:
+    what = {"allowed_token_ids": (1, 2), "stop_ids": [1], "min_new_tokens": 3, "bad_words": ((0, 2),)}
+    assert edited([0.0, 1.0, 2.0], output=[1], num_output=1, **what) == [-np.inf, -np.inf, 2.0]
+    assert edited([0.0, 1.0, 2.0], output=[0], num_output=1, **what) == [-np.inf, 1.0, -np.inf]
+
+
+def test_the_last_token_of_a_bad_word_is_masked_behind_the_others_of_it() -> None:
+    """(2,) always; (0, 1, 3) behind 0, 1; the output alone counts, not the prompt."""
+    words = ((2,), (0, 1, 3))
+    assert edited([0.0] * 4, bad_words=words) == [0, 0, -np.inf, 0]
+    assert edited([0.0] * 4, bad_words=words, prompt=[0, 1]) == [0, 0, -np.inf, 0]
+    assert edited([0.0] * 4, bad_words=words, output=[1]) == [0, 0, -np.inf, 0]
+    assert edited([0.0] * 4, bad_words=words, output=[3, 0, 1]) == [0, 0, -np.inf, -np.inf]
+    assert edited([0.0] * 4, bad_words=words, output=[0, 1, 0]) == [0, 0, -np.inf, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+def test_host_and_device_draw_one_of_the_tokens_that_masks_leave(temperature: float, cuts: dict[str, Any]) -> None:
+    """Two of 500 tokens, fewer than the head of the draw: both are drawn, alike on both, and no other."""
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(5)).expand(64, -1)
+    masks = {"allowed_token_ids": (7, 400, 450), "bad_words": ((3, 450), (7, 8))}
+    rows = [row(seed=2**63 + seed, output=[3], temperature=temperature, **masks, **cuts) for seed in range(64)]
+    sampler = Sampler(500, "cpu")
+    tokens = sampler.sample(logits, rows)[0].tolist()
+    assert sampler.sample_on_device(logits, rows).tolist() == tokens
+    assert set(tokens) <= {7, 400}
+    assert len(set(tokens)) == (2 if temperature and not cuts else len(set(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"allowed_token_ids": ()}, "allowed_token_ids: is empty"),
+        ({"allowed_token_ids": (5, 10)}, "allowed_token_ids: token 10 is not in the vocabulary of 10"),
+        ({"bad_words": ((-1, 3),)}, "bad_words: token -1 is not in the vocabulary of 10"),
+        ({"bad_words": ((3,),) * 513}, "bad_words: at most 512"),
+        ({"allowed_token_ids": (1, 2), "bad_words": ((1,), (5, 2))}, "bad_words: each token that is allowed ends one"),
+    ],
+)
+def test_masks_that_cannot_be_or_may_leave_nothing_are_refused(what: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**what).validate(vocab_size=10)
+
+
 def test_edits_decide_the_token_of_greedy_and_sampled_rows() -> None:
     logits = torch.tensor([[3.0, 1.0, 0.0]]).expand(3, -1)
     rows = [
@@ -325,6 +377,7 @@ def test_prompt_logprobs_are_those_of_the_targets() -> None:
     first, second = Sampler(3, "cpu").prompt_logprobs(logits, np.array([1, 0], dtype=np.int32), 1)
     assert (first.token_id, first.logprob) == (1, pytest.approx(np.log(0.25)))
     assert first.top == ((0, pytest.approx(np.log(0.5))),)
+    assert (first.rank, second.rank) == (2, 2)
     assert (second.token_id, second.logprob) == (0, pytest.approx(np.log(0.1)))
     assert second.top == ((2, pytest.approx(np.log(0.8))),)
 
