@@ -149,6 +149,7 @@ def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
         "healthy": report.error is None,
         "error": report.error,
         "num_open": report.num_open,
+        "step_age_s": report.step_age_s,
         "load": load_of(report.stats),
         "memory_usage": {"token_capacity": pool.total_tokens, "kv_pool": info.pool},
         "max_total_num_tokens": pool.total_tokens,

@@ -12,7 +12,7 @@ import pytest
 
 from deployments.admin import load_of
 from deployments.channel_client import ChannelClient
-from deployments.leases import ReplicaGone
+from deployments.leases import ReplicaGone, ReplicaHangs
 from deployments.pair_body import hand_off_body, pair_body
 from deployments.route_log import Try
 from deployments.route_request import NO_HINTS, query_of
@@ -161,6 +161,18 @@ async def test_a_prefill_replica_that_dies_while_the_request_queues_there_costs_
         assert room(d.requests[0]) != room(d.requests[1])
     else:
         assert leg(d.requests[1]) is None
+
+
+async def test_a_prefill_replica_that_hangs_is_left_as_one_that_dies(pairs: Pairs) -> None:
+    p, d = pairs.prefill(), pairs.decode()
+    p.prefill_hold.clear()
+    await pairs.add(p, d)
+    pending = asyncio.create_task(pairs.collect())
+    await until(lambda: bool(p.requests and d.requests))
+    pairs.house.channel.leave("p0", ReplicaHangs("replica p0 hangs: its step has been running for 4.2 s"))
+    assert ids(await pending) == WHOLE
+    assert [record.decision.prefill_id for record in pairs.tries] == ["p0", None]
+    assert (p.num_aborted, d.num_aborted) == (1, 1)
 
 
 async def test_a_prefill_replica_that_refuses_is_passed_over(pairs: Pairs) -> None:
