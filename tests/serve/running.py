@@ -45,12 +45,15 @@ class Running:
         observatory: bool | Mapping[str, Any] = False,
         haproxy: bool = True,
         admin_key: str = "",
+        import_path: str = "",
+        environment: Mapping[str, str] | None = None,
         **changes: dict[str, Any],
     ) -> None:
         """``base``: the file to start from, of the project; ``observatory``: whether it runs too, or settings of it;
-        ``haproxy``: False has Serve's own proxy serve; ``admin_key``: what `info` and `states` show; ``changes``:
-        settings by group."""
+        ``haproxy``: False has Serve's own proxy serve; ``admin_key``: what `info` and `states` show; ``import_path``:
+        in the place of the first application's; ``environment``: beside ours; ``changes``: settings by group."""
         self._haproxy = haproxy
+        self._environment = environment or {}
         self._shown = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.port, self._stats_port = free_port(), free_port()
         self.mark = secrets.token_hex(8)
@@ -60,6 +63,8 @@ class Running:
             del config["applications"][1:]
         elif observatory is not True:
             config["applications"][1]["args"].update(observatory)
+        if import_path:
+            config["applications"][0]["import_path"] = import_path
         args = config["applications"][0]["args"]
         for group, settings in changes.items():
             args.setdefault(group, {}).update(settings)
@@ -80,7 +85,7 @@ class Running:
 
     def launch(self) -> None:
         """Start its process, and wait for nothing."""
-        environment = {**os.environ, MARK: self.mark}
+        environment = {**os.environ, **self._environment, MARK: self.mark}
         environment.pop("RAY_ADDRESS", None)
         environment["RAY_SERVE_HAPROXY_STATS_PORT"] = str(self._stats_port)
         if not self._haproxy:
