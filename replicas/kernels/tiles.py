@@ -18,7 +18,7 @@ MANY_REGISTERS = compiles_for("avx512f")
 _OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(r, 4, fetches=False) for r in (6, 4, 3, 2, 1))
 _OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(r, 1, fetches=False) for r in (6, 3, 1))
 _FETCH_6X4, _FETCH_4X4, _FETCH_3X4, _FETCH_1X4 = (outer_tile(r, 4, fetches=True) for r in (6, 4, 3, 1))
-_FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (3, 1))
+_FETCH_6X1, _FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (6, 3, 1))
 _DOT_4X4, _DOT_3X4, _DOT_2X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 3, 2, 1))
 _DOT_3X2, _DOT_2X2 = (dot_tile(rows, 2) for rows in (3, 2))
 _DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
@@ -77,7 +77,7 @@ def outer_fetch(
     """`outer` for b in memory: meanwhile asks for what lies ``ahead`` bytes behind b."""
     column = 0
     while column < n:
-        wide = n - column >= 4 * W
+        wide = n - column >= 4 * W and (MANY_REGISTERS or m <= 3)  # few rows: reading b once matters more
         b_at, row = b + 4 * column, 0
         while row < m:
             a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
@@ -93,6 +93,9 @@ def outer_fetch(
             elif wide:
                 _FETCH_1X4(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
                 row += 1
+            elif left >= 6:
+                _FETCH_6X1(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
+                row += 6
             elif left >= 3:
                 _FETCH_3X1(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
                 row += 3
