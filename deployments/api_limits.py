@@ -14,10 +14,16 @@ from replicas.control_tokens import ROLES
 Limit = dict[str, Any]
 Limits = dict[str, Limit]  # by the JSON type of what is given; "items" are those of a list's elements
 
-_TEXT_PART = {
-    "type": "object",
-    "required": ["text"],
-    "properties": {"type": {"description": "text"}, "text": {"type": "string"}},
+_PART = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}},
+        {
+            "type": "object",
+            "required": ["type", "refusal"],
+            "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
+        },
+    ]
 }
 MESSAGE = {
     "type": "object",
@@ -28,7 +34,7 @@ MESSAGE = {
             "anyOf": [
                 {"type": "string"},
                 {"type": "null"},
-                {"type": "array", "items": {"anyOf": [_TEXT_PART, {"type": "string"}]}},
+                {"type": "array", "items": _PART},
             ]
         },
     },
