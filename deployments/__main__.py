@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deployments import haproxy, ray_env, settings_file
 from deployments.port import check_port
+from deployments.settings_file import ALL_ADDRESSES, SettingsFile
 from replicas.errors import InvalidConfig
 
 DEFAULT = "serve_config.yaml"
@@ -33,11 +34,9 @@ def _run(args: argparse.Namespace) -> int:
         from deployments.terminal import explain
 
         return explain.run(args.url, args.rid, args.key or os.environ.get(KEY_VARIABLE), as_json=args.json)
-    try:
-        host, port = settings_file.read(args.config).address
-        if args.command == "serve":
-            check_port(host, port)
-    except InvalidConfig as error:  # before Ray and torch are imported, which takes seconds
+    try:  # before Ray and torch are imported, which takes seconds
+        host = _host(settings_file.read(args.config), to_listen=args.command == "serve")
+    except InvalidConfig as error:
         print(f"{args.config} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
         return 2
     ray_env.prepare(host=host)
@@ -53,6 +52,20 @@ def _run(args: argparse.Namespace) -> int:
     from deployments import serve
 
     return serve.check(args.config)
+
+
+def _host(file: SettingsFile, *, to_listen: bool) -> str:
+    """What clients connect to. Raises: InvalidConfig when the port is taken, if we are ``to_listen`` there."""
+    try:
+        host, port = file.address
+    except InvalidConfig:
+        return ALL_ADDRESSES  # it is said with all else that is wrong
+    if to_listen:
+        try:
+            check_port(host, port)
+        except InvalidConfig as error:
+            raise InvalidConfig(f"{file.path}:{file.line('http_options', 'port')}: {error}") from error
+    return host
 
 
 def _warn(text: str) -> None:

@@ -99,8 +99,9 @@ def shortages(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
         # of the one that asks for most: it alone may be what is wrong
         blamed = max(wanted, key=lambda each: each.total).blamed(have)
         parts = [each.told() for each in wanted] + ([f"routers at {routers:g} in all"] if routers else [])
-        unit = "CPUs" if kind == "cpus" else "GPUs"
-        found.append(f"{blamed}: {' and '.join(parts)} need {need:g} {unit}, and {capacity.where} has {have:g}")
+        unit = kind[:-1].upper()
+        needed = f"1 {unit} is needed" if need == 1 else f"{need:g} {unit}s are needed"
+        found.append(f"{blamed}: {needed} ({' and '.join(parts)}), and {capacity.where} has {have:g}")
     return found
 
 

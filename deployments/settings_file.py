@@ -36,10 +36,6 @@ class SettingsFile:
             line, node = found[0].start_mark.line + 1, found[1]
         return line
 
-    def located(self, sentence: str, setting: str, *group: str | int) -> str:
-        """``sentence`` about ``setting``, a dotted name inside ``group``, with the file and the line before it."""
-        return f"{self.path}:{self.line(*group, *setting.split('.'))}: {sentence}"
-
     @property
     def address(self) -> tuple[str, int]:
         """Where HTTP listens: host and port, Serve's own where the file says nothing. Raises: InvalidConfig."""

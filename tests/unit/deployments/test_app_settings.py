@@ -260,17 +260,17 @@ def test_on_a_cluster_auto_counts_its_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"replicas": {"gpus": 1}}, "replicas.gpus = 1: 1 replica at 1 need 1 GPUs, and this machine has 0"),
-        ({"replicas": {"cpus": 64}}, "replicas.cpus = 64: 1 replica at 64 need 64 CPUs, and this machine has 2"),
-        ({"replicas": {"count": 3}}, "replicas.count = 3: 3 replicas at 1 need 3 CPUs, and this machine has 2"),
-        ({"replicas": {"count": 1}, "parallel": {"tp": 3}}, "parallel.tp = 3: 1 replica of 3 ranks at 1 need 3 CPUs"),
+        ({"replicas": {"gpus": 1}}, "replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and this machine has 0"),
+        ({"replicas": {"cpus": 64}}, "replicas.cpus = 64: 64 CPUs are needed (1 replica at 64), and this machine"),
+        ({"replicas": {"count": 3}}, "replicas.count = 3: 3 CPUs are needed (3 replicas at 1), and this machine has 2"),
+        ({"replicas": {"count": 1}, "parallel": {"tp": 3}}, "parallel.tp = 3: 3 CPUs are needed (1 replica of 3 ranks"),
         ({"replicas": {"autoscaling": {"min_replicas": 3, "max_replicas": 9}}}, "replicas.autoscaling.min_replicas"),
-        ({"router": {"cpus": 2}}, "replicas.count = 1: 1 replica at 1 and routers at 2 in all need 3 CPUs"),
+        ({"router": {"cpus": 2}}, "replicas.count = 1: 3 CPUs are needed (1 replica at 1 and routers at 2 in all)"),
         (
             {"mode": "disaggregated", "prefill": {"count": 2}},
-            "prefill.count = 2: 2 prefill replicas at 1 and 1 decode replica at 1 need 3 CPUs, and this machine has 2",
+            "prefill.count = 2: 3 CPUs are needed (2 prefill replicas at 1 and 1 decode replica at 1), and",
         ),
-        ({"mode": "disaggregated", "decode": {"gpus": 1}}, "decode.gpus = 1: 1 decode replica at 1 need 1 GPUs"),
+        ({"mode": "disaggregated", "decode": {"gpus": 1}}, "decode.gpus = 1: 1 GPU is needed (1 decode replica at 1)"),
     ],
 )
 def test_replicas_that_find_no_place_are_refused_by_name(settings: dict[str, Any], says: str) -> None:

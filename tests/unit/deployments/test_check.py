@@ -89,8 +89,8 @@ def problems(folder: Path, text: str) -> list[str]:
         ("page_size: 16", "pagesize: 16", "14: cache.pagesize: is unknown (did you mean 'page_size'?); allowed"),
         ("page_size: 16", "page_size: sixteen", "14: cache.page_size: must be a whole number, not 'sixteen'"),
         ("page_size: 16", "page_size: 0", "14: cache.page_size = 0; allowed: 1 to 1024 tokens"),
-        ("count: 1", "gpus: 1", "12: replicas.gpus = 1: 1 replica at 1 need 1 GPUs, and this machine has 0;"),
-        ("count: 1", "cpus: 64", "12: replicas.cpus = 64: 1 replica at 64 need 64 CPUs, and this machine has 2;"),
+        ("count: 1", "gpus: 1", "12: replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and this machine has 0;"),
+        ("count: 1", "cpus: 64", "12: replicas.cpus = 64: 64 CPUs are needed (1 replica at 64), and this machine"),
         ("cache:", "cache: {page_size: 16}\n      cache:", "14: cache is given twice; the first is on line 13"),
         ("port: 8000", "port: [", "5: this is not YAML: while parsing a flow"),
         (f"path: {MODEL}", "path: 5", "10: model.path: must be text, not 5"),
@@ -216,7 +216,7 @@ def test_building_on_a_cluster_that_lacks_the_gpus_warns_and_does_not_refuse(
     monkeypatch.setattr(app.log, "propagate", True)
     app.build({"model": {"path": MODEL}, "replicas": {"gpus": 1}})
     [said] = {each.getMessage() for each in caplog.records if "they wait" in each.getMessage()}
-    assert said.startswith("replicas.gpus = 1: 1 replica at 1 need 1 GPUs, and the cluster has 0; they wait until the")
+    assert said.startswith("replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and the cluster has 0; they wait")
 
 
 @pytest.mark.model
@@ -305,8 +305,23 @@ def test_a_port_that_is_taken_is_said_within_a_second_before_ray_and_torch_are_i
         done = deployments("serve", str(file))
         cpu_s = os.times().children_user + os.times().children_system - started_s
     assert done.returncode == 2
-    assert f"127.0.0.1:{port} cannot be listened on (Address already in use); process {os.getpid()} (" in done.stderr
+    says = f"{file}:3: http_options.port = {port}: 127.0.0.1:{port} cannot be listened on (Address already in use); "
+    assert f"{says}process {os.getpid()} (" in done.stderr
     assert cpu_s < 1.0  # Ray and torch take 7
+
+
+@pytest.mark.model
+def test_the_command_says_all_that_is_wrong_and_ends_with_status_2(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(FILE.replace("port: 8000", "port: eight").replace("size: 16", "size: 0"))
+    done = deployments("check", str(file))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        f"{file} cannot be served:",
+        f"  {file}:3: http_options.port: must be a whole number from 1 to 65535, not 'eight'",
+        f"  {file}:14: cache.page_size = 0; allowed: 1 to 1024 tokens",
+    ]
 
 
 def deployments(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
