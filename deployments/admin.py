@@ -24,6 +24,7 @@ from deployments.leases import ReplicaInfo
 from deployments.native_types import AbortRequest
 from deployments.places import shown_path
 from deployments.service import Service, service_of
+from deployments.streaming import answer
 from replicas.errors import InvalidRequest, UnknownModel
 from replicas.types import EngineStats
 
@@ -164,6 +165,10 @@ async def flush_cache(request: Request) -> Response:
     """Forget every cached prefix on every replica; 400 when one is busy for longer than ``timeout`` seconds."""
     service = service_of(request)
     wait_s = _timeout_s(request.query_params.get("timeout", "0"))
+    return await answer(request, _flush(service, wait_s))
+
+
+async def _flush(service: Service, wait_s: float) -> Response:
     flushed = await service.fleet.ask_all(
         lambda replica_id: service.leases.flush_cache(replica_id, wait_s), timeout_s=wait_s + ANSWER_S
     )

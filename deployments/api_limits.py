@@ -7,7 +7,7 @@ Never:  says what no schema can: fields that exclude each other. The answer to t
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.convert import MAX_PROMPTS
+from deployments.body import MAX_PROMPTS
 from deployments.service import Service
 from replicas.control_tokens import ROLES
 

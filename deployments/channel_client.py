@@ -10,6 +10,7 @@ Thread:    `sink` on the engine thread, everything else on the replica's event l
 """
 
 import asyncio
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,8 @@ from replicas.types import TokenDelta
 log = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 256 << 10  # more unsent bytes than this, and deltas wait here to be merged
-FRAME_BYTES = 1 << 20  # about this many bytes of deltas go into one frame, at most
+FRAME_BYTES = 1 << 17  # about this many bytes of deltas go into one frame, at most: a router reads one in 5 to 10 ms
+PART_LOGPROBS = FRAME_BYTES // 64  # of a prompt that go into one delta, alternatives counted
 
 
 class ChannelClient(asyncio.Protocol):
@@ -122,7 +124,7 @@ class ChannelClient(asyncio.Protocol):
             return
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        for batch in batches(waiting.values()):
+        for batch in batches(part for delta in waiting.values() for part in parts(delta)):
             self._transport.write(encode_deltas(batch))
 
 
@@ -139,6 +141,19 @@ def batches(deltas: Iterable[TokenDelta]) -> Iterator[list[TokenDelta]]:
         weight += mine
     if batch:
         yield batch
+
+
+def parts(delta: TokenDelta) -> Iterator[TokenDelta]:
+    """``delta``, its prompt logprobs spread over several where they are many: the router decodes a frame at a time, and
+    serves others in between."""
+    rows = delta.prompt_logprobs
+    size = max(PART_LOGPROBS // (1 + max((len(row.top) for row in rows[:2]), default=0)), 1)
+    last = max(len(rows) - size, 0)
+    for start in range(0, last, size):
+        yield TokenDelta(
+            rid=delta.rid, index=delta.index, prompt_logprobs=rows[start : min(start + size, last)], usage=delta.usage
+        )
+    yield dataclasses.replace(delta, prompt_logprobs=rows[last:]) if last else delta
 
 
 def _weight(delta: TokenDelta) -> int:

@@ -1,7 +1,8 @@
 """The router's end of the token channel: replicas connect to it, and their deltas are sorted into streams.
 
 Owns:      the listening sockets (Unix for this node, TCP for others) and the open streams.
-Never:     chooses replicas or retries (dispatch.py); trusts a connection before its HELLO carried the token.
+Never:     chooses replicas or retries (dispatch.py); trusts a connection before its HELLO carried the token: until then
+           it may send 4 KiB within 5 s, and there are at most 64 such.
 Invariant: a stream holds at most one delta per choice, merged while its consumer is slow, so that memory is bounded by
            the output itself; a delta for a stream that is closed or unknown is dropped.
 Thread:    the router's event loop.
@@ -21,6 +22,7 @@ from typing import Protocol, cast
 
 from deployments.cache_frames import decode_events, decode_snapshot
 from deployments.frames import (
+    MAX_FRAME_BYTES,
     BadFrame,
     FrameKind,
     FrameReader,
@@ -29,11 +31,15 @@ from deployments.frames import (
     decode_hello,
     decode_report,
 )
+from kvtransfer.link import crowded_out
 from replicas.errors import MantaError
 from replicas.types import TokenDelta
 from routing.types import CacheEvent, IndexSnapshot
 
 log = logging.getLogger(__name__)
+
+MAX_STRANGER_BYTES = 4 << 10  # of a frame before HELLO
+HELLO_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,7 @@ class Stream:
         self.replica_id = replica_id
         self.stays = stays  # whether it waits for a replica that hangs
         self._waiting: dict[tuple[str, int], TokenDelta] = {}
+        self._parts: dict[tuple[str, int], TokenDelta] = {}  # of deltas that have not come to their end
         self._error: MantaError | None = None
         self._ready = asyncio.Event()
 
@@ -67,8 +74,12 @@ class Stream:
 
     def put(self, delta: TokenDelta) -> None:
         key = (delta.rid, delta.index)
-        before = self._waiting.get(key)
-        self._waiting[key] = delta if before is None else before.merge(delta)
+        before = self._parts.pop(key, None) or self._waiting.get(key)
+        whole = delta if before is None else before.merge(delta)
+        if whole.is_part:
+            self._parts[key] = whole
+            return
+        self._waiting[key] = whole
         self._ready.set()
 
     def fail(self, error: MantaError) -> None:
@@ -102,8 +113,12 @@ class Listener(Protocol):
 class ChannelServer:
     """Listens for replicas, and tells ``listener`` what they say beside tokens."""
 
-    def __init__(self, listener: Listener, *, lost_error: Callable[[str], MantaError]) -> None:
+    def __init__(
+        self, listener: Listener, *, lost_error: Callable[[str], MantaError], hello_s: float = HELLO_S
+    ) -> None:
         self._listener = listener
+        self._hello_s = hello_s  # how long a stranger may stay one
+        self._strangers: dict[_Connection, str] = {}  # with their hosts, the oldest first
         self._lost_error = lost_error  # what streams of a lost replica end with
         self._streams: dict[tuple[str, str], Stream] = {}  # by replica and rid: a request may be open at two replicas
         self._connections: dict[str, _Connection] = {}  # by replica id
@@ -155,7 +170,7 @@ class ChannelServer:
     async def stop(self) -> None:
         for server in self._servers:
             server.close()
-        for connection in list(self._connections.values()):
+        for connection in [*self._connections.values(), *self._strangers]:
             connection.close()
         if self._folder is not None:
             with contextlib.suppress(OSError):
@@ -167,11 +182,23 @@ class ChannelServer:
             assert rid in stream.rids, f"stream of {stream.rids} is listed under {rid}"
             assert replica_id == stream.replica_id, f"stream of {stream.replica_id} is listed under {replica_id}"
 
+    @property
+    def num_strangers(self) -> int:
+        return len(self._strangers)
+
+    def _meet(self, connection: "_Connection", host: str) -> asyncio.TimerHandle:
+        """A stranger has come; it is gone at the end of its time unless it says HELLO."""
+        if (leaves := crowded_out(self._strangers.items())) is not None:
+            leaves.close()
+        self._strangers[connection] = host
+        return asyncio.get_running_loop().call_later(self._hello_s, connection.close)
+
     def _accept(self, connection: "_Connection", payload: bytes) -> str:
         """The replica's id. Raises: BadFrame when the token is wrong."""
         hello = decode_hello(payload)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise BadFrame(f"{hello.replica_id or 'a peer'} sent a wrong token")
+        self._strangers.pop(connection, None)
         before = self._connections.get(hello.replica_id)
         self._connections[hello.replica_id] = connection
         if before is not None:
@@ -212,12 +239,15 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: ChannelServer) -> None:
         self._server = server
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_STRANGER_BYTES)
         self._replica_id: str | None = None
         self._transport: asyncio.Transport | None = None
+        self._until: asyncio.TimerHandle | None = None  # of a stranger
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        peer = transport.get_extra_info("peername")
+        self._until = self._server._meet(self, str(peer[0]) if isinstance(peer, tuple) else "")  # "": by Unix socket
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -226,6 +256,8 @@ class _Connection(asyncio.Protocol):
                     if kind is not FrameKind.HELLO:
                         raise BadFrame(f"the first frame is {kind.name}; HELLO was expected")
                     self._replica_id = self._server._accept(self, payload)
+                    self._reader.max_bytes = MAX_FRAME_BYTES
+                    self._stay()
                 else:
                     self._server._receive(self._replica_id, kind, payload)
         except BadFrame as error:
@@ -233,9 +265,18 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stay()
+        self._server._strangers.pop(self, None)
         if self._replica_id is not None:
             self._server._lose(self._replica_id, self)
 
     def close(self) -> None:
+        self._server._strangers.pop(self, None)
         if self._transport is not None:
             self._transport.close()
+
+    def _stay(self) -> None:
+        """It is no stranger any more, or gone."""
+        if self._until is not None:
+            self._until.cancel()
+            self._until = None

@@ -32,12 +32,12 @@ from deployments.request_ids import name_of
 from deployments.rids import new_rid
 from deployments.routed import Routed, routed_of
 from deployments.service import Service, service_of
-from deployments.streaming import DONE, TextEvents, answer, collected, merged, sse, stream
+from deployments.streaming import DONE, JsonAnswer, TextEvents, answer, collected, made, merged, sse, stream
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, Usage
 
 router = APIRouter()
-_TAKEN = frozenset({"self", "messages", "tools"})  # arguments beside the template's variables
+_TAKEN = frozenset({"self", "messages", "tools", "check"})  # arguments beside the template's variables
 
 
 @router.post("/v1/chat/completions")
@@ -63,8 +63,11 @@ class ChatJob:
     def answer_id(self) -> str:
         return f"chatcmpl-{self.name}"
 
-    async def whole(self, routed: Routed) -> dict[str, Any]:
+    async def whole(self, routed: Routed) -> Response:
         done = await collected(merged([routed.stream(self.request)]))
+        return await made(lambda: JsonAnswer(self._whole(done)), done.values())
+
+    def _whole(self, done: dict[tuple[int, int], TokenDelta]) -> dict[str, Any]:
         choices = [
             self._choice(delta, "message", {"role": "assistant", "content": delta.text}) for delta in done.values()
         ]

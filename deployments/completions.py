@@ -5,9 +5,11 @@ Invariant: choice ``i * n + j`` is choice j of prompt i; every chunk has a choic
            chunk that was asked for.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,14 +20,15 @@ from deployments.convert import (
     bad_word_ids,
     check_count,
     check_model,
+    check_together,
     checked,
     logprobs_wanted,
     openai_sampling,
     output_limit,
+    prompts_of_ids,
     refuse_response_format,
     refuse_unsupported,
     salt_of,
-    to_ids,
     truncated,
 )
 from deployments.openai_format import (
@@ -41,7 +44,7 @@ from deployments.request_ids import name_of
 from deployments.rids import new_rid
 from deployments.routed import Routed, routed_of
 from deployments.service import Service, service_of
-from deployments.streaming import DONE, TextEvents, answer, collected, merged, sse, stream
+from deployments.streaming import DONE, JsonAnswer, TextEvents, answer, collected, made, merged, sse, stream
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta, TokenIds, Usage
 
@@ -73,8 +76,11 @@ class CompletionJob:
     def answer_id(self) -> str:
         return f"cmpl-{self.name}"
 
-    async def whole(self, routed: Routed) -> dict[str, Any]:
+    async def whole(self, routed: Routed) -> Response:
         done = await collected(merged([routed.stream(request) for request in self.requests]))
+        return await made(lambda: JsonAnswer(self._whole(done)), done.values())
+
+    def _whole(self, done: dict[tuple[int, int], TokenDelta]) -> dict[str, Any]:
         choices = [
             self._choice(number, delta, self.prompts[number] + delta.text, self._offsets(number))
             for (number, _), delta in done.items()
@@ -102,11 +108,16 @@ class CompletionJob:
                 continue
             if key not in offsets:
                 offsets[key] = self._offsets(number)
-            choice = self._choice(number, delta, text, offsets[key])
-            yield sse(self._body([choice], usage_body(usages) if continuous else None))
+            usage = usage_body(usages) if continuous else None
+            yield await made(partial(self._event, number, delta, text, offsets[key], usage), [delta])
         if options is not None and options.include_usage:
             yield sse(self._body([], usage_body(usages)))
         yield DONE
+
+    def _event(
+        self, number: int, delta: TokenDelta, text: str, offsets: TextOffsets, usage: dict[str, Any] | None
+    ) -> bytes:
+        return sse(self._body([self._choice(number, delta, text, offsets)], usage))
 
     def _text_events(self, number: int, delta: TokenDelta) -> TextEvents:
         """Of the choice that ``delta`` is of, while it has nothing but text."""
@@ -180,6 +191,8 @@ async def _job(service: Service, body: CompletionRequest, name: str) -> Completi
         )
         requests.append(checked(service, request, names={}))
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
+        await asyncio.sleep(0)  # to make the echo of 256 prompts takes long
+    check_together(requests)
     return CompletionJob(
         service=service, body=body, name=name, requests=requests, prompts=prompts, created=int(time.time())
     )
@@ -200,17 +213,14 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[str 
     prompt = body.prompt
     if prompt is None:
         raise InvalidRequest("prompt: is missing; give a string, a list of strings, or token ids", param="prompt")
+    rows = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
+    check_count(len(rows), param="prompt")
+    must_fit = body.truncate_prompt_tokens is None
     special = True if body.add_special_tokens is None else body.add_special_tokens
-    if isinstance(prompt, str):
-        return [(prompt, await service.encode(prompt, add_special_tokens=special))]
-    ids = [each for each in prompt if isinstance(each, int)]
-    if ids:
-        return [(None, to_ids(ids, param="prompt"))]
-    check_count(len(prompt), param="prompt")
-    found: list[tuple[str | None, TokenIds]] = []
-    for each in prompt:
-        if isinstance(each, str):
-            found.append((each, await service.encode(each, add_special_tokens=special)))
-        elif isinstance(each, list):
-            found.append((None, to_ids(each, param="prompt")))
-    return found
+    texts = [each for each in rows if isinstance(each, str)]
+    if texts:
+        encoded = await service.encode_all(texts, add_special_tokens=special, must_fit=must_fit)
+        return list(zip(texts, encoded, strict=True))
+    lists = [each for each in rows if isinstance(each, list)]
+    ids = await prompts_of_ids(service, lists, param="prompt", must_fit=must_fit)
+    return [(None, each) for each in ids]

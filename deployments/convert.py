@@ -4,25 +4,26 @@ Owns:      what an absent field means on each API.
 Never:     ignores a field that would change the answer (structured output, tools, beam search): it is refused.
 """
 
+import asyncio
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from deployments.body import WireType
+from deployments.body import MAX_PROMPTS, WireType
 from deployments.native_types import NativeSampling
 from deployments.openai_types import SamplingFields
 from deployments.service import Service
 from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
-from replicas.types import GenerateRequest, SamplingParams, TokenIds
+from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs
 
 T = TypeVar("T")
 Words = tuple[tuple[int, ...], ...]
-MAX_PROMPTS = 256  # prompts of one request
 MAX_BAD_WORDS = 16_384  # characters of all bad words of one request
+MAX_CHOICES = 512  # of all prompts of one HTTP request: about half of a replica's waiting queue
 _FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.validate` calls a field, in its message
 # Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not done here. Each is
 # refused unless it is null, false, empty, or its neutral value, which stands beside it.
@@ -205,13 +206,41 @@ def checked(service: Service, request: GenerateRequest, *, names: Mapping[str, s
     return request
 
 
-def to_ids(raw: Sequence[int], *, param: str) -> TokenIds:
+def check_together(requests: Sequence[GenerateRequest]) -> None:
+    """Raises: InvalidRequest when the requests of one HTTP request, each of which could be served, are too much."""
+    num_choices = sum(request.sampling.n for request in requests)
+    if num_choices > MAX_CHOICES:
+        raise InvalidRequest(
+            f"n: {num_choices:,} choices of {len(requests)} prompts; at most {MAX_CHOICES} go into one request",
+            param="n",
+        )
+    check_prompt_logprobs(sum(request.num_prompt_logprobs for request in requests))
+
+
+def to_ids(raw: Sequence[Any], *, param: str) -> TokenIds:
     """Raises: InvalidRequest for ids that are no ids of any model."""
     if not raw:
         raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
-    if not all(0 <= token < 2**31 for token in raw):
+    try:
+        ids = np.asarray(raw, dtype=np.int64)
+    except OverflowError:
+        ids = np.array([-1])
+    if ids.min() < 0 or ids.max() >= 2**31:
         raise InvalidRequest(f"{param}: token ids must be in [0, 2**31)", param=param)
-    return np.asarray(raw, dtype=np.int32)
+    return ids.astype(np.int32)
+
+
+async def prompts_of_ids(
+    service: Service, rows: Iterable[Sequence[Any]], *, param: str, must_fit: bool = True
+) -> list[TokenIds]:
+    """The ids of each prompt, which are counted before they are looked at. Raises: as `to_ids`; PromptTooLong."""
+    prompts = []
+    for row in rows:
+        if must_fit:
+            service.check_length(len(row), param=param, room=0)
+        prompts.append(to_ids(row, param=param))
+        await asyncio.sleep(0)  # a body may have a million ids
+    return prompts
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None = None) -> str:

@@ -22,7 +22,7 @@ from routing.types import Decision
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
-CLIENT_CLOSED, TIMED_OUT = 499, 504  # http_status of what ended early
+CLIENT_CLOSED, TIMED_OUT, SHED = 499, 504, 429  # http_status of what ended early
 # outcome -> how a record says it ended
 ENDINGS: Mapping[str, str] = {
     "ok": "finished",
@@ -175,9 +175,11 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
 
 
 def outcome_of_status(status: int) -> str:
-    """How an HTTP status says that a request ended, in the catalogue's words. What is shed the error itself tells."""
+    """How an HTTP status says that a request ended, in the catalogue's words."""
     if status < 400:
         return "ok"
     if status in (CLIENT_CLOSED, TIMED_OUT):
         return "cancelled" if status == CLIENT_CLOSED else "timeout"
+    if status == SHED:
+        return "shed"
     return "invalid" if status < 500 else "error"

@@ -17,7 +17,7 @@ import dataclasses
 import enum
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from kvtransfer.types import TransferStats
@@ -78,28 +78,28 @@ def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames."""
+    """Cuts a byte stream into frames of at most ``max_bytes``, which may be changed between two frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[tuple[FrameKind, bytes]]:
+    def feed(self, data: bytes) -> Iterator[tuple[FrameKind, bytes]]:
         """The frames that ``data`` completes. Raises: BadFrame for an unknown kind or an absurd length."""
         self._buffer += data
-        frames, start = [], 0
+        start = 0
         while len(self._buffer) - start >= HEADER.size:
             length, kind = HEADER.unpack_from(self._buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise BadFrame(f"a frame of {length} bytes is announced; at most {MAX_FRAME_BYTES} are allowed")
+            if length > self.max_bytes:
+                raise BadFrame(f"a frame of {length} bytes is announced; at most {self.max_bytes} are allowed")
             if kind not in _KINDS:
                 raise BadFrame(f"frame kind {kind} is unknown; known: {[k.name for k in FrameKind]}")
             end = start + HEADER.size + length
             if len(self._buffer) < end:
                 break
-            frames.append((FrameKind(kind), bytes(self._buffer[start + HEADER.size : end])))
+            yield FrameKind(kind), bytes(self._buffer[start + HEADER.size : end])
             start = end
         del self._buffer[:start]
-        return frames
 
 
 def encode_hello(hello: Hello) -> bytes:

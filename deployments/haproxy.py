@@ -35,6 +35,7 @@ HOSTS = ("127.0.0.1", "localhost", ALL_ADDRESSES)
 RUNS_S = 10.0
 DRAIN_S = "2"  # a router that leaves is out of HAProxy's list by then; Serve's 30 s are for balancers that poll
 LONGEST_ANSWER_S = "3600"  # a change of routers starts a new HAProxy; the old one cuts what is open after so long
+SILENT_CLIENT_S = "60"  # one that says nothing for so long is cut off, unless it waits for an answer
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
 MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager for its; after three failures it starts both anew
 FLAGS = {  # of any cluster: README has them too
@@ -43,6 +44,7 @@ FLAGS = {  # of any cluster: README has them too
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # its logs are read while they are written (startup.py)
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": SLOWEST_LOOK,
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": MANAGER_LOOK_S,
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": SILENT_CLIENT_S,
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": LONGEST_ANSWER_S,
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DRAIN_S,
 }

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 CLIENT_CLOSED = 499
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-          405: "invalid_request_error", 413: "invalid_request_error", 415: "invalid_request_error",
+          405: "invalid_request_error", 408: "timeout", 413: "invalid_request_error", 415: "invalid_request_error",
           429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable", 504: "timeout"}  # fmt: skip
 
 
@@ -29,6 +29,18 @@ class BodyTooLarge(InvalidRequest):
     """The body exceeds ``router.max_body_bytes``."""
 
     http_status = 413
+
+
+class BodyTooSlow(InvalidRequest):
+    """The body was not complete within ``router.body_timeout_s``."""
+
+    http_status = 408
+
+
+class Busy(MantaError):
+    """Too many long bodies or prompts wait to be read."""
+
+    http_status = 429
 
 
 class GenerationFailed(MantaError):
@@ -65,6 +77,8 @@ def error_response(error: Exception) -> Response:
     headers = {"Retry-After": str(max(math.ceil(wait_s), RETRY_AFTER_S))} if status in (429, 503) else {}
     if status == 401:
         headers["WWW-Authenticate"] = 'Bearer realm="manta"'
+    if isinstance(error, BodyTooLarge | BodyTooSlow):
+        headers["Connection"] = "close"  # the rest of the body is not read
     return JSONResponse(body, status_code=status, headers=headers)
 
 

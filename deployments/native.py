@@ -4,10 +4,12 @@ Owns:      the form of a native answer.
 Invariant: streamed text and ids are cumulative; a batch (or n > 1) answers a list, prompt by prompt, choice by choice.
 """
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -17,12 +19,13 @@ from deployments.body import read_body
 from deployments.convert import (
     bad_word_ids,
     check_count,
+    check_together,
     checked,
     native_sampling,
     output_limit,
+    prompts_of_ids,
     refuse_unsupported,
     salt_of,
-    to_ids,
     truncated,
 )
 from deployments.native_types import NativeRequest, NativeSampling
@@ -31,7 +34,7 @@ from deployments.request_ids import name_of
 from deployments.rids import check_name, new_rid
 from deployments.routed import Routed, routed_of
 from deployments.service import Service, service_of
-from deployments.streaming import DONE, answer, collected, merged, sse, stream
+from deployments.streaming import DONE, JsonAnswer, answer, collected, made, merged, sse, stream
 from replicas.errors import InvalidRequest
 from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob
 
@@ -62,8 +65,11 @@ class NativeJob:
     tgi: bool
     started_s: float = field(default_factory=time.monotonic)
 
-    async def whole(self, routed: Routed) -> dict[str, Any] | list[Any]:
+    async def whole(self, routed: Routed) -> Response:
         done = await collected(merged([routed.stream(request) for request in self.requests]))
+        return await made(lambda: JsonAnswer(self._whole(done)), done.values())
+
+    def _whole(self, done: dict[tuple[int, int], TokenDelta]) -> dict[str, Any] | list[Any]:
         bodies = [self._body(number, delta) for (number, _), delta in done.items()]
         return bodies if self.is_list else bodies[0]
 
@@ -73,11 +79,13 @@ class NativeJob:
         async for number, delta in merged([routed.stream(request) for request in self.requests]):
             key = (number, delta.index)
             so_far[key] = so_far[key].merge(delta) if key in so_far else delta
-            body = self._body(number, so_far[key])
-            if self.is_list:
-                body["index"] = first[number] + delta.index
-            yield sse(body)
+            index = first[number] + delta.index if self.is_list else None
+            yield await made(partial(self._event, number, so_far[key], index), [so_far[key]])
         yield DONE
+
+    def _event(self, number: int, delta: TokenDelta, index: int | None) -> bytes:
+        body = self._body(number, delta)
+        return sse(body if index is None else {**body, "index": index})
 
     def _body(self, number: int, delta: TokenDelta) -> dict[str, Any]:
         request, usage, finish = self.requests[number], delta.usage, delta.finish
@@ -133,10 +141,13 @@ def _finish_body(delta: TokenDelta) -> dict[str, Any]:
 
 async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
     refuse_unsupported(body, prompt_logprobs=None)
-    whole, is_batch, param = await _prompts(service, body)
-    count = len(whole)
     given = body.sampling_params if body.sampling_params is not None else body.parameters
-    samplings = _each(given or NativeSampling(), count, "sampling_params")
+    sampling = given or NativeSampling()
+    cuts = any(each.truncate is not None for each in (sampling if isinstance(sampling, list) else [sampling]))
+    must_fit = body.truncate_prompt_tokens is None and not cuts
+    whole, is_batch, param = await _prompts(service, body, must_fit=must_fit)
+    count = len(whole)
+    samplings = _each(sampling, count, "sampling_params")
     names = _names(body.rid, count, name)
     with_logprobs = _each(body.return_logprob or False, count, "return_logprob")
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
@@ -147,24 +158,22 @@ async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
         output_limit(service, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
         for ids, sampling in zip(prompts, samplings, strict=True)
     ]
-    requests = [
-        checked(
-            service,
-            GenerateRequest(
-                rid=new_rid(names[i]),
-                token_ids=prompts[i],
-                sampling=native_sampling(samplings[i], max_new_tokens=limits[i], bad_words=bad_words[i]),
-                cache_salt=salt_of(body.cache_salt, body.extra_key),
-                priority=body.priority or 0,
-                deadline_s=body.timeout,
-                return_logprobs=with_logprobs[i],
-                top_logprobs=tops[i] if with_logprobs[i] else 0,
-                prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
-            ),
-            names={**_NAMES, "prompt": param},
+    requests = []
+    for i in range(count):
+        request = GenerateRequest(
+            rid=new_rid(names[i]),
+            token_ids=prompts[i],
+            sampling=native_sampling(samplings[i], max_new_tokens=limits[i], bad_words=bad_words[i]),
+            cache_salt=salt_of(body.cache_salt, body.extra_key),
+            priority=body.priority or 0,
+            deadline_s=body.timeout,
+            return_logprobs=with_logprobs[i],
+            top_logprobs=tops[i] if with_logprobs[i] else 0,
+            prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
         )
-        for i in range(count)
-    ]
+        requests.append(checked(service, request, names={**_NAMES, "prompt": param}))
+        await asyncio.sleep(0)  # 256 of them take long
+    check_together(requests)
     return NativeJob(
         service=service,
         requests=requests,
@@ -182,7 +191,7 @@ def _cut(service: Service, ids: TokenIds, body: NativeRequest, sampling: NativeS
     return truncated(service, ids, sampling.truncate, max_new_tokens=limit, param="truncate")
 
 
-async def _prompts(service: Service, body: NativeRequest) -> tuple[list[TokenIds], bool, str]:
+async def _prompts(service: Service, body: NativeRequest, *, must_fit: bool) -> tuple[list[TokenIds], bool, str]:
     """Ids of each prompt, whether they came as a list, and the field they came in."""
     given = {"text": body.text, "input_ids": body.input_ids, "inputs": body.inputs}
     named = [name for name, value in given.items() if value is not None]
@@ -190,15 +199,13 @@ async def _prompts(service: Service, body: NativeRequest) -> tuple[list[TokenIds
         raise InvalidRequest(f"give exactly one of text, input_ids and inputs; got {named or 'none'}", param="text")
     param = named[0]
     if body.input_ids is not None:
-        flat = [each for each in body.input_ids if isinstance(each, int)]
-        if flat or not body.input_ids:
-            return [to_ids(flat, param=param)], False, param
-        rows = [each for each in body.input_ids if isinstance(each, list)]
+        is_batch = bool(body.input_ids) and isinstance(body.input_ids[0], list)
+        rows: list[Any] = body.input_ids if is_batch else [body.input_ids]
         check_count(len(rows), param=param)
-        return [to_ids(row, param=param) for row in rows], True, param
+        return await prompts_of_ids(service, rows, param=param, must_fit=must_fit), is_batch, param
     texts = body.text if isinstance(body.text, list) else [body.text if body.text is not None else body.inputs or ""]
     check_count(len(texts), param=param)
-    return [await service.encode(text) for text in texts], isinstance(body.text, list), param
+    return await service.encode_all(texts, param=param, must_fit=must_fit), isinstance(body.text, list), param
 
 
 def _each(value: T | list[T], count: int, param: str) -> list[T]:

@@ -1,8 +1,10 @@
 """The bodies of the native API (SGLang's ``/generate`` and its neighbours); ``inputs`` and ``parameters`` are TGI's."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from deployments.body import WireType
+from pydantic import Field
+
+from deployments.body import MAX_PROMPTS, Items, Named, WireType
 
 
 class NativeSampling(WireType):
@@ -15,15 +17,15 @@ class NativeSampling(WireType):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     n: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Named[float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     sampling_seed: int | None = None
     seed: int | None = None  # TGI's name
     truncate: int | None = None  # TGI's truncate_prompt_tokens
@@ -37,16 +39,16 @@ class NativeSampling(WireType):
 
 
 class NativeRequest(WireType):
-    rid: str | list[str] | None = None
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    rid: str | Items[str] | None = None
+    text: str | Items[str] | None = None
+    input_ids: Items[int] | Items[Items[int]] | None = None
     inputs: str | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    sampling_params: NativeSampling | Annotated[Items[NativeSampling], Field(max_length=MAX_PROMPTS)] | None = None
     parameters: NativeSampling | None = None
     truncate_prompt_tokens: int | None = None  # the last so many tokens of each prompt; -1: as many as fit
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
+    return_logprob: bool | Items[bool] | None = None
+    logprob_start_len: int | Items[int] | None = None
+    top_logprobs_num: int | Items[int] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     priority: int | None = None

@@ -5,7 +5,7 @@ Every field may be null, which means its default. Meanings and limits are `Sampl
 
 from typing import Any
 
-from deployments.body import WireType
+from deployments.body import Items, Named, WireType
 
 
 class StreamOptions(WireType):
@@ -23,8 +23,8 @@ class SamplingFields(WireType):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -33,9 +33,9 @@ class SamplingFields(WireType):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Named[float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     truncate_prompt_tokens: int | None = None  # the last so many tokens of a prompt; -1: as many as fit
     prompt_logprobs: int | None = None
     stream: bool | None = None
@@ -63,7 +63,7 @@ class SamplingFields(WireType):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[int] | list[str] | list[list[int]] | None = None
+    prompt: str | Items[int] | Items[str] | Items[Items[int]] | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -72,15 +72,15 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatRequest(SamplingFields):
-    messages: list[dict[str, Any]]
+    messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -89,11 +89,11 @@ class ChatRequest(SamplingFields):
 
 class TokenizeRequest(WireType):
     model: str | None = None
-    prompt: str | list[str] | None = None
-    messages: list[dict[str, Any]] | None = None
+    prompt: str | Items[str] | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     # with messages, as ChatRequest
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
@@ -105,5 +105,5 @@ class TokenizeRequest(WireType):
 
 class DetokenizeRequest(WireType):
     model: str | None = None
-    tokens: list[int] | list[list[int]]
+    tokens: Items[int] | Items[Items[int]]
     skip_special_tokens: bool | None = None

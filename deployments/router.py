@@ -11,6 +11,7 @@ Thread:    Serve's event loop for this replica; Serve's own router runs on anoth
 import asyncio
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import logging
 import secrets
@@ -117,6 +118,8 @@ class RouterIngress:
         log.info("%s", logs.WAITS_FOR_REPLICA)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
+        gc.collect()
+        gc.freeze()  # what is there stays; to look through it again, as after a body of many values, takes 100 ms
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._config.router
@@ -229,6 +232,7 @@ def _service(
         registry=registry,
         max_body_bytes=config.router.max_body_bytes,
         isolates_keys=config.router.cache_isolation == "key",
+        body_timeout_s=config.router.body_timeout_s,
         version=importlib.metadata.version("manta"),
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
-from deployments.body import WireType, read_body
-from deployments.convert import check_model, salt_of, to_ids
+from deployments.body import Items, WireType, read_body
+from deployments.convert import check_model, prompts_of_ids, salt_of
 from deployments.dispatch import Dispatcher
 from deployments.http_errors import RETRY_AFTER_S, error_body
 from deployments.keys import admin_only, caller_of, scoped
@@ -35,10 +35,10 @@ class ExplainRequest(WireType):
     """One prompt in any of the forms that the generating routes take."""
 
     model: str | None = None
-    prompt: str | list[int] | None = None  # as /v1/completions
-    messages: list[dict[str, Any]] | None = None  # as /v1/chat/completions
+    prompt: str | Items[int] | None = None  # as /v1/completions
+    messages: Items[dict[str, Any]] | None = None  # as /v1/chat/completions
     text: str | None = None  # as /generate
-    input_ids: list[int] | None = None
+    input_ids: Items[int] | None = None
     max_tokens: int = 128
     priority: int | None = None
     cache_salt: str | None = None
@@ -101,8 +101,10 @@ async def _ids(service: Service, body: ExplainRequest) -> TokenIds:
     value = given[param]
     if param == "messages":
         ids = await service.encode_chat(value, add_generation_prompt=True)
+    elif isinstance(value, str):
+        ids = await service.encode(value, param=param)
     else:
-        ids = await service.encode(value) if isinstance(value, str) else to_ids(value, param=param)
+        [ids] = await prompts_of_ids(service, [value], param=param)
     if not len(ids):
         raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
     service.check_length(len(ids), param=param)

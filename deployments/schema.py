@@ -45,6 +45,7 @@ class RouterSettings(Settings):
     count: int = Field(default=1, ge=1)  # routers; each is an HTTP ingress
     cpus: float = Field(default=0.0, ge=0)
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
+    body_timeout_s: float = Field(default=60.0, gt=0)  # a body that is not complete by then is answered with 408
     max_tries: int = Field(default=3, ge=1)  # replicas that one request may be sent to, one after the other
     retry_wait_s: float = Field(default=30.0, ge=0)  # how long a request whose replica died waits for another one
     report_period_s: float = Field(default=0.1, gt=0, le=10)  # how often replicas send cache events and statistics

@@ -62,6 +62,8 @@ class ServedEngine:
         self._leases: dict[str, _Lease] = {}  # by rid
         self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
         self._reporter: asyncio.Task[None] | None = None
+        self._flush: asyncio.Task[bool] | None = None  # the attempt that is made, or the last
+        self._flush_again_s = 0.0  # when the next one may be made
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
         """Connect to a router. A connection that lives is kept, with its requests, unless the router wants a new one.
@@ -139,13 +141,23 @@ class ServedEngine:
         )
 
     async def flush_cache(self, timeout_s: float) -> bool:
-        """Forget every cached prefix; waits ``timeout_s`` for requests to end, and returns False if they do not."""
+        """Forget every cached prefix; waits ``timeout_s`` for requests to end, and returns False if they do not.
+
+        However many callers wait, the engine is asked once each FLUSH_POLL_S.
+        """
         deadline_s = time.monotonic() + timeout_s
-        while not await self.loop.run_on_engine(lambda engine: engine.flush_cache()):
+        while True:
+            if self._flush is None or self._flush.done():
+                self._flush = asyncio.create_task(self._try_flush())
+            if await asyncio.shield(self._flush):  # of all callers: one that leaves does not end it
+                return True
             if time.monotonic() >= deadline_s:
                 return False
-            await asyncio.sleep(FLUSH_POLL_S)
-        return True
+
+    async def _try_flush(self) -> bool:
+        await asyncio.sleep(max(self._flush_again_s - time.monotonic(), 0))
+        self._flush_again_s = time.monotonic() + FLUSH_POLL_S
+        return await self.loop.run_on_engine(lambda engine: engine.flush_cache())
 
     async def abort(self, name: str | None, owner: str | None) -> int:
         """Abort the open requests that clients know as ``name``, or all of them; how many there were.

@@ -2,12 +2,13 @@
 
 Owns:   the form of these answers.
 Never:  asks a replica; the router has a tokenizer of its own.
-Thread: the router's event loop; long texts are tokenised on another (service.py).
+Thread: the router's event loop; texts, and the answers, are made on others (service.py).
 """
 
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 
 from deployments.body import read_body
 from deployments.chat import refuse_tools, template_options
@@ -17,44 +18,55 @@ from deployments.service import service_of
 from replicas.errors import InvalidRequest
 
 router = APIRouter()
+MAX_DETOKENIZED = 1 << 17  # ids of one request
 
 
 @router.post("/tokenize")
 @router.post("/v1/tokenize")
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, TokenizeRequest, max_bytes=service.max_body_bytes)
     check_model(service, body.model)
     special = True if body.add_special_tokens is None else body.add_special_tokens
-    tokens: list[int] | list[list[int]]
     if body.messages is not None:
         refuse_tools(body)
-        tokens = (await service.encode_chat(body.messages, **template_options(body))).tolist()
-    elif isinstance(body.prompt, list):
-        check_count(len(body.prompt), param="prompt")
-        rows = [(await service.encode(text, add_special_tokens=special)).tolist() for text in body.prompt]
-        return {"tokens": rows, "count": [len(row) for row in rows], "max_model_len": service.model.context_len}
+        rows = [await service.encode_chat(body.messages, **template_options(body))]
     elif body.prompt is not None:
-        tokens = (await service.encode(body.prompt, add_special_tokens=special)).tolist()
+        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        check_count(len(texts), param="prompt")
+        rows = await service.encode_all(texts, add_special_tokens=special, together=True)
     else:
         raise InvalidRequest("prompt: is missing; give a prompt or messages", param="prompt")
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.model.context_len}
+    is_list = body.messages is None and isinstance(body.prompt, list)
+
+    def answer() -> Response:
+        tokens, counts = [row.tolist() for row in rows], [len(row) for row in rows]
+        either = {"tokens": tokens, "count": counts} if is_list else {"tokens": tokens[0], "count": counts[0]}
+        return JSONResponse({**either, "max_model_len": service.model.context_len})
+
+    return await service.encoding.run(answer, size=sum(map(len, rows)))
 
 
 @router.post("/detokenize")
 @router.post("/v1/detokenize")
-async def detokenize(request: Request) -> dict[str, Any]:
+async def detokenize(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, DetokenizeRequest, max_bytes=service.max_body_bytes)
     check_model(service, body.model)
-    flat = [token for token in body.tokens if isinstance(token, int)]
     skip = True if body.skip_special_tokens is None else body.skip_special_tokens
-    if flat or not body.tokens:
-        text: str | list[str] = service.tokenizer.decode(to_ids(flat, param="tokens"), skip) if flat else ""
-    else:
-        rows = [row for row in body.tokens if isinstance(row, list)]
-        text = [service.tokenizer.decode(to_ids(row, param="tokens"), skip) for row in rows]
-    return {"prompt": text, "text": text}
+    is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
+    rows = [row for row in (body.tokens if is_list else [body.tokens]) if isinstance(row, list)]
+    num_tokens = sum(map(len, rows))
+    if num_tokens > MAX_DETOKENIZED:
+        message = f"tokens: {num_tokens:,} ids; at most {MAX_DETOKENIZED:,} go into one request"
+        raise InvalidRequest(message, param="tokens")
+
+    def answer() -> Response:
+        texts = [service.tokenizer.decode(to_ids(row, param="tokens"), skip) if row or is_list else "" for row in rows]
+        text = texts if is_list else texts[0]
+        return JSONResponse({"prompt": text, "text": text})
+
+    return await service.encoding.run(answer, size=num_tokens)
 
 
 @router.get("/tokenizer_info")

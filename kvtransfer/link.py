@@ -15,8 +15,9 @@ import os
 import selectors
 import socket
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvtransfer.bootstrap import Handshake
 from kvtransfer.errors import BadMessage, NotAuthenticated
@@ -32,6 +33,7 @@ READ_BYTES = 1 << 18
 DEAF_S = 1.0  # when no descriptor is left
 
 
+T = TypeVar("T")
 Ready = list[tuple[selectors.SelectorKey, int]]
 
 
@@ -43,6 +45,18 @@ class LinkHandler(Protocol):
     def heard(self, link: int, message: Message) -> None:
         """Raises: BadMessage."""
         ...
+
+
+def crowded_out(strangers: Iterable[tuple[T, str]]) -> T | None:
+    """Which of the strangers, with their hosts, the oldest first, must go before one more is let in; None: no one.
+
+    Of too many it is the oldest of the host that has most: one host cannot push out another's.
+    """
+    held = list(strangers)
+    if len(held) < MAX_STRANGERS:
+        return None
+    [(most, _)] = Counter(host for _, host in held).most_common(1)
+    return next(stranger for stranger, host in held if host == most)
 
 
 class _Connection:
@@ -217,11 +231,9 @@ class SocketLinks:
             self.send(link, message)
 
     def _make_room(self) -> None:
-        """Of too many strangers the oldest goes of the host that has most: one host cannot push out another's."""
         strangers = [(link, c.host) for link, c in self._connections.items() if c.handshake is not None and c.host]
-        if len(strangers) >= MAX_STRANGERS:
-            [(most, _)] = Counter(host for _, host in strangers).most_common(1)
-            self.close(next(link for link, host in strangers if host == most))
+        if (leaves := crowded_out(strangers)) is not None:
+            self.close(leaves)
 
     def _serve(self, link: int, mask: int, handler: LinkHandler) -> None:
         connection = self._connections[link]

@@ -33,6 +33,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
+def encoded(rust: RustTokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
+    """Ids [L] of ``text``: of a batch of one, since a batch releases the GIL."""
+    [found] = rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return np.asarray(found.ids, dtype=np.int32)
+
+
 class ControlTokens:
     """The control tokens of one tokenizer: its special tokens, and those that frame the turns of a chat."""
 
@@ -89,7 +95,7 @@ class ControlTokens:
         Raises: InvalidRequest when the tokenizer's model makes a control token of plain text.
         """
         named = self._whole.sub(lambda found: self._names[found[0]], rendered)
-        ids = np.asarray(self._named.encode(self.show(named), add_special_tokens=False).ids, dtype=np.int32)
+        ids = encoded(self._named, self.show(named), add_special_tokens=False)
         known = self._known_ids[ids]
         for i, by_name in zip(known.tolist(), ids.tolist(), strict=True):
             if i in self.ids and by_name not in self._name_ids:

@@ -13,16 +13,15 @@ Thread:    any; nothing changes after the constructor.
 import functools
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from replicas.control_tokens import ROLES, ControlTokens
+from replicas.control_tokens import ROLES, ControlTokens, encoded
 from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.token_bytes import PieceDecoder
 from replicas.types import TokenIds
@@ -49,6 +48,7 @@ class Tokenizer:
         pieces = [b""] * (max(vocab.values(), default=-1) + 1)
         for content, token_id in vocab.items():
             pieces[token_id] = decoder.added(content) if token_id in added else decoder.ordinary(content)
+        self._token_len = _token_len(pieces, decoder, self._rust.normalizer)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces = pieces
         self._visible = [b"" if i in self.special_ids else piece for i, piece in enumerate(pieces)]
@@ -89,7 +89,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Ids [L] of ``text``. Raises InvalidRequest for text that has no UTF-8 form (a lone surrogate)."""
         _check_unicode(text)
-        return np.asarray(self._rust.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+        return encoded(self._rust, text, add_special_tokens=add_special_tokens)
+
+    def least_tokens(self, num_characters: int) -> int:
+        """Tokens that a text of so many characters has at least; 0 where one token may stand for any number of them."""
+        return 0 if self._token_len is None else num_characters // self._token_len
 
     def chat(
         self,
@@ -98,6 +102,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        check: Callable[[str], None] | None = None,
         **template_kwargs: Any,
     ) -> TokenIds:
         """Ids [L] of a conversation in the model's chat template.
@@ -107,10 +112,14 @@ class Tokenizer:
         texts, joined by newlines.
 
         Args:   continue_final_message: leave the last message open, for the model to go on (no generation prompt then).
+                check: called with the text before it is encoded, to raise where that is not worth it.
                 template_kwargs: variables for the template (``chat_template_kwargs`` of the wire).
-        Raises: InvalidRequest when there is no template, a message is malformed, or the template refuses.
+        Raises: InvalidRequest when there is no template, a message is malformed, or the template refuses; what
+                ``check`` raises.
         """
         text, hides = self._rendered(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        if check is not None:
+            check(text)
         if not hides:
             return self.encode(text, add_special_tokens=False)  # the template writes them
         _check_unicode(text)
@@ -240,6 +249,24 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """``token_bytes`` as text; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
+
+
+def _token_len(pieces: Sequence[bytes], decoder: PieceDecoder, normalizer: Any) -> int | None:
+    """Characters that one token stands for at most; None: any number, as of an unknown word, or of what a normalizer
+    leaves out."""
+    if decoder.kind == "words" or (decoder.kind == "sentencepiece" and not decoder.byte_fallback):
+        return None
+    longest = max(map(len, pieces), default=1)
+    state: Any = {} if normalizer is None else json.loads(normalizer.__getstate__())
+    for step in state.get("normalizers", [state] if state else []):
+        kind, pattern = step["type"], step.get("pattern", {}).get("String")
+        if kind in ("NFC", "NFKC"):
+            longest *= 4  # the longest composition: a letter and three marks
+        elif kind == "Replace" and pattern is not None and len(pattern) <= len(step["content"]):
+            pass
+        elif kind not in ("Prepend", "NFD", "NFKD"):
+            return None
+    return longest
 
 
 def _load(path: str) -> Any:

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from kvtransfer.types import PdTicket, TransferStats
 from replicas.errors import InvalidRequest
 
-MAX_PROMPT_LOGPROBS = 1_000_000  # of one request, alternatives counted: about 30 MB on their way to the client
+MAX_PROMPT_LOGPROBS = 300_000  # of one HTTP request, alternatives and choices counted: about 10 MB of its answer
+MAX_STOP_CHARACTERS = 16 << 10  # of a request, in all: the automaton that finds them takes 350 bytes for each
+MAX_DEADLINE_S = 7 * 24 * 3600.0  # of a request
 TokenIds = npt.NDArray[np.int32]  # [n] token ids
 
 
@@ -112,6 +114,7 @@ class SamplingParams:
             _check(name, _finite(value) and -2 <= value <= 2, f"must be between -2 and 2, got {value}")
         _check("n", 1 <= self.n <= 128, f"must be between 1 and 128, got {self.n}")
         _check("seed", 0 <= self.seed < 2**64, f"must be between 0 and 2**64 - 1, got {self.seed}")
+        _check("logit_bias", len(self.logit_bias) <= 1024, f"at most 1,024 tokens, got {len(self.logit_bias)}")
         for token, bias in self.logit_bias:
             _check("logit_bias", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
             _check("logit_bias", _finite(bias) and -100 <= bias <= 100, f"{bias} is not between -100 and 100")
@@ -121,7 +124,9 @@ class SamplingParams:
             _check("stop_token_ids", 0 <= token < vocab_size, f"token {token} is not in the vocabulary of {vocab_size}")
         _check("stop", len(self.stop) <= 64, f"at most 64 stop strings, got {len(self.stop)}")
         _check("stop", all(0 < len(s) <= 1024 for s in self.stop), "each stop string must have 1 to 1,024 characters")
-
+        num_characters = sum(map(len, self.stop))
+        at_most = f"at most {MAX_STOP_CHARACTERS:,} characters in all, got {num_characters:,}"
+        _check("stop", num_characters <= MAX_STOP_CHARACTERS, at_most)
 
     def _validate_masks(self, vocab_size: int) -> None:
         allowed, bad = self.allowed_token_ids, self.bad_words
@@ -133,6 +138,16 @@ class SamplingParams:
         last = {word[-1] for word in bad}
         left = len(last) < vocab_size if allowed is None else not last.issuperset(allowed)
         _check("bad_words", left, "each token that is allowed ends one of them: allow one more")
+
+
+def check_prompt_logprobs(num_logprobs: int) -> None:
+    """Raises: InvalidRequest for more than one answer is given."""
+    _check(
+        "logprobs",
+        num_logprobs <= MAX_PROMPT_LOGPROBS,
+        f"{num_logprobs:,} logprobs of the prompt were asked for, at most {MAX_PROMPT_LOGPROBS:,} are given: ask for "
+        "fewer alternatives, prompts or choices, or start later",
+    )
 
 
 def _finite(value: float) -> bool:
@@ -208,23 +223,25 @@ class GenerateRequest:
         """Sequences that end here, each with a finish: all of the request, but one for the prefill leg."""
         return 1 if self.hand_off is not None and self.hand_off.leg is PdLeg.PREFILL else self.sampling.n
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Logprobs of prompt tokens in the answer, alternatives and choices counted."""
+        if self.prompt_logprobs_from is None:
+            return 0
+        return (len(self.token_ids) - self.prompt_logprobs_from) * (1 + self.top_logprobs) * self.sampling.n
+
     def validate(self, *, vocab_size: int) -> None:
         """Raises InvalidRequest. Lengths are the engine's to judge, which knows the context and the pool."""
         _check("prompt", len(self.token_ids) > 0, "is empty; give at least one token")
         _check("priority", -1000 <= self.priority <= 1000, "must be between -1000 and 1000")
         _check("top_logprobs", 0 <= self.top_logprobs <= 20, f"must be between 0 and 20, got {self.top_logprobs}")
-        _check("timeout", self.deadline_s is None or self.deadline_s > 0, "must be positive")
+        in_bounds = self.deadline_s is None or 0 < self.deadline_s <= MAX_DEADLINE_S
+        _check("timeout", in_bounds, f"must be positive and at most {MAX_DEADLINE_S:,.0f} seconds")
         low, high = int(self.token_ids.min()), int(self.token_ids.max())
         _check("prompt", low >= 0 and high < vocab_size, f"token ids must be in [0, {vocab_size}), got {low}..{high}")
         start = self.prompt_logprobs_from
         _check("logprob_start_len", start is None or 0 <= start <= len(self.token_ids), "lies outside the prompt")
-        num_logprobs = 0 if start is None else (len(self.token_ids) - start) * (1 + self.top_logprobs)
-        _check(
-            "logprobs",
-            num_logprobs <= MAX_PROMPT_LOGPROBS,
-            f"{num_logprobs:,} logprobs of the prompt were asked for, at most {MAX_PROMPT_LOGPROBS:,} are given: ask "
-            "for fewer alternatives or start later",
-        )
+        check_prompt_logprobs(self.num_prompt_logprobs)
         self.sampling.validate(vocab_size=vocab_size)
 
 
@@ -262,6 +279,11 @@ class TokenDelta:
     finish: Finish | None = None  # on the last delta of the choice
     hand_off: HandOffReport | None = None  # once, where one was tried
     stages: StageTimes | None = None  # on the last delta of a choice, unless the engine itself has died
+
+    @property
+    def is_part(self) -> bool:
+        """Some of the prompt's logprobs; the rest comes with the first token."""
+        return bool(self.prompt_logprobs) and not self.token_ids and self.finish is None
 
     @property
     def is_report(self) -> bool:

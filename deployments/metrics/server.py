@@ -1,13 +1,14 @@
 """A process's metrics over HTTP, on a port of their own: whoever scrapes must meet this process and no other.
 
 Owns:      one socket, taken before there is anything to show, and its thread; each scrape has a thread of its own for
-           as long as it lasts.
+           as long as it lasts, and at most `MAX_SCRAPES` last.
 Never:     answers on an event loop: a scrape of a busy process waits for nobody, and nobody waits for it.
 Invariant: after `close` nothing listens.
 
 Text format 0.0.4, or OpenMetrics where asked for; gzip where accepted (the client library's WSGI app).
 """
 
+import contextlib
 import hmac
 import logging
 import socket
@@ -27,6 +28,8 @@ from replicas.errors import InvalidConfig
 log = logging.getLogger(__name__)
 
 READ_S = 10.0  # a client that says nothing for so long is not waited for
+LEAVES_S = 1.0  # how long one that is cut off may take to go
+MAX_SCRAPES = 16  # at once; one more, and the oldest is cut off
 
 
 class MetricsServer:
@@ -76,7 +79,29 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
         self.address_family = family
+        self._open: dict[Any, None] = {}  # sockets of scrapes, the oldest first
+        self._free = threading.Semaphore(MAX_SCRAPES)
+        self._lock = threading.Lock()
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            with self._lock, contextlib.suppress(OSError, StopIteration):
+                next(iter(self._open)).shutdown(socket.SHUT_RDWR)  # its thread finds the end and leaves
+            if not self._free.acquire(timeout=LEAVES_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                del self._open[request]
+            self._free.release()
 
     def server_bind(self) -> None:
         """Without the base's look-up of the host's full name, which can take seconds where no name server answers."""

@@ -163,6 +163,7 @@ class Scheduler:
         req.finish, req.ended_s = finish, self._clock()
         self.counters.count_end(finish.reason)
         self.legs.ended(req)
+        self.deadlines.remove(req)
 
     def schedule(self) -> StepPlan | None:
         """What to run next, or None when nothing can run; nothing may be under way. Slots are taken here; `apply` must
@@ -251,6 +252,7 @@ class Scheduler:
         for req in held:
             assert req.holding is not None, f"{req.rid} is {req.state} and holds nothing"
         self.under_way.check()
+        self.deadlines.check()
         self.kv.check([*held, *self.under_way.ended])
 
     def _wait(self, req: Req) -> None:

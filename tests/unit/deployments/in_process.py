@@ -143,8 +143,11 @@ class ScriptedReplica:
     It dies (its connection ends, its leases fail) before it would send token number ``die_at`` of a request, once.
     """
 
-    def __init__(self, replica_id: str, *, die_at: int | None = None, refuse: MantaError | None = None) -> None:
+    def __init__(
+        self, replica_id: str, *, die_at: int | None = None, refuse: MantaError | None = None, token_s: float = 0.0
+    ) -> None:
         self.replica_id = replica_id
+        self.token_s = token_s  # from one token of a request to the next
         self.die_at = die_at
         self.refuse = refuse
         self.finish = Finish(reason=FinishReason.LENGTH)  # how a request ends after its last token
@@ -218,7 +221,7 @@ class ScriptedReplica:
                 raise ReplicaGone(f"replica {self.replica_id} died")
             finish = self.finish if position == wanted - 1 else None
             client.sink([token(request, index, position, finish) for index in range(request.sampling.n)])
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.token_s)
 
     async def report(self) -> ReplicaReport:
         stats = dataclasses.replace(self.stats, cache_event_seq=self.cache.seq)

@@ -3,7 +3,16 @@
 import numpy as np
 
 from deployments.leases import ReplicaInfo
-from replicas.types import EngineStats, Finish, GenerateRequest, PoolStats, SamplingParams, TokenDelta, Usage
+from replicas.types import (
+    EngineStats,
+    Finish,
+    GenerateRequest,
+    PoolStats,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
 from routing.types import Role
 
 
@@ -25,7 +34,24 @@ def ask(
 def token(request: GenerateRequest, index: int, position: int, finish: Finish | None) -> TokenDelta:
     usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=position + 1, cached_tokens=0)
     return TokenDelta(
-        rid=request.rid, index=index, token_ids=(1000 + position,), text=f"<{position}>", usage=usage, finish=finish
+        rid=request.rid,
+        index=index,
+        token_ids=(1000 + position,),
+        text=f"<{position}>",
+        prompt_logprobs=() if position else prompt_logprobs(request),
+        usage=usage,
+        finish=finish,
+    )
+
+
+def prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob, ...]:
+    """As asked for, each of the same value."""
+    if request.prompt_logprobs_from is None:
+        return ()
+    top = tuple((1000 + token, -1.5) for token in range(request.top_logprobs))
+    return tuple(
+        TokenLogprob(token_id=int(token), logprob=-1.25, top=top)
+        for token in request.token_ids[request.prompt_logprobs_from :]
     )
 
 

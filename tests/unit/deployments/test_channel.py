@@ -4,15 +4,15 @@ import asyncio
 import dataclasses
 import shutil
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from deployments.cache_frames import encode_events, encode_snapshot
-from deployments.channel_client import ChannelClient, batches
+from deployments.channel_client import ChannelClient, batches, parts
 from deployments.channel_server import ChannelAddress, ChannelServer
-from deployments.frames import Hello, ReplicaReport, encode_deltas, encode_hello, encode_report
+from deployments.frames import HEADER, FrameKind, Hello, ReplicaReport, encode_deltas, encode_hello, encode_report
 from deployments.leases import ReplicaGone
 from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
@@ -23,13 +23,13 @@ from tests.unit.deployments.sample_values import stats
 class Desk:
     """A server and what it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hello_s: float = 5.0) -> None:
         self.reports: list[tuple[str, ReplicaReport]] = []
         self.lost: list[str] = []
         self.event = asyncio.Event()
         self.events: list[tuple[str, int]] = []  # (replica, seq)
         self.snapshots: list[tuple[str, int]] = []  # (replica, pages)
-        self.server = ChannelServer(self, lost_error=lambda r: ReplicaGone(f"{r} was lost"))
+        self.server = ChannelServer(self, lost_error=lambda r: ReplicaGone(f"{r} was lost"), hello_s=hello_s)
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None:
         self.reports.append((replica_id, report))
@@ -191,11 +191,80 @@ async def test_events_and_snapshots_come_in_the_order_they_were_sent(desk: Desk)
     assert (desk.events, desk.snapshots) == ([("r0", 1)], [("r0", 0)])
 
 
+async def until(found: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not found():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("said", [b"", b"\x00\x10"])
+async def test_who_says_no_hello_is_gone_in_its_time(said: bytes) -> None:
+    desk = Desk(hello_s=0.1)
+    address = await listen(desk)
+    silent, writer = await asyncio.open_connection(address.host, address.port)
+    replica = await connect(address)
+    writer.write(said)
+    assert await asyncio.wait_for(silent.read(), 5) == b""
+    assert (desk.server.num_strangers, replica.lost) == (0, False)
+    writer.close()
+    replica.close()
+    await desk.server.stop()
+
+
+async def test_a_stranger_may_not_announce_more_than_4_kib_and_a_replica_may(desk: Desk) -> None:
+    address = await listen(desk)
+    stranger, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(HEADER.pack(4097, FrameKind.HELLO))
+    assert await asyncio.wait_for(stranger.read(), 5) == b""
+    writer.close()
+    stream = desk.server.open(["a"], replica_id="r0")
+    _, writer = await asyncio.open_connection(address.host, address.port)
+    long = dataclasses.replace(delta("a", 0), text="x" * 5000)
+    writer.write(encode_hello(Hello(token=address.token, replica_id="r0")) + encode_deltas([long]))  # in one packet
+    assert await asyncio.wait_for(stream.take(), 5) == [long]
+    writer.close()
+
+
+async def test_of_65_strangers_the_oldest_goes_and_replicas_stay(desk: Desk) -> None:
+    address = await listen(desk)
+    replica = await connect(address)
+    strangers = []
+    for num in range(1, 66):
+        strangers.append(await asyncio.open_connection(address.host, address.port))
+        await until(lambda num=num: desk.server.num_strangers == min(num, 64))  # type: ignore[misc]
+    assert await asyncio.wait_for(strangers[0][0].read(), 5) == b""
+    assert (desk.server.num_strangers, replica.lost, desk.server.is_connected("r0")) == (64, False, True)
+    for _, writer in strangers:
+        writer.close()
+    await until(lambda: desk.server.num_strangers == 0)
+
+
+HEAVY = tuple(  # about 70 kB in a frame
+    TokenLogprob(token_id=token, logprob=-1.0, top=tuple((other, -1.0) for other in range(20))) for token in range(100)
+)
+
+
 def test_large_deltas_travel_in_frames_of_their_own_and_in_order() -> None:
-    """Prompt logprobs of many requests at once must not add up to a frame that the router refuses."""
-    top = tuple((token, -1.0) for token in range(20))
-    heavy = tuple(TokenLogprob(token_id=1, logprob=-1.0, top=top) for _ in range(1000))  # about 670 kB
-    deltas = [dataclasses.replace(delta(f"r{i}", i), prompt_logprobs=heavy if i % 2 else ()) for i in range(6)]
+    """Prompt logprobs of many requests at once must not add up to a frame that stops the router while it reads it."""
+    deltas = [dataclasses.replace(delta(f"r{i}", i), prompt_logprobs=HEAVY if i % 2 else ()) for i in range(6)]
     cut = list(batches(deltas))
     assert [[each.rid for each in batch] for batch in cut] == [["r0", "r1", "r2"], ["r3", "r4"], ["r5"]]
-    assert all(len(encode_deltas(batch)) < 1 << 20 for batch in cut)
+    assert all(len(encode_deltas(batch)) < 1 << 17 for batch in cut)
+
+
+async def test_a_long_prompts_logprobs_travel_in_parts_and_are_one_delta_again(desk: Desk) -> None:
+    client = await connect(await listen(desk))
+    stream = desk.server.open(["a"], replica_id="r0")
+    whole = dataclasses.replace(delta("a", 0), prompt_logprobs=HEAVY * 20)  # 42,000 logprobs
+    assert [len(part.prompt_logprobs) for part in parts(whole)] == [97] * 19 + [60, 97]
+    assert list(parts(delta("a", 0))) == [delta("a", 0)]
+    for part in list(parts(whole))[:2]:
+        stream.put(part)
+    assert stream.is_empty  # nobody is told of a part
+    stream.fail(ReplicaGone("r0 was lost"))
+    with pytest.raises(ReplicaGone):
+        await stream.take()
+    desk.server.close(stream)
+    stream = desk.server.open(["a"], replica_id="r0")
+    client.sink([whole])
+    assert await stream.take() == [whole]

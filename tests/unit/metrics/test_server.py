@@ -1,7 +1,10 @@
 """A process's metrics over HTTP."""
 
+import contextlib
 import gzip
 import logging
+import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -65,6 +68,19 @@ def test_a_scraper_that_hangs_up_is_worth_a_line_of_the_log_and_no_stack(
         server._server.handle_error(None, ("192.0.2.7", 5))
     assert "a scrape from ('192.0.2.7', 5) failed: ConnectionResetError('gone')" in caplog.text
     assert capsys.readouterr().err == ""
+
+
+def test_however_many_connect_and_say_nothing_few_threads_wait_and_a_scrape_is_answered(server: MetricsServer) -> None:
+    host, port = server.address.split(":")
+    with contextlib.ExitStack() as held:
+        silent = [held.enter_context(socket.create_connection((host, int(port)), timeout=5)) for _ in range(40)]
+        assert get(server.address)[1].startswith(b"# HELP")
+        waiting = [each for each in threading.enumerate() if "process_request_thread" in each.name]
+        assert len(waiting) <= 16
+        assert silent[0].recv(1) == b""  # the oldest was cut off
+        silent[-1].settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)
 
 
 def test_each_takes_a_free_port_and_says_which() -> None:

@@ -135,6 +135,23 @@ def test_a_prompt_whose_request_ends_while_its_step_is_under_way_gives_back_what
     assert (bench.kv.stats().protected_pages, bench.kv.stats().reserved_pages) == (0, 0)
 
 
+def test_of_ended_requests_no_deadline_is_kept_whatever_is_open_before_them() -> None:
+    bench = Bench()
+    first = bench.submit([1, 2, 3], max_new_tokens=100, deadline_s=10.0)
+    ended = [bench.submit([1, 2, 3, i], max_new_tokens=5, deadline_s=20.0 + i) for i in range(500)]
+    for req in ended:
+        bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))
+    deadlines = bench.scheduler.deadlines
+    kept = [entry.req for entry in deadlines._heap]
+    assert len(kept) <= 66
+    assert [req for req in kept if req is not None] == [first]
+    assert deadlines.next_s == 10.0
+    bench.clock.now_s = 11.0
+    bench.scheduler.schedule()
+    assert (len(deadlines.take_expired()), deadlines.next_s) == (1, None)
+    bench.scheduler.check()
+
+
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     bench = Bench()
     running = bench.submit([1, 2, 3], max_new_tokens=100, deadline_s=0.05)

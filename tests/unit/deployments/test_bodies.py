@@ -1,0 +1,322 @@
+"""Bodies that are long to read, come slowly or not to their end.
+
+The router's loop and another client's stream go on while a long one is refused or served.
+
+A gap of the loop is judged by the smaller of two clocks: the wall's, and the CPU time that this process spent in the
+gap on whatever thread. A machine that gave us no CPU stretches the first and not the second; threads that work beside
+the loop without the GIL fill the second and not the first; a loop that is blocked, or kept from the GIL, moves both.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import json
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from deployments.body import check_shape
+from deployments.following import Unwatched
+from deployments.http_app import make_app
+from deployments.http_errors import Busy
+from deployments.model_face import read_face
+from deployments.schema import ModelSettings
+from deployments.service import BoundedExecutor, Service
+from replicas.errors import InvalidRequest
+from replicas.tokenizer import Tokenizer
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House, ScriptedReplica
+
+pytestmark = pytest.mark.model
+BYTES = 4 << 20  # router.max_body_bytes
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+HI = [{"role": "user", "content": "hi"}]
+LEAST, MOST, LONGEST_S = 3, 20, 2.0  # each body is sent so often, or fewer times where that takes longer
+
+
+def full(field: str, item: str, *, begins: str = "[", ends: str = "]") -> bytes:
+    """A body of 4 MB with as many of ``item`` in ``field`` as fit."""
+    head, tail = f'{{"{field}":{begins}', f"{ends}}}"
+    return (head + ",".join([item] * ((BYTES - len(head) - len(tail)) // (len(item) + 1))) + tail).encode()
+
+
+def as_json(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+WORDS = "word " * (BYTES // 5 - 10)
+LONG: dict[str, tuple[str, Callable[[], bytes], int]] = {
+    # name: route, body, status
+    "words": (TEXT, lambda: as_json(prompt=WORDS), 400),
+    "digits": (TEXT, lambda: as_json(prompt="1234567890" * (BYTES // 10 - 10)), 400),
+    "one letter": (TEXT, lambda: as_json(prompt="a" * (BYTES - 100)), 400),
+    "as long as may fit": (TEXT, lambda: as_json(prompt="1" * 660_000), 400),
+    "256 prompts": (TEXT, lambda: as_json(prompt=[WORDS[:16_000]] * 256, max_tokens=2), 200),
+    "256 native prompts": (
+        NATIVE, lambda: as_json(text=[WORDS[:16_000]] * 256, sampling_params={"max_new_tokens": 2}), 200
+    ),
+    "256 prompts of ids": (TEXT, lambda: as_json(prompt=[[7] * 4000] * 256, max_tokens=2), 200),
+    "echo and logprobs": (TEXT, lambda: as_json(prompt=[WORDS[:16_000]] * 256, echo=True, logprobs=20), 400),
+    "echo and logprobs of one": (TEXT, lambda: as_json(prompt=[7] * 8190, echo=True, logprobs=3, max_tokens=2), 200),
+    "19,000 messages": (CHAT, lambda: as_json(messages=[{"role": "user", "content": "a"}] * 19_000), 400),
+    "8,000 messages": (CHAT, lambda: as_json(messages=[{"role": "user", "content": "a"}] * 8_000), 400),
+    "long message": (CHAT, lambda: as_json(messages=[{"role": "user", "content": WORDS}]), 400),
+    "control tokens": (CHAT, lambda: as_json(messages=[{"role": "user", "content": "<|im_end|>" * 60_000}]), 400),
+    "long template argument": (
+        CHAT, lambda: as_json(messages=HI, chat_template_kwargs={"a": "<|im_end|>" * 419_000}), 400
+    ),
+    "prompt of nulls": (TEXT, lambda: full("prompt", "null"), 400),
+    "prompt of objects": (TEXT, lambda: full("prompt", "{}"), 400),
+    "prompt of lists": (TEXT, lambda: full("prompt", "[]"), 400),
+    "prompt of ids": (TEXT, lambda: full("prompt", "100"), 400),
+    "prompt of zeros": (TEXT, lambda: full("prompt", "0"), 400),
+    "stop": (TEXT, lambda: full("stop", "10000"), 400),
+    "stop of strings": (TEXT, lambda: full("stop", '"ab"'), 400),
+    "input_ids": (NATIVE, lambda: full("input_ids", "null"), 400),
+    "sampling_params": (NATIVE, lambda: as_json(text="a", sampling_params=[{}] * 32_000), 400),
+    "logit_bias": (TEXT, lambda: full("logit_bias", '"12345678901234567890123456":null', begins="{", ends="}"), 400),
+    "logit_bias of keys": (TEXT, lambda: as_json(prompt="a", logit_bias={str(i): None for i in range(130_000)}), 400),
+    "messages": (CHAT, lambda: full("messages", "null"), 400),
+    "messages of numbers": (CHAT, lambda: full("messages", "1.25"), 400),
+    "nested": (TEXT, lambda: b'{"prompt":' + b"[" * 200_000 + b"]" * 200_000 + b"}", 400),
+    "nested objects": (TEXT, lambda: b'{"a":' * 200_000 + b"1" + b"}" * 200_000, 400),
+    "unknown field": (TEXT, lambda: full("junk", '"ab"'), 400),
+    "tokenize": ("/tokenize", lambda: as_json(prompt=["1" * 2_500] * 256), 200),
+    "tokenize much": ("/tokenize", lambda: as_json(prompt=["1" * 16_000] * 256), 400),
+    "detokenize": ("/detokenize", lambda: as_json(tokens=[9] * 130_000), 200),
+    "detokenize much": ("/detokenize", lambda: full("tokens", "100"), 400),
+}
+
+
+class Heard(Unwatched):
+    """Hears of HTTP requests that came to no prompt."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None:
+        self.outcomes.append(outcome)
+
+
+class Heartbeat:
+    """Finds the longest time that the loop could not run."""
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+        self._last = (time.perf_counter(), time.process_time())
+
+    async def run(self) -> None:
+        self.look()
+        self.worst_s = 0.0
+        while True:
+            await asyncio.sleep(0.002)
+            self.look()
+
+    def look(self) -> None:
+        now = (time.perf_counter(), time.process_time())
+        self.worst_s = max(self.worst_s, min(now[0] - self._last[0], now[1] - self._last[1]))
+        self._last = now
+
+
+Answer = tuple[int, dict[bytes, bytes]]  # status and headers
+
+
+async def post(
+    app: Any, path: str, body: bytes, *, on_event: Callable[[], None] = lambda: None, receive: Any = None
+) -> Answer:
+    """``receive``: of a client that sends something else; ``on_event`` is called with each part of the answer."""
+    parts = [body[at : at + (1 << 16)] for at in range(0, len(body), 1 << 16)]
+    messages = iter([{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts])
+    answer: Answer = (0, {})
+
+    async def whole() -> dict[str, Any]:
+        for message in messages:
+            await asyncio.sleep(0)
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal answer
+        if message["type"] == "http.response.start":
+            answer = message["status"], dict(message["headers"])
+        on_event()
+
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+             "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")], "http_version": "1.1",
+             "scheme": "http", "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": ""}  # fmt: skip
+    async with asyncio.timeout(60):
+        await app(scope, receive or whole, send)
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def another_stream(app: Any, gap: Heartbeat) -> AsyncIterator[None]:
+    """Another client's stream of a token each 5 ms."""
+    body = as_json(prompt="x", max_tokens=8000, stream=True)
+    task = asyncio.create_task(post(app, TEXT, body, on_event=gap.look))
+    yield
+    assert not task.done(), "the stream ended before the bodies"
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODEL)
+
+
+@pytest.fixture
+async def app(tokenizer: Tokenizer) -> AsyncIterator[Any]:
+    """The whole app over a replica that makes a token of each choice each 5 ms."""
+    house = House(max_wait_s=math.inf)
+    await house.start()
+    house.add(ScriptedReplica("r0", token_s=0.005))
+    assert await house.fleet.wait_ready(5.0)
+    yield make_app(
+        Service(
+            model=read_face(ModelSettings(path=MODEL)),
+            tokenizer=tokenizer,
+            dispatcher=house.dispatcher,
+            fleet=house.fleet,
+            leases=house.leases,
+            settings={},
+        )
+    )
+    await house.stop()
+
+
+@pytest.fixture(autouse=True)
+def _frozen() -> Iterator[None]:
+    """What the tests before have left is not looked through again, as in the router (router.py)."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_a_long_body_stops_neither_the_loop_nor_another_clients_stream(app: Any, name: str) -> None:
+    route, made, status = LONG[name]
+    body, beats, gap = made(), Heartbeat(), Heartbeat()
+    assert len(body) <= BYTES
+    async with another_stream(app, gap):
+        await asyncio.sleep(0.05)
+        beating = asyncio.create_task(beats.run())
+        await asyncio.sleep(0.01)
+        gap.worst_s, num, started_s = 0.0, 0, time.monotonic()
+        while num < LEAST or (num < MOST and time.monotonic() - started_s < LONGEST_S):
+            assert (await post(app, route, body))[0] == status
+            num += 1
+        beating.cancel()
+    assert beats.worst_s < 0.1
+    assert gap.worst_s < 0.25
+
+
+class Cut:
+    """An ASGI client that sends half a body, and then what ``ends`` gives."""
+
+    def __init__(self, ends: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+        self._ends = ends
+        self._begun = False
+
+    async def receive(self) -> dict[str, Any]:
+        if self._begun:
+            return await self._ends()
+        self._begun = True
+        return {"type": "http.request", "body": b'{"prompt": "a', "more_body": True}
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_upload_has_cancelled_and_nothing_has_failed(
+    app: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def leaves() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    app.state.service.dispatcher.watch = heard = Heard()
+    app = make_app(app.state.service)
+    for route in (CHAT, TEXT, NATIVE, "/tokenize"):
+        assert (await post(app, route, b"", receive=Cut(leaves).receive))[0] == 499
+    # `RouterEvents.answered` counts "cancelled" and judges no objective by it
+    assert heard.outcomes == ["cancelled"] * 4
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(app: Any) -> None:
+    async def hangs() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    service = app.state.service
+    app.state.service = dataclasses.replace(service, body_timeout_s=0.05)
+    status, headers = await post(app, TEXT, b"", receive=Cut(hangs).receive)
+    assert (status, headers[b"connection"]) == (408, b"close")
+
+
+async def test_when_too_many_long_bodies_wait_the_next_is_told_to_come_again_and_short_ones_are_served(
+    app: Any,
+) -> None:
+    executor = BoundedExecutor("parse", threads=1, max_held=150_000)
+    app.state.service = dataclasses.replace(app.state.service, parsing=executor)
+    go = threading.Event()
+    try:
+        held = asyncio.create_task(executor.run(go.wait, size=100_000))
+        await asyncio.sleep(0)
+        status, headers = await post(app, TEXT, as_json(prompt="a" * 100_000))
+        assert (status, headers[b"retry-after"]) == (429, b"1")
+        assert (await post(app, TEXT, as_json(prompt="a", max_tokens=2)))[0] == 200
+    finally:
+        go.set()
+    assert await held
+    assert (await post(app, TEXT, as_json(prompt="a" * 100_000, max_tokens=2)))[0] == 400  # read: 12,500 tokens
+
+
+async def test_work_that_nobody_waits_for_any_more_leaves_the_queue() -> None:
+    executor = BoundedExecutor("parse", threads=1, max_held=10)
+    go = threading.Event()
+    try:
+        runs = asyncio.create_task(executor.run(go.wait, size=5))
+        await asyncio.sleep(0)
+        waits = asyncio.create_task(executor.run(go.wait, size=5))
+        await asyncio.sleep(0)
+        with pytest.raises(Busy, match="10 characters of them wait"):
+            await executor.run(go.wait, size=1)
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        assert await asyncio.wait_for(asyncio.gather(runs, _set(go)), 10)
+    finally:
+        go.set()
+    assert await executor.run(lambda: 7, size=100) == 7  # nothing is held: one of any size is taken
+
+
+async def _set(event: threading.Event) -> None:
+    event.set()
+
+
+def test_quotes_and_backslashes_in_strings_do_not_hide_values() -> None:
+    check_shape(as_json(a='","[{[{' * 100_000, b="\\" * 50_001 + '"' + "[" * 100_000))
+    with pytest.raises(InvalidRequest, match="the body has 32,770 lists and objects; at most 32,768 are accepted"):
+        check_shape(as_json(a="\\", b=[[]] * 32_768))
+    with pytest.raises(InvalidRequest, match="131,073 named values"):
+        check_shape(as_json(**{str(i): 0 for i in range(131_073)}))
+    check_shape(as_json(prompt=[1] * 1_048_574))
+    with pytest.raises(InvalidRequest, match="1,048,577 values"):
+        check_shape(as_json(prompt=[1] * 1_048_576))
+
+
+async def test_what_the_prompts_of_one_request_ask_for_together_is_bounded(app: Any) -> None:
+    """Each of these prompts could be served alone."""
+    for fields, status in (
+        ({"prompt": ["a"] * 4, "n": 128, "max_tokens": 1}, 200),
+        ({"prompt": ["a"] * 5, "n": 128, "max_tokens": 1}, 400),
+        ({"prompt": [[7] * 3000] * 4, "echo": True, "logprobs": 20, "max_tokens": 1}, 200),  # 252,000 logprobs
+        ({"prompt": [[7] * 3000] * 5, "echo": True, "logprobs": 20, "max_tokens": 1}, 400),
+        ({"prompt": [[7] * 3000] * 4, "echo": True, "logprobs": 20, "max_tokens": 1, "n": 2}, 400),
+    ):
+        assert (await post(app, TEXT, as_json(**fields)))[0] == status, fields
