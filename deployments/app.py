@@ -42,7 +42,7 @@ def build(args: dict[str, Any]) -> Application:
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
     """As `build`, with another class of model replicas, as benchmarks have."""
     config, settings = checked(args)
-    for shortage in shortages([config], capacity_of_cluster()):
+    for shortage in shortages([config], capacity_of_cluster()) if ray.is_initialized() else ():
         log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)
     if keys.api and keys.admin is None:

@@ -212,9 +212,10 @@ def test_building_on_a_cluster_that_lacks_the_gpus_warns_and_does_not_refuse(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may grow. On a Ray of our own the file is refused before that starts."""
+    monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(app.ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(app.log, "propagate", True)
-    app.build({"model": {"path": MODEL}, "replicas": {"gpus": 1}})
+    app.build({"model": {"path": MODEL}, "replicas": {"gpus": 1, "count": 1}})
     [said] = {each.getMessage() for each in caplog.records if "they wait" in each.getMessage()}
     assert said.startswith("replicas.gpus = 1: 1 GPU is needed (1 replica at 1), and the cluster has 0; they wait")
 
