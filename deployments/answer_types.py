@@ -61,9 +61,20 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
+class PromptLogprob(Answer):
+    logprob: float | None
+    rank: int | None
+    decoded_token: str
+
+
+# With the field of this name: by token id, for each token of the prompt; null for the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs = []
 
 
 class OpenAIAnswer(Answer):
@@ -119,6 +130,7 @@ class ChatCompletion(OpenAIAnswer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs = []
 
 
 class ChatCompletionChunk(OpenAIAnswer):

@@ -52,6 +52,7 @@ _UP_TO_20: Limits = {"integer": {"minimum": 0, "maximum": 20}}
 def limits_of(service: Service) -> dict[str, Limits]:
     """By the name of the field, on whatever route, or of the body and its field."""
     context: Limits = {"integer": {"minimum": 0, "maximum": service.model.context_len}}
+    keep: Limits = {"integer": {"minimum": -1, "maximum": service.model.context_len, "not": {"const": 0}}}
     token: Limits = {"integer": {"minimum": 0, "maximum": service.model.vocab_size - 1}}
     any_token: Limits = {"integer": {"minimum": 0, "maximum": 2**31 - 1}}
     one_or_many: Limit = {"minItems": 1, "items": {**token, "array": {"minItems": 1, "items": token}}}
@@ -90,6 +91,11 @@ def limits_of(service: Service) -> dict[str, Limits]:
         },
         "logprobs": _UP_TO_20,
         "top_logprobs": _UP_TO_20,
+        "prompt_logprobs": _UP_TO_20,
+        "allowed_token_ids": {"array": {"minItems": 1, "items": token}},
+        "bad_words": {"array": {"maxItems": 512, "items": {"string": {"pattern": r"\S"}}}},
+        "truncate_prompt_tokens": keep,
+        "truncate": keep,
         "top_logprobs_num": _UP_TO_20,
         "tool_choice": {"string": {"enum": ["none", "auto"]}},
         "function_call": {_ANYTHING: {"enum": [None, "none", "auto"]}},
