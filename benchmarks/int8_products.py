@@ -13,7 +13,6 @@ import torch
 from benchmarks.kernels import LINEARS, WEIGHT_BYTES, run_alone, timed
 from benchmarks.limits import GEMM_SIZE, Limits
 from benchmarks.report import Row
-from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.program import Program
 from replicas.kernels.team import team
 from replicas.layers.int8 import Int8Matmul, describe
@@ -29,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(threads: int) -> list[Row]:
-    """All rows, the limits first; of a CPU that has no kernel for int8, the limits alone."""
+    """All rows, the limits first."""
     torch.set_num_threads(threads)
     limits, rates, rows = Limits(threads), [int_mm_rate()], []
     limits.sample()
-    for name, (n, k) in SHAPES.items() if cpu_has_vnni() else ():
+    for name, (n, k) in SHAPES.items():
         rows += product_rows(name, n, k, limits.median_bandwidth, max(rates), threads)
         rates.append(int_mm_rate())
         limits.sample()

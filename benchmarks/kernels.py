@@ -201,10 +201,10 @@ def start_rows() -> list[Row]:
     """Seconds to import and ready all kernels in a fresh process, without and with numba's cache on disk."""
     program = (
         "from replicas.attention import cpu_decode, cpu_extend\n"
-        "from replicas.kernels import argmax, elementwise, int8, int8_tiles, linear, program\n"
+        "from replicas.kernels import argmax, elementwise, int8, int8_tiles, linear, program, widened\n"
         "for k in (cpu_decode.decode, cpu_extend.extend, linear.few_rows, linear.many_rows, elementwise.rms_norm_rows,"
         " elementwise.silu_mul_rows, elementwise.rotate_rows, argmax.argmax_rows, program._run_stages,"
-        " *([int8.product] if int8_tiles.cpu_has_vnni() else [])): k.address\n"
+        " int8.product if int8_tiles.cpu_has_vnni() else widened.product): k.address\n"
     )
     section, rows = "start of all kernels, beside importing torch and numba", []
     with tempfile.TemporaryDirectory() as folder:

@@ -40,7 +40,7 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def engine_loop() -> Iterator[EngineLoop]:
     """One real engine for all tests: SmolLM2, 750 pages."""
     cache = CacheConfig(max_total_tokens=POOL_TOKENS)
-    loop = EngineLoop(load_engine(MODEL, cache=cache, num_threads=2, record_events=True))
+    loop = EngineLoop(load_engine(MODEL, cache=cache, products="own", num_threads=2, record_events=True))
     loop.start()
     yield loop
     loop.stop()

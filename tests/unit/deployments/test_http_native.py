@@ -205,6 +205,7 @@ async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) 
         assert state["memory_usage"]["token_capacity"] == 12_000
         assert state["replica"]["attention"] == "cpu"  # what runs, where the setting is auto
         assert state["replica"]["attention_why"] == "the fast one of this device"
+        assert state["replica"]["products"] == "own"
         assert info["tokenizer_path"] == MODEL
 
 
