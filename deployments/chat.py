@@ -15,10 +15,10 @@ from fastapi.responses import Response
 
 from deployments.body import read_body
 from deployments.convert import (
-    bad_word_ids,
     check_model,
     checked,
     logprobs_wanted,
+    masks_of,
     openai_sampling,
     output_limit,
     refuse_response_format,
@@ -138,7 +138,7 @@ async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
     check_model(service, body.model)
     _refuse(body)
     num_prompt = logprobs_wanted(body)
-    [bad_words] = bad_word_ids(service, [body.bad_words])
+    [masks] = masks_of(service, [body])
     whole = await service.encode_chat(body.messages, **template_options(body))
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
@@ -146,7 +146,7 @@ async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
     request = GenerateRequest(
         rid=new_rid(name),
         token_ids=ids,
-        sampling=openai_sampling(body, max_new_tokens=limit, bad_words=bad_words),
+        sampling=openai_sampling(body, max_new_tokens=limit, masks=masks),
         cache_salt=salt_of(body.cache_salt),
         priority=body.priority or 0,
         deadline_s=body.timeout,

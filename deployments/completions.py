@@ -17,12 +17,12 @@ from fastapi.responses import Response
 
 from deployments.body import read_body
 from deployments.convert import (
-    bad_word_ids,
     check_count,
     check_model,
     check_together,
     checked,
     logprobs_wanted,
+    masks_of,
     openai_sampling,
     output_limit,
     prompts_of_ids,
@@ -170,7 +170,7 @@ async def _job(service: Service, body: CompletionRequest, name: str) -> Completi
     check_model(service, body.model)
     _refuse(body)
     num_prompt = logprobs_wanted(body)
-    [bad_words] = bad_word_ids(service, [body.bad_words])
+    [masks] = masks_of(service, [body])
     requests, prompts = [], []
     for given, whole in await _prompts(service, body):
         asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -181,7 +181,7 @@ async def _job(service: Service, body: CompletionRequest, name: str) -> Completi
         request = GenerateRequest(
             rid=new_rid(name),
             token_ids=ids,
-            sampling=openai_sampling(body, max_new_tokens=limit, bad_words=bad_words),
+            sampling=openai_sampling(body, max_new_tokens=limit, masks=masks),
             cache_salt=salt_of(body.cache_salt),
             priority=body.priority or 0,
             deadline_s=body.timeout,

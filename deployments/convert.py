@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
 from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs
 
 T = TypeVar("T")
-Words = tuple[tuple[int, ...], ...]
-MAX_BAD_WORDS = 16_384  # characters of all bad words of one request
+MAX_BAD_WORDS = 256  # of one request
+MAX_BAD_CHARACTERS = 16_384  # of all of them
 MAX_CHOICES = 512  # of all prompts of one HTTP request: about half of a replica's waiting queue
 _FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.validate` calls a field, in its message
 # Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not done here. Each is
@@ -43,6 +43,13 @@ _NOT_DONE: dict[str, Any] = dict.fromkeys((
     # hand-offs between servers that a router other than ours arranges
     "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )) | {"typical_p": 1.0}  # fmt: skip
+
+
+class Masks(NamedTuple):
+    """The tokens that a request must not make, as `SamplingParams` has them."""
+
+    allowed_token_ids: tuple[int, ...] | None
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 def check_model(service: Service, name: str | None) -> None:
@@ -71,11 +78,8 @@ def refuse_response_format(response_format: Mapping[str, Any] | None) -> None:
         )
 
 
-def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, bad_words: Words) -> SamplingParams:
-    """Sampling parameters of a completion or chat request; their ranges are checked by `checked`.
-
-    Args: bad_words: the field's, of `bad_word_ids`.
-    """
+def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, masks: Masks) -> SamplingParams:
+    """Sampling parameters of a completion or chat request; their ranges are checked by `checked`."""
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_tokens, 0),
@@ -87,8 +91,7 @@ def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, bad_words: W
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         presence_penalty=_or(fields.presence_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias),
-        allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
-        bad_words=bad_words,
+        **masks._asdict(),
         seed=_seed(fields.seed),
         n=_or(fields.n, 1),
         stop=_stop(fields.stop),
@@ -99,7 +102,7 @@ def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, bad_words: W
     )
 
 
-def native_sampling(fields: NativeSampling, *, max_new_tokens: int, bad_words: Words) -> SamplingParams:
+def native_sampling(fields: NativeSampling, *, max_new_tokens: int, masks: Masks) -> SamplingParams:
     """Sampling parameters of ``/generate``; as `openai_sampling`."""
     refuse_unsupported(fields, best_of=1)
     seed_name = "seed" if fields.sampling_seed is None else "sampling_seed"
@@ -114,8 +117,7 @@ def native_sampling(fields: NativeSampling, *, max_new_tokens: int, bad_words: W
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         presence_penalty=_or(fields.presence_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias),
-        allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
-        bad_words=bad_words,
+        **masks._asdict(),
         seed=_seed(getattr(fields, seed_name), param=seed_name),
         n=_or(fields.n, 1),
         stop=_stop(fields.stop),
@@ -134,23 +136,30 @@ def output_limit(service: Service, prompt_len: int, given: int | None, default: 
     return left if default is None else min(default, left)
 
 
-def bad_word_ids(service: Service, lists: Sequence[list[str] | None]) -> list[Words]:
-    """Of each list of bad words, the token sequences that spell them, at a text's beginning and behind a space.
+def masks_of(service: Service, samplings: Sequence[SamplingFields | NativeSampling]) -> list[Masks]:
+    """The masks of each prompt's parameters; made once for parameters that stand for many prompts.
 
-    Raises: InvalidRequest, also for more characters than can be tokenised at once.
+    Raises: InvalidRequest, also for more bad words than can be tokenised at once.
     """
-    distinct = {id(words): words for words in lists if words}  # one list may stand for many prompts
-    total = sum(len(word) for words in distinct.values() for word in words)
-    if total > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words: {total} characters; at most {MAX_BAD_WORDS} are taken", param="bad_words")
-    made: dict[int, Words] = {}
-    for key, words in distinct.items():
-        if not all(map(str.strip, words)):
-            raise InvalidRequest("bad_words: holds an empty word", param="bad_words")
-        texts = [before + word.lstrip() for word in words for before in ("", " ")]
-        found = [tuple(service.tokenizer.encode(text, add_special_tokens=False).tolist()) for text in texts]
-        made[key] = tuple(dict.fromkeys(found))
-    return [made.get(id(words), ()) for words in lists]
+    distinct = {id(each): each for each in samplings}
+    words = [word for each in distinct.values() for word in each.bad_words or ()]
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_CHARACTERS:
+        raise InvalidRequest(
+            f"bad_words: {len(words)} with {sum(map(len, words)):,} characters; a request may have {MAX_BAD_WORDS} "
+            f"with {MAX_BAD_CHARACTERS:,}",
+            param="bad_words",
+        )
+    if not all(map(str.strip, words)):
+        raise InvalidRequest("bad_words: holds an empty word", param="bad_words")
+    made = {key: _masks(service, each.allowed_token_ids, each.bad_words or ()) for key, each in distinct.items()}
+    return [made[id(each)] for each in samplings]
+
+
+def _masks(service: Service, allowed: list[int] | None, words: Sequence[str]) -> Masks:
+    """The token sequences that spell ``words`` at a text's beginning and behind a space, beside ``allowed``."""
+    texts = [before + word.lstrip() for word in words for before in ("", " ")]
+    spelt = [tuple(service.tokenizer.encode(text, add_special_tokens=False).tolist()) for text in texts]
+    return Masks(None if allowed is None else tuple(dict.fromkeys(allowed)), tuple(dict.fromkeys(spelt)))
 
 
 def truncated(

@@ -17,10 +17,10 @@ from fastapi.responses import Response
 
 from deployments.body import read_body
 from deployments.convert import (
-    bad_word_ids,
     check_count,
     check_together,
     checked,
+    masks_of,
     native_sampling,
     output_limit,
     prompts_of_ids,
@@ -153,7 +153,7 @@ async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
     prompts = [_cut(service, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
-    bad_words = bad_word_ids(service, [sampling.bad_words for sampling in samplings])
+    masks = masks_of(service, samplings)
     limits = [
         output_limit(service, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
         for ids, sampling in zip(prompts, samplings, strict=True)
@@ -163,7 +163,7 @@ async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
         request = GenerateRequest(
             rid=new_rid(names[i]),
             token_ids=prompts[i],
-            sampling=native_sampling(samplings[i], max_new_tokens=limits[i], bad_words=bad_words[i]),
+            sampling=native_sampling(samplings[i], max_new_tokens=limits[i], masks=masks[i]),
             cache_salt=salt_of(body.cache_salt, body.extra_key),
             priority=body.priority or 0,
             deadline_s=body.timeout,
