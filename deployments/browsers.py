@@ -16,6 +16,7 @@ answers too. What gives it away, and is refused:
     GET /flush_cache with anything that browsers add                                                              403
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from deployments.ray_env import is_loopback
 from replicas.errors import MantaError
 
 ANY = "*"
+USUAL = ("127.0.0.1", "localhost")
 SAFE = ("GET", "HEAD", "OPTIONS")
 CHANGES = ("/flush_cache",)  # what a GET does more than read
 OF_PAGES = ("text/plain", "multipart/form-data")
@@ -84,9 +86,9 @@ class BrowserRules:
             )
 
     def _is_known(self, host: str) -> bool:
-        name = _name(f"//{host}")
+        name = _name(host)
         assert self.hosts is not None
-        return name is not None and (is_loopback(name) or name in self.hosts)
+        return name is not None and (name in self.hosts or name in USUAL or is_loopback(name))
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         """The page is this server's own, or a known one's."""
@@ -105,10 +107,11 @@ def browser_rules(
     return BrowserRules(hosts=names if guarded else None, origins=frozenset(origins))
 
 
-def _name(url: str) -> str | None:
-    """Host name of ``url`` without port and brackets; None for what is no URL."""
+@functools.lru_cache(maxsize=64)  # clients say the same few names again and again
+def _name(host: str) -> str | None:
+    """``host`` without port and brackets; None for what is none."""
     try:
-        return urlsplit(url).hostname
+        return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
 

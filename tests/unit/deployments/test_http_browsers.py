@@ -119,7 +119,7 @@ async def test_curl_works_as_documented_with_and_without_a_content_type(service:
         ):
             command = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *arguments]
             said = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
-            assert said.stdout == "200", arguments
+            assert (said.stdout, said.stderr, said.returncode) == ("200", "", 0), arguments
 
 
 async def test_cors_is_off_and_a_setting_lets_the_pages_of_a_site_call_and_read(service: Service) -> None:
