@@ -185,7 +185,7 @@ _ROUTING = [
     _metric(ROUTER, GAUGE, "router_replicas", "Replicas that this router knows, by state.",
             {"target_role": ROLES, "state": ("starting", "accepting", "draining", "unhealthy")}, unit="replicas"),
     _metric(ROUTER, COUNTER, "router_retries_total", "Tries that failed and were made again elsewhere, by error.",
-            {"reason": ("replica_gone", "engine_dead", "overloaded", "prefill_lost")}),
+            {"reason": ("replica_gone", "replica_hangs", "engine_dead", "overloaded", "prefill_lost")}),
     _metric(ROUTER, COUNTER, "router_pair_decisions_total", "Whether the prompt was to be handed over, by why.",
             {"reason": OPEN}, disaggregated=True),
     _metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished tries; failed: computed at the decode "

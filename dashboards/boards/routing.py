@@ -51,7 +51,8 @@ DECISIONS = Row(
         Panel(
             title="Tries made again",
             shows="Tries that failed and were made again elsewhere, by error.",
-            act="replica_gone and engine_dead: a replica died, see its log. overloaded: queues are full.",
+            act="replica_gone and engine_dead: a replica died; replica_hangs: it was silent, or in a step, too long. "
+            "See its log. overloaded: queues are full.",
             lines=(Line(KIT.rate("router_retries_total", by=["reason"]), "{{reason}}"),),
             shape=Shape.STACKED, unit=Unit.PER_S,
         ),

@@ -18,7 +18,7 @@ that leaves, or asks for what cannot be, says nothing of either.
 from collections.abc import Callable, Mapping
 
 from dashboards.catalog import ANSWERING, ENDPOINTS, OUTCOMES, STAGES
-from deployments.leases import ReplicaGone
+from deployments.leases import ReplicaGone, ReplicaHangs
 from deployments.metrics.emitter import Emitter
 from deployments.prefill_leg import PrefillLost
 from deployments.route_log import Try
@@ -29,6 +29,7 @@ from routing.types import Decision
 FAILED = ("error", "shed", "timeout")  # outcomes in which the client did not get what it should have
 RETRIES: Mapping[type, str] = {
     ReplicaGone: "replica_gone",
+    ReplicaHangs: "replica_hangs",
     EngineDead: "engine_dead",
     Overloaded: "overloaded",
     PrefillLost: "prefill_lost",
