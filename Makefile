@@ -35,9 +35,9 @@ install-test: $(VENV)/.installed-test
 
 tools-test: $(VENV)/.installed-test # Prometheus (a Debian package) and LiteLLM; tests of what cannot be had are skipped
 	@$(BIN)/python -m tools.debian promtool prometheus >/dev/null
-	@test -d .tools/litellm || { $(BIN)/python -m venv .tools/litellm.new && .tools/litellm.new/bin/python -m pip \
-		--disable-pip-version-check --quiet install 'litellm>=1.100,<2' && mv .tools/litellm.new .tools/litellm; } || \
-		echo "LiteLLM cannot be had: its test is skipped" >&2
+	@test -d .tools/litellm || { $(BIN)/python -m venv .tools/litellm.new && .tools/litellm.new/bin/python -m \
+		tools.install "Installing LiteLLM" .tools/litellm.log 'litellm>=1.100,<2' && \
+		mv .tools/litellm.new .tools/litellm; } || echo "LiteLLM cannot be had: its test is skipped" >&2
 
 model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 	@$(BIN)/python -m tools.embedded_model
