@@ -267,8 +267,9 @@ class Fleet:
 
     def _hanging_now(self) -> dict[str, str]:
         """The replicas that hang, and how."""
-        able = (each for each in self._reports if each in self._infos and self._infos[each].role is not Role.PREFILL)
-        return self._hangs.find(able)
+        prefill = {each for each, info in self._infos.items() if info.role is Role.PREFILL}
+        able = (each for each in self._reports if each in self._infos and each not in prefill)
+        return self._hangs.find(able, prefill=prefill)
 
     def _forget(self, replica_id: str) -> None:
         self._infos.pop(replica_id, None)

@@ -10,7 +10,7 @@ has ended elsewhere tells that such steps are slow. Nor does one of an engine's 
 request that is only slow is left at most ``max_tries`` - 1 times, since the last try stays (tries.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from deployments.frames import ReplicaReport
 
@@ -40,15 +40,19 @@ class Hangs:
         now_s = self._clock()
         self._said = {each: (min(s + seconds, now_s), report) for each, (s, report) in self._said.items()}
 
-    def find(self, able: Iterable[str]) -> dict[str, str]:
-        """The replicas that hang, and how; none where none of ``able`` speaks, which could go on with a request."""
+    def find(self, able: Iterable[str], *, prefill: Container[str] = ()) -> dict[str, str]:
+        """The replicas that hang, and how; none where none of ``able`` speaks, which could go on with a request.
+
+        Args: prefill: prefill replicas. A silent one hangs after twice ``hang_s``: the heartbeats of the decode side
+              find its silence first, and the decode side then computes the prompt without another try.
+        """
         now_s = self._clock()
         longest_s = max((report.stats.longest_step_s for _, report in self._said.values()), default=0.0)
         step_s = max(self._hang_s, SLOWER * longest_s)
         found = {}
         for each, (heard_s, report) in self._said.items():
             settled = report.stats.num_extend_steps + report.stats.num_decode_steps >= SETTLED_STEPS
-            if now_s - heard_s >= self._hang_s:
+            if now_s - heard_s >= self._hang_s * (2 if each in prefill else 1):
                 found[each] = f"it has said nothing for {now_s - heard_s:.1f} s"
             elif settled and report.step_age_s >= step_s:
                 found[each] = f"its step has been running for {report.step_age_s:.1f} s"

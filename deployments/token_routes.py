@@ -8,13 +8,14 @@ Thread: the router's event loop; texts, and the answers, are made on others (ser
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from deployments.body import read_body
 from deployments.chat import refuse_tools, template_options
 from deployments.convert import check_count, check_model, to_ids
 from deployments.openai_types import DetokenizeRequest, TokenizeRequest
 from deployments.service import service_of
+from deployments.streaming import JsonAnswer
 from replicas.errors import InvalidRequest
 
 router = APIRouter()
@@ -42,7 +43,7 @@ async def tokenize(request: Request) -> Response:
     def answer() -> Response:
         tokens, counts = [row.tolist() for row in rows], [len(row) for row in rows]
         either = {"tokens": tokens, "count": counts} if is_list else {"tokens": tokens[0], "count": counts[0]}
-        return JSONResponse({**either, "max_model_len": service.model.context_len})
+        return JsonAnswer({**either, "max_model_len": service.model.context_len})
 
     return await service.encoding.run(answer, size=sum(map(len, rows)))
 
@@ -64,7 +65,7 @@ async def detokenize(request: Request) -> Response:
     def answer() -> Response:
         texts = [service.tokenizer.decode(to_ids(row, param="tokens"), skip) if row or is_list else "" for row in rows]
         text = texts if is_list else texts[0]
-        return JSONResponse({"prompt": text, "text": text})
+        return JsonAnswer({"prompt": text, "text": text})
 
     return await service.encoding.run(answer, size=num_tokens)
 

@@ -20,7 +20,7 @@ class Together(TpGroup):
     """One of the ranks of ``pools``, all in this process: what the others would give is read from their pools."""
 
     def __init__(self, rank: int, pools: Sequence[MHATokenToKVPool], slots: Slots) -> None:
-        super().__init__(rank, len(pools))
+        super().__init__(rank, len(pools), device=torch.device("cpu"))
         self._pools = pools
         self._slots = slots
 

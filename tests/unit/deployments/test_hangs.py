@@ -46,6 +46,20 @@ def test_a_silent_replica_hangs_after_the_timeout_while_another_one_speaks() -> 
     assert hangs.find(BOTH) == {}, "a connection that ended has no streams"
 
 
+def test_a_silent_prefill_replica_hangs_after_twice_as_long_and_in_a_step_as_soon_as_others() -> None:
+    """Heartbeats of the decode side find its silence within 4 s; of its engine thread they tell nothing."""
+    clock = Clock()
+    hangs = hangs_of(clock)
+    for name in BOTH:
+        hangs.heard(name, report())
+    for now_s, found in ((7.9, {}), (8.1, {"r0": "it has said nothing for 8.1 s"})):
+        clock.now_s = now_s
+        hangs.heard("r1", report())
+        assert hangs.find(["r1"], prefill=["r0"]) == found
+    hangs.heard("r0", report(4.2))
+    assert hangs.find(["r1"], prefill=["r0"]) == {"r0": "its step has been running for 4.2 s"}
+
+
 def test_a_step_hangs_after_the_timeout_and_four_times_the_longest_recent_step_of_any_replica() -> None:
     hangs = hangs_of(Clock())
     hangs.heard("r1", report(longest_step_s=0.5))
