@@ -37,6 +37,7 @@ BYTES = 4 << 20  # router.max_body_bytes
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = [{"role": "user", "content": "hi"}]
 LEAST, MOST, LONGEST_S = 3, 20, 2.0  # each body is sent so often, or fewer times where that takes longer
+ROUNDS = 3
 
 
 def full(field: str, item: str, *, begins: str = "[", ends: str = "]") -> bytes:
@@ -203,7 +204,16 @@ def _frozen() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", LONG)
 async def test_a_long_body_stops_neither_the_loop_nor_another_clients_stream(app: Any, name: str) -> None:
-    route, made, status = LONG[name]
+    """Others who load the machine may stretch one round; a body that stops the loop does so in each."""
+    rounds = []
+    while not rounds or (max(rounds[-1]) >= 1 and len(rounds) < ROUNDS):
+        beat_s, stream_s = await worst_gaps(app, *LONG[name])
+        rounds.append((beat_s / 0.1, stream_s / 0.25))
+    assert min(map(max, rounds)) < 1, f"worst gaps of loop and stream, in what is allowed, by round: {rounds}"
+
+
+async def worst_gaps(app: Any, route: str, made: Callable[[], bytes], status: int) -> tuple[float, float]:
+    """The longest gaps of the loop and of another client's stream, in seconds, while the body is sent some times."""
     body, beats, gap = made(), Heartbeat(), Heartbeat()
     assert len(body) <= BYTES
     async with another_stream(app, gap):
@@ -215,8 +225,7 @@ async def test_a_long_body_stops_neither_the_loop_nor_another_clients_stream(app
             assert (await post(app, route, body))[0] == status
             num += 1
         beating.cancel()
-    assert beats.worst_s < 0.1
-    assert gap.worst_s < 0.25
+    return beats.worst_s, gap.worst_s
 
 
 class Cut:
