@@ -26,7 +26,8 @@ import sys
 import time
 from pathlib import Path
 
-MANAGER_S = 1.0  # Serve's stop ends the manager right after HAProxy
+AT_ONCE_S = 0.05  # a killed manager's socket closes, and the raylet kills HAProxy, before the manager has quite ended
+MANAGER_S = 1.0  # Serve's stop ends the manager after HAProxy, by a call of its own
 LOOK_S = 0.2
 ROUTERLESS_S = 10.0  # no router accepts connections for so long: Serve was shut down, or there is nothing to serve
 MOST_S = 60.0  # and in no case longer
@@ -43,7 +44,8 @@ def watch(haproxy: int, manager: int, command: list[str], config: Path) -> None:
     raylet = _parent(manager)
     its_end, managers_end, raylets_end = (_end(pid) for pid in (haproxy, manager, raylet))
     first = select.select([its_end, managers_end], [], [])[0]
-    if managers_end not in first and _ended(managers_end, within_s=MANAGER_S):
+    at_once = managers_end in first or _ended(managers_end, within_s=AT_ONCE_S)
+    if not at_once and _ended(managers_end, within_s=MANAGER_S):
         return
     select.select([its_end], [], [])
     text = config.read_text() if config.is_file() else ""  # its folder goes with the application that made it
