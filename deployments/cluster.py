@@ -13,6 +13,8 @@ import io
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +29,7 @@ REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
 FINISH_S = 30.0  # Ray Serve's bound on ending applications that serve
 FOREIGN_S = 8.0  # a cluster goes on taking applications down when nobody waits for it
 KILL_S = 3.0
+_signalled = threading.Event()
 AT_ONCE = 130  # exit status after a second signal
 
 
@@ -105,6 +108,7 @@ def opened(say: Callable[[str], None]) -> Iterator[Cluster]:
     try:
         cluster.start()
         listen_for_the_end()  # Ray has set its own
+        pause(0)
         yield cluster
     finally:
         if cluster.ours or ray.is_initialized():
@@ -136,7 +140,16 @@ def listen_for_the_end() -> None:
         signal.signal(number, _interrupt)
 
 
+def pause(seconds: float) -> None:
+    """Sleep. Raises: KeyboardInterrupt when a signal has come, also one whose exception nobody saw: Ray drops what is
+    raised in its callbacks."""
+    if _signalled.is_set():
+        raise KeyboardInterrupt
+    time.sleep(seconds)
+
+
 def _interrupt(*_: Any) -> None:
+    _signalled.set()
     raise KeyboardInterrupt
 
 

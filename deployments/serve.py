@@ -162,7 +162,7 @@ def _until_the_end(names: Collection[str]) -> bool:
         clock=time.monotonic,
     )
     while (reason := served.look()) is None:
-        time.sleep(supervision.LOOK_S)
+        cluster.pause(supervision.LOOK_S)
     print(f"nothing is served any more: {reason}", file=sys.stderr)
     return served.ray_is_dead
 
@@ -186,7 +186,7 @@ def _until_running(
         failed |= {name: each for name, each in applications.items() if startup.hopeless(_told(each))}
         if failed or (running and all(running)):
             return failed
-        time.sleep(LOOK_S)
+        cluster.pause(LOOK_S)
 
 
 def _why(application: ApplicationStatusOverview) -> str:

@@ -1,6 +1,9 @@
 """What `make serve` takes for dead, and how long it waits for what Ray mends by itself."""
 
+import contextlib
+import signal
 import socket
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -13,6 +16,7 @@ from ray.serve.schema import (
     ReplicaState,
 )
 
+from deployments import cluster
 from deployments.supervision import PATIENCE_S, Supervision, listens
 from tests.harness import Clock
 
@@ -95,3 +99,19 @@ def test_a_port_is_asked_whether_somebody_listens() -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert listens(address)
     assert not listens(address)
+
+
+def test_a_signal_whose_exception_nobody_saw_ends_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray drops what is raised in its callbacks while it starts: Manta then served on, deaf to the Ctrl-C."""
+    monkeypatch.setattr(cluster, "_signalled", threading.Event())
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        cluster.listen_for_the_end()
+        cluster.pause(0)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.pause(60)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
