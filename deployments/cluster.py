@@ -29,7 +29,8 @@ REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
 FINISH_S = 30.0  # Ray Serve's bound on ending applications that serve
 FOREIGN_S = 8.0  # a cluster goes on taking applications down when nobody waits for it
 KILL_S = 3.0
-_signalled = threading.Event()
+AGAIN_S = 0.3
+_signalled, _insists = threading.Event(), threading.Event()
 AT_ONCE = 130  # exit status after a second signal
 
 
@@ -106,7 +107,8 @@ def opened(say: Callable[[str], None]) -> Iterator[Cluster]:
     """The cluster that RAY_ADDRESS names, or a small one here, for as long as this lasts. Raises: NoCluster."""
     cluster = Cluster(os.environ.get("RAY_ADDRESS"), say)
     try:
-        cluster.start()
+        with _insisting():
+            cluster.start()
         listen_for_the_end()  # Ray has set its own
         pause(0)
         yield cluster
@@ -136,20 +138,34 @@ def connect(address: str) -> None:
 
 def listen_for_the_end() -> None:
     """SIGINT and SIGTERM raise KeyboardInterrupt in the main thread."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with Ctrl-C ignored
+    # a shell may have started us with Ctrl-C ignored; the alarm is our own, see _insisting
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, _interrupt)
 
 
 def pause(seconds: float) -> None:
-    """Sleep. Raises: KeyboardInterrupt when a signal has come, also one whose exception nobody saw: Ray drops what is
-    raised in its callbacks."""
+    """Sleep. Raises: KeyboardInterrupt when a signal has come, also one whose exception nobody saw: Python drops what
+    is raised in callbacks, such as those around the forks by which Ray starts its processes."""
     if _signalled.is_set():
         raise KeyboardInterrupt
     time.sleep(seconds)
 
 
+@contextlib.contextmanager
+def _insisting() -> Iterator[None]:
+    """While this lasts, a signal raises again and again, until an exception of it is seen."""
+    _insists.set()
+    try:
+        yield
+    finally:
+        _insists.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def _interrupt(*_: Any) -> None:
     _signalled.set()
+    if _insists.is_set():
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
     raise KeyboardInterrupt
 
 

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 from ray.serve.schema import (
@@ -101,17 +101,33 @@ def test_a_port_is_asked_whether_somebody_listens() -> None:
     assert not listens(address)
 
 
-def test_a_signal_whose_exception_nobody_saw_ends_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray drops what is raised in its callbacks while it starts: Manta then served on, deaf to the Ctrl-C."""
+@pytest.fixture
+def _signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cluster, "_signalled", threading.Event())
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        cluster.listen_for_the_end()
-        cluster.pause(0)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            cluster.pause(60)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    cluster.listen_for_the_end()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals")
+def test_a_signal_whose_exception_nobody_saw_ends_the_next_wait() -> None:
+    """Python drops what is raised in callbacks: Manta then served on, deaf to the Ctrl-C."""
+    cluster.pause(0)
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.pause(60)
+
+
+@pytest.mark.usefixtures("_signals")
+def test_while_ray_starts_a_signal_raises_until_it_is_seen() -> None:
+    with pytest.raises(KeyboardInterrupt), cluster._insisting():  # noqa: PT012
+        for _ in range(3):
+            with contextlib.suppress(KeyboardInterrupt):
+                if not cluster._signalled.is_set():
+                    signal.raise_signal(signal.SIGINT)
+                threading.Event().wait(10)
+        threading.Event().wait(10)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
