@@ -29,9 +29,10 @@ REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
 FINISH_S = 30.0  # Ray Serve's bound on ending applications that serve
 FOREIGN_S = 8.0  # a cluster goes on taking applications down when nobody waits for it
 KILL_S = 3.0
-AGAIN_S = 0.3
-_signalled, _insists = threading.Event(), threading.Event()
+AGAIN_S = 0.3  # between two exceptions of one signal, until the first of them is seen
 AT_ONCE = 130  # exit status after a second signal
+_signalled = threading.Event()  # a signal has come
+_insists = threading.Event()  # it raises until an exception of it is seen
 
 
 class NoCluster(Exception):
