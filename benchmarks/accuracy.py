@@ -14,7 +14,7 @@ from benchmarks import driver
 from benchmarks.perplexity import perplexity, text_ids
 from benchmarks.report import Row, publish
 from replicas.config import CacheConfig, Quantization
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 
 MODEL = "models/SmolLM2-135M-Instruct"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import Workload
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.ranks import Ranks
 from replicas.runner.model_runner import ModelRunner
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta

@@ -24,9 +24,9 @@ from benchmarks import thread_dumps
 from benchmarks.processes import prepared
 from kvtransfer.types import PeerAddress, TransferSettings, Verify
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
+from replicas.engine.loop import EngineLoop
 from replicas.launch import load_engine
-from replicas.loop import EngineLoop
 from replicas.ranks import LocalWorkers, local_worker
 from replicas.runner.worker import WorkerSpec
 from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta

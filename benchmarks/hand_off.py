@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.engine_process import EngineProcess
 from benchmarks.report import Row
-from kvtransfer.agent import NixlAgent
-from kvtransfer.desk import KvTransfer
+from kvtransfer.ports.agent import NixlAgent
+from kvtransfer.rooms.desk import KvTransfer
 from kvtransfer.types import PdTicket, Verify
 from replicas.disagg.decode_role import DecodeRole
 from replicas.disagg.wake import Wake

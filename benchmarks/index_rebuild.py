@@ -18,10 +18,10 @@ from random import Random
 
 import numpy as np
 
-from deployments.cache_frames import encode_snapshot
-from deployments.channel_client import ChannelClient
-from deployments.channel_server import ChannelServer
-from deployments.frames import ReplicaReport
+from deployments.channel.cache_frames import encode_snapshot
+from deployments.channel.channel_client import ChannelClient
+from deployments.channel.channel_server import ChannelServer
+from deployments.channel.frames import ReplicaReport
 from kvtransfer.pages import PageKeys
 from replicas.cache.events import CacheSnapshot, PagesStored
 from replicas.errors import MantaError

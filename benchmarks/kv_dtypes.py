@@ -12,7 +12,7 @@ from benchmarks.accuracy import Agreement
 from benchmarks.perplexity import perplexity, text_ids
 from benchmarks.report import Row, publish
 from replicas.config import CacheConfig, KvDType
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import TokenIds
 from tests.embedded import MODEL

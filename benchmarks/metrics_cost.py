@@ -14,11 +14,11 @@ import numpy as np
 from prometheus_client import generate_latest
 
 from dashboards.metric import Process
-from deployments.following import Following, RequestWatch, Unwatched
-from deployments.metrics.emitter import Emitter, Identity
-from deployments.metrics.router_events import RouterEvents
-from deployments.route_log import RouteLog
-from deployments.timeline import Arrival
+from deployments.dispatch.following import Following, RequestWatch, Unwatched
+from deployments.dispatch.route_log import RouteLog
+from deployments.dispatch.timeline import Arrival
+from deployments.watch.metrics.emitter import Emitter, Identity
+from deployments.watch.metrics.router_events import RouterEvents
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
 
 USAGE = Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=0)

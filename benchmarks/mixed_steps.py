@@ -23,7 +23,7 @@ from benchmarks.report import Row, publish
 from benchmarks.serving import percentile
 from benchmarks.workloads import random_lengths
 from replicas.config import CacheConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams
 

@@ -16,12 +16,13 @@ from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
 
-from deployments.frames import ReplicaReport
-from deployments.leases import ReplicaInfo
-from deployments.observatory.serve_details import Listed, ServeDetails
-from deployments.observatory.state import State
-from deployments.observatory.view import RouterView, SeenReplica
-from deployments.observatory.viewers import Viewers, event
+from deployments.channel.frames import ReplicaReport
+from deployments.dispatch.leases import ReplicaInfo
+from deployments.fleet.seen import SeenReplica
+from deployments.watch.observatory.serve_details import Listed, ServeDetails
+from deployments.watch.observatory.state import State
+from deployments.watch.observatory.view import RouterView
+from deployments.watch.observatory.viewers import Viewers, event
 from replicas.types import EngineStats, PoolStats
 from routing.types import Role
 

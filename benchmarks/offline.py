@@ -20,7 +20,7 @@ from benchmarks.scale import FULL, QUICK, Scale
 from benchmarks.transformers_peer import TransformersPeer
 from benchmarks.workloads import random_lengths
 from replicas.config import CacheConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 
 MODEL = "models/SmolLM2-135M-Instruct"

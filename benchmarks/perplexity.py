@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
 
 TEXT = Path(__file__).with_name("texts") / "alice.txt"

@@ -8,7 +8,7 @@ from benchmarks import driver
 from benchmarks.report import Row
 from benchmarks.scale import Scale
 from benchmarks.workloads import Workload, random_lengths, shared_prefix
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 
 
 def shared_rows(radix: Engine, chunk: Engine, scale: Scale, seed: int) -> list[Row]:

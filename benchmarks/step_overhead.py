@@ -21,13 +21,13 @@ import torch
 from benchmarks.report import Row, publish
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, EngineConfig, Hardware, SchedulerConfig, resolve
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
+from replicas.engine.sinks import Sinks
 from replicas.runner import batch as batches
 from replicas.runner.staging import Staging
 from replicas.runner.weights import load_model_config
 from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
-from replicas.sinks import Sinks
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams
 
 MODEL = "models/SmolLM2-135M-Instruct"

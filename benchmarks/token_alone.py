@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.token_client import LONGEST
 from benchmarks.token_source import paced_engine, request
-from replicas.loop import EngineLoop
+from replicas.engine.loop import EngineLoop
 from replicas.types import TokenDelta
 
 WARM_S = 1.0

@@ -18,11 +18,11 @@ from ray.serve.handle import DeploymentHandle
 
 from benchmarks.token_source import paced_engine, request
 from deployments.app import build_of
-from deployments.places import local_path
-from deployments.replica import ModelReplica
-from deployments.schema import AppConfig
-from replicas.engine import Engine
-from replicas.loop import EngineLoop
+from deployments.replica.replica import ModelReplica
+from deployments.settings.places import local_path
+from deployments.settings.schema import AppConfig
+from replicas.engine.engine import Engine
+from replicas.engine.loop import EngineLoop
 from replicas.types import GenerateRequest, TokenDelta
 from routing.types import Role
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
 from replicas.config import CacheConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams
 

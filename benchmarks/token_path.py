@@ -29,7 +29,7 @@ from benchmarks.report import Row, publish
 from benchmarks.server_cpu import ServerCpu, difference
 from benchmarks.token_alone import PACES, WARM_S, Alone, Pace
 from benchmarks.token_client import Load, times_of
-from deployments import haproxy
+from deployments.command import haproxy
 
 SECTION = "the token path: CPU a token, and what is added to a request"
 MODEL = "models/SmolLM2-135M-Instruct"

@@ -15,11 +15,11 @@ import numpy as np
 
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, SchedulerConfig, resolve
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.runner.device import measure_hardware
 from replicas.runner.weights import load_model_config
 from replicas.scheduler.plan import DecodePlan, DoneStep, PendingStep, StepPlan, StepResult
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams
 
 WORD = " the"

@@ -30,14 +30,14 @@ from benchmarks.transfer_peer import (
     receive,
     smollm2,
 )
-from kvtransfer.agent import NixlAgent
-from kvtransfer.checksum import page_digest
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import KvMemory
-from kvtransfer.notes import Note, pack
-from kvtransfer.port import AgentPort
-from kvtransfer.ports import PeerRanks, WriteOrder
-from kvtransfer.transfer_agent import TransferState
+from kvtransfer.ports.agent import NixlAgent
+from kvtransfer.ports.checksum import page_digest
+from kvtransfer.ports.memory import KvMemory
+from kvtransfer.ports.notes import Note, pack
+from kvtransfer.ports.port import AgentPort
+from kvtransfer.ports.ports import PeerRanks, WriteOrder
+from kvtransfer.ports.transfer_agent import TransferState
 from kvtransfer.types import PageIds
 
 SECTION = "KV pages between two processes (CMA), {dtype}, {page_kib:.0f} KiB a page"

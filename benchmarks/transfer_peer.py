@@ -6,11 +6,11 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from kvtransfer.agent import NixlAgent
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import KvMemory
-from kvtransfer.port import AgentPort
-from kvtransfer.ports import Arrived, ExpectOrder, PeerRanks
+from kvtransfer.ports.agent import NixlAgent
+from kvtransfer.ports.memory import KvMemory
+from kvtransfer.ports.port import AgentPort
+from kvtransfer.ports.ports import Arrived, ExpectOrder, PeerRanks
 from kvtransfer.types import PageIds, Verify
 
 NUM_PAGES = 385  # 142 MB in fp16: four times the last cache of a small server's core complex

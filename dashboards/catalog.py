@@ -1,6 +1,6 @@
 """Every metric of Manta, once. What is not here can be neither emitted nor plotted.
 
-Owns:      the names. Emission (deployments/metrics), docs/metrics.md, boards, rules and tests derive from it.
+Owns:      the names. Emission (deployments/watch/metrics), docs/metrics.md, boards, rules and tests derive from it.
 Never:     imports a metrics client.
 Invariant: no label whose values grow with requests, users, prompts or time: no ids of requests, salts, texts or paths.
            ``replica`` and ``target`` name processes; the series of one that left are removed.

@@ -5,9 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from deployments import haproxy, ray_env, settings_file
-from deployments.port import check_port
-from deployments.settings_file import ALL_ADDRESSES, SettingsFile
+from deployments.command import haproxy
+from deployments.command.port import check_port
+from deployments.settings import ray_env, settings_file
+from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile
 from replicas.errors import InvalidConfig
 
 DEFAULT = "serve_config.yaml"
@@ -26,12 +27,12 @@ def main() -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.command == "top":
-        from deployments.terminal import top
+        from deployments.watch.terminal import top
 
         options = top.Options(once=args.once, as_json=args.json, interval_s=args.interval)
         return top.run(args.url, args.key or os.environ.get(KEY_VARIABLE), options)
     if args.command == "explain":
-        from deployments.terminal import explain
+        from deployments.watch.terminal import explain
 
         return explain.run(args.url, args.rid, args.key or os.environ.get(KEY_VARIABLE), as_json=args.json)
     try:  # before Ray and torch are imported, which takes seconds
@@ -42,14 +43,14 @@ def _run(args: argparse.Namespace) -> int:
     ray_env.prepare(host=host)
     if args.command == "serve":
         with haproxy.prepared(os.environ, host=host, warn=_warn):
-            from deployments import cluster, serve  # import Ray, which reads the environment; the others do without
+            from deployments.command import cluster, serve
 
             status = serve.run(args.config)
         if status == cluster.AT_ONCE:
             sys.stderr.flush()
             os._exit(status)  # Ray's own end would ask processes that were killed
         return status
-    from deployments import serve
+    from deployments.command import serve
 
     return serve.check(args.config)
 

@@ -17,15 +17,15 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from deployments import logs
-from deployments.capacity import Capacity, auto_count, shortages
-from deployments.feasible import checked, device_of
-from deployments.keys import KEY_VARIABLE, without_keys
-from deployments.places import weights_bytes
-from deployments.replica import ModelReplica
-from deployments.replica_settings import AutoscalingSettings
-from deployments.roles import DEPLOYMENTS, config_of, roles_of
+from deployments.replica.feasible import checked, device_of
+from deployments.replica.replica import ModelReplica
 from deployments.router import RouterIngress
-from deployments.schema import AppConfig
+from deployments.settings.capacity import Capacity, auto_count, shortages
+from deployments.settings.keys import KEY_VARIABLE, without_keys
+from deployments.settings.places import weights_bytes
+from deployments.settings.replica_settings import AutoscalingSettings
+from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
+from deployments.settings.schema import AppConfig
 from replicas.runner.device import available_ram
 
 log = logging.getLogger("ray.serve")
@@ -81,7 +81,7 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": replicas.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": DRAIN_LOOK_S,
         "request_router_config": RequestRouterConfig(
-            request_router_class="deployments.request_router.ExactReplicaRouter"
+            request_router_class="deployments.dispatch.request_router.ExactReplicaRouter"
         ),
         "ray_actor_options": {
             "num_cpus": replicas.cpus,

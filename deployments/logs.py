@@ -2,8 +2,8 @@
 
 With observability.log_format: json each line is one JSON object: Serve's own encoding, with the logger's name, and the
 request that the line was written for. With MANTA_OBSERVE=1 in the replicas' environment (``runtime_env``) hand-offs and
-decode steps are among them, a JSON line each (kvtransfer/observe.py); every prompt's K/V is read and hashed for it, so
-not while speed counts.
+decode steps are among them, a JSON line each (kvtransfer/replay/observe.py); every prompt's K/V is read and hashed for
+it, so not while speed counts.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
 
-from kvtransfer import observe
+from kvtransfer.replay import observe
 
 OURS = ("deployments", "replicas", "routing", "kvtransfer")
 CLOCKWORK = "CALL observe OK"  # Serve's line for each call of the observatory, a second apart

@@ -26,31 +26,33 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments import logs, membership, tracing
-from deployments.browsers import browser_rules
-from deployments.channel_server import ChannelServer
-from deployments.dispatch import Dispatcher
-from deployments.fleet import Fleet
-from deployments.http_app import make_app
-from deployments.keys import NO_KEYS, KeyDigests
-from deployments.leases import ReplicaGone
-from deployments.metrics.process import ServedMetrics
-from deployments.metrics.router_metrics import RouterMetrics
-from deployments.model_face import read_face, tokenizer_folder
-from deployments.observatory import ask_serve
-from deployments.observatory.router_view import request_body, router_view
-from deployments.observatory.view import RouterView
-from deployments.peers import Alone, Peers
-from deployments.ray_leases import RayLeases
-from deployments.ray_peers import RayPeers
-from deployments.roles import config_of, roles_of
-from deployments.route_log import RouteLog
-from deployments.routes import own_route
-from deployments.schema import AppConfig, parse
-from deployments.service import Service
-from deployments.transfer_settings import without_token
+from deployments import logs
+from deployments.channel.channel_server import ChannelServer
+from deployments.dispatch import membership
+from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.leases import ReplicaGone
+from deployments.dispatch.ray_leases import RayLeases
+from deployments.dispatch.route_log import RouteLog
+from deployments.fleet.fleet import Fleet
+from deployments.fleet.peers import Alone, Peers
+from deployments.fleet.ray_peers import RayPeers
+from deployments.http import tracing
+from deployments.http.browsers import browser_rules
+from deployments.http.http_app import make_app
+from deployments.http.model_face import read_face, tokenizer_folder
+from deployments.http.routes import own_route
+from deployments.http.service import Service
+from deployments.settings.keys import NO_KEYS, KeyDigests
+from deployments.settings.roles import config_of, roles_of
+from deployments.settings.schema import AppConfig, parse
+from deployments.settings.transfer_settings import without_token
+from deployments.watch.metrics.process import ServedMetrics
+from deployments.watch.metrics.router_metrics import RouterMetrics
+from deployments.watch.observatory import ask_serve
+from deployments.watch.observatory.router_view import request_body, router_view
+from deployments.watch.observatory.view import RouterView
 from replicas.cache.tree_view import CacheTree
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 from routing.router import Router
 
 log = logging.getLogger("ray.serve")

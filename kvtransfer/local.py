@@ -17,9 +17,9 @@ import numpy as np
 
 from kvtransfer.errors import PeerLost
 from kvtransfer.layout import PageSlice
-from kvtransfer.memory import KvMemory
-from kvtransfer.ports import group_runs
-from kvtransfer.transfer_agent import RemotePool, Transfer
+from kvtransfer.ports.memory import KvMemory
+from kvtransfer.ports.ports import group_runs
+from kvtransfer.ports.transfer_agent import RemotePool, Transfer
 from kvtransfer.types import PageIds, WriteTimes
 
 

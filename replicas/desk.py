@@ -6,8 +6,8 @@ Never:     decides settings.
 
 from collections.abc import Callable, Sequence
 
-from kvtransfer.desk import KvTransfer
-from kvtransfer.ports import RankPort
+from kvtransfer.ports.ports import RankPort
+from kvtransfer.rooms.desk import KvTransfer
 from kvtransfer.types import TransferSettings
 from replicas.config import EngineConfig, kv_layout
 from replicas.disagg.rooms import HandOffTerms

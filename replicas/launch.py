@@ -22,13 +22,13 @@ from replicas.config import (
 )
 from replicas.desk import open_desk, port_spec
 from replicas.disagg.wake import Wake
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.runner.device import measure_hardware
 from replicas.runner.port import MakeAgent
 from replicas.runner.product_choice import choose_products
 from replicas.runner.weights import load_model_config
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtransfer.ports import RankPort
+from kvtransfer.ports.ports import RankPort
 from replicas.config import EngineConfig
 from replicas.errors import EngineDead
 from replicas.kernels.team import PassingThread

@@ -9,8 +9,8 @@ import hashlib
 import random
 from typing import Any
 
-from deployments.observatory.deltas import changes
-from deployments.observatory.history import History
+from deployments.watch.observatory.deltas import changes
+from deployments.watch.observatory.history import History
 from tests.fake_route import explained
 
 Json = dict[str, Any]

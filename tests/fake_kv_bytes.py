@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.payload import Payload, Slots, payload_shape
+from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from tests.fakes import FakeDevice
 
 

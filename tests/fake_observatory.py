@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from deployments.observatory.page_files import read_files
+from deployments.watch.observatory.page_files import read_files
 from tests.fake_fleet import FakeFleet
 
 POLICY = (

@@ -12,11 +12,11 @@ from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
 from replicas.disagg.rooms import HandOffTerms
 from replicas.disagg.wake import Wake
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.request import Req
 from replicas.scheduler.plan import DoneStep, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.fake_desk import FakeWire

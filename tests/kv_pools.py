@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.local import LocalAgent, LocalFabric
-from kvtransfer.memory import KvMemory
-from kvtransfer.port import AgentPort
-from kvtransfer.ports import PeerRanks, PortEvent
+from kvtransfer.ports.memory import KvMemory
+from kvtransfer.ports.port import AgentPort
+from kvtransfer.ports.ports import PeerRanks, PortEvent
 from kvtransfer.types import PageIds, Verify
 
 HEADS = 6  # splits by 1, 2, 3

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtransfer.types import PdTicket
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.request import ReqState
 from replicas.types import FinishReason, GenerateRequest, HandOff, PdLeg, TokenDelta
 from tests.fake_desk import FakeDesk, FakeWire

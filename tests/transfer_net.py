@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.desk_core import DeskCore
-from kvtransfer.links import Purpose
 from kvtransfer.local import LocalFabric
-from kvtransfer.ports import Arrived
+from kvtransfer.peers.links import Purpose
+from kvtransfer.peers.wire import Hello, Message, decode, encode
+from kvtransfer.ports.ports import Arrived
+from kvtransfer.rooms.desk_core import DeskCore
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
@@ -34,7 +35,6 @@ from kvtransfer.types import (
     TransferEvent,
     TransferSettings,
 )
-from kvtransfer.wire import Hello, Message, decode, encode
 from tests.kv_pools import join_heads, local_engine
 
 PAGE = 4  # tokens

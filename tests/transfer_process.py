@@ -135,10 +135,10 @@ class EngineProcess:
 
 
 def _main(pipe: Connection, seed: int, tp: int, of: TransferSettings) -> None:
-    from kvtransfer.agent import NixlAgent
-    from kvtransfer.desk import KvTransfer
-    from kvtransfer.memory import KvMemory
-    from kvtransfer.port import AgentPort
+    from kvtransfer.ports.agent import NixlAgent
+    from kvtransfer.ports.memory import KvMemory
+    from kvtransfer.ports.port import AgentPort
+    from kvtransfer.rooms.desk import KvTransfer
 
     pools = random_pools(layout(tp), NUM_PAGES, seed)
 

@@ -23,10 +23,10 @@ import psutil
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.local import LocalAgent, LocalFabric
-from kvtransfer.memory import KvMemory
-from kvtransfer.port import AgentPort
-from kvtransfer.ports import Arrived, ExpectOrder, PeerRanks, PortEvent, WriteOrder
-from kvtransfer.transfer_agent import RemotePool, TransferAgent, TransferState
+from kvtransfer.ports.memory import KvMemory
+from kvtransfer.ports.port import AgentPort
+from kvtransfer.ports.ports import Arrived, ExpectOrder, PeerRanks, PortEvent, WriteOrder
+from kvtransfer.ports.transfer_agent import RemotePool, TransferAgent, TransferState
 from kvtransfer.types import PageIds
 from tests.kv_pools import join_heads, layout, random_pools
 
@@ -243,7 +243,7 @@ def serve(pipe: Connection, transport: Literal["auto", "tcp"]) -> None:
     if "torch" not in sys.modules:  # nixl would import it only to ask for the version of CUDA, for two seconds
         sys.modules["cuda.bindings"] = types.ModuleType("cuda.bindings")
         sys.modules["cuda.bindings"].__version__ = "13.0"  # type: ignore[attr-defined]
-    from kvtransfer.agent import NixlAgent
+    from kvtransfer.ports.agent import NixlAgent
 
     host = Host(lambda memory, name: NixlAgent(memory, role=name[:2], transport=transport))
     try:

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.cost import ModelCost
 from benchmarks.gpu.random_model import SHAPES, TINY, Shape, runner_of, start_engine
-from replicas.engine import Engine
-from replicas.loop import EngineLoop
+from replicas.engine.engine import Engine
+from replicas.engine.loop import EngineLoop
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta

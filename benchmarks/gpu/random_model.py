@@ -7,7 +7,7 @@ import torch
 
 from replicas import launch
 from replicas.config import CacheConfig, DType, ModelConfig, Products, RopeConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.models.llama import Llama
 from replicas.parallel import TpGroup
 from replicas.ranks import Ranks

@@ -1,4 +1,4 @@
-// The state after a delta. Pure; the forms of both stand in deployments/observatory/README.md.
+// The state after a delta. Pure; the forms of both stand in deployments/watch/observatory/README.md.
 // What did not change keeps its identity, so that a panel can tell by === whether it must be drawn again.
 
 const WINDOW_S = 300; // what `history` holds

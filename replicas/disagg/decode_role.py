@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtransfer import observe
-from kvtransfer.transfer_desk import KvTransferDesk
+from kvtransfer.replay import observe
+from kvtransfer.rooms.transfer_desk import KvTransferDesk
 from kvtransfer.types import (
     META_VERSION,
     KVTransferMeta,
@@ -33,7 +33,7 @@ from kvtransfer.types import (
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
 from replicas.distributions import Distributions
-from replicas.observer import Observer
+from replicas.replay.observer import Observer
 from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken

@@ -17,12 +17,12 @@ Thread:    engine thread only.
     abort, deadline, broken logits: ends at once; desk.abort_send, quarantine ── SendDrained, or SendDone ──> free
 """
 
-from kvtransfer import observe
-from kvtransfer.transfer_desk import KvTransferDesk
+from kvtransfer.replay import observe
+from kvtransfer.rooms.transfer_desk import KvTransferDesk
 from kvtransfer.types import KVTransferMeta, SendFailed, SendOrder, SendReady
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
-from replicas.observer import Observer
+from replicas.replay.observer import Observer
 from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken

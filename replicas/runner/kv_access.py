@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.payload import Payload, Slots, payload_shape
+from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from replicas.config import EngineConfig, kv_layout
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.parallel import TpGroup
@@ -55,7 +55,7 @@ def run_order(order: KvOrder, pool: MHATokenToKVPool, tp: TpGroup, num_kv_heads:
 
 
 class RankedKvBytes:
-    """Implements kvtransfer.payload.KvBytes on rank 0; ``send`` gives an order to the other ranks."""
+    """Implements kvtransfer.replay.payload.KvBytes on rank 0; ``send`` gives an order to the other ranks."""
 
     def __init__(
         self, config: EngineConfig, pool: MHATokenToKVPool, tp: TpGroup, send: Callable[[KvOrder], None]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtransfer.agent import NixlAgent
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import KvMemory, PageReader
-from kvtransfer.port import AgentPort
-from kvtransfer.transfer_agent import TransferAgent
+from kvtransfer.ports.agent import NixlAgent
+from kvtransfer.ports.memory import KvMemory, PageReader
+from kvtransfer.ports.port import AgentPort
+from kvtransfer.ports.transfer_agent import TransferAgent
 from kvtransfer.types import PageIds, TransferSettings
 from replicas.memory.pool import MHATokenToKVPool
 

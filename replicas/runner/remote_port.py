@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection
 from typing import cast
 
-from kvtransfer.alive import Alive
 from kvtransfer.errors import PeerLost, TransferError
-from kvtransfer.heartbeat import Heartbeat, Silence
-from kvtransfer.ports import (
+from kvtransfer.peers.alive import Alive
+from kvtransfer.peers.heartbeat import Heartbeat, Silence
+from kvtransfer.ports.ports import (
     ExpectOrder,
     NoteCounts,
     PeerRanks,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployments.observatory.deltas import applied
+from deployments.watch.observatory.deltas import applied
 from tools.debian import REQUIRED
 
 HERE = pathlib.Path(__file__).parent

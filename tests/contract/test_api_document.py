@@ -20,12 +20,12 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from deployments.api_document import ROUTES, describe
-from deployments.channel_client import ChannelClient
-from deployments.http_app import ROUTERS, make_app
-from deployments.keys import ApiKey, KeyDigests
-from deployments.service import ModelFace, Service
-from replicas.tokenizer import Tokenizer
+from deployments.channel.channel_client import ChannelClient
+from deployments.http.api_document import ROUTES, describe
+from deployments.http.http_app import ROUTERS, make_app
+from deployments.http.service import ModelFace, Service
+from deployments.settings.keys import ApiKey, KeyDigests
+from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import token

@@ -12,18 +12,18 @@ import pytest
 
 from dashboards.catalog import CATALOG, METRICS
 from dashboards.metric import IDENTITY, OPEN, Kind, Metric, Process
-from deployments.http_app import make_app
-from deployments.metrics.emitter import Emitter
-from deployments.metrics.process import ServedMetrics
-from deployments.metrics.replica_metrics import replica_emitter
-from deployments.metrics.router_metrics import RouterMetrics
-from deployments.metrics.server import MetricsServer
-from deployments.model_face import read_face
-from deployments.schema import ModelSettings, parse
-from deployments.served_engine import ServedEngine
-from deployments.service import Service
-from replicas.engine import Engine
-from replicas.loop import EngineLoop
+from deployments.http.http_app import make_app
+from deployments.http.model_face import read_face
+from deployments.http.service import Service
+from deployments.replica.served_engine import ServedEngine
+from deployments.settings.schema import ModelSettings, parse
+from deployments.watch.metrics.emitter import Emitter
+from deployments.watch.metrics.process import ServedMetrics
+from deployments.watch.metrics.replica_metrics import replica_emitter
+from deployments.watch.metrics.router_metrics import RouterMetrics
+from deployments.watch.metrics.server import MetricsServer
+from replicas.engine.engine import Engine
+from replicas.engine.loop import EngineLoop
 from routing.types import Role
 from tests.embedded import MODEL
 from tests.harness import fake_engine

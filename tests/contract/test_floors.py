@@ -26,16 +26,10 @@ FLOORS: dict[str, set[str]] = {
     "replicas.hf_config": {"replicas.config", "replicas.errors"},
     "replicas.request": {"replicas.types", "replicas.errors", "kvtransfer.types"},
     "replicas.parallel": {"replicas.errors"},
-    "replicas.stats": {"replicas.scheduler", "replicas.cache", "replicas.request", "replicas.types"},
     "replicas.tally": {"replicas.types"},
     "replicas.distributions": {"replicas.tally", "replicas.types", "kvtransfer.types"},
     "replicas.stages": {"replicas.request", "replicas.types"},
-    "replicas.token_bytes": {"replicas.types", "replicas.errors"},
-    "replicas.tokenizer": {
-        "replicas.token_bytes", "replicas.control_tokens", "replicas.types", "replicas.errors", "replicas.config",
-    },
-    "replicas.control_tokens": {"replicas.types", "replicas.errors"},
-    "replicas.detokenizer": {"replicas.token_bytes", "replicas.types", "replicas.errors"},
+    "replicas.text": {"replicas.types", "replicas.errors", "replicas.config"},
     "replicas.memory": {"replicas.types", "replicas.errors", "replicas.config", "kvtransfer.layout"},
     "replicas.cache": {
         "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
@@ -59,47 +53,23 @@ FLOORS: dict[str, set[str]] = {
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
         "replicas.parallel", "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors",
-        "replicas.prefix_group",
-        "replicas.int8_groups", "replicas.types", "kvtransfer.layout",
-        "kvtransfer.payload", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.port",
-        "kvtransfer.memory", "kvtransfer.transfer_agent", "kvtransfer.agent", "kvtransfer.alive",
-        "kvtransfer.heartbeat",
+        "replicas.prefix_group", "replicas.int8_groups", "replicas.types", "kvtransfer.layout", "kvtransfer.types",
+        "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.replay.payload", "kvtransfer.peers.alive",
+        "kvtransfer.peers.heartbeat",
     },
-    "replicas.observer": {
-        "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.observe", "kvtransfer.payload",
+    "replicas.replay.observer": {
+        "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.replay",
     },
     "replicas.disagg": {
-        "replicas.observer", "replicas.distributions", "replicas.scheduler", "replicas.cache", "replicas.request",
-        "replicas.types", "replicas.errors", "kvtransfer.observe", "kvtransfer.types", "kvtransfer.transfer_desk",
+        "replicas.replay.observer", "replicas.distributions", "replicas.scheduler", "replicas.cache",
+        "replicas.request", "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
+        "kvtransfer.rooms.transfer_desk",
     },
-    "replicas.choice": {
-        "replicas.scheduler", "replicas.request", "replicas.stages", "replicas.tokenizer", "replicas.detokenizer",
-        "replicas.types",
-    },
-    "replicas.open_requests": {
-        "replicas.choice", "replicas.scheduler", "replicas.request", "replicas.types",
-    },
-    "replicas.intake": {"replicas.disagg", "replicas.config", "replicas.types", "replicas.errors"},
-    "replicas.stepping": {"replicas.scheduler", "replicas.distributions", "replicas.stats"},
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",
-        "replicas.request", "replicas.tokenizer", "replicas.choice", "replicas.open_requests", "replicas.intake",
-        "replicas.disagg", "replicas.stats", "replicas.stepping", "replicas.distributions", "replicas.config",
-        "replicas.observer", "replicas.types", "replicas.errors", "kvtransfer.observe", "kvtransfer.payload",
-        "kvtransfer.types", "kvtransfer.transfer_desk",
-    },
-    "replicas.inbox": {"replicas.types"},
-    "replicas.sinks": {"replicas.types", "replicas.errors"},
-    "replicas.loop": {
-        "replicas.engine", "replicas.inbox", "replicas.sinks", "replicas.types", "replicas.errors", "replicas.config",
-    },
-    "replicas.replay": {
-        "replicas.engine", "replicas.request", "replicas.types", "replicas.errors", "kvtransfer.payload",
-        "kvtransfer.replay", "kvtransfer.errors",
-    },
-    "replicas.replay_file": {
-        "replicas.replay", "replicas.launch", "replicas.engine", "replicas.config", "replicas.types",
-        "replicas.errors", "kvtransfer.replay", "kvtransfer.errors",
+        "replicas.request", "replicas.text", "replicas.disagg", "replicas.distributions", "replicas.stages",
+        "replicas.config", "replicas.replay.observer", "replicas.types", "replicas.errors", "kvtransfer.replay",
+        "kvtransfer.types", "kvtransfer.rooms.transfer_desk",
     },
     "replicas.ranks": {
         "replicas.runner", "replicas.kernels", "replicas.scheduler.plan", "replicas.parallel", "replicas.config",
@@ -110,10 +80,26 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.launch": {
         "replicas.engine", "replicas.ranks", "replicas.desk", "replicas.disagg", "replicas.runner", "replicas.cache",
-        "replicas.tokenizer", "replicas.config", "replicas.types", "replicas.errors", "kvtransfer.types",
+        "replicas.text", "replicas.config", "replicas.types", "replicas.errors", "kvtransfer.types",
     },
-    "deployments": {"dashboards", "kvtransfer", "routing", "replicas"},
+    "replicas.replay": {
+        "replicas.launch", "replicas.engine", "replicas.config", "replicas.request", "replicas.types",
+        "replicas.errors", "kvtransfer.replay", "kvtransfer.errors",
+    },
+    "deployments": set(),  # as ``replicas``
+    "deployments.autoscaling": {"replicas.types"},
+    "deployments.logs": {"kvtransfer.replay", "replicas"},
 }
+# the rooms of deployments/, from the lowest: each may import what is below it, and the houses under deployments/
+ROOMS = (
+    ("settings",), ("channel",), ("dispatch",), ("fleet",), ("http",), ("watch",), ("router", "replica"), ("app",),
+    ("command", "__main__"),
+)  # fmt: skip
+BELOW = {"dashboards", "kvtransfer", "routing", "replicas", "deployments.logs", "deployments.autoscaling"}
+for level in ROOMS:
+    FLOORS |= {f"deployments.{room}": set(BELOW) for room in level}
+    BELOW |= {f"deployments.{room}" for room in level}
+FLOORS["deployments.__main__"] = {*BELOW} - {"deployments.__main__"}
 # third-party package -> the only units of ours that may import it
 ONLY: dict[str, set[str]] = {
     "ray": {"deployments"},
@@ -126,7 +112,7 @@ ONLY: dict[str, set[str]] = {
     "prometheus_client": {"deployments"},
     "yaml": {"deployments", "dashboards"},
     "promql_parser": {"dashboards"},
-    "nixl": {"kvtransfer.agent"},
+    "nixl": {"kvtransfer.ports.agent"},
     "grafana_foundation_sdk": {"dashboards"},
     "opentelemetry": {"deployments"},
     "rich": {"deployments", "replicas.runner.weights"},
@@ -134,11 +120,11 @@ ONLY: dict[str, set[str]] = {
     "triton": {"replicas.attention", "replicas.kernels"},
     "numba": {"replicas.kernels", "replicas.attention", "replicas.layers"},
     "llvmlite": {"replicas.kernels"},
-    "transformers": {"replicas.tokenizer", "replicas.runner.hf_files"},
+    "transformers": {"replicas.text.tokenizer", "replicas.runner.hf_files"},
     "safetensors": {"replicas.runner.weights"},
     "gguf": set(),
     "torch": {
-        "kvtransfer.agent", "kvtransfer.local", "kvtransfer.checksum", "replicas.memory.pool",
+        "kvtransfer.ports.agent", "kvtransfer.local", "kvtransfer.ports.checksum", "replicas.memory.pool",
         "replicas.memory.scaled_pool",
         "replicas.memory.host",
         "replicas.kernels", "replicas.parallel", "replicas.layers", "replicas.attention", "replicas.models",
@@ -149,9 +135,10 @@ OURS = {floor.split(".")[0] for floor in FLOORS}
 ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours imports them
 # importing any module of these must not load torch, not even through another module
 HOST = (
-    "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request", "replicas.stats",
+    "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request",
+    "replicas.engine.stats",
     "replicas.prefix_group", "replicas.int8_groups",
-    "replicas.tally", "replicas.distributions", "replicas.stages", "replicas.sinks", "replicas.detokenizer",
+    "replicas.tally", "replicas.distributions", "replicas.stages", "replicas.engine.sinks", "replicas.text.detokenizer",
     "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
 )  # fmt: skip
@@ -162,7 +149,7 @@ def under(name: str, roots: set[str]) -> bool:
 
 
 def floor_of(unit: str) -> str:
-    """The longest floor that ``unit`` stands on; 'replicas' itself holds only its docstring."""
+    """The longest floor that ``unit`` stands on; 'replicas' and 'deployments' themselves hold only docstrings."""
     return max((floor for floor in FLOORS if under(unit, {floor})), key=len)
 
 
@@ -193,7 +180,7 @@ def faults(unit: str, names: list[str]) -> list[str]:
         root = name.split(".")[0]
         if root in ABOVE:
             found.append(f"{unit} may not import {name}: benchmarks, tests and tools stand above the house")
-        own = {floor} if floor != "replicas" else set()
+        own = {floor} if floor not in OURS - {"kvtransfer", "routing", "dashboards"} else set()
         if root in OURS and not under(name, FLOORS[floor] | own):
             found.append(f"{unit} (floor {floor}) may not import {name}; it may: {sorted(FLOORS[floor])}")
         if root in ONLY and not under(unit, ONLY[root]):
@@ -220,13 +207,17 @@ def test_imports_go_down_only(unit: str) -> None:
         ("replicas.cache.kv", "from replicas.scheduler import plan"),
         ("replicas.cache.radix", "import torch"),
         ("replicas.runner.worker", "from replicas.scheduler.scheduler import Scheduler"),
-        ("replicas.engine", "def f():\n    import ray"),
+        ("replicas.engine.engine", "def f():\n    import ray"),
         ("replicas.memory.allocator", "if TYPE_CHECKING:\n    from torch import Tensor"),
         ("replicas.runner.sampler", "import numba"),
         ("replicas.models.llama", "import transformers"),
         ("routing.router", "from replicas.types import EngineStats"),
         ("deployments.router", "from benchmarks.client import Client"),
         ("replicas.newcomer", "import replicas.types"),
+        ("deployments.newcomer", "import replicas.types"),
+        ("deployments.fleet.fleet", "from deployments.watch.observatory.view import RouterView"),
+        ("deployments.settings.schema", "from deployments.http import key_check"),
+        ("deployments.replica.replica", "from deployments.router import RouterIngress"),
     ],
 )
 def test_an_import_that_goes_up_is_found(unit: str, source: str) -> None:

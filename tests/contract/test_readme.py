@@ -7,9 +7,9 @@ import subprocess
 
 import yaml
 
-from deployments.haproxy import BINARY, FLAGS, WRAPPER
-from deployments.other_names import OURS
-from deployments.schema import AppConfig, parse
+from deployments.command.haproxy import BINARY, FLAGS, WRAPPER
+from deployments.settings.other_names import OURS
+from deployments.settings.schema import AppConfig, parse
 
 README = pathlib.Path("README.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.checksum import page_digests
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import KvMemory
+from kvtransfer.ports.checksum import page_digests
+from kvtransfer.ports.memory import KvMemory
 from kvtransfer.types import TransferSettings
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner.port import PortSpec, kv_memory, make_port

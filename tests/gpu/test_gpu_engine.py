@@ -19,9 +19,9 @@ from benchmarks.engine_process import EngineProcess
 from kvtransfer.types import PdTicket
 from replicas import launch
 from replicas.config import CacheConfig, Hardware, ParallelConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
+from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
-from replicas.loop import EngineLoop
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta

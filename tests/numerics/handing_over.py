@@ -13,7 +13,7 @@ from benchmarks.engine_process import TOKEN
 from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
 from replicas.config import CacheConfig, KvDType, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL

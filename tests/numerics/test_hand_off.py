@@ -15,7 +15,7 @@ import pytest
 
 from kvtransfer.local import LocalFabric
 from replicas.config import KvDType
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.types import FinishReason, GenerateRequest, SamplingParams
 from tests.embedded import MODEL
 from tests.numerics.handing_over import (

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import engine_process
 from benchmarks.engine_process import EngineProcess
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.numerics.handing_over import (

@@ -17,7 +17,7 @@ from replicas.config import (
     SchedulerConfig,
     resolve,
 )
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import load_engine
 from replicas.runner.weights import load_model_config

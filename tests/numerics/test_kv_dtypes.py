@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.perplexity import perplexity, text_ids
 from replicas.config import CacheConfig, KvDType
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from tests.embedded import MODEL
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from replicas.config import CacheConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from tests.embedded import MODEL
 

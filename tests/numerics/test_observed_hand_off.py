@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer import observe
 from kvtransfer.local import LocalAgent, LocalFabric
+from kvtransfer.replay import observe
 from kvtransfer.types import PdTicket, TransferSettings
 from replicas.config import CacheConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
-from replicas.replay import extract, restore
+from replicas.replay.replay import extract, restore
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.numerics import tiny

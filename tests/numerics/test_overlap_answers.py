@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from replicas.config import CacheConfig, ParallelConfig
+from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead
 from replicas.launch import load_engine
-from replicas.loop import EngineLoop
 from replicas.ranks import LocalWorkers
 from replicas.runner.worker import WorkerSpec
 from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from benchmarks.processes import prepared
-from kvtransfer.replay import ReplaySnapshot
+from kvtransfer.replay.replay import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
-from replicas.replay import extract, restore
-from replicas.tokenizer import Tokenizer
+from replicas.replay.replay import extract, restore
+from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.numerics import tiny
@@ -231,7 +231,7 @@ def test_the_command_line_takes_a_snapshot_and_goes_on_with_it(tmp_path: Path) -
 
 
 def replay_file(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "replicas.replay_file", *arguments]
+    command = [sys.executable, "-m", "replicas.replay.replay_file", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout)
@@ -241,7 +241,9 @@ def replay_file(*arguments: str) -> dict[str, Any]:
 def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("hello")
     run = subprocess.run(
-        [sys.executable, "-m", "replicas.replay_file", "show", str(tmp_path / "s")], capture_output=True, text=True
+        [sys.executable, "-m", "replicas.replay.replay_file", "show", str(tmp_path / "s")],
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 1
     assert run.stderr.startswith("BadSnapshot: ")

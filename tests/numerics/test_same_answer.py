@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from replicas.config import CacheConfig, ParallelConfig, ProductSetting, SchedulerConfig
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL
@@ -67,7 +67,7 @@ def three_ranks(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def prompt() -> np.ndarray:
-    from replicas.tokenizer import Tokenizer
+    from replicas.text.tokenizer import Tokenizer
 
     return Tokenizer(MODEL).encode(TEXT)
 

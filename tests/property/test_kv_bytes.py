@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtransfer.payload import Payload, Slots
+from kvtransfer.replay.payload import Payload, Slots
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.parallel import TpGroup
 from replicas.runner.kv_access import ReadKv, WriteKv, run_order

@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.observatory.deltas import applied
-from deployments.observatory.state import State
+from deployments.watch.observatory.deltas import applied
+from deployments.watch.observatory.state import State
 from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
 
 NAMES = ["a", "b", "c"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.types import FinishReason, GenerateRequest, TokenDelta
 from tests.fakes import continuation
 from tests.harness import Clock, ask, fake_engine

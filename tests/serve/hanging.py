@@ -8,9 +8,9 @@ from typing import Any
 from ray.serve import Application
 
 from deployments.app import build_of
-from deployments.replica import ModelReplica
-from deployments.schema import AppConfig
-from replicas.engine import Engine
+from deployments.replica.replica import ModelReplica
+from deployments.settings.schema import AppConfig
+from replicas.engine.engine import Engine
 from replicas.scheduler.plan import PendingStep, StepPlan
 from routing.types import Role
 

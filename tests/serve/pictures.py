@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from deployments.places import ROOT
+from deployments.settings.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.serve.running import Running, serving
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.places import ROOT
+from deployments.settings.places import ROOT
 from tests.serve.running import free_port
 from tools import debian
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.places import ROOT
+from deployments.settings.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.serve import watched as held
 from tests.serve.running import Running

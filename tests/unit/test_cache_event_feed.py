@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.pages import page_keys
 from replicas.cache.events import AllCleared, CacheEvent, PagesStored
-from replicas.loop import EngineLoop
+from replicas.engine.loop import EngineLoop
 from tests.harness import ask, fake_engine
 
 pytestmark = pytest.mark.model

@@ -20,7 +20,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from replicas.errors import InvalidRequest
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 
 SMOL = str(Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct")
 FAMILIES = [pytest.param("smollm2", marks=pytest.mark.model), "qwen", "llama3", "phi", "sentencepiece"]

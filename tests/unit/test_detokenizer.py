@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import byte_fallback_folder, byte_level_folder
 
-from replicas.detokenizer import Detokenizer
-from replicas.tokenizer import Tokenizer
+from replicas.text.detokenizer import Detokenizer
+from replicas.text.tokenizer import Tokenizer
 
 SMOL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, Overloaded
-from replicas.loop import EngineLoop
 from replicas.scheduler.plan import StepPlan, StepResult
 from replicas.types import FinishReason, TokenDelta
 from tests.fakes import continuation

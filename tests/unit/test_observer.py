@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtransfer import observe
+from kvtransfer.replay import observe
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, finish_all
 from tests.pair import Pair

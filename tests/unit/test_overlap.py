@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead
-from replicas.loop import EngineLoop
 from replicas.request import ReqState
 from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResult
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta

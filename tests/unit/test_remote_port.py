@@ -11,14 +11,14 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvtransfer.desk import KvTransfer
 from kvtransfer.errors import PeerLost
-from kvtransfer.link import SocketLinks
 from kvtransfer.local import LocalFabric
-from kvtransfer.port import AgentPort
-from kvtransfer.ports import ExpectOrder, NoteCounts, RankInfo
+from kvtransfer.peers.link import SocketLinks
+from kvtransfer.peers.wire import Hello, Message
+from kvtransfer.ports.port import AgentPort
+from kvtransfer.ports.ports import ExpectOrder, NoteCounts, RankInfo
+from kvtransfer.rooms.desk import KvTransfer
 from kvtransfer.types import PeerAddress, SendDrained, SendFailed, SendOrder, TransferSettings
-from kvtransfer.wire import Hello, Message
 from replicas.runner import remote_port
 from replicas.runner.port import PortSpec
 from replicas.runner.port_channel import PortChannel

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from kvtransfer.errors import BadSnapshot, IncompatibleLayout
-from kvtransfer.replay import ReplaySnapshot
-from replicas.engine import Engine
+from kvtransfer.replay.replay import ReplaySnapshot
+from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded
-from replicas.replay import extract, extract_from_kvpool, restore, restore_to_kvpool
+from replicas.replay.replay import extract, extract_from_kvpool, restore, restore_to_kvpool
 from replicas.request import ReqState
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from tests.fake_kv_bytes import FakeKvBytes

@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from replicas.errors import InvalidConfig, InvalidRequest
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 
 SMOL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 TEXTS = ["the theme, then", "  two\n\tspaces ", "naïve café", "你好, 世界", "🙂👩‍👩‍👧 é", "über tool", ""]
@@ -209,7 +209,7 @@ def test_threads_may_encode_and_decode_at_once(byte_level: Tokenizer) -> None:
 
 def test_a_plain_tokenizer_folder_loads_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from replicas.tokenizer import Tokenizer; t = Tokenizer(sys.argv[1]); "
+        "import sys; from replicas.text.tokenizer import Tokenizer; t = Tokenizer(sys.argv[1]); "
         "t.chat([{'role': 'user', 'content': 'hi'}]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, byte_level_folder(tmp_path)], check=True, cwd=Path(__file__).parents[2])

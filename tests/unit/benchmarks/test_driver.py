@@ -5,7 +5,7 @@ from typing import cast
 
 from benchmarks import driver
 from benchmarks.workloads import random_lengths
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
 
 

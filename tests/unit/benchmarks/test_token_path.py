@@ -6,7 +6,7 @@ import pytest
 from benchmarks.token_alone import Alone
 from benchmarks.token_path import Path, Spent, main, proxies_of, rows_of
 from benchmarks.token_source import PacedSteps
-from deployments import haproxy
+from deployments.command import haproxy
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, SampleRow
 from replicas.types import SamplingParams
 

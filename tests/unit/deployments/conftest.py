@@ -8,17 +8,17 @@ import httpx
 import pytest
 
 from dashboards.metric import Process
-from deployments.http_app import make_app
-from deployments.metrics.emitter import Identity
-from deployments.metrics.process import emitter_of
-from deployments.model_face import read_face
-from deployments.schema import ModelSettings
-from deployments.served_engine import ServedEngine
-from deployments.service import Service
+from deployments.http.http_app import make_app
+from deployments.http.model_face import read_face
+from deployments.http.service import Service
+from deployments.replica.served_engine import ServedEngine
+from deployments.settings.schema import ModelSettings
+from deployments.watch.metrics.emitter import Identity
+from deployments.watch.metrics.process import emitter_of
 from replicas.config import CacheConfig
+from replicas.engine.loop import EngineLoop
 from replicas.launch import load_engine
-from replicas.loop import EngineLoop
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
 

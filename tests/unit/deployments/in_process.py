@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from deployments.cache_frames import encode_events, encode_snapshot
-from deployments.channel_client import ChannelClient
-from deployments.channel_server import ChannelAddress, ChannelServer
-from deployments.dispatch import Dispatcher
-from deployments.fleet import Fleet
-from deployments.frames import ReplicaReport, encode_report
-from deployments.leases import ReplicaGone, ReplicaInfo
+from deployments.channel.cache_frames import encode_events, encode_snapshot
+from deployments.channel.channel_client import ChannelClient
+from deployments.channel.channel_server import ChannelAddress, ChannelServer
+from deployments.channel.frames import ReplicaReport, encode_report
+from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
+from deployments.fleet.fleet import Fleet
 from kvtransfer.pages import PageKeys, page_keys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.tree_view import CacheTree, empty_tree

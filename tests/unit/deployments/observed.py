@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from deployments.frames import ReplicaReport
-from deployments.observatory.serve_details import Listed, ServeDetails
-from deployments.observatory.view import RouterView, SeenReplica, Target
+from deployments.channel.frames import ReplicaReport
+from deployments.fleet.seen import SeenReplica, Target
+from deployments.watch.observatory.serve_details import Listed, ServeDetails
+from deployments.watch.observatory.view import RouterView
 from replicas.types import PoolStats
 from tests.unit.deployments.sample_values import info, stats
 

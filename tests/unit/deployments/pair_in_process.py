@@ -7,9 +7,9 @@ among themselves (tests of replicas/disagg and kvtransfer).
 import asyncio
 import dataclasses
 
-from deployments.channel_client import ChannelClient
-from deployments.channel_server import ChannelAddress
-from deployments.leases import ReplicaGone, ReplicaInfo
+from deployments.channel.channel_client import ChannelClient
+from deployments.channel.channel_server import ChannelAddress
+from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, TokenDelta, Usage

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from deployments.leases import ReplicaInfo
+from deployments.dispatch.leases import ReplicaInfo
 from replicas.types import (
     EngineStats,
     Finish,

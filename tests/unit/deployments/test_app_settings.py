@@ -11,17 +11,18 @@ import pytest
 import torch
 import yaml
 
-from deployments import app, settings_file
-from deployments.announce import curl
+from deployments import app
 from deployments.app import replica_options
 from deployments.autoscaling import Objective, TtftPolicy
-from deployments.capacity import Capacity, auto_count, shortages
-from deployments.check import read
-from deployments.feasible import engine_of, impossible
-from deployments.places import ROOT, local_path, shown_path
-from deployments.port import check_port
-from deployments.ray_env import prepare
-from deployments.schema import parse
+from deployments.command.announce import curl
+from deployments.command.check import read
+from deployments.command.port import check_port
+from deployments.replica.feasible import engine_of, impossible
+from deployments.settings import settings_file
+from deployments.settings.capacity import Capacity, auto_count, shortages
+from deployments.settings.places import ROOT, local_path, shown_path
+from deployments.settings.ray_env import prepare
+from deployments.settings.schema import parse
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
 from routing.types import Role

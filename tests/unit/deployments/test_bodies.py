@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
-from deployments.body import check_shape
-from deployments.following import Unwatched
-from deployments.http_app import make_app
-from deployments.http_errors import Busy
-from deployments.model_face import read_face
-from deployments.schema import ModelSettings
-from deployments.service import BoundedExecutor, Service
+from deployments.dispatch.following import Unwatched
+from deployments.http.body import check_shape
+from deployments.http.http_app import make_app
+from deployments.http.http_errors import Busy
+from deployments.http.model_face import read_face
+from deployments.http.service import BoundedExecutor, Service
+from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidRequest
-from replicas.tokenizer import Tokenizer
+from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House, ScriptedReplica
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.cache_frames import decode_events, decode_snapshot, encode_events, encode_snapshot
-from deployments.frames import BadFrame, FrameKind, FrameReader
+from deployments.channel.cache_frames import decode_events, decode_snapshot, encode_events, encode_snapshot
+from deployments.channel.frames import BadFrame, FrameKind, FrameReader
 from kvtransfer.pages import PageKeys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from routing.types import CacheEvent, PagesCleared, PagesRemoved

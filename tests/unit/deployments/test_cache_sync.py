@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 import pytest
 
-from deployments.leases import ReplicaGone
+from deployments.dispatch.leases import ReplicaGone
 from routing.types import IndexSnapshot, RouteQuery
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 from tests.unit.deployments.sample_values import stats

@@ -4,7 +4,7 @@ from random import Random
 
 import numpy as np
 
-from deployments.cache_sync import CacheSync
+from deployments.fleet.cache_sync import CacheSync
 from routing.router import Router
 from routing.types import IndexSnapshot, PagesStored, ReplicaView
 from tests.unit.deployments.in_process import LocalLeases

@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cache_frames import encode_events, encode_snapshot
-from deployments.channel_client import ChannelClient, batches, parts
-from deployments.channel_server import ChannelAddress, ChannelServer
-from deployments.frames import HEADER, FrameKind, Hello, ReplicaReport, encode_deltas, encode_hello, encode_report
-from deployments.leases import ReplicaGone
+from deployments.channel.cache_frames import encode_events, encode_snapshot
+from deployments.channel.channel_client import ChannelClient, batches, parts
+from deployments.channel.channel_server import ChannelAddress, ChannelServer
+from deployments.channel.frames import (
+    HEADER,
+    FrameKind,
+    Hello,
+    ReplicaReport,
+    encode_deltas,
+    encode_hello,
+    encode_report,
+)
+from deployments.dispatch.leases import ReplicaGone
 from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
 from routing.types import CacheEvent, IndexSnapshot

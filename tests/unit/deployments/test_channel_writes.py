@@ -2,9 +2,9 @@
 
 import asyncio
 
-from deployments.channel_client import ChannelClient
-from deployments.channel_server import ChannelAddress
-from deployments.frames import FrameReader, decode_deltas
+from deployments.channel.channel_client import ChannelClient
+from deployments.channel.channel_server import ChannelAddress
+from deployments.channel.frames import FrameReader, decode_deltas
 from replicas.types import TokenDelta, Usage
 
 ADDRESS = ChannelAddress(router_id="router", node_id="here", unix_path="", host="127.0.0.1", port=1, token="t")

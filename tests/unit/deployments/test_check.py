@@ -16,12 +16,14 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from deployments import app, check, model_face
-from deployments.capacity import Capacity
-from deployments.check import read
-from deployments.feasible import engine_of, impossible
-from deployments.places import ROOT
-from deployments.schema import parse
+from deployments import app
+from deployments.command import check
+from deployments.command.check import read
+from deployments.http import model_face
+from deployments.replica.feasible import engine_of, impossible
+from deployments.settings.capacity import Capacity
+from deployments.settings.places import ROOT
+from deployments.settings.schema import parse
 from replicas.errors import InvalidConfig
 from replicas.memory.sizing import weight_bytes
 from replicas.runner.hf_files import architecture_of
@@ -48,7 +50,7 @@ applications:
 WATCHED = """\
   - name: observatory
     route_prefix: /manta
-    import_path: deployments.observatory.app:build
+    import_path: deployments.watch.observatory.app:build
     args:
       application: manta
 """

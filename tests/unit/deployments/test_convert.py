@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.convert import salt_of
+from deployments.http.convert import salt_of
 from replicas.errors import InvalidRequest
 
 

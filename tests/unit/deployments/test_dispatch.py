@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.leases import ReplicaGone
+from deployments.dispatch.leases import ReplicaGone
 from replicas.errors import InvalidRequest, Overloaded
 from replicas.types import FinishReason, TokenDelta
 from routing.types import NoReplica

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from deployments import logs, replica
-from deployments.replica import ModelReplica
+from deployments import logs
+from deployments.replica.replica import ModelReplica, replica
 from deployments.router import RouterIngress
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from tests.embedded import MODEL
 from tests.harness import fake_engine

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deployments.request_row import request_row
-from deployments.routes import own_route
+from deployments.http.request_row import request_row
+from deployments.http.routes import own_route
 from tests.fake_fleet import FakeFleet
 from tests.unit.deployments import sample_values
 from tests.unit.deployments.in_process import House, ScriptedReplica

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments import membership
-from deployments.channel_server import ChannelAddress
-from deployments.fleet import STALE_S, Fleet
-from deployments.frames import ReplicaReport
-from deployments.leases import ReplicaGone, ReplicaInfo
+from deployments.channel.channel_server import ChannelAddress
+from deployments.channel.frames import ReplicaReport
+from deployments.dispatch import membership
+from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
+from deployments.fleet.fleet import STALE_S, Fleet
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, LocalLeases, ScriptedReplica
 from tests.unit.deployments.sample_values import info, stats

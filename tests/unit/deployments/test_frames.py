@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.frames import (
+from deployments.channel.frames import (
     MAX_FRAME_BYTES,
     BadFrame,
     FrameKind,

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from deployments.admin import load_of
-from deployments.channel_client import ChannelClient
-from deployments.leases import ReplicaGone, ReplicaHangs
-from deployments.pair_body import hand_off_body, pair_body
-from deployments.route_log import Try
-from deployments.route_request import NO_HINTS, query_of
-from deployments.routed import header_part
-from deployments.routes import record_body
+from deployments.channel.channel_client import ChannelClient
+from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
+from deployments.dispatch.route_log import Try
+from deployments.dispatch.route_request import NO_HINTS, query_of
+from deployments.http.admin import load_of
+from deployments.http.pair_body import hand_off_body, pair_body
+from deployments.http.routed import header_part
+from deployments.http.routes import record_body
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, PdLeg, TokenDelta
 from routing.pair_types import PairReason

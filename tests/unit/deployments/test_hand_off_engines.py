@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from deployments.served_engine import ServedEngine
+from deployments.replica.served_engine import ServedEngine
 from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.types import TransferSettings
 from replicas.config import CacheConfig, SchedulerConfig
+from replicas.engine.loop import EngineLoop
 from replicas.launch import load_engine
-from replicas.loop import EngineLoop
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from routing.types import Role
 from tests.embedded import MODEL

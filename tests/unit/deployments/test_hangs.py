@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.fleet import Fleet
-from deployments.frames import ReplicaReport
-from deployments.hangs import SETTLED_STEPS, Hangs
-from deployments.leases import ReplicaGone, ReplicaHangs
-from deployments.tries import STEADY_S, Tries
+from deployments.channel.frames import ReplicaReport
+from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
+from deployments.dispatch.tries import STEADY_S, Tries
+from deployments.fleet.fleet import Fleet
+from deployments.fleet.hangs import SETTLED_STEPS, Hangs
 from replicas.types import TokenDelta
 from routing.types import Role
 from tests.harness import Clock

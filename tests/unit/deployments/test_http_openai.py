@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.http_app import make_app
-from deployments.service import Service
-from replicas.tokenizer import Tokenizer
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
+from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 
 pytestmark = pytest.mark.model

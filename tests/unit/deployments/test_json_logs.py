@@ -15,8 +15,8 @@ from ray.serve.schema import LoggingConfig
 
 from deployments import logs
 from deployments.app import replica_options
-from deployments.request_ids import RequestIds
-from deployments.schema import AppConfig, parse
+from deployments.http.request_ids import RequestIds
+from deployments.settings.schema import AppConfig, parse
 
 log = logging.getLogger("deployments.test")
 Lines = Callable[[], list[str]]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from deployments.http_app import make_app
-from deployments.service import Service
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
 from tools.debian import REQUIRED
 
 PYTHON = Path(__file__).parents[3] / ".tools/litellm/bin/python"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from deployments import logs
-from kvtransfer import observe
+from kvtransfer.replay import observe
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_our_lines_are_among_serves_and_observations_are_not(
 ) -> None:
     monkeypatch.delenv("MANTA_OBSERVE", raising=False)
     logs.into_serve()
-    logging.getLogger("replicas.engine").info("hello")
+    logging.getLogger("replicas.engine.engine").info("hello")
     tell()
     assert serve_log.getvalue() == "hello\n"
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-from deployments.announce import OBSERVATORY, Observatories, announce
-from deployments.keys import KEY_VARIABLE, KEYS_VARIABLE
-from deployments.observatory.admin_key import AdminKey
-from deployments.observatory.app import build
-from deployments.observatory.settings import check_one_key, key_sent, parse
-from deployments.schema import RouterSettings
-from deployments.serve import settle_key
+from deployments.command.announce import OBSERVATORY, Observatories, announce
+from deployments.command.serve import settle_key
+from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
+from deployments.settings.schema import RouterSettings
+from deployments.watch.observatory.admin_key import AdminKey
+from deployments.watch.observatory.app import build
+from deployments.watch.observatory.settings import check_one_key, key_sent, parse
 from replicas.errors import InvalidConfig
 
 KEY = "of the operator's shell"

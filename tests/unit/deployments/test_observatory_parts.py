@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 
 from dashboards.metric import Process
-from deployments.check import read
-from deployments.metrics.emitter import Emitter, Identity
-from deployments.observatory import fan_in
-from deployments.observatory.deltas import applied
-from deployments.observatory.emission import Emission
-from deployments.observatory.fan_in import merge
-from deployments.observatory.figures import quantile, short
-from deployments.observatory.serve_details import ServeDetails
-from deployments.observatory.settings import key_moved, parse, with_key
-from deployments.observatory.state import State
-from deployments.observatory.view import RouterView, Target
-from deployments.observatory.viewers import MOST_WAITING, TooManyViewers, Viewers
-from deployments.observatory.watch import Watch
-from deployments.places import ROOT
+from deployments.command.check import read
+from deployments.fleet.seen import Target
+from deployments.settings.places import ROOT
+from deployments.watch.metrics.emitter import Emitter, Identity
+from deployments.watch.observatory import fan_in
+from deployments.watch.observatory.deltas import applied
+from deployments.watch.observatory.emission import Emission
+from deployments.watch.observatory.fan_in import merge
+from deployments.watch.observatory.figures import quantile, short
+from deployments.watch.observatory.serve_details import ServeDetails
+from deployments.watch.observatory.settings import key_moved, parse, with_key
+from deployments.watch.observatory.state import State
+from deployments.watch.observatory.view import RouterView
+from deployments.watch.observatory.viewers import MOST_WAITING, TooManyViewers, Viewers
+from deployments.watch.observatory.watch import Watch
 from replicas.errors import InvalidConfig
 from tests.harness import Clock
 from tests.unit.deployments.observed import details, listed, seen, view
@@ -262,7 +263,7 @@ def test_the_key_comes_from_the_file_or_else_from_the_environment_and_is_not_sho
 def test_the_projects_files_hold_it_and_it_must_watch_an_application_of_the_file(file: str, tmp_path: Path) -> None:
     schema, configs = read(str(ROOT / file))
     assert (schema.applications[1].import_path, schema.applications[1].route_prefix) == (
-        "deployments.observatory.app:build",
+        "deployments.watch.observatory.app:build",
         "/manta",
     )
     assert list(configs) == ["manta"]

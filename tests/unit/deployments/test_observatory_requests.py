@@ -2,10 +2,10 @@
 
 import pytest
 
-from deployments.observatory.requests import Requests
-from deployments.observatory.serve_details import ServeDetails
-from deployments.observatory.state import State
-from deployments.observatory.totals import MOST_TTFTS
+from deployments.watch.observatory.requests import Requests
+from deployments.watch.observatory.serve_details import ServeDetails
+from deployments.watch.observatory.state import State
+from deployments.watch.observatory.totals import MOST_TTFTS
 from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
 
 NOBODY = ServeDetails()

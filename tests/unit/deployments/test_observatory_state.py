@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from deployments.observatory.history import History
-from deployments.observatory.rates import Rates
-from deployments.observatory.requests import Requests
-from deployments.observatory.scaling import Scaling
-from deployments.observatory.serve_details import ServeDetails, details_of
-from deployments.observatory.state import State
+from deployments.watch.observatory.history import History
+from deployments.watch.observatory.rates import Rates
+from deployments.watch.observatory.requests import Requests
+from deployments.watch.observatory.scaling import Scaling
+from deployments.watch.observatory.serve_details import ServeDetails, details_of
+from deployments.watch.observatory.state import State
 from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
 
 NOBODY = ServeDetails()

@@ -12,11 +12,11 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
-from deployments.http_app import make_app
-from deployments.peers import Body, Found, newer, newest
-from deployments.ray_peers import RayPeers
-from deployments.route_log import RouteLog
-from deployments.service import Service
+from deployments.dispatch.route_log import RouteLog
+from deployments.fleet.peers import Body, Found, newer, newest
+from deployments.fleet.ray_peers import RayPeers
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask
 

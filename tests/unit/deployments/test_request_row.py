@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.request_row import changed_rows, request_row
-from deployments.route_log import RouteLog
-from deployments.timeline import Arrival
+from deployments.dispatch.route_log import RouteLog
+from deployments.dispatch.timeline import Arrival
+from deployments.http.request_row import changed_rows, request_row
 from replicas.errors import InvalidRequest
 from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -34,7 +34,7 @@ async def test_a_row_tells_what_became_of_a_request_and_its_stages_sum_to_the_to
         pass
     [record] = house.dispatcher.routes.recent()
     row = request_row(record, router_id="router")
-    assert row.keys() == KEYS  # deployments/observatory/README.md
+    assert row.keys() == KEYS  # deployments/watch/observatory/README.md
     told = {name: row[name] for name in ("rid", "router", "time", "endpoint", "outcome", "replica", "tries")}
     assert told == {"rid": "me", "router": "router", "time": 1763722000.0, "endpoint": "chat", "outcome": "finished",
                     "replica": "r1", "tries": 2}  # fmt: skip

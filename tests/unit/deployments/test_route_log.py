@@ -9,14 +9,14 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from deployments.http_app import make_app
-from deployments.http_errors import error_response
-from deployments.peers import Found
-from deployments.route_log import RouteLog
-from deployments.route_request import NO_HINTS, RouteHints, Saturated
-from deployments.routed import header_part, hints_of
-from deployments.routes import own_route
-from deployments.service import Service
+from deployments.dispatch.route_log import RouteLog
+from deployments.dispatch.route_request import NO_HINTS, RouteHints, Saturated
+from deployments.fleet.peers import Found
+from deployments.http.http_app import make_app
+from deployments.http.http_errors import error_response
+from deployments.http.routed import header_part, hints_of
+from deployments.http.routes import own_route
+from deployments.http.service import Service
 from replicas.errors import InvalidRequest
 from routing.types import Decision, NoReplica, RouteQuery
 from tests.unit.deployments.in_process import House, ScriptedReplica

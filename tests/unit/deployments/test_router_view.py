@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.observatory import router_view as of_routers
-from deployments.observatory.router_view import hand_offs, request_body, router_view, scaling_rules
-from deployments.observatory.view import RouterView
-from deployments.route_log import RouteRecord, Try
-from deployments.schema import AppConfig, parse
-from deployments.timeline import Arrival, Timeline
+from deployments.dispatch.route_log import RouteRecord, Try
+from deployments.dispatch.timeline import Arrival, Timeline
+from deployments.settings.schema import AppConfig, parse
+from deployments.watch.observatory import router_view as of_routers
+from deployments.watch.observatory.router_view import hand_offs, request_body, router_view, scaling_rules
+from deployments.watch.observatory.view import RouterView
 from kvtransfer.pages import page_keys
 from replicas.types import HandOffReport
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from deployments import cluster
+from deployments.command import cluster
 
 
 def test_a_cluster_that_does_not_answer_is_said_with_what_to_do() -> None:

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.served_engine import ServedEngine
+from deployments.replica.served_engine import ServedEngine
+from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, Overloaded
-from replicas.loop import EngineLoop
 from replicas.scheduler.plan import StepPlan, StepResult
 from tests.fake_desk import FakeWire
 from tests.harness import fake_engine

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.route_log import RouteRecord
-from deployments.span_tree import span_tree
+from deployments.dispatch.route_log import RouteRecord
+from deployments.http.span_tree import span_tree
 from routing.types import Role
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica

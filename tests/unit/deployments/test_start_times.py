@@ -1,7 +1,7 @@
 """How long the start of an engine took, by phase."""
 
 from dashboards.catalog import CATALOG
-from replicas.loop import EngineLoop
+from replicas.engine.loop import EngineLoop
 
 
 def test_an_engine_knows_how_long_each_phase_of_its_start_took(engine_loop: EngineLoop) -> None:

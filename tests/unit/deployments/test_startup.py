@@ -12,10 +12,10 @@ from typing import TextIO
 
 import pytest
 
-from deployments.announce import _engines, show_box
+from deployments.command.announce import _engines, show_box
+from deployments.command.startup import Board, Line, ReplicaLogs, hopeless, lines, our_errors
 from deployments.logs import WAITS_FOR_REPLICA
-from deployments.schema import parse
-from deployments.startup import Board, Line, ReplicaLogs, hopeless, lines, our_errors
+from deployments.settings.schema import parse
 
 
 @dataclass

@@ -16,8 +16,8 @@ from ray.serve.schema import (
     ReplicaState,
 )
 
-from deployments import cluster
-from deployments.supervision import PATIENCE_S, Supervision, listens
+from deployments.command import cluster
+from deployments.command.supervision import PATIENCE_S, Supervision, listens
 from tests.harness import Clock
 
 

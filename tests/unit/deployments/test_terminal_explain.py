@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deployments.routes import own_route
-from deployments.terminal import ask, explain, explain_view
+from deployments.http.routes import own_route
+from deployments.watch.terminal import ask, explain, explain_view
 from tests.unit.deployments import sample_values
 from tests.unit.deployments.in_process import House, ScriptedReplica
 

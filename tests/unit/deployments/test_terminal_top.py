@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deployments.terminal import ask, top, top_view
-from deployments.terminal.table import Bar, count, percent, seconds
+from deployments.watch.terminal import ask, top, top_view
+from deployments.watch.terminal.table import Bar, count, percent, seconds
 
 pytestmark = pytest.mark.usefixtures("utc")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.streaming import TextEvents, sse
+from deployments.http.streaming import TextEvents, sse
 
 
 def payload(text: str) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 
-from deployments import tracing
-from deployments.http_app import make_app
-from deployments.service import Service
-from deployments.tracing import Tracing
+from deployments.http import tracing
+from deployments.http.http_app import make_app
+from deployments.http.service import Service
+from deployments.http.tracing import Tracing
 from replicas.errors import InvalidConfig
 from tests.unit.deployments.test_http_life import leave_after_first_event
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.types import PdTicket, ReceiveDrained, ReceiveFailed
-from replicas.loop import EngineLoop
+from replicas.engine.loop import EngineLoop
 from replicas.types import FinishReason, HandOff, PdLeg, TokenDelta
 from tests.fake_desk import FakeWire
 from tests.fakes import continuation

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.bootstrap import Handshake
 from kvtransfer.errors import BadMessage, NotAuthenticated
-from kvtransfer.link import DEAF_S, MAX_STRANGERS, SocketLinks
+from kvtransfer.peers.bootstrap import Handshake
+from kvtransfer.peers.link import DEAF_S, MAX_STRANGERS, SocketLinks
+from kvtransfer.peers.wire import Answer, Challenge, Frames, Hello, Message, Ping, Welcome, decode, encode
 from kvtransfer.types import PeerAddress
-from kvtransfer.wire import Answer, Challenge, Frames, Hello, Message, Ping, Welcome, decode, encode
 from tests.kv_pools import layout
 
 

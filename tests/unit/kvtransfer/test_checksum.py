@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvtransfer.checksum import destination_spans, page_digests, source_spans
 from kvtransfer.layout import head_slices
-from kvtransfer.memory import KvMemory
+from kvtransfer.ports.checksum import destination_spans, page_digests, source_spans
+from kvtransfer.ports.memory import KvMemory
 from tests.kv_pools import layout, page_ids, random_pools
 
 WHOLE = ((0, 3072),)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.desk import KvTransfer
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import KvLayout
 from kvtransfer.local import LocalFabric
-from kvtransfer.port import AgentPort
+from kvtransfer.ports.port import AgentPort
+from kvtransfer.rooms.desk import KvTransfer
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
@@ -355,8 +355,8 @@ def test_a_desk_that_is_told_of_a_death_by_another_thread_frees_the_rooms_pages(
 def test_agents_that_do_not_come_or_do_not_end_hold_up_neither_start_nor_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtransfer.desk.START_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("kvtransfer.desk.JOIN_S", 0.05)
+    monkeypatch.setattr("kvtransfer.rooms.desk.START_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvtransfer.rooms.desk.JOIN_S", 0.05)
     come = threading.Event()
 
     def slow() -> list[AgentPort]:

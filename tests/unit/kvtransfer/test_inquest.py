@@ -1,6 +1,6 @@
 """When a peer counts as dead: two proofs of each of its processes, the grace apart (SPEC H19)."""
 
-from kvtransfer.inquest import GRACE_S, Inquest
+from kvtransfer.peers.inquest import GRACE_S, Inquest
 from kvtransfer.types import PeerAddress
 
 DESK = PeerAddress(host="h", port=1, incarnation="desk")

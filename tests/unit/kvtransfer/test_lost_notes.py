@@ -1,6 +1,6 @@
 """Notes that get lost on any rank are in the statistics of the desk (SPEC H19)."""
 
-from kvtransfer.ports import ExpectOrder, WriteOrder
+from kvtransfer.ports.ports import ExpectOrder, WriteOrder
 from kvtransfer.types import TransferStats
 from tests.kv_pools import page_ids
 from tests.transfer_net import Net, SimEngine

@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from kvtransfer.agent import NixlAgent, descriptors
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import head_slices
-from kvtransfer.memory import KvMemory
+from kvtransfer.ports.agent import NixlAgent, descriptors
+from kvtransfer.ports.memory import KvMemory
 from tests.kv_pools import layout, random_pools
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtransfer import observe
 from kvtransfer.layout import KvLayout
-from kvtransfer.payload import PayloadMeta
+from kvtransfer.replay import observe
+from kvtransfer.replay.payload import PayloadMeta
 from tests.transfer_net import Net
 
 LAYOUT = KvLayout(

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.ports import Arrived
-from kvtransfer.receiver import KVReceiver
-from kvtransfer.states import KVPoll
+from kvtransfer.peers.wire import Abort, Ack, Open, ToSender, encode_meta
+from kvtransfer.ports.ports import Arrived
+from kvtransfer.rooms.receiver import KVReceiver
+from kvtransfer.rooms.states import KVPoll
 from kvtransfer.types import (
     KVTransferMeta,
     PeerAddress,
@@ -17,7 +18,6 @@ from kvtransfer.types import (
     ReceiveOrder,
     TransferEvent,
 )
-from kvtransfer.wire import Abort, Ack, Open, ToSender, encode_meta
 from tests.kv_pools import layout, page_ids
 
 META = KVTransferMeta(

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from kvtransfer.sender import KVSender
-from kvtransfer.states import KVPoll
+from kvtransfer.peers.wire import Drained, Fail, Open, ToReceiver
+from kvtransfer.rooms.sender import KVSender
+from kvtransfer.rooms.states import KVPoll
 from kvtransfer.types import SendDone, SendDrained, SendFailed, SendOrder, SendReady, TransferEvent
-from kvtransfer.wire import Drained, Fail, Open, ToReceiver
 from tests.kv_pools import page_ids
 
 ORDER = SendOrder(room=1, generation=2, rid="r", num_tokens=20, deadline_s=10.0)

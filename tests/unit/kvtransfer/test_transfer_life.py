@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.transfer_agent import Transfer, TransferState
+from kvtransfer.ports.transfer_agent import Transfer, TransferState
 from kvtransfer.types import WriteTimes
 
 TIMES = WriteTimes(post_s=0.001, wire_s=0.003)

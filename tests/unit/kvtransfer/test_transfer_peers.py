@@ -5,8 +5,8 @@ Desks over a simulated network; see tests/transfer_net.py.
 
 import pytest
 
-from kvtransfer.heartbeat import Heartbeat
-from kvtransfer.wire import Abort, Open
+from kvtransfer.peers.heartbeat import Heartbeat
+from kvtransfer.peers.wire import Abort, Open
 from tests.transfer_net import SETTINGS, Net, Room, SimEngine
 
 SILENT_S = SETTINGS.heartbeat_s * SETTINGS.heartbeat_misses

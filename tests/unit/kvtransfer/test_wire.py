@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.errors import BadMessage
-from kvtransfer.ports import RankInfo
-from kvtransfer.types import KVTransferMeta, PeerAddress
-from kvtransfer.wire import (
+from kvtransfer.peers.wire import (
     Abort,
     Ack,
     Answer,
@@ -30,6 +28,8 @@ from kvtransfer.wire import (
     encode,
     encode_meta,
 )
+from kvtransfer.ports.ports import RankInfo
+from kvtransfer.types import KVTransferMeta, PeerAddress
 from tests.kv_pools import layout
 
 HELLO = Hello(

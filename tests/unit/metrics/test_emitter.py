@@ -3,7 +3,7 @@
 import pytest
 
 from dashboards.metric import Process
-from deployments.metrics.emitter import Emitter, Identity
+from deployments.watch.metrics.emitter import Emitter, Identity
 from tests.scraped import Scraped
 
 WHO = Identity(model="smollm2", role="router", replica="abc")

@@ -9,13 +9,13 @@ import pytest
 
 from dashboards.catalog import ANSWERING, STAGES
 from dashboards.metric import Process
-from deployments.http_errors import GenerationFailed
-from deployments.metrics.emitter import Emitter, Identity
-from deployments.metrics.router_events import RETRIES, RouterEvents
-from deployments.metrics.router_figures import RouterFigures
-from deployments.route_request import Saturated
-from deployments.streaming import collected, merged
-from deployments.timeline import Arrival
+from deployments.dispatch.route_request import Saturated
+from deployments.dispatch.timeline import Arrival
+from deployments.http.http_errors import GenerationFailed
+from deployments.http.streaming import collected, merged
+from deployments.watch.metrics.emitter import Emitter, Identity
+from deployments.watch.metrics.router_events import RETRIES, RouterEvents
+from deployments.watch.metrics.router_figures import RouterFigures
 from replicas.errors import InvalidRequest, MantaError
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from routing.types import NoReplica, Role
@@ -108,7 +108,7 @@ def test_every_error_that_is_tried_again_has_its_label() -> None:
     retryable = {kind for kind in below(MantaError) if kind.retryable}
     ours = {kind for kind in retryable if kind.__module__.startswith(("deployments.", "replicas."))}
     # the observatory is on no request's way
-    elsewhere = {kind for kind in ours if kind.__module__.startswith("deployments.observatory.")}
+    elsewhere = {kind for kind in ours if kind.__module__.startswith("deployments.watch.observatory.")}
     assert ours - elsewhere == set(RETRIES)
 
 

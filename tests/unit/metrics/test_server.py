@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 
 from dashboards.metric import Process
-from deployments.keys import digest
-from deployments.metrics.emitter import Identity
-from deployments.metrics.process import ServedMetrics, emitter_of
-from deployments.metrics.server import MetricsServer
-from deployments.observatory.view import Target
+from deployments.fleet.seen import Target
+from deployments.settings.keys import digest
+from deployments.watch.metrics.emitter import Identity
+from deployments.watch.metrics.process import ServedMetrics, emitter_of
+from deployments.watch.metrics.server import MetricsServer
 from replicas.errors import InvalidConfig
 
 EMITTER = emitter_of(Process.ROUTER, Identity(model="m", role="router", replica="abc"), disaggregated=False)

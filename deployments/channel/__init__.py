@@ -1,0 +1,1 @@
+"""Tokens beside Ray: one socket for each engine and router."""

@@ -1,0 +1,162 @@
+"""The replica's end of the token channel: one persistent connection to one router.
+
+Owns:      the connection and the deltas that wait for it.
+Never:     blocks the engine thread, or reconnects: a router that is gone is gone with its requests.
+Invariant: while the socket is full, at most one delta per open choice waits (merged); none is lost or reordered while
+           the connection lives.
+Thread:    `sink` on the engine thread, everything else on the replica's event loop.
+
+    engine step -> sink(deltas) -> waiting, merged -> one frame -> socket         (one wake-up and one write per step)
+"""
+
+import asyncio
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import cast
+
+from deployments.channel.channel_server import ChannelAddress
+from deployments.channel.frames import Hello, encode_deltas, encode_hello
+from replicas.types import TokenDelta
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_BYTES = 256 << 10  # more unsent bytes than this, and deltas wait here to be merged
+FRAME_BYTES = 1 << 17  # about this many bytes of deltas go into one frame, at most: a router reads one in 5 to 10 ms
+PART_LOGPROBS = FRAME_BYTES // 64  # of a prompt that go into one delta, alternatives counted
+
+
+class ChannelClient(asyncio.Protocol):
+    """Made by `connect`. ``sink`` is one object for the connection's life, as `EngineLoop.submit` wants it."""
+
+    def __init__(self, address: ChannelAddress, *, on_lost: Callable[["ChannelClient"], None]) -> None:
+        self.address = address
+        self.sink: Callable[[list[TokenDelta]], None] = self._sink
+        self._loop = asyncio.get_running_loop()
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, int], TokenDelta] = {}
+        self._transport: asyncio.Transport | None = None
+        self._full = False
+        self.lost = False
+
+    @staticmethod
+    async def connect(
+        address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[["ChannelClient"], None]
+    ) -> "ChannelClient":
+        """By the Unix socket where the router is on this node, else by TCP. Raises: OSError when it is out of reach."""
+        loop = asyncio.get_running_loop()
+        client = ChannelClient(address, on_lost=on_lost)
+        over_tcp = node_id != address.node_id
+        if not over_tcp:
+            try:
+                await loop.create_unix_connection(lambda: client, address.unix_path)
+            except OSError as error:  # a cleaner of /tmp may have taken it
+                log.warning("%s cannot be used (%s); router %s by TCP", address.unix_path, error, address.router_id)
+                over_tcp = True
+        if over_tcp:
+            await loop.create_connection(lambda: client, address.host, address.port)
+        assert client._transport is not None
+        client._transport.write(encode_hello(Hello(token=address.token, replica_id=replica_id)))
+        return client
+
+    def report(self, frames: bytes) -> None:
+        """Send a report and the events before it, unless the socket is full: the router sees the gap and asks."""
+        if not self._full:
+            self.send(frames)
+
+    def send(self, frames: bytes) -> None:
+        """Send what must arrive while the connection lives."""
+        if self._transport is not None and not self.lost:
+            self._transport.write(frames)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def check(self) -> None:
+        """Raises AssertionError if a finished choice is followed by more."""
+        with self._lock:
+            assert all(key == (delta.rid, delta.index) for key, delta in self._waiting.items())
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return len(self._waiting)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        with self._lock:
+            self._waiting.clear()
+        self._on_lost(self)
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._flush()
+
+    def _sink(self, deltas: list[TokenDelta]) -> None:
+        if self.lost:
+            return
+        with self._lock:
+            wake = not self._waiting
+            for delta in deltas:
+                key = (delta.rid, delta.index)
+                before = self._waiting.get(key)
+                self._waiting[key] = delta if before is None else before.merge(delta)
+        if wake:
+            try:
+                self._loop.call_soon_threadsafe(self._flush)
+            except RuntimeError:
+                log.debug("the replica's event loop is closed; deltas are dropped")
+
+    def _flush(self) -> None:
+        if self._full or self.lost or self._transport is None:
+            return
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for batch in batches(part for delta in waiting.values() for part in parts(delta)):
+            self._transport.write(encode_deltas(batch))
+
+
+def batches(deltas: Iterable[TokenDelta]) -> Iterator[list[TokenDelta]]:
+    """``deltas`` in order, cut so that no frame of several is large: the other side refuses those above its limit."""
+    batch: list[TokenDelta] = []
+    weight = 0
+    for delta in deltas:
+        mine = _weight(delta)
+        if batch and weight + mine > FRAME_BYTES:
+            yield batch
+            batch, weight = [], 0
+        batch.append(delta)
+        weight += mine
+    if batch:
+        yield batch
+
+
+def parts(delta: TokenDelta) -> Iterator[TokenDelta]:
+    """``delta``, its prompt logprobs spread over several where they are many: the router decodes a frame at a time, and
+    serves others in between."""
+    rows = delta.prompt_logprobs
+    size = max(PART_LOGPROBS // (1 + max((len(row.top) for row in rows[:2]), default=0)), 1)
+    last = max(len(rows) - size, 0)
+    for start in range(0, last, size):
+        yield TokenDelta(
+            rid=delta.rid, index=delta.index, prompt_logprobs=rows[start : min(start + size, last)], usage=delta.usage
+        )
+    yield dataclasses.replace(delta, prompt_logprobs=rows[last:]) if last else delta
+
+
+def _weight(delta: TokenDelta) -> int:
+    """About how many bytes it takes in a frame."""
+    logprobs = sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs))
+    return 100 + len(delta.text) + 8 * len(delta.token_ids) + 32 * logprobs

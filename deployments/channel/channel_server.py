@@ -1,0 +1,282 @@
+"""The router's end of the token channel: replicas connect to it, and their deltas are sorted into streams.
+
+Owns:      the listening sockets (Unix for this node, TCP for others) and the open streams.
+Never:     chooses replicas or retries (dispatch.py); trusts a connection before its HELLO carried the token: until then
+           it may send 4 KiB within 5 s, and there are at most 64 such.
+Invariant: a stream holds at most one delta per choice, merged while its consumer is slow, so that memory is bounded by
+           the output itself; a delta for a stream that is closed or unknown is dropped.
+Thread:    the router's event loop.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from deployments.channel.cache_frames import decode_events, decode_snapshot
+from deployments.channel.frames import (
+    MAX_FRAME_BYTES,
+    BadFrame,
+    FrameKind,
+    FrameReader,
+    ReplicaReport,
+    decode_deltas,
+    decode_hello,
+    decode_report,
+)
+from kvtransfer.peers.link import crowded_out
+from replicas.errors import MantaError
+from replicas.types import TokenDelta
+from routing.types import CacheEvent, IndexSnapshot
+
+log = logging.getLogger(__name__)
+
+MAX_STRANGER_BYTES = 4 << 10  # of a frame before HELLO
+HELLO_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelAddress:
+    """Where a router listens; travels to the replicas in the ``attach`` call."""
+
+    router_id: str
+    node_id: str  # replicas of this node use the Unix socket while it is there, others TCP
+    unix_path: str
+    host: str
+    port: int
+    token: str
+    renew: bool = False  # connect anew even if the replica believes that it is connected: the router has lost it
+
+
+class Stream:
+    """The deltas of the requests ``rids``, as they come from ``replica_id``."""
+
+    def __init__(self, rids: tuple[str, ...], replica_id: str, stays: Callable[[], bool]) -> None:
+        self.rids = rids
+        self.replica_id = replica_id
+        self.stays = stays  # whether it waits for a replica that hangs
+        self._waiting: dict[tuple[str, int], TokenDelta] = {}
+        self._parts: dict[tuple[str, int], TokenDelta] = {}  # of deltas that have not come to their end
+        self._error: MantaError | None = None
+        self._ready = asyncio.Event()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing waits to be taken."""
+        return not self._waiting
+
+    def put(self, delta: TokenDelta) -> None:
+        key = (delta.rid, delta.index)
+        before = self._parts.pop(key, None) or self._waiting.get(key)
+        whole = delta if before is None else before.merge(delta)
+        if whole.is_part:
+            self._parts[key] = whole
+            return
+        self._waiting[key] = whole
+        self._ready.set()
+
+    def fail(self, error: MantaError) -> None:
+        """No more deltas will come; the first error counts."""
+        if self._error is None:
+            self._error = error
+            self._ready.set()
+
+    async def take(self) -> list[TokenDelta]:
+        """What arrived since the last call; waits for the first. Raises what `fail` was given, after the last delta."""
+        await self._ready.wait()
+        waiting, self._waiting = self._waiting, {}
+        if self._error is None:
+            self._ready.clear()
+        elif not waiting:
+            raise self._error
+        return list(waiting.values())
+
+
+class Listener(Protocol):
+    """Who hears what replicas say beside tokens (fleet.py); each call names the replica."""
+
+    def on_report(self, replica_id: str, report: ReplicaReport) -> None: ...
+    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None: ...
+    def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None: ...
+    def on_lost(self, replica_id: str) -> None:
+        """Its connection ended."""
+        ...
+
+
+class ChannelServer:
+    """Listens for replicas, and tells ``listener`` what they say beside tokens."""
+
+    def __init__(
+        self, listener: Listener, *, lost_error: Callable[[str], MantaError], hello_s: float = HELLO_S
+    ) -> None:
+        self._listener = listener
+        self._hello_s = hello_s  # how long a stranger may stay one
+        self._strangers: dict[_Connection, str] = {}  # with their hosts, the oldest first
+        self._lost_error = lost_error  # what streams of a lost replica end with
+        self._streams: dict[tuple[str, str], Stream] = {}  # by replica and rid: a request may be open at two replicas
+        self._connections: dict[str, _Connection] = {}  # by replica id
+        self._servers: list[asyncio.Server] = []  # referenced: uvloop closes servers that nobody holds
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._token = secrets.token_hex(16)
+
+    async def start(self, *, router_id: str, node_id: str, host: str) -> ChannelAddress:
+        """Listen on a Unix socket in a private folder and on a free TCP port of ``host``."""
+        loop = asyncio.get_running_loop()
+        self._folder = tempfile.TemporaryDirectory(prefix="manta-")  # mode 0700
+        unix_path = str(Path(self._folder.name) / "tokens.sock")
+        self._servers.append(await loop.create_unix_server(lambda: _Connection(self), unix_path))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        tcp = await loop.create_server(lambda: _Connection(self), host, 0, family=family)
+        self._servers.append(tcp)
+        port = int(tcp.sockets[0].getsockname()[1])
+        return ChannelAddress(
+            router_id=router_id, node_id=node_id, unix_path=unix_path, host=host, port=port, token=self._token
+        )
+
+    def open(
+        self, rids: Iterable[str], *, replica_id: str, stays: Callable[[], bool] = lambda: False
+    ) -> Stream:
+        """A stream of the deltas of ``rids``; open it before the replica is asked. ``stays``: see `leave`."""
+        stream = Stream(tuple(rids), replica_id, stays)
+        for rid in stream.rids:
+            assert (replica_id, rid) not in self._streams, f"rid {rid} is already open at {replica_id}"
+            self._streams[replica_id, rid] = stream
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        for rid in stream.rids:
+            self._streams.pop((stream.replica_id, rid), None)
+
+    def leave(self, replica_id: str, error: MantaError) -> None:
+        """Fail the streams of a replica that hangs, but those that stay."""
+        for stream in set(self._streams.values()):
+            if stream.replica_id == replica_id and not stream.stays():
+                stream.fail(error)
+
+    def is_connected(self, replica_id: str) -> bool:
+        return replica_id in self._connections
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    async def stop(self) -> None:
+        for server in self._servers:
+            server.close()
+        for connection in [*self._connections.values(), *self._strangers]:
+            connection.close()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                self._folder.cleanup()
+
+    def check(self) -> None:
+        """Raises AssertionError if a stream is listed under a request that is not its own."""
+        for (replica_id, rid), stream in self._streams.items():
+            assert rid in stream.rids, f"stream of {stream.rids} is listed under {rid}"
+            assert replica_id == stream.replica_id, f"stream of {stream.replica_id} is listed under {replica_id}"
+
+    @property
+    def num_strangers(self) -> int:
+        return len(self._strangers)
+
+    def _meet(self, connection: "_Connection", host: str) -> asyncio.TimerHandle:
+        """A stranger has come; it is gone at the end of its time unless it says HELLO."""
+        if (leaves := crowded_out(self._strangers.items())) is not None:
+            leaves.close()
+        self._strangers[connection] = host
+        return asyncio.get_running_loop().call_later(self._hello_s, connection.close)
+
+    def _accept(self, connection: "_Connection", payload: bytes) -> str:
+        """The replica's id. Raises: BadFrame when the token is wrong."""
+        hello = decode_hello(payload)
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            raise BadFrame(f"{hello.replica_id or 'a peer'} sent a wrong token")
+        self._strangers.pop(connection, None)
+        before = self._connections.get(hello.replica_id)
+        self._connections[hello.replica_id] = connection
+        if before is not None:
+            self._fail_streams(hello.replica_id)  # what was on its way over the old connection may be lost
+            before.close()
+        return hello.replica_id
+
+    def _receive(self, replica_id: str, kind: FrameKind, payload: bytes) -> None:
+        if kind is FrameKind.DELTAS:
+            for delta in decode_deltas(payload):
+                stream = self._streams.get((replica_id, delta.rid))
+                if stream is not None:
+                    stream.put(delta)
+        elif kind is FrameKind.REPORT:
+            self._listener.on_report(replica_id, decode_report(payload))
+        elif kind is FrameKind.EVENTS:
+            self._listener.on_events(replica_id, decode_events(payload))
+        elif kind is FrameKind.SNAPSHOT:
+            self._listener.on_snapshot(replica_id, decode_snapshot(payload))
+        else:
+            raise BadFrame("a second HELLO")
+
+    def _lose(self, replica_id: str, connection: "_Connection") -> None:
+        if self._connections.get(replica_id) is not connection:
+            return  # it has connected anew
+        del self._connections[replica_id]
+        self._fail_streams(replica_id)
+        self._listener.on_lost(replica_id)
+
+    def _fail_streams(self, replica_id: str) -> None:
+        for stream in set(self._streams.values()):
+            if stream.replica_id == replica_id:
+                stream.fail(self._lost_error(replica_id))
+
+
+class _Connection(asyncio.Protocol):
+    """One replica's connection."""
+
+    def __init__(self, server: ChannelServer) -> None:
+        self._server = server
+        self._reader = FrameReader(MAX_STRANGER_BYTES)
+        self._replica_id: str | None = None
+        self._transport: asyncio.Transport | None = None
+        self._until: asyncio.TimerHandle | None = None  # of a stranger
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        peer = transport.get_extra_info("peername")
+        self._until = self._server._meet(self, str(peer[0]) if isinstance(peer, tuple) else "")  # "": by Unix socket
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for kind, payload in self._reader.feed(data):
+                if self._replica_id is None:
+                    if kind is not FrameKind.HELLO:
+                        raise BadFrame(f"the first frame is {kind.name}; HELLO was expected")
+                    self._replica_id = self._server._accept(self, payload)
+                    self._reader.max_bytes = MAX_FRAME_BYTES
+                    self._stay()
+                else:
+                    self._server._receive(self._replica_id, kind, payload)
+        except BadFrame as error:
+            log.warning("closing a connection to the token channel: %s", error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stay()
+        self._server._strangers.pop(self, None)
+        if self._replica_id is not None:
+            self._server._lose(self._replica_id, self)
+
+    def close(self) -> None:
+        self._server._strangers.pop(self, None)
+        if self._transport is not None:
+            self._transport.close()
+
+    def _stay(self) -> None:
+        """It is no stranger any more, or gone."""
+        if self._until is not None:
+            self._until.cancel()
+            self._until = None

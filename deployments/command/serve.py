@@ -1,0 +1,201 @@
+"""``python -m deployments serve CONFIG``: what ``serve run`` does, with progress and an end that leaves nothing.
+
+Owns:      the Serve applications of the file.
+Invariant: Ctrl-C, SIGTERM or a failed start stop all that it started (cluster.py).
+Thread:    the main thread.
+
+    check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> print where ──> look after it ──> stop all
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve._private.api import serve_start
+from ray.serve._private.logging_utils import get_serve_logs_dir
+from ray.serve.config import gRPCOptions
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+)
+
+from deployments.app import capacity_of_cluster
+from deployments.command import cluster, startup, supervision
+from deployments.command.announce import OBSERVATORY, Observatories, announce
+from deployments.command.check import MANTA, read
+from deployments.command.port import check_port
+from deployments.settings.capacity import shortages
+from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
+from deployments.settings.schema import AppConfig
+from deployments.watch.observatory import settings as observatory
+from replicas.errors import InvalidConfig
+
+LOOK_S = 0.5
+
+
+def run(config_path: str) -> int:
+    """Serve ``config_path`` until interrupted, or until it has died; the exit status."""
+    board = startup.Board()
+    try:
+        return _run(config_path, board)
+    finally:
+        board.close()
+
+
+def _run(config_path: str, board: startup.Board) -> int:
+    say = board.say
+    try:
+        schema, configs = read(config_path, say)
+        check_port(schema.http_options.host, schema.http_options.port)
+        settle_key(schema, say, on_cluster="RAY_ADDRESS" in os.environ)
+    except InvalidConfig as error:
+        board.close()
+        return refuse(config_path, error)
+    cluster.listen_for_the_end()
+    try:
+        with cluster.opened(say) as opened:
+            for shortage in () if opened.ours else shortages(configs.values(), capacity_of_cluster()):
+                say(f"{shortage}; they wait until the cluster grows")
+            opened.serving = _deploy(schema, configs, board)
+            if opened.serving:
+                opened.lost = _until_the_end(configs)
+            return 1
+    except cluster.NoCluster as error:
+        board.close()
+        print(error, file=sys.stderr)
+        return 1
+    except cluster.StoppedAtOnce:
+        board.close()
+        print("stopped at once", file=sys.stderr)
+        return cluster.AT_ONCE
+    except KeyboardInterrupt:
+        board.close()
+        say("stopped")
+    return 0
+
+
+def check(config_path: str) -> int:
+    """Say whether ``config_path`` can be served; the exit status."""
+    try:
+        read(config_path, print)
+    except InvalidConfig as error:
+        return refuse(config_path, error)
+    print(f"{config_path} is in order")
+    return 0
+
+
+def refuse(config_path: str, error: InvalidConfig) -> int:
+    """Say all that is wrong; the exit status."""
+    print(f"{config_path} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
+    return 2
+
+
+def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_cluster: bool) -> None:
+    """Bring the keys where applications are built: on a Ray of our own, which has our environment, the admin key out of
+    the arguments that Serve logs; to a cluster that runs already, and has its own, those of our environment.
+
+    Raises: InvalidConfig.
+    """
+    applications = [each for each in schema.applications if each.import_path in (OBSERVATORY, MANTA)]
+    if not on_cluster:
+        observatory.check_one_key([_keyed(each) for each in applications])
+    for each in applications:
+        is_api = each.import_path == MANTA
+        if not on_cluster:
+            moved = observatory.key_moved(_keyed(each))
+            each.args = {**each.args, "router": moved} if is_api else moved
+            continue
+        names = (KEY_VARIABLE, KEYS_VARIABLE) if is_api else (KEY_VARIABLE,)
+        if (sent := observatory.key_sent(_keyed(each), each.runtime_env, names=names)) is not None:
+            each.runtime_env = sent
+            said = " and ".join(name for name in names if name in sent["env_vars"])
+            say(
+                f"{said} of this shell goes to the cluster as runtime_env of {each.name}, which Ray's logs there show; "
+                "to keep it out of them, set it where `ray start` runs, and not here"
+            )
+
+
+def _keyed(application: ServeApplicationSchema) -> dict[str, Any]:
+    """Its group of settings that may hold the admin key."""
+    return application.args if application.import_path == OBSERVATORY else application.args.get("router") or {}
+
+
+def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], board: startup.Board) -> bool:
+    """Deploy as `serve run` does, and tell what is waited for until every application runs. False when one failed."""
+    board.say("starting Serve")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the board says how far it is
+    client = serve_start(
+        http_options=schema.http_options.model_dump(),
+        proxy_location=schema.proxy_location,
+        grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
+    )
+    replica_logs = startup.ReplicaLogs(Path(get_serve_logs_dir()))
+    client.deploy_apps(schema, _blocking=False)
+    observatories = Observatories(schema, board.say)
+    failed = _until_running(board, replica_logs, observatories)
+    board.close()
+    if failed:
+        for name, application in failed.items():
+            print(f"{name} failed to start:\n{_why(application)}", file=sys.stderr)
+        return False
+    applications = serve.status().applications
+    observatories.look(applications, last=True)
+    announce(schema, configs, applications, board.say, watched_at=observatories.told)
+    return True
+
+
+def _until_the_end(names: Collection[str]) -> bool:
+    """Look after what serves until it does no more, and say why. Returns: whether it is Ray that has died."""
+    gcs = ray.get_runtime_context().gcs_address
+    served = supervision.Supervision(
+        names,
+        status=supervision.status_of_serve(),
+        gcs_answers=lambda: supervision.listens(gcs),
+        clock=time.monotonic,
+    )
+    while (reason := served.look()) is None:
+        cluster.pause(supervision.LOOK_S)
+    print(f"nothing is served any more: {reason}", file=sys.stderr)
+    return served.ray_is_dead
+
+
+def _until_running(
+    board: startup.Board, replica_logs: startup.ReplicaLogs, observatories: Observatories
+) -> dict[str, ApplicationStatusOverview]:
+    """Show what is waited for until every application runs, or some failed: those."""
+    while True:
+        applications = serve.status().applications
+        replica_logs.look()
+        now: dict[str, startup.Line] = {}
+        for name, each in applications.items():
+            now |= startup.lines(name, each.deployments, replica_logs)
+        board.show(now)
+        observatories.look(applications)
+        failed = {
+            name: each for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED
+        }
+        running = [each.status is ApplicationStatus.RUNNING for each in applications.values()]
+        failed |= {name: each for name, each in applications.items() if startup.hopeless(_told(each))}
+        if failed or (running and all(running)):
+            return failed
+        cluster.pause(LOOK_S)
+
+
+def _why(application: ApplicationStatusOverview) -> str:
+    """What our own errors say, if there are any; else all that Serve knows."""
+    whole = _told(application)
+    return "\n".join(startup.our_errors(whole)) or whole
+
+
+def _told(application: ApplicationStatusOverview) -> str:
+    """All that Serve says of it."""
+    messages = [application.message, *(status.message for status in application.deployments.values())]
+    return "\n".join(message for message in messages if message)

@@ -1,0 +1,219 @@
+"""What a start is waiting for: one block that is drawn in place on a terminal, a line a phase elsewhere.
+
+Owns:      how far each replica is, as its log file on this machine tells; a replica on another machine, or one whose
+           file cannot be read, is "starting", which is what Serve knows.
+Never:     asks Ray or Serve (serve.py does); decides when the start is over.
+Thread:    the main thread of `python -m deployments serve`; on a terminal rich draws the block on one of its own.
+"""
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from deployments.logs import WAITS_FOR_REPLICA
+from deployments.watch.terminal.top import on_terminal
+
+READY = "ready"
+_LOADING = re.compile(rb"loading weights: (\d+ % \([^)]*\))")
+_ATTENTION = re.compile(rb"attention: (?:(compiling .*)|(\w+, .*))")
+_PHASES = (  # what a replica's log file says -> how far it is; the last that it says counts
+    (b"Started initializing replica", "setting up"),
+    (WAITS_FOR_REPLICA.encode(), WAITS_FOR_REPLICA),
+    (b" weights: ", "warming up"),
+    (b"warm-up: ", "making its KV pool"),
+    (b"Finished initializing replica", READY),
+)
+_SAID_CHARS = 300
+_FIGURES = re.compile(r", \d+ % .*")
+_NO_PLACE = re.compile(
+    r"has (\d+) replicas that have taken .* to be scheduled.*required for each replica: (.*), total resources "
+    r"available: (.*?)\. Use"
+)
+_OUR_ERROR = re.compile(r"^replicas\.errors\.(\w+: .*(?:\n[a-z][\w.]*(?: = .*|: .*))*)", re.MULTILINE)
+
+
+class Deployment(Protocol):
+    """Of Serve's status."""
+
+    @property
+    def replica_states(self) -> Mapping[str, int]: ...
+    @property
+    def message(self) -> str: ...
+
+
+class ReplicaLogs:
+    """How far the replicas are whose log files are in ``folder`` and were not when this was made."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._old = {file.name for file in self._files()}
+        self._read: dict[str, int] = {}  # bytes, by file
+        self._phases: dict[str, str] = {}  # by file; the file that spoke last is last
+
+    def look(self) -> None:
+        """Read what is new."""
+        for file in self._files():
+            if file.name not in self._old:
+                with contextlib.suppress(OSError):
+                    self._look_at(file)
+
+    def phases(self, application: str, deployment: str) -> dict[str, str]:
+        """Replica id -> how far it is, whoever spoke last first."""
+        start = f"replica_{application}_{deployment}_"
+        found = {
+            name.removeprefix(start).removesuffix(".log"): phase
+            for name, phase in reversed(self._phases.items())
+            if name.startswith(start)
+        }
+        return {replica_id: phase for replica_id, phase in found.items() if "_" not in replica_id}
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob("replica_*.log"))
+
+    def _look_at(self, file: Path) -> None:
+        with file.open("rb") as opened:
+            opened.seek(self._read.get(file.name, 0))
+            new = opened.read()
+        whole = new[: new.rfind(b"\n") + 1]  # the rest of a line comes later
+        self._read[file.name] = self._read.get(file.name, 0) + len(whole)
+        for line in whole.splitlines():
+            phase = _phase(line)
+            if phase is not None:
+                self._phases.pop(file.name, None)
+                self._phases[file.name] = phase
+
+
+def our_errors(text: str) -> list[str]:
+    """What our own errors say in Serve's account of them, each once; some have several lines."""
+    return list(dict.fromkeys(_OUR_ERROR.findall(text)))
+
+
+def hopeless(text: str) -> bool:
+    """Whether Serve's account has an error of ours that another try cannot mend."""
+    return any(error.startswith(("InvalidConfig:", "UnsupportedModel:")) for error in our_errors(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """How far one deployment is."""
+
+    name: str
+    text: str  # of now, with figures
+    phases: tuple[str, ...]  # that its replicas are in, without: what is new among them is news
+
+
+def lines(application: str, deployments: Mapping[str, Deployment], logs: ReplicaLogs) -> dict[str, Line]:
+    """What is to be said of one application, by what it is about."""
+    if not deployments:
+        return {application: Line(name=application, text="being built", phases=("being built",))}
+    return {
+        f"{application}/{name}": _far(f"{application}: {name}", each, logs.phases(application, name))
+        for name, each in deployments.items()
+    }
+
+
+class Board:
+    """Shows how far a start is. Until `close` it is one block on a terminal; afterwards lines are printed there too."""
+
+    def __init__(self, out: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out = sys.stdout if out is None else out
+        self._clock = clock
+        self._started_s = clock()
+        self._said: list[str] = []
+        self._shown: dict[str, list[str]] = {}  # by deployment: the phases that were printed
+        self._now: list[str] = []
+        self._live: Live | None = None
+        if on_terminal(self._out):
+            console = Console(file=self._out)
+            self._live = Live(console=console, get_renderable=self._block, transient=True, refresh_per_second=4)
+            self._live.start()
+
+    def say(self, text: str) -> None:
+        """A line with the time."""
+        line = f"[{self._clock() - self._started_s:5.1f} s] {text}"
+        if self._live is not None:
+            self._said.append(line)
+        else:
+            print(line, file=self._out, flush=True)
+
+    def show(self, now: Mapping[str, Line]) -> None:
+        """What is waited for now, by what it is about."""
+        self._now = [f"{line.name}: {line.text}" for line in now.values()]
+        if self._live is not None:
+            return
+        for key, line in now.items():
+            known = self._shown.setdefault(key, [])
+            for phase in line.phases:
+                if phase not in known:
+                    known.append(phase)
+                    self.say(f"{line.name}: {phase}")
+
+    def close(self) -> None:
+        """Take the block away; idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _block(self) -> Text:
+        return Text("\n".join([*self._said, *(f"  {line}" for line in self._now), f"[{self._elapsed_s:5.1f} s] ..."]))
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._started_s
+
+
+def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> Line:
+    states = deployment.replica_states
+    num, starting = sum(states.values()), states.get("STARTING", 0)
+    said = _message(deployment)
+    if not num:
+        waits = "waiting for Serve to start it"
+        return Line(name=name, text=f"{waits}{said and f' ({said})'}", phases=(waits, *([said] if said else [])))
+    running = states.get("RUNNING", 0)
+    started = [replica_id for replica_id, phase in phases.items() if phase == READY]
+    on_their_way = [(replica_id, "has started") for replica_id in started[: max(len(started) - running, 0)]]
+    # files of replicas that failed to start are among these, and have been silent for longer
+    on_their_way += [(replica_id, phase) for replica_id, phase in phases.items() if phase != READY]
+    told = sorted(on_their_way[:starting])
+    parts = [f"{running} of {num} ready", *(f"{replica_id} {phase}" for replica_id, phase in told)]
+    if starting > len(told):
+        parts.append(f"{starting - len(told)} starting")
+    parts += [
+        f"{count} {state.lower()}" for state, count in sorted(states.items()) if state not in ("RUNNING", "STARTING")
+    ]
+    reached = [_FIGURES.sub("", phase) for _, phase in told if phase != "has started"] + parts[:1] * bool(running)
+    text = "; ".join(parts) + (f" ({said})" if said else "")
+    return Line(name=name, text=text, phases=(*reached, *([said] if said else [])))
+
+
+def _message(deployment: Deployment) -> str:
+    """What Serve has to say: that it finds no place for a replica, or that one failed, and why."""
+    no_place = _NO_PLACE.search(deployment.message)
+    if no_place is not None:
+        count = f"{no_place[1]} replica{'' if no_place[1] == '1' else 's'}"
+        return f"no place yet for {count}: each needs {no_place[2]}, and Ray has {no_place[3]} free"
+    first = deployment.message.strip().partition("\n")[0].removesuffix(" Error:")
+    if "to initialize" in first:
+        return ""  # that it takes longer than 30 s, which the time shows
+    said = ". ".join([part for part in (first.removesuffix("."), *our_errors(deployment.message)) if part])
+    return said if len(said) <= _SAID_CHARS else f"{said[:_SAID_CHARS]} ..."
+
+
+def _phase(line: bytes) -> str | None:
+    loading = _LOADING.search(line)
+    if loading is not None:
+        return f"loading weights, {loading[1].decode(errors='replace')}"
+    attention = _ATTENTION.search(line)
+    if attention is not None:
+        compiling, chosen = (part and part.decode(errors="replace")[:_SAID_CHARS] for part in attention.groups())
+        return compiling or f"warming up, attention: {chosen}"
+    return next((phase for needle, phase in reversed(_PHASES) if needle in line), None)

@@ -1,0 +1,1 @@
+"""One request to its end: leases, tries, resume."""

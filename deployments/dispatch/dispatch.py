@@ -1,0 +1,233 @@
+"""Brings one request to an end: choose, lease, stream; and when a replica dies, go on with another one.
+
+Owns:      the tries of each open request, what was decided for each and why it failed (route_log.py). Whoever wants
+           to know of requests is told by following.py.
+Never:     parses HTTP; keeps a request open that its client has left.
+Invariant: the deltas of `stream` are those of one undisturbed generation: no id lost, doubled or reordered; every
+           decision is reported done; the tries are bounded. A request that was sent is never refused afterwards.
+Thread:    the router's event loop.
+
+    parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done      queue too long: Saturated
+            ^                              │ replica gone, engine dead, overloaded: excluded, reason kept; or it hangs
+            └──────────────────────────────┘ at most ``max_tries`` times (tries.py)
+
+A pair's decode leg is the request; its prefill leg runs beside it (prefill_leg.py) and can only end the try.
+"""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, replace
+
+from deployments.channel.channel_server import ChannelServer
+from deployments.dispatch.attempt import Attempt
+from deployments.dispatch.following import Following, RequestWatch, Unwatched
+from deployments.dispatch.hold_out import HoldOut
+from deployments.dispatch.holder import LeaseHolder
+from deployments.dispatch.leases import Leases
+from deployments.dispatch.prefill_leg import PrefillLost, legs_of
+from deployments.dispatch.progress import Progress
+from deployments.dispatch.route_log import RouteLog, Try
+from deployments.dispatch.route_request import NO_HINTS, RouteHints, Saturated, query_of
+from deployments.dispatch.timeline import Arrival
+from deployments.dispatch.tries import Tries
+from kvtransfer.types import PeerAddress
+from replicas.errors import MantaError, Overloaded
+from replicas.types import GenerateRequest, TokenDelta
+from routing.router import Router
+from routing.types import Decision, Ending, NoReplica, Outcome, RouteQuery
+
+log = logging.getLogger(__name__)
+
+LAST_TRY = "the last try stays on one replica"
+LOOK_AGAIN_S = 0.1  # while no replica can take a request that another one left undone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """One failed try, kept for explanation."""
+
+    rid: str
+    number: int
+    replica_id: str
+    reason: str
+    num_delivered: int  # output tokens that the client had by then
+
+
+class Dispatcher:
+    """Serves requests with the replicas of one `Router`."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        router_id: str,
+        channel: ChannelServer,
+        leases: Leases,
+        max_tries: int = 3,
+        retry_wait_s: float = 30.0,
+        max_wait_s: float = math.inf,
+        routes: RouteLog | None = None,
+        watch: RequestWatch | None = None,
+        transfer_address: Callable[[str], PeerAddress | None] = lambda replica_id: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._router = router
+        self.router_id = router_id
+        self._channel = channel
+        self._holder = LeaseHolder(leases, router_id)
+        self._max_tries = max_tries
+        self._retry_wait_s = retry_wait_s  # how long a request waits for a replica to take over
+        self._max_wait_s = max_wait_s  # of the queue before a new request, as estimated
+        self._transfer_address = transfer_address  # of the desk of a prefill replica
+        self._clock = clock
+        self._hold_out = HoldOut(clock)
+        self.routes = routes if routes is not None else RouteLog()
+        self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
+        self.num_retries = 0
+        self.num_open = 0
+        self.watch: RequestWatch = watch if watch is not None else Unwatched()
+
+    async def stream(
+        self, request: GenerateRequest, hints: RouteHints = NO_HINTS, arrival: Arrival | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of ``request``; closing the iterator aborts it. ``arrival``: of the HTTP request it came with;
+        without one it arrives now.
+
+        Raises: what the replica refused it with; NoReplica; Saturated; the last try's error when all failed.
+        """
+        progress, started_s = Progress(request), self._clock()
+        tries = Tries(self._max_tries, self._clock)
+        failure: MantaError | None = None
+        self.num_open += 1
+        try:
+            with self._follow(request, arrival, started_s) as following:
+                while True:
+                    last = LAST_TRY if tries.is_last_of_several else ""
+                    query = query_of(request, hints, tries.excluded, one_replica=last)
+                    held_out = self._hold_out.now()
+                    decision, since_s = await self._choose(self._bounded(query, held_out), failure)
+                    noted = following.decided(decision, held_out, since_s=since_s, failure=failure)
+                    if failure is None:
+                        self._refuse_if_saturated(noted)
+                    left_s = None
+                    if request.deadline_s is not None:
+                        left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
+                    attempt = self._attempt(noted, progress, tries, deadline_s=left_s)
+                    try:
+                        async with contextlib.aclosing(attempt.run()) as deltas:
+                            async for delta in deltas:
+                                following.saw(delta)
+                                yield delta
+                        return
+                    except MantaError as error:
+                        noted.failure = f"{type(error).__name__}: {error}"
+                        if not error.retryable:
+                            raise
+                        failure = error
+                        lost = decision.prefill_id if isinstance(error, PrefillLost) else decision.replica_id
+                        assert lost is not None
+                        self._record(request, tries.number, lost, error, progress)
+                        if not tries.failed(lost, error):
+                            raise
+        finally:
+            self.num_open -= 1
+
+    def explain_only(self, query: RouteQuery) -> Decision:
+        """The decision that `stream` would come to now; nothing is sent or remembered. Raises: NoReplica."""
+        return self._router.explain_only(self._bounded(query, self._hold_out.now()))
+
+    def check(self) -> None:
+        """Raises AssertionError if, with no request open, anything is still held for one."""
+        self._channel.check()
+        self._router.check()
+        self.routes.check()
+        if self.num_open == 0:
+            assert self._channel.num_streams == 0, f"{self._channel.num_streams} streams are open, no request is"
+            assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
+
+    def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
+        return replace(query, max_wait_s=self._max_wait_s, excluded=query.excluded | held_out.keys())
+
+    def _follow(self, request: GenerateRequest, arrival: Arrival | None, now_s: float) -> Following:
+        came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
+        return Following(request, came, routes=self.routes, watch=self.watch, clock=self._clock)
+
+    async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
+        """A decision, and when it was begun; a request that a dying replica left undone waits for one to take over."""
+        give_up_s = self._clock() + self._retry_wait_s
+        while True:
+            since_s = self._clock()
+            try:
+                return self._router.choose(query), since_s
+            except NoReplica as error:
+                if failure is None:
+                    raise
+                if isinstance(failure, Overloaded) or self._clock() > give_up_s:
+                    raise failure from error
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _attempt(self, noted: Try, progress: Progress, tries: Tries, *, deadline_s: float | None) -> Attempt:
+        """What is left of the request, on the replicas of the decision."""
+        parts, before = progress.parts(number=tries.number, deadline_s=deadline_s), None
+        prefill_id = noted.decision.prefill_id
+        if prefill_id is not None:
+            address = self._transfer_address(prefill_id)
+            assert address is not None, f"prefill replica {prefill_id} told no transfer address"
+            [whole] = parts  # what has several parts is never handed over (route_request.py)
+            before, decode = legs_of(whole, generation=tries.number, prefill=address)
+            parts = [decode]
+        return Attempt(
+            channel=self._channel,
+            router=self._router,
+            holder=self._holder,
+            clock=self._clock,
+            noted=noted,
+            parts=parts,
+            before=before,
+            progress=progress,
+            tries=tries,
+            on_report=self._hold_out.take,
+        )
+
+    def _refuse_if_saturated(self, noted: Try) -> None:
+        """Raises: Saturated, with nothing sent, when even the shortest queue is too long.
+
+        A prompt that is itself long to compute is no reason: trying again later would not help it.
+        """
+        decision = noted.decision
+        if decision.predicted_ttft_s <= self._max_wait_s:
+            return
+        wait_s = decision.shortest_wait_s
+        if wait_s <= self._max_wait_s:
+            return
+        noted.outcome = Outcome(ending=Ending.ABORTED)
+        self._router.done(decision, noted.outcome)
+        error = Saturated(
+            f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s, at most "
+            f"{self._max_wait_s:g} s are allowed (router.max_wait_s): try again later",
+            retry_after_s=wait_s - self._max_wait_s,
+        )
+        noted.failure = f"{type(error).__name__}: {error}"
+        raise error
+
+    def _record(
+        self, request: GenerateRequest, number: int, replica_id: str, error: MantaError, progress: Progress
+    ) -> None:
+        retry = Retry(
+            rid=request.rid,
+            number=number,
+            replica_id=replica_id,
+            reason=f"{type(error).__name__}: {error}",
+            num_delivered=progress.num_delivered,
+        )
+        self.retries.append(retry)
+        self.num_retries += 1
+        log.warning(
+            "request %s, try %d on replica %s failed after %d tokens: %s",
+            retry.rid, number, retry.replica_id, retry.num_delivered, retry.reason,
+        )  # fmt: skip

@@ -1,0 +1,185 @@
+"""Follows one request from its first decision to its end: its record, its times, and who wants to hear of it.
+
+Owns:      nothing of the request itself: what happens there happens in dispatch.py and attempt.py, and is told here.
+Never:     changes what a client gets; raises, whatever a watch does: what fails there stands in the log.
+Invariant: a watch hears ``opened`` and ``ended`` once each for a request, however it ends.
+Thread:    the router's event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import ParamSpec, Protocol
+
+from deployments.dispatch.route_log import RouteLog, RouteRecord, Try
+from deployments.dispatch.route_request import Saturated
+from deployments.dispatch.timeline import Arrival, Timeline
+from replicas.errors import Overloaded
+from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
+from routing.types import Decision
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+CLIENT_CLOSED, TIMED_OUT, SHED = 499, 504, 429  # http_status of what ended early
+# outcome -> how a record says it ended
+ENDINGS: Mapping[str, str] = {
+    "ok": "finished",
+    "cancelled": "aborted",
+    "shed": "refused",
+    "invalid": "refused",
+    "error": "failed",
+    "timeout": "failed",
+}
+
+
+class RequestWatch(Protocol):
+    """Hears of every request of this router. Each call is short: it runs between tokens."""
+
+    @property
+    def on_gap(self) -> Callable[[float, int], None] | None:
+        """Told of each delta: seconds per token since the one before, and tokens."""
+        ...
+
+    def opened(self, endpoint: str) -> None: ...
+    def decided(self, decision: Decision, *, took_s: float, failure: Exception | None) -> None:
+        """``failure``: of the try before, whose request goes elsewhere now."""
+        ...
+
+    def began(self, noted: Try, timeline: Timeline) -> None:
+        """The first token has come."""
+        ...
+
+    def tried(self, noted: Try) -> None:
+        """A try has ended, well or not."""
+        ...
+
+    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None:
+        """``outcome`` is one of the catalogue's OUTCOMES."""
+        ...
+
+    def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None:
+        """An HTTP request that came to no prompt: refused before, or asked for no generation."""
+        ...
+
+
+class Unwatched:
+    """Nobody listens."""
+
+    on_gap: Callable[[float, int], None] | None = None
+
+    def opened(self, endpoint: str) -> None: ...
+    def decided(self, decision: Decision, *, took_s: float, failure: Exception | None) -> None: ...
+    def began(self, noted: Try, timeline: Timeline) -> None: ...
+    def tried(self, noted: Try) -> None: ...
+    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None: ...
+    def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None: ...
+
+
+def tell(hear: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call a watch. What it raises is logged: nobody's request fails since counting it did."""
+    try:
+        hear(*args, **kwargs)
+    except Exception:
+        log.exception("what watches requests failed; the request goes on")
+
+
+class Following:
+    """One request; a context manager around all its tries."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        arrival: Arrival,
+        *,
+        routes: RouteLog,
+        watch: RequestWatch,
+        clock: Callable[[], float],
+    ) -> None:
+        on_gap = watch.on_gap
+        told = None if on_gap is None else lambda gap_s, num_tokens: tell(on_gap, gap_s, num_tokens)
+        self.timeline = Timeline(arrival, num_choices=request.sampling.n, on_gap=told)
+        self._request = request
+        self._routes = routes
+        self._watch = watch
+        self._clock = clock
+        self._record: RouteRecord | None = None
+        self._try: Try | None = None
+
+    def __enter__(self) -> "Following":
+        self.timeline.arrival.num_prompts += 1
+        tell(self._watch.opened, self.timeline.arrival.endpoint)
+        return self
+
+    def decided(
+        self, decision: Decision, held_out: Mapping[str, str], *, since_s: float, failure: Exception | None
+    ) -> Try:
+        """The next try is about to be sent. ``since_s``: when choosing began."""
+        self._close_try()
+        now_s = self._clock()
+        self._try = self._routes.add(self._request.rid, decision, self.timeline, held_out)
+        self._record = self._routes.get(self._request.rid)
+        self.timeline.sent(self._try.times, now_s)
+        tell(self._watch.decided, decision, took_s=now_s - since_s, failure=failure)
+        return self._try
+
+    def saw(self, delta: TokenDelta) -> None:
+        """A delta on its way to the client."""
+        if self.timeline.saw(delta, self._clock()):
+            assert self._try is not None
+            tell(self._watch.began, self._try, self.timeline)
+            self._changed()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_try()
+        self.timeline.end(self._clock())
+        outcome = outcome_of(self._finish(), error)
+        if self._record is not None:
+            self._record.ending = ENDINGS[outcome]
+            self._changed()
+        tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
+
+    def _finish(self) -> Finish | None:
+        """How the engines ended it: all choices have, or one went wrong, after which nobody waits for the others."""
+        worst = self.timeline.worst
+        if worst is None or self.timeline.is_whole or worst.reason is FinishReason.ERROR:
+            return worst
+        return worst if worst.reason is FinishReason.ABORT and worst.http_status == TIMED_OUT else None
+
+    def _close_try(self) -> None:
+        if self._try is not None:
+            tell(self._watch.tried, self._try)
+            self._try = None
+
+    def _changed(self) -> None:
+        if self._record is not None:
+            self._routes.changed(self._record)
+
+
+def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
+    """How a request ended, in the catalogue's words. ``finish``: as its engines ended it, if they did."""
+    if finish is not None:
+        if finish.reason is FinishReason.ERROR:
+            return "error"
+        if finish.reason is FinishReason.ABORT:
+            return "timeout" if finish.http_status == TIMED_OUT else "cancelled"
+        return "ok"
+    if error is None or isinstance(error, GeneratorExit | asyncio.CancelledError):
+        return "cancelled"
+    if isinstance(error, Saturated | Overloaded):
+        return "shed"
+    return outcome_of_status(getattr(error, "http_status", 500))
+
+
+def outcome_of_status(status: int) -> str:
+    """How an HTTP status says that a request ended, in the catalogue's words."""
+    if status < 400:
+        return "ok"
+    if status in (CLIENT_CLOSED, TIMED_OUT):
+        return "cancelled" if status == CLIENT_CLOSED else "timeout"
+    if status == SHED:
+        return "shed"
+    return "invalid" if status < 500 else "error"

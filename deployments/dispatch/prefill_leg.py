@@ -1,0 +1,116 @@
+"""The prefill leg of a request that two replicas compute: its lease, its own stream, and what its end means.
+
+Owns:      the tickets, and one open leg: a request on the prefill replica that yields no token to the client.
+Never:     decides about another try (dispatch.py): it fails the decode leg's stream, once, and that ends the try.
+Invariant: the leg's end is noted once; after `stop` nothing of it is open but a lease that is about to return.
+Thread:    the router's event loop.
+
+    start ─> waits for its end ─┬─ handed off ──────────────────────────> noted
+                                ├─ refused, its replica gone or crashed ─> noted; unless the decode side has told of
+                                │                                          the hand-off, its leg is failed with
+                                │                                          `PrefillLost`
+                                └─ ended by the engines themselves ──────> noted; the decode side knows, and goes on
+"""
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Callable
+
+from deployments.channel.channel_server import ChannelServer, Stream
+from deployments.dispatch.progress import Part
+from deployments.dispatch.route_log import Try
+from kvtransfer.types import PdTicket, PeerAddress
+from replicas.errors import EngineDead, MantaError, Overloaded
+from replicas.types import Finish, FinishReason, HandOff, PdLeg
+
+TRY_ENDED = "not known: the try ended first"
+TRANSFERRED = "handed off, says the decode replica: the try ended first"
+
+
+class PrefillLost(MantaError):
+    """The replica that was to compute the prompt is gone or refused it; another pair, or one replica alone, can."""
+
+    http_status = 503
+    retryable = True
+
+
+def legs_of(part: Part, *, generation: int, prefill: PeerAddress) -> tuple[Part, Part]:
+    """(prefill leg, decode leg) of ``part``: the same request twice, with one ticket of a new room."""
+    ticket = PdTicket(room=secrets.randbits(63), generation=generation, prefill=prefill)
+    legs = [
+        dataclasses.replace(part, request=dataclasses.replace(part.request, hand_off=HandOff(leg=leg, ticket=ticket)))
+        for leg in (PdLeg.PREFILL, PdLeg.DECODE)
+    ]
+    return legs[0], legs[1]
+
+
+class PrefillLeg:
+    """One leg, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        channel: ChannelServer,
+        noted: Try,
+        part: Part,
+        *,
+        replica_id: str,
+        decode: Stream,
+        hold: Callable[[str, Part, Stream], "asyncio.Task[None]"],
+        on_end: Callable[[], object],
+    ) -> None:
+        """``decode``: the other leg's stream; this one stays where that does. ``hold``: `LeaseHolder.hold`. ``on_end``
+        tells the routing router."""
+        self._channel = channel
+        self._noted = noted
+        self._replica_id = replica_id
+        self._decode = decode
+        self._on_end = on_end
+        self._stream = channel.open([part.request.rid], replica_id=replica_id, stays=decode.stays)
+        self.lease = hold(replica_id, part, self._stream)
+        self._watch = asyncio.create_task(self._wait())
+
+    def stop(self) -> None:
+        """The request has ended, or is tried again. The lease is the caller's to cancel, or to let end."""
+        self._watch.cancel()
+        if self._noted.prefill_end is None:
+            report = self._noted.hand_off
+            self._noted.prefill_end = TRANSFERRED if report is not None and report.transferred else TRY_ENDED
+        self._channel.close(self._stream)
+
+    async def _wait(self) -> None:
+        try:
+            finish = await self._finish()
+            error = _lost(finish)
+            self._end("handed off" if finish.reason is FinishReason.HANDED_OFF else _words(finish))
+        except MantaError as raised:
+            error = raised
+            self._end(f"{type(raised).__name__}: {raised}")
+        told = self._noted.hand_off is not None or not self._decode.is_empty  # of pages that came, or will not
+        if error is not None and not told:
+            why = f"replica {self._replica_id}, which was to compute the prompt: {type(error).__name__}: {error}"
+            self._decode.fail(PrefillLost(why))
+
+    async def _finish(self) -> Finish:
+        """How the engine ended it. Raises: what it was refused with, or that the replica is gone."""
+        while True:
+            for delta in await self._stream.take():
+                if delta.finish is not None:
+                    self._noted.times.prefill = delta.stages
+                    return delta.finish
+
+    def _end(self, how: str) -> None:
+        self._noted.prefill_end = how
+        self._on_end()
+
+
+def _lost(finish: Finish) -> MantaError | None:
+    """What the decode side may not hear of; every other end is told from engine to engine."""
+    if finish.retry_as is None:
+        return None
+    kind = Overloaded if finish.retry_as == "overloaded" else EngineDead
+    return kind(finish.message or "the engine gave it up")
+
+
+def _words(finish: Finish) -> str:
+    return f"{finish.reason.value}: {finish.message}" if finish.message else finish.reason.value

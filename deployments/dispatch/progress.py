@@ -1,0 +1,90 @@
+"""What a client has already received of one request, so that another replica can go on from there.
+
+Owns:      the output ids delivered per choice, and which choices ended.
+Never:     talks to a replica.
+Invariant: an id is delivered once, in order; text follows from ids alone, so that a resumed text has no seam.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from deployments.dispatch.rids import with_try
+from replicas.types import GenerateRequest, TokenDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A request to a replica: the whole of what the client asked, or one choice that another replica left undone."""
+
+    request: GenerateRequest
+    choice: int | None  # None: the whole request, whose deltas carry their own index
+
+
+class Progress:
+    """The state of one client request over all tries."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self._ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        self._ended = [False] * request.sampling.n
+        # per choice, by the replica that sent its first token; what a resumed one reuses is not the client's gain
+        self._cached_tokens: list[int | None] = [None] * request.sampling.n
+        self._prompt_logprobs_seen = [False] * request.sampling.n
+
+    @property
+    def done(self) -> bool:
+        return all(self._ended)
+
+    @property
+    def started(self) -> bool:
+        """Whether the client has received anything."""
+        return any(self._ids) or any(self._ended)
+
+    @property
+    def num_delivered(self) -> int:
+        return sum(len(ids) for ids in self._ids)
+
+    def parts(self, *, number: int, deadline_s: float | None) -> list[Part]:
+        """What is left to ask for in try ``number``; ``deadline_s`` is the time that is left."""
+        if not self.started:
+            request = dataclasses.replace(
+                self.request, rid=with_try(self.request.rid, number), deadline_s=deadline_s
+            )
+            return [Part(request=request, choice=None)]
+        return [
+            Part(request=self._rest_of(choice, number, deadline_s), choice=choice)
+            for choice, ended in enumerate(self._ended)
+            if not ended
+        ]
+
+    def accept(self, delta: TokenDelta, choice: int | None) -> TokenDelta:
+        """``delta`` of a part as the client's own: its rid, its choice, its counts."""
+        index = delta.index if choice is None else choice
+        assert not self._ended[index], f"{delta.rid}: choice {index} has ended"
+        self._ids[index] += delta.token_ids
+        self._ended[index] = delta.finish is not None
+        if delta.token_ids:
+            self._prompt_logprobs_seen[index] = True
+            if self._cached_tokens[index] is None:
+                self._cached_tokens[index] = delta.usage.cached_tokens
+        usage, cached_tokens = delta.usage, self._cached_tokens[index]
+        if cached_tokens is not None and cached_tokens != usage.cached_tokens:
+            usage = dataclasses.replace(usage, cached_tokens=cached_tokens)
+        elif index == delta.index and delta.rid == self.request.rid:
+            return delta  # of the first try: as it came, without a copy a token
+        return dataclasses.replace(delta, rid=self.request.rid, index=index, usage=usage)
+
+    def check(self) -> None:
+        """Raises AssertionError if more was delivered than asked for."""
+        assert all(len(ids) <= self.request.sampling.max_new_tokens for ids in self._ids)
+
+    def _rest_of(self, choice: int, number: int, deadline_s: float | None) -> GenerateRequest:
+        seen = self._prompt_logprobs_seen[choice]
+        return dataclasses.replace(
+            self.request,
+            rid=with_try(self.request.rid, number, choice),
+            sampling=self.request.sampling.for_choice(choice),
+            resumed_ids=tuple(self._ids[choice]),
+            prompt_logprobs_from=None if seen else self.request.prompt_logprobs_from,
+            deadline_s=deadline_s,
+        )

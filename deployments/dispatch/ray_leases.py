@@ -1,0 +1,83 @@
+"""`Leases` by Ray Serve: unary calls to exactly one replica, and Ray's failures in our words.
+
+Owns:   which deployment's handle reaches which replica, where there is more than one deployment.
+Never:  retries; dispatch.py does.
+Thread: the router's event loop.
+"""
+
+import asyncio
+from typing import Any, TypeVar, cast
+
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from deployments.channel.channel_server import ChannelAddress
+from deployments.channel.frames import ReplicaReport
+from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
+from deployments.dispatch.request_router import PIN
+from deployments.settings.roles import DEPLOYMENTS
+from replicas.cache.tree_view import CacheTree
+from replicas.errors import MantaError
+from replicas.types import GenerateRequest
+from routing.types import Role
+
+T = TypeVar("T")
+
+
+class RayLeases:
+    """Calls through the handles of the model replicas' deployments."""
+
+    def __init__(self) -> None:
+        self._handles: dict[str, DeploymentHandle] = {}  # by deployment
+        self._members: dict[str, frozenset[str]] = {}  # by deployment
+
+    def set_members(self, deployment: str, handle: DeploymentHandle, members: frozenset[str]) -> frozenset[str]:
+        """The running replicas of one deployment now; returns those of all."""
+        self._handles[deployment] = handle
+        self._members[deployment] = members
+        return frozenset().union(*self._members.values())
+
+    def role_of(self, replica_id: str) -> Role:
+        """Of a replica that runs, by the deployment it is of."""
+        at = next((name for name, members in self._members.items() if replica_id in members), "")
+        return next((role for role, name in DEPLOYMENTS.items() if at.endswith(f"/{name}")), Role.UNIFIED)
+
+    async def attach(self, replica_id: str, address: ChannelAddress) -> ReplicaInfo:
+        return cast(ReplicaInfo, await self._call(replica_id, "attach", address))
+
+    async def generate(self, replica_id: str, router_id: str, request: GenerateRequest) -> MantaError | None:
+        return cast(MantaError | None, await self._call(replica_id, "generate", router_id, request))
+
+    async def send_snapshot(self, replica_id: str, router_id: str) -> None:
+        await self._call(replica_id, "send_snapshot", router_id)
+
+    async def report(self, replica_id: str) -> ReplicaReport:
+        return cast(ReplicaReport, await self._call(replica_id, "report"))
+
+    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
+        return cast(CacheTree, await self._call(replica_id, "cache_tree", max_depth, min_tokens))
+
+    async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
+        return cast(bool, await self._call(replica_id, "flush_cache", timeout_s))
+
+    async def abort(self, replica_id: str, client_rid: str | None, owner: str | None) -> int:
+        return cast(int, await self._call(replica_id, "abort", client_rid, owner))
+
+    async def _call(self, replica_id: str, method: str, *args: Any) -> Any:
+        """Raises: ReplicaGone when the replica is not there, or dies meanwhile; our own errors as they are."""
+        at = next((name for name, members in self._members.items() if replica_id in members), None)
+        if at is None:
+            raise ReplicaGone(f"replica {replica_id} is not running any more")
+        handle = self._handles[at].options(method_name=method, session_id=f"{PIN}{replica_id}")
+        response = handle.remote(*args)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except (RayActorError, TaskCancelledError, RayServeException) as error:
+            raise ReplicaGone(f"replica {replica_id} is gone: {type(error).__name__}") from error
+        except RayTaskError as error:
+            cause = error.cause
+            raise (cause if isinstance(cause, MantaError) else error) from error

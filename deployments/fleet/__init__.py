@@ -1,0 +1,1 @@
+"""Which replicas there are, how loaded they are and what they have cached."""

@@ -1,0 +1,295 @@
+"""The replicas as one router knows them: attached, reporting, or gone.
+
+Owns:      which replicas are members, what each said on attaching, and its last report.
+Never:     chooses (routing/router.py), sends requests (dispatch.py) or follows caches (cache_sync.py).
+Invariant: the routing router's views are the attached replicas, after every change.
+Thread:    the router's event loop; `set_members` is called from any thread through `call_soon_threadsafe`.
+
+    member ──attach (retried)──> attached ──reports──> view        an error, or silent for SILENT_S: not healthy
+       └── left, silent for STALE_S, or the connection ended ──────> gone; attached anew while it is a member
+    one that hangs (hangs.py) keeps its connection; its open requests go on elsewhere
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from deployments.channel.channel_server import ChannelAddress
+from deployments.channel.frames import ReplicaReport
+from deployments.dispatch.leases import Leases, ReplicaHangs, ReplicaInfo
+from deployments.fleet.cache_sync import CacheSync
+from deployments.fleet.hangs import Hangs
+from deployments.fleet.seen import SeenReplica, view_of
+from kvtransfer.types import PeerAddress
+from replicas.errors import MantaError
+from routing.router import Router
+from routing.types import CacheEvent, IndexSnapshot, Role
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 1.0  # no report for so long, and a replica is passed over while another one speaks
+STALE_S = 15.0  # and after so long in any case, and attached again: when all are silent, it is the machine that is busy
+REPORTS_MISSED = 5  # at the least, before a replica counts as silent
+LOOK_S = 0.25  # how often silence is looked for when nothing else happens
+ATTACH_AGAIN_S = 0.5
+ANSWER_S = 5.0  # what all are asked, each answers within this, or is left out
+T = TypeVar("T")
+
+
+class Fleet:
+    """Keeps a `Router`'s views up to date."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        leases: Leases,
+        report_period_s: float = 0.1,
+        hang_timeout_s: float = 4.0,
+        clock: Callable[[], float] = time.monotonic,
+        role_of: Callable[[str], Role] = lambda replica_id: Role.UNIFIED,
+    ) -> None:
+        """``role_of``: of a member that has not attached yet."""
+        self._router = router
+        self._role_of = role_of
+        self._silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
+        self._stale_s = max(STALE_S, self._silent_s)
+        self._hangs = Hangs(hang_s=hang_timeout_s, silent_s=self._silent_s, clock=clock)
+        self._leases = leases
+        self._clock = clock
+        self._address: ChannelAddress | None = None
+        self._members: frozenset[str] = frozenset()
+        self._infos: dict[str, ReplicaInfo] = {}
+        self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._hanging: frozenset[str] = frozenset()  # those that hung at the last look
+        self._leave: Callable[[str, MantaError], None] = lambda replica_id, error: None
+        self._attaching: dict[str, asyncio.Task[None]] = {}
+        self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
+        self._as_of_s: dict[str, float] = {}  # of each member: when its last report was true; at first, when it joined
+        self._unheard: set[str] = set()  # lost, or attached again without a report since: needs a new connection
+        self._watch: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self.sync = CacheSync(router, leases)
+
+    def start(self, address: ChannelAddress, *, leave: Callable[[str, MantaError], None]) -> None:
+        """Attach members to the channel at ``address`` from now on; ``leave`` fails the streams of one that hangs."""
+        self._address, self._leave = address, leave
+        self._watch = asyncio.create_task(self._look_forever())
+        self.set_members(self._members)
+
+    def set_members(self, members: Iterable[str]) -> None:
+        """These are the running replicas now."""
+        self._members, now_s = frozenset(members), self._clock()
+        self._as_of_s = {each: self._as_of_s.get(each, now_s) for each in self._members}
+        self._unheard &= self._members
+        for replica_id in set(self._infos) | set(self._attaching):
+            if replica_id not in self._members:
+                self._forget(replica_id)
+        if self._address is not None:
+            for replica_id in sorted(self._members - self._infos.keys() - self._attaching.keys()):
+                address = dataclasses.replace(self._address, renew=replica_id in self._unheard)
+                self._attaching[replica_id] = asyncio.create_task(self._attach(replica_id, address))
+        self._update()
+
+    def on_report(self, replica_id: str, report: ReplicaReport) -> None:
+        now_s = self._clock()
+        self._hangs.heard(replica_id, report)
+        if replica_id in self._members:
+            self._heard_s[replica_id] = now_s
+            self._reports[replica_id] = (now_s, report)
+            self._as_of_s[replica_id] = now_s - report.age_s
+            self._unheard.discard(replica_id)
+            self._update()
+            if replica_id in self._infos and self._address is not None:
+                self.sync.on_report(replica_id, report.stats.cache_event_seq, self._address.router_id)
+
+    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
+        if replica_id in self._infos and self._address is not None:
+            self.sync.on_events(replica_id, events, self._address.router_id)
+
+    def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None:
+        if replica_id in self._infos:
+            self.sync.on_snapshot(replica_id, snapshot)
+
+    def on_lost(self, replica_id: str) -> None:
+        """The connection ended: most likely its process did."""
+        log.warning("the connection to replica %s ended", replica_id)
+        self._hangs.lost(replica_id)
+        self._unheard.add(replica_id)
+        self._forget(replica_id)
+        self.set_members(self._members)
+
+    def attach_silent_again(self) -> None:
+        """Forget and attach whoever has not reported for STALE_S: first over the connection that it may still have,
+        so that a replica that was only held up keeps its requests; the second time over a new one."""
+        now_s = self._clock()
+        silent = [each for each in self._infos if now_s - self._heard_s.get(each, now_s) >= self._stale_s]
+        for replica_id in silent:
+            log.warning("replica %s has not reported for %.0f s; attaching it again", replica_id, self._stale_s)
+            self._forget(replica_id)
+        self.set_members(self._members)
+        self._unheard.update(silent)
+
+    def leave_hanging(self) -> None:
+        """Fail the open streams of replicas that hang while another one can go on with them."""
+        self._update()
+        hanging = self._hanging_now()
+        for replica_id, how in hanging.items():
+            if replica_id not in self._hanging:
+                log.warning("replica %s hangs: %s; its requests go on elsewhere", replica_id, how)
+            self._leave(replica_id, ReplicaHangs(f"replica {replica_id} hangs: {how}"))
+        self._hanging = frozenset(hanging)
+
+    @property
+    def infos(self) -> list[ReplicaInfo]:
+        """The attached replicas, by id."""
+        return [self._infos[replica_id] for replica_id in sorted(self._infos)]
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that can take a request; a prefill replica cannot take one to its end."""
+        self._update()
+        return sum(view.may_take and view.role is not Role.PREFILL for view in self._router.views)
+
+    def transfer_address(self, replica_id: str) -> PeerAddress | None:
+        """Where the desk of an attached replica listens."""
+        info = self._infos.get(replica_id)
+        return None if info is None else info.transfer
+
+    def cache_pages(self) -> dict[str, tuple[int, int]]:
+        """By replica: how many pages it is believed to hold, confirmed by its events and only expected."""
+        return {view.replica_id: self._router.num_pages(view.replica_id) for view in self._router.views}
+
+    def report_ages_s(self) -> dict[str, float]:
+        """By member: how long ago it was as its last report says, through all attaching again; of one that has not
+        reported yet, since when it is a member."""
+        now_s = self._clock()
+        return {each: now_s - as_of_s for each, as_of_s in sorted(self._as_of_s.items())}
+
+    def seen(self) -> tuple[SeenReplica, ...]:
+        """Every member, by id; one that has not attached or reported yet is starting."""
+        self._update()
+        ages_s, states = self.report_ages_s(), {view.replica_id: view.state for view in self._router.views}
+        found = []
+        for each in sorted(self._members):
+            info, (_, report) = self._infos.get(each), self._reports.get(each, (None, None))
+            role = self._role_of(each) if info is None else info.role
+            age_s = None if report is None else ages_s[each]
+            state = states.get(each, "starting")
+            found.append(
+                SeenReplica(
+                    replica_id=each, role=role.value, state=state, info=info, report=report, report_age_s=age_s
+                )
+            )
+        return tuple(found)
+
+    def describe(self) -> str:
+        """One clause on the state of all, for errors and /health."""
+        self._update()
+        states = [f"{view.replica_id}: {view.state}" for view in self._router.views]
+        states += [f"{replica_id}: starting" for replica_id in sorted(self._attaching)]
+        return ", ".join(states) or "no replica is running yet"
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """True as soon as a replica can take a request."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.num_ready:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return bool(self.num_ready)
+
+    async def ask_all(
+        self, ask: Callable[[str], Coroutine[Any, Any, T]], *, timeout_s: float = ANSWER_S
+    ) -> dict[str, T]:
+        """``ask`` every attached replica at once; those that fail, or take longer than ``timeout_s``, are left out,
+        with a line in the log."""
+        ids = sorted(self._infos)
+        asked = (asyncio.wait_for(ask(replica_id), timeout_s) for replica_id in ids)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        good: dict[str, T] = {}
+        for replica_id, answer in zip(ids, answers, strict=True):
+            if isinstance(answer, BaseException):
+                log.warning("replica %s did not answer: %r", replica_id, answer)
+            else:
+                good[replica_id] = answer
+        return good
+
+    async def stop(self) -> None:
+        self._address = None  # connections that end from now on are not made anew
+        for task in [*self._attaching.values(), *([self._watch] if self._watch else [])]:
+            task.cancel()
+        for replica_id in self.sync.asking:
+            self.sync.forget(replica_id)
+
+    def check(self) -> None:
+        """Raises AssertionError if a replica is known that is no member."""
+        assert self._infos.keys() <= self._members
+        assert self._reports.keys() <= self._members
+        assert self._as_of_s.keys() == self._members
+        assert self._unheard <= self._members
+        assert not self._infos.keys() & self._attaching.keys()
+        assert self.sync.asking <= self._infos.keys()
+        self.sync.check()
+
+    async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
+        while True:
+            try:
+                info = await self._leases.attach(replica_id, address)
+                break
+            except MantaError as error:
+                log.info("replica %s is not attached yet: %s", replica_id, error)
+            except Exception:
+                log.exception("attaching replica %s failed; trying again", replica_id)
+            await asyncio.sleep(ATTACH_AGAIN_S)
+        del self._attaching[replica_id]
+        self._infos[replica_id] = info
+        self._heard_s[replica_id] = self._clock()
+        log.info("replica %s attached: pool of %s", replica_id, info.pool)
+        self._update()
+        self.sync.ask(replica_id, address.router_id)
+
+    async def _look_forever(self) -> None:
+        """A replica that hangs says nothing, so nothing else would tell."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            if (late_s := loop.time() - due_s) > SILENT_S:
+                self._hangs.stood_still(late_s)
+            self.attach_silent_again()
+            self.leave_hanging()
+
+    def _hanging_now(self) -> dict[str, str]:
+        """The replicas that hang, and how."""
+        prefill = {each for each, info in self._infos.items() if info.role is Role.PREFILL}
+        able = (each for each in self._reports if each in self._infos and each not in prefill)
+        return self._hangs.find(able, prefill=prefill)
+
+    def _forget(self, replica_id: str) -> None:
+        self._infos.pop(replica_id, None)
+        self._reports.pop(replica_id, None)
+        self.sync.forget(replica_id)
+        self._heard_s.pop(replica_id, None)
+        task = self._attaching.pop(replica_id, None)
+        if task is not None:
+            task.cancel()
+        self._router.forget(replica_id)
+
+    def _update(self) -> None:
+        now_s = self._clock()
+        heard = {replica_id: self._reports[replica_id] for replica_id in self._infos if replica_id in self._reports}
+        all_silent = all(now_s - heard_s >= self._silent_s for heard_s, _ in heard.values())
+        limit_s = self._stale_s if all_silent else self._silent_s
+        hanging = self._hanging_now()
+        self._router.update(
+            view_of(
+                self._infos[each], report, heard_s=heard_s, hangs=now_s - heard_s >= limit_s or each in hanging
+            )
+            for each, (heard_s, report) in heard.items()
+        )
+        self._changed.set()

@@ -1,0 +1,1 @@
+"""Wire types in and out: the endpoints and what guards them."""

@@ -1,0 +1,220 @@
+"""Everything that is not a generation: health, models, server and model facts, cache, aborts, this router's metrics.
+
+Never:     changes a replica but through flush and abort.
+Invariant: what shows or changes everybody's asks for the admin key, where any key exists (keys.py).
+"""
+
+import asyncio
+import dataclasses
+import math
+import os
+import time
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client.exposition import choose_encoder
+
+from deployments.channel.frames import ReplicaReport
+from deployments.dispatch.leases import ReplicaInfo
+from deployments.fleet.fleet import ANSWER_S
+from deployments.http.body import read_body
+from deployments.http.http_errors import error_body
+from deployments.http.key_check import admin_only, caller_of
+from deployments.http.native_types import AbortRequest
+from deployments.http.service import Service, service_of
+from deployments.http.streaming import answer
+from deployments.settings.places import shown_path
+from replicas.errors import InvalidRequest, UnknownModel
+from replicas.types import EngineStats
+
+router = APIRouter()
+ADMIN = [Depends(admin_only)]
+MAX_FLUSH_WAIT_S = 600.0
+
+
+@router.get("/ping")
+async def ping() -> Response:
+    """Alive, whatever the state of the replicas."""
+    return PlainTextResponse("pong")
+
+
+@router.get("/health")
+@router.get("/ready")
+async def health(request: Request) -> Response:
+    """200 while at least one replica takes requests, else 503."""
+    fleet = service_of(request).fleet
+    if fleet.num_ready:
+        return JSONResponse({"status": "ok", "replicas_ready": fleet.num_ready})
+    return JSONResponse(error_body(f"no replica is ready: {fleet.describe()}", status=503), status_code=503)
+
+
+@router.get("/version")
+async def version(request: Request) -> dict[str, Any]:
+    return {"version": service_of(request).version}
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_model_body(service_of(request))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> dict[str, Any]:
+    service = service_of(request)
+    if name != service.model.name:
+        raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
+    return _model_body(service)
+
+
+def _model_body(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model.name,
+        "object": "model",
+        "created": int(service.started_s),
+        "owned_by": "manta",
+        "root": service.model.path,
+        "parent": None,
+        "max_model_len": service.model.context_len,
+    }
+
+
+@router.get("/get_model_info")
+@router.get("/model_info")
+async def model_info(request: Request) -> dict[str, Any]:
+    face = service_of(request).model
+    return {
+        "model_path": face.path,
+        "tokenizer_path": face.tokenizer_path,
+        "served_model_name": face.name,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "disaggregation_mode": "null",
+        "model_type": face.model_type,
+        "architectures": list(face.architectures),
+        "max_model_len": face.context_len,
+        "vocab_size": face.vocab_size,
+    }
+
+
+@router.get("/get_server_info", dependencies=ADMIN)
+@router.get("/server_info", dependencies=ADMIN)
+async def server_info(request: Request) -> dict[str, Any]:
+    """The settings, and each replica's state as of now."""
+    service = service_of(request)
+    reports = await service.fleet.ask_all(service.leases.report)
+    states = [
+        _state_body(info, reports[info.replica_id]) for info in service.fleet.infos if info.replica_id in reports
+    ]
+    return {
+        **service.settings,
+        "version": service.version,
+        "startup_time": service.started_s,
+        "uptime_s": time.time() - service.started_s,
+        "model_path": service.model.path,
+        "tokenizer_path": service.model.tokenizer_path,
+        "served_model_name": service.model.name,
+        "context_length": service.model.context_len,
+        "router": _router_body(service),
+        "num_retries": service.dispatcher.num_retries,
+        "recent_retries": [dataclasses.asdict(retry) for retry in service.dispatcher.retries],
+        "internal_states": states,
+    }
+
+
+def _router_body(service: Service) -> dict[str, Any]:
+    """This router: with several, another call may meet another one."""
+    sync, dispatcher = service.fleet.sync, service.dispatcher
+    return {
+        "router_id": dispatcher.router_id,
+        "pid": os.getpid(),
+        "num_open": dispatcher.num_open,
+        "cache_snapshots": sync.num_snapshots,
+        "cache_event_gaps": sync.num_gaps,
+        "awaiting_snapshots": sorted(sync.asking),
+        "cache_pages": service.fleet.cache_pages(),
+    }
+
+
+def load_of(stats: EngineStats) -> int:
+    """Requests that a replica has, in whatever state; each is in one."""
+    computing = stats.num_running + stats.num_waiting
+    return computing + stats.num_preallocating + stats.num_receiving + stats.num_handing_off
+
+
+def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
+    pool = report.stats.pool
+    return {
+        "replica": dataclasses.asdict(info) | {"model_path": shown_path(info.model_path)},
+        "healthy": report.error is None,
+        "error": report.error,
+        "num_open": report.num_open,
+        "step_age_s": report.step_age_s,
+        "load": load_of(report.stats),
+        "memory_usage": {"token_capacity": pool.total_tokens, "kv_pool": info.pool},
+        "max_total_num_tokens": pool.total_tokens,
+        "pool_utilization": pool.utilization,
+        "pressure": pool.pressure.value,
+        "stats": dataclasses.asdict(report.stats),
+    }
+
+
+@router.api_route("/flush_cache", methods=["GET", "POST"], dependencies=ADMIN)
+async def flush_cache(request: Request) -> Response:
+    """Forget every cached prefix on every replica; 400 when one is busy for longer than ``timeout`` seconds."""
+    service = service_of(request)
+    wait_s = _timeout_s(request.query_params.get("timeout", "0"))
+    return await answer(request, _flush(service, wait_s))
+
+
+async def _flush(service: Service, wait_s: float) -> Response:
+    flushed = await service.fleet.ask_all(
+        lambda replica_id: service.leases.flush_cache(replica_id, wait_s), timeout_s=wait_s + ANSWER_S
+    )
+    busy = sorted(replica_id for replica_id, ok in flushed.items() if not ok)
+    missing = len(service.fleet.infos) - len(flushed)
+    if busy or missing or not flushed:
+        message = (
+            f"flushed {len(flushed) - len(busy)} replicas; {busy or 'none'} busy with requests, {missing} silent: "
+            "try again, or give ?timeout=seconds"
+        )
+        return JSONResponse(error_body(message, status=400), status_code=400)
+    return PlainTextResponse(f"Cache flushed on {len(flushed)} replicas.\n")
+
+
+def _timeout_s(given: str) -> float:
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 <= timeout_s <= MAX_FLUSH_WAIT_S:
+        raise InvalidRequest(f"timeout: must be between 0 and {MAX_FLUSH_WAIT_S:.0f} seconds, got {given[:64]!r}")
+    return timeout_s
+
+
+@router.post("/abort_request")
+async def abort_request(request: Request) -> dict[str, Any]:
+    """Abort the requests called ``rid`` that were sent with the same key, or with the admin key all of that name, or
+    all that there are with ``abort_all``. Raises: InvalidRequest, KeyNeeded."""
+    service = service_of(request)
+    body = await read_body(request, AbortRequest, max_bytes=service.max_body_bytes)
+    if not body.rid and not body.abort_all:
+        raise InvalidRequest("rid: is missing; name a request, or set abort_all", param="rid")
+    if body.abort_all:
+        admin_only(request)
+    name, caller = None if body.abort_all else body.rid, caller_of(request)
+    owner = None if caller.is_admin or not request.app.state.keys.exist else caller.name
+    counts = await service.fleet.ask_all(lambda replica_id: service.leases.abort(replica_id, name, owner))
+    return {"success": True, "num_aborted": sum(counts.values())}
+
+
+@router.get("/metrics", dependencies=ADMIN)
+@router.get("/prometheus/metrics", dependencies=ADMIN)
+async def metrics(request: Request) -> Response:
+    """This router's own metrics, or with several routers only what was built: a scrape through the load balancer would
+    meet another one each time. Replicas serve theirs themselves, on ports of their own; the observatory names all."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    # on another thread: some of the values are asked of this event loop
+    text = await asyncio.to_thread(encode, service_of(request).registry)
+    return Response(text, media_type=content_type)

@@ -1,0 +1,217 @@
+"""/openapi.json: every route with the bodies that it takes and the answers that it gives.
+
+Owns:      what is said of the routes beyond their paths and methods, which the app itself knows.
+Never:     checks a request: the routes read their bodies themselves (body.py); the limits here are those that they,
+           and `SamplingParams`, hold to. tests/contract/test_api_document.py sends what is described, and what is not.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from deployments.http import answer_types as answers
+from deployments.http.admin import MAX_FLUSH_WAIT_S
+from deployments.http.api_limits import MESSAGE, limit, limits_of
+from deployments.http.key_check import OPEN
+from deployments.http.native_types import AbortRequest, NativeRequest
+from deployments.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deployments.http.routes import ExplainRequest
+from deployments.http.service import Service
+
+JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
+_REF = "#/components/schemas/{model}"
+_STATUSES = {
+    400: "Something in the request is wrong; `param` names it",
+    401: "A key is missing or wrong",
+    403: "A browser may not ask for this",
+    404: "There is no such thing",
+    408: "The body did not come in time",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    429: "Too much waits; `Retry-After` says for how long",
+    499: "The client left, or the request was aborted",
+    500: "The server failed",
+    503: "No replica takes requests; `Retry-After` says for how long",
+    504: "The request's deadline passed",
+}
+_ALL = (401, 403, 500)
+_BODY = (*_ALL, 400, 404, 408, 413, 415, 429, 499)  # of whatever reads a body and tokenises it
+_RUN = (*_BODY, 503, 504)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What a route takes and gives."""
+
+    body: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None  # None: plain text
+    many: bool = False  # a list of answers, for several prompts or choices
+    event: type[BaseModel] | None = None  # of a stream
+    errors: tuple[int, ...] = _ALL
+    query: Mapping[str, Any] = field(default_factory=dict)
+    content: tuple[str, ...] = ()  # of the answer, where it is not JSON
+
+
+_GENERATES = {
+    "/v1/completions": Described(
+        body=CompletionRequest, answer=answers.Completion, event=answers.Completion, errors=_RUN
+    ),
+    "/v1/chat/completions": Described(
+        body=ChatRequest, answer=answers.ChatCompletion, event=answers.ChatCompletionChunk, errors=_RUN
+    ),
+    "/generate": Described(
+        body=NativeRequest, answer=answers.Generated, many=True, event=answers.Generated, errors=_RUN
+    ),
+}
+_TOKENIZE = Described(body=TokenizeRequest, answer=answers.Tokens, errors=_BODY)
+_DETOKENIZE = Described(body=DetokenizeRequest, answer=answers.Text, errors=_BODY)
+_HEALTH = Described(answer=answers.Health, errors=(*_ALL, 503))
+_MODEL_INFO = Described(answer=answers.ModelInfo)
+_SERVER_INFO = Described(answer=answers.ServerInfo)
+_METRICS = Described(content=(TEXT, "application/openmetrics-text"))
+_FLUSH_WAIT = {"type": "number", "minimum": 0, "maximum": MAX_FLUSH_WAIT_S, "default": 0}
+_EXAMPLES: Mapping[type[BaseModel], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+    ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
+    NativeRequest: {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8}},
+    TokenizeRequest: {"messages": [{"role": "user", "content": "Hello"}]},
+    DetokenizeRequest: {"tokens": [19, 20]},
+    ExplainRequest: {"prompt": "The capital of France is", "max_tokens": 8},
+    AbortRequest: {"rid": "my-request"},
+}
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+ROUTES: Mapping[str, Described] = {
+    **_GENERATES,
+    "/tokenize": _TOKENIZE,
+    "/v1/tokenize": _TOKENIZE,
+    "/detokenize": _DETOKENIZE,
+    "/v1/detokenize": _DETOKENIZE,
+    "/tokenizer_info": Described(answer=answers.TokenizerInfo),
+    "/route/explain": Described(body=ExplainRequest, answer=answers.RouteExplanation, errors=_RUN),
+    "/route/{rid}": Described(answer=answers.RouteRecord, errors=(*_ALL, 404, 503)),
+    "/v1/models": Described(answer=answers.Models),
+    "/v1/models/{name}": Described(answer=answers.Model, errors=(*_ALL, 404)),
+    "/get_model_info": _MODEL_INFO,
+    "/model_info": _MODEL_INFO,
+    "/get_server_info": _SERVER_INFO,
+    "/server_info": _SERVER_INFO,
+    "/flush_cache": Described(content=(TEXT,), errors=(*_ALL, 400), query={"timeout": _FLUSH_WAIT}),
+    "/abort_request": Described(body=AbortRequest, answer=answers.Aborted, errors=_BODY),
+    "/health": _HEALTH,
+    "/ready": _HEALTH,
+    "/ping": Described(content=(TEXT,)),
+    "/version": Described(answer=answers.Version),
+    "/metrics": _METRICS,
+    "/prometheus/metrics": _METRICS,
+}
+
+
+def describe(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
+    """Have ``app`` give the document of ``routers`` at /openapi.json; it is made when it is first asked for."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(routers, service, asks_for_key=bool(app.state.keys.api))
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's way to have a document of one's own
+
+
+def _document(routers: Sequence[APIRouter], service: Service, *, asks_for_key: bool) -> dict[str, Any]:
+    paths: dict[str, dict[str, Any]] = {}
+    for route in [route for router in routers for route in router.routes]:
+        if isinstance(route, APIRoute):
+            operations = paths.setdefault(route.path_format, {})
+            for method in sorted(route.methods or ()):
+                operation = _operation(route, method, ROUTES[route.path_format])
+                operations[method.lower()] = operation | ({"security": []} if route.path in OPEN else {})
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Manta", "version": service.version},
+        "security": [{name: []} for name in _KEYS] if asks_for_key else [],
+        "paths": paths,
+        "components": {
+            "securitySchemes": _KEYS,
+            "schemas": _schemas(service),
+            "responses": {
+                str(status): {"description": text, "content": _content(JSON, _ref(answers.Error))}
+                for status, text in _STATUSES.items()
+            },
+        },
+    }
+
+
+def _operation(route: APIRoute, method: str, described: Described) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in route.param_convertors
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in described.query.items()]
+    operation: dict[str, Any] = {
+        "operationId": f"{method.lower()}{route.path_format.translate(str.maketrans('/{', '__', '}'))}",
+        "summary": route.description.partition("\n")[0] or route.summary or route.name,
+        "parameters": parameters,
+        "responses": {"200": _answer(described)},
+    }
+    if described.body is not None:
+        body = {"schema": _ref(described.body), "example": _EXAMPLES[described.body]}
+        operation["requestBody"] = {"required": True, "content": {JSON: body}}
+    if method == "HEAD":
+        operation["responses"]["200"] = {"description": "As GET answers, without the body"}
+    for status in sorted(described.errors):
+        error = {"$ref": f"#/components/responses/{status}"}
+        operation["responses"][str(status)] = {"description": _STATUSES[status]} if method == "HEAD" else error
+    return operation
+
+
+def _answer(described: Described) -> dict[str, Any]:
+    if described.answer is None:
+        text = [_content(each, {"type": "string"}) for each in described.content]
+        return {"description": "Text", "content": {name: value for part in text for name, value in part.items()}}
+    schema = _ref(described.answer)
+    if described.many:
+        schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
+    content = _content(JSON, schema)
+    if described.event is not None:
+        content[EVENTS] = {"itemSchema": _event(described.event)}
+    return {"description": "The answer", "content": content}
+
+
+def _event(event: type[BaseModel]) -> dict[str, Any]:
+    """One of a stream's, as OpenAPI 3.2 describes them. An error ends the stream."""
+    either = {"anyOf": [_ref(event), _ref(answers.Error)]}
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": either}
+    last = {"const": "[DONE]"}
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [last, data]}}}
+
+
+def _content(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {media_type: {"schema": schema}}
+
+
+def _ref(model: type[BaseModel]) -> dict[str, Any]:
+    return {"$ref": _REF.format(model=model.__name__)}
+
+
+def _schemas(service: Service) -> dict[str, Any]:
+    """Every body and answer by name."""
+    bodies = {each.body for each in ROUTES.values() if each.body is not None}
+    given = {model for each in ROUTES.values() for model in (each.answer, each.event) if model is not None}
+    schemas = _of_models(bodies)
+    for name, schema in schemas.items():
+        limit(name, schema.get("properties", {}), limits_of(service))
+    return schemas | {"Message": MESSAGE} | _of_models(given | {answers.Error})
+
+
+def _of_models(models: Iterable[type[BaseModel]]) -> dict[str, Any]:
+    named = sorted(models, key=lambda model: model.__name__)
+    _, made = models_json_schema([(model, "validation") for model in named], ref_template=_REF)
+    return dict(made["$defs"])

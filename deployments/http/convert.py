@@ -1,0 +1,300 @@
+"""Wire types to `GenerateRequest`: defaults, aliases, and a refusal, naming the field, of what cannot be done.
+
+Owns:      what an absent field means on each API.
+Never:     ignores a field that would change the answer (structured output, tools, beam search): it is refused.
+"""
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from deployments.http.body import MAX_PROMPTS, WireType
+from deployments.http.native_types import NativeSampling
+from deployments.http.openai_types import SamplingFields
+from deployments.http.service import Service
+from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
+from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs
+
+T = TypeVar("T")
+MAX_BAD_WORDS = 256  # of one request
+MAX_BAD_CHARACTERS = 16_384  # of all of them
+MAX_CHOICES = 512  # of all prompts of one HTTP request: about half of a replica's waiting queue
+_FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.validate` calls a field, in its message
+# Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not done here. Each is
+# refused unless it is null, false, empty, or its neutral value, which stands beside it.
+_NOT_DONE: dict[str, Any] = dict.fromkeys((
+    # constraints on the output
+    "regex", "ebnf", "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs", "grammar", "stop_regex", "repetition_detection", "thinking_token_budget",
+    # other ways to choose tokens
+    "logits_processors", "logits_processor", "custom_logit_processor", "custom_params", "vllm_xargs",
+    "use_beam_search", "typical_p", "watermark", "token_ids_logprob",
+    # other weights or another prompt
+    "lora_path", "lora_request", "adapter_id", "chat_template", "documents", "session_params", "web_search_options",
+    "input_embeds", "prompt_embeds", "image_data", "video_data", "audio_data", "mm_processor_kwargs", "media_io_kwargs",
+    # other parts of the answer
+    "return_hidden_states", "return_routed_experts", "return_entropy", "return_bytes", "return_tokens_as_token_ids",
+    "decoder_input_details", "top_n_tokens", "details", "return_full_text",
+    # hand-offs between servers that a router other than ours arranges
+    "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)) | {"typical_p": 1.0}  # fmt: skip
+
+
+class Masks(NamedTuple):
+    """The tokens that a request must not make, as `SamplingParams` has them."""
+
+    allowed_token_ids: tuple[int, ...] | None
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Raises: UnknownModel. No name, or an empty one, means the model that is served."""
+    if name and name != service.model.name:
+        raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
+
+
+def refuse_unsupported(body: WireType, **here: Any) -> None:
+    """Raises: InvalidRequest for the first field that asks for what is not done.
+
+    Args: here: fields that are not done on this route, and their neutral values.
+    """
+    neutral = _NOT_DONE | here
+    for name, value in (vars(body) | (body.model_extra or {})).items():
+        if name in neutral and value not in (None, False, "", [], {}, neutral[name]):
+            raise InvalidRequest(f"{name}: is not supported by this server; leave it out", param=name)
+
+
+def refuse_response_format(response_format: Mapping[str, Any] | None) -> None:
+    if response_format is not None and response_format.get("type") not in (None, "text"):
+        raise InvalidRequest(
+            f"response_format: type {str(response_format.get('type'))[:64]!r} is not supported by this server; "
+            'supported: {"type": "text"}',
+            param="response_format",
+        )
+
+
+def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, masks: Masks) -> SamplingParams:
+    """Sampling parameters of a completion or chat request; their ranges are checked by `checked`."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=_or(fields.min_tokens, 0),
+        temperature=_or(fields.temperature, 1.0),
+        top_k=_top_k(fields.top_k),
+        top_p=_or(fields.top_p, 1.0),
+        min_p=_or(fields.min_p, 0.0),
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        logit_bias=_logit_bias(fields.logit_bias),
+        **masks._asdict(),
+        seed=_seed(fields.seed),
+        n=_or(fields.n, 1),
+        stop=_stop(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
+        skip_special_tokens=_or(fields.skip_special_tokens, True),
+    )
+
+
+def native_sampling(fields: NativeSampling, *, max_new_tokens: int, masks: Masks) -> SamplingParams:
+    """Sampling parameters of ``/generate``; as `openai_sampling`."""
+    refuse_unsupported(fields, best_of=1)
+    seed_name = "seed" if fields.sampling_seed is None else "sampling_seed"
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=_or(fields.min_new_tokens, 0),
+        temperature=0.0 if fields.do_sample is False else _or(fields.temperature, 1.0),
+        top_k=_top_k(fields.top_k),
+        top_p=_or(fields.top_p, 1.0),
+        min_p=_or(fields.min_p, 0.0),
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        logit_bias=_logit_bias(fields.logit_bias),
+        **masks._asdict(),
+        seed=_seed(getattr(fields, seed_name), param=seed_name),
+        n=_or(fields.n, 1),
+        stop=_stop(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        include_stop=bool(fields.no_stop_trim),
+        skip_special_tokens=_or(fields.skip_special_tokens, True),
+    )
+
+
+def output_limit(service: Service, prompt_len: int, given: int | None, default: int | None = None) -> int:
+    """Output tokens that a request may make: as given, else ``default``, but no more than the context leaves."""
+    if given is not None:
+        return given
+    left = max(service.model.context_len - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
+    return left if default is None else min(default, left)
+
+
+def masks_of(service: Service, samplings: Sequence[SamplingFields | NativeSampling]) -> list[Masks]:
+    """The masks of each prompt's parameters; made once for parameters that stand for many prompts.
+
+    Raises: InvalidRequest, also for more bad words than can be tokenised at once.
+    """
+    distinct = {id(each): each for each in samplings}
+    words = [word for each in distinct.values() for word in each.bad_words or ()]
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_CHARACTERS:
+        raise InvalidRequest(
+            f"bad_words: {len(words)} with {sum(map(len, words)):,} characters; a request may have {MAX_BAD_WORDS} "
+            f"with {MAX_BAD_CHARACTERS:,}",
+            param="bad_words",
+        )
+    if not all(map(str.strip, words)):
+        raise InvalidRequest("bad_words: holds an empty word", param="bad_words")
+    made = {key: _masks(service, each.allowed_token_ids, each.bad_words or ()) for key, each in distinct.items()}
+    return [made[id(each)] for each in samplings]
+
+
+def _masks(service: Service, allowed: list[int] | None, words: Sequence[str]) -> Masks:
+    """The token sequences that spell ``words`` at a text's beginning and behind a space, beside ``allowed``."""
+    texts = [before + word.lstrip() for word in words for before in ("", " ")]
+    spelt = [tuple(service.tokenizer.encode(text, add_special_tokens=False).tolist()) for text in texts]
+    return Masks(None if allowed is None else tuple(dict.fromkeys(allowed)), tuple(dict.fromkeys(spelt)))
+
+
+def truncated(
+    service: Service,
+    ids: TokenIds,
+    keep: int | None,
+    *,
+    max_new_tokens: int | None,
+    param: str = "truncate_prompt_tokens",
+) -> TokenIds:
+    """The last ``keep`` of ``ids``; with -1, as many as leave room for ``max_new_tokens`` (None: for one)."""
+    if keep is None:
+        return ids
+    if keep == -1:
+        keep = max(service.model.context_len - max(1 if max_new_tokens is None else max_new_tokens, 0), 1)
+    if not 0 < keep <= service.model.context_len:
+        raise InvalidRequest(
+            f"{param}: must be -1, or between 1 and the context of {service.model.context_len} tokens, got {keep}",
+            param=param,
+        )
+    return ids[-keep:]
+
+
+def logprobs_wanted(fields: SamplingFields) -> int | None:
+    """``prompt_logprobs``. Raises: InvalidRequest where it cannot be done."""
+    if fields.prompt_logprobs is None:
+        return None
+    if not 0 <= fields.prompt_logprobs <= 20:
+        raise InvalidRequest(
+            f"prompt_logprobs: must be between 0 and 20, got {fields.prompt_logprobs}", param="prompt_logprobs"
+        )
+    if fields.stream:
+        raise InvalidRequest("prompt_logprobs: are not given in a stream; leave stream out", param="prompt_logprobs")
+    return fields.prompt_logprobs
+
+
+def checked(service: Service, request: GenerateRequest, *, names: Mapping[str, str]) -> GenerateRequest:
+    """``request`` if it can be served. Raises: InvalidRequest or PromptTooLong, naming the field.
+
+    Args: names: what this route calls ``prompt``, ``max_tokens`` and ``min_tokens``, where it has names of its own.
+    """
+    prompt_len, limit = len(request.token_ids), request.sampling.max_new_tokens
+    param = names.get("prompt", "prompt")
+    service.check_length(prompt_len, param=param, room=1 if limit > 0 else 0)
+    if prompt_len + limit > service.model.context_len:
+        param = names.get("max_tokens", "max_tokens")
+        raise PromptTooLong.of_output(prompt_len, limit, longest=service.model.context_len, param=param)
+    try:
+        request.validate(vocab_size=service.model.vocab_size)
+    except InvalidRequest as error:
+        text = _FIELD.sub(lambda found: names.get(found[0], found[0]), str(error))
+        raise InvalidRequest(text, param=names.get(error.param or "", error.param)) from error
+    return request
+
+
+def check_together(requests: Sequence[GenerateRequest]) -> None:
+    """Raises: InvalidRequest when the requests of one HTTP request, each of which could be served, are too much."""
+    num_choices = sum(request.sampling.n for request in requests)
+    if num_choices > MAX_CHOICES:
+        raise InvalidRequest(
+            f"n: {num_choices:,} choices of {len(requests)} prompts; at most {MAX_CHOICES} go into one request",
+            param="n",
+        )
+    check_prompt_logprobs(sum(request.num_prompt_logprobs for request in requests))
+
+
+def to_ids(raw: Sequence[Any], *, param: str) -> TokenIds:
+    """Raises: InvalidRequest for ids that are no ids of any model."""
+    if not raw:
+        raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
+    try:
+        ids = np.asarray(raw, dtype=np.int64)
+    except OverflowError:
+        ids = np.array([-1])
+    if ids.min() < 0 or ids.max() >= 2**31:
+        raise InvalidRequest(f"{param}: token ids must be in [0, 2**31)", param=param)
+    return ids.astype(np.int32)
+
+
+async def prompts_of_ids(
+    service: Service, rows: Iterable[Sequence[Any]], *, param: str, must_fit: bool = True
+) -> list[TokenIds]:
+    """The ids of each prompt, which are counted before they are looked at. Raises: as `to_ids`; PromptTooLong."""
+    prompts = []
+    for row in rows:
+        if must_fit:
+            service.check_length(len(row), param=param, room=0)
+        prompts.append(to_ids(row, param=param))
+        await asyncio.sleep(0)  # a body may have a million ids
+    return prompts
+
+
+def salt_of(cache_salt: str | None, extra_key: str | None = None) -> str:
+    """One salt of both; different pairs give different salts. Raises: InvalidRequest for a NUL, which marks a pair."""
+    for name, key in (("cache_salt", cache_salt), ("extra_key", extra_key)):
+        if key and "\0" in key:
+            raise InvalidRequest(f"{name}: must not contain a NUL character; leave it out", param=name)
+    return "\0" + json.dumps([cache_salt or "", extra_key]) if extra_key else cache_salt or ""
+
+
+def check_count(num_prompts: int, *, param: str) -> None:
+    if num_prompts == 0:
+        raise InvalidRequest(f"{param}: is empty; give at least one prompt", param=param)
+    if num_prompts > MAX_PROMPTS:
+        raise InvalidRequest(f"{param}: {num_prompts} prompts; at most {MAX_PROMPTS} go into one request", param=param)
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _top_k(top_k: int | None) -> int | None:
+    return None if top_k in (None, -1, 0) else top_k
+
+
+def _seed(seed: int | None, *, param: str = "seed") -> int:
+    """A seed given by the client, negative or not, makes the answer repeatable; else each request draws its own, once,
+    so that a retry on another replica goes on with the same numbers. Raises: InvalidRequest."""
+    if seed is None:
+        return secrets.randbits(62)
+    if not -(2**63) <= seed < 2**63:
+        raise InvalidRequest(f"{param}: must be between -2**63 and 2**63 - 1, got {str(seed)[:64]}", param=param)
+    return seed % 2**64
+
+
+def _stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if stop is None or stop == "":
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for token, value in (bias or {}).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidRequest(f"logit_bias: {token[:64]!r} is not a token id", param="logit_bias")
+        pairs.append((int(token), value))
+    return tuple(pairs)

@@ -1,0 +1,66 @@
+"""Puts the routes together: the whole HTTP surface of one router as an ASGI app.
+
+Never: holds state of its own; everything is in ``app.state.service``.
+"""
+
+from collections.abc import Collection
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
+
+from deployments.http import admin, api_document, chat, completions, http_errors, native, routes, token_routes
+from deployments.http.arrivals import Arrivals
+from deployments.http.browsers import BrowserCheck, BrowserRules
+from deployments.http.key_check import KeyCheck
+from deployments.http.request_ids import RequestIds
+from deployments.http.routed import RouteHeaders
+from deployments.http.service import Service
+from deployments.http.tracing import Traces, Tracing
+from deployments.settings.keys import NO_KEYS, KeyDigests
+
+ROUTERS = (chat.router, completions.router, native.router, routes.router, token_routes.router, admin.router)
+EXPOSED = ["x-request-id", "x-manta-route", "retry-after"]  # headers that pages may read
+
+
+def make_app(
+    service: Service,
+    *,
+    echo_request_id: bool = True,
+    tracing: Tracing | None = None,
+    keys: KeyDigests = NO_KEYS,
+    browsers: BrowserRules | None = None,
+    cors_origins: Collection[str] = (),
+) -> FastAPI:
+    """The app; ``service`` must be ready to answer.
+
+    Args: echo_request_id: False where a proxy in front does it.
+          browsers: None where pages cannot do harm (`browser_rules`).
+          cors_origins: of pages that may read the answers; "*": all.
+    """
+    app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.state.keys = keys
+    for router in ROUTERS:
+        for route in router.routes:
+            if isinstance(route, APIRoute) and route.methods == {"GET"}:
+                route.methods.add("HEAD")  # the server leaves the body out
+        app.include_router(router)
+    api_document.describe(app, ROUTERS, service)
+    http_errors.install(app)
+    app.add_middleware(http_errors.Unforeseen)
+    app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)
+    if tracing is not None:
+        app.add_middleware(Traces, tracing=tracing, routes=service.dispatcher.routes)
+    app.add_middleware(KeyCheck, keys=keys)
+    if browsers is not None:
+        app.add_middleware(BrowserCheck, rules=browsers)
+    if cors_origins:
+        methods, headers = ["GET", "POST"], ["*"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=cors_origins, allow_methods=methods, allow_headers=headers,
+            expose_headers=EXPOSED, allow_private_network=True,
+        )  # fmt: skip
+    app.add_middleware(RequestIds, echo=echo_request_id)
+    app.add_middleware(Arrivals, watch=service.dispatcher.watch)
+    return app

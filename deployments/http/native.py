@@ -1,0 +1,225 @@
+"""POST /generate: SGLang's native API, one prompt or a batch, text or token ids; TGI's ``inputs`` as an alias.
+
+Owns:      the form of a native answer.
+Invariant: streamed text and ids are cumulative; a batch (or n > 1) answers a list, prompt by prompt, choice by choice.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from deployments.dispatch.rids import check_name, new_rid
+from deployments.http.body import read_body
+from deployments.http.convert import (
+    check_count,
+    check_together,
+    checked,
+    masks_of,
+    native_sampling,
+    output_limit,
+    prompts_of_ids,
+    refuse_unsupported,
+    salt_of,
+    truncated,
+)
+from deployments.http.native_types import NativeRequest, NativeSampling
+from deployments.http.openai_format import number as json_number
+from deployments.http.request_ids import name_of
+from deployments.http.routed import Routed, routed_of
+from deployments.http.service import Service, service_of
+from deployments.http.streaming import DONE, JsonAnswer, answer, collected, made, merged, sse, stream
+from replicas.errors import InvalidRequest
+from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob
+
+router = APIRouter()
+T = TypeVar("T")
+DEFAULT_MAX_NEW_TOKENS = 128
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # the OpenAI routes' : ours
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, NativeRequest, max_bytes=service.max_body_bytes)
+    job = await _job(service, body, name_of(request))
+    routed = routed_of(request, job.names[0] if len(job.names) == 1 else None)
+    return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeJob:
+    """One request, or a batch, on its way to one answer."""
+
+    service: Service
+    requests: list[GenerateRequest]
+    names: list[str]  # what the client calls each of them
+    is_list: bool  # the answer is a list
+    with_text: bool  # logprobs carry the tokens' texts
+    tgi: bool
+    started_s: float = field(default_factory=time.monotonic)
+
+    async def whole(self, routed: Routed) -> Response:
+        done = await collected(merged([routed.stream(request) for request in self.requests]))
+        return await made(lambda: JsonAnswer(self._whole(done)), done.values())
+
+    def _whole(self, done: dict[tuple[int, int], TokenDelta]) -> dict[str, Any] | list[Any]:
+        bodies = [self._body(number, delta) for (number, _), delta in done.items()]
+        return bodies if self.is_list else bodies[0]
+
+    async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
+        so_far: dict[tuple[int, int], TokenDelta] = {}
+        first = [0, *itertools.accumulate(request.sampling.n for request in self.requests)]  # each prompt's choice 0
+        async for number, delta in merged([routed.stream(request) for request in self.requests]):
+            key = (number, delta.index)
+            so_far[key] = so_far[key].merge(delta) if key in so_far else delta
+            index = first[number] + delta.index if self.is_list else None
+            yield await made(partial(self._event, number, so_far[key], index), [so_far[key]])
+        yield DONE
+
+    def _event(self, number: int, delta: TokenDelta, index: int | None) -> bytes:
+        body = self._body(number, delta)
+        return sse(body if index is None else {**body, "index": index})
+
+    def _body(self, number: int, delta: TokenDelta) -> dict[str, Any]:
+        request, usage, finish = self.requests[number], delta.usage, delta.finish
+        meta: dict[str, Any] = {
+            "id": self.names[number],
+            "finish_reason": None if finish is None else _finish_body(delta),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details": {"device": usage.cached_tokens, "host": 0, "storage": 0},
+            "num_retractions": usage.num_retractions,
+            "weight_version": "default",
+            "dp_rank": None,
+            "e2e_latency": time.monotonic() - self.started_s,
+        }
+        if request.return_logprobs:
+            meta |= self._logprobs(request, delta)
+        body = {"text": delta.text, "output_ids": list(delta.token_ids), "meta_info": meta}
+        return {**body, "generated_text": delta.text} if self.tgi else body
+
+    def _logprobs(self, request: GenerateRequest, delta: TokenDelta) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "input_token_logprobs": self._rows(delta.prompt_logprobs),
+            "output_token_logprobs": self._rows(delta.logprobs),
+        }
+        if request.top_logprobs:
+            found["input_top_logprobs"] = self._tops(delta.prompt_logprobs)
+            found["output_top_logprobs"] = self._tops(delta.logprobs)
+        return found
+
+    def _rows(self, logprobs: Sequence[TokenLogprob]) -> list[list[Any]]:
+        return [self._row(each.token_id, each.logprob) for each in logprobs]
+
+    def _tops(self, logprobs: Sequence[TokenLogprob]) -> list[list[list[Any]] | None]:
+        return [[self._row(*pair) for pair in each.top] if each.logprob is not None else None for each in logprobs]
+
+    def _row(self, token_id: int, logprob: float | None) -> list[Any]:
+        return [json_number(logprob), token_id, self.service.tokenizer.token_text(token_id) if self.with_text else None]
+
+
+def _finish_body(delta: TokenDelta) -> dict[str, Any]:
+    finish = delta.finish
+    assert finish is not None
+    body: dict[str, Any] = {"type": finish.reason.value}
+    if finish.reason is FinishReason.STOP:
+        body["matched"] = finish.matched
+    elif finish.reason is FinishReason.LENGTH:
+        body["length"] = delta.usage.completion_tokens
+    else:
+        body["message"] = finish.message
+    return body
+
+
+async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
+    refuse_unsupported(body, prompt_logprobs=None)
+    given = body.sampling_params if body.sampling_params is not None else body.parameters
+    sampling = given or NativeSampling()
+    cuts = any(each.truncate is not None for each in (sampling if isinstance(sampling, list) else [sampling]))
+    must_fit = body.truncate_prompt_tokens is None and not cuts
+    whole, is_batch, param = await _prompts(service, body, must_fit=must_fit)
+    count = len(whole)
+    samplings = _each(sampling, count, "sampling_params")
+    names = _names(body.rid, count, name)
+    with_logprobs = _each(body.return_logprob or False, count, "return_logprob")
+    starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
+    tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
+    prompts = [_cut(service, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
+    masks = masks_of(service, samplings)
+    limits = [
+        output_limit(service, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
+        for ids, sampling in zip(prompts, samplings, strict=True)
+    ]
+    requests = []
+    for i in range(count):
+        request = GenerateRequest(
+            rid=new_rid(names[i]),
+            token_ids=prompts[i],
+            sampling=native_sampling(samplings[i], max_new_tokens=limits[i], masks=masks[i]),
+            cache_salt=salt_of(body.cache_salt, body.extra_key),
+            priority=body.priority or 0,
+            deadline_s=body.timeout,
+            return_logprobs=with_logprobs[i],
+            top_logprobs=tops[i] if with_logprobs[i] else 0,
+            prompt_logprobs_from=starts[i] if with_logprobs[i] and starts[i] != -1 else None,
+        )
+        requests.append(checked(service, request, names={**_NAMES, "prompt": param}))
+        await asyncio.sleep(0)  # 256 of them take long
+    check_together(requests)
+    return NativeJob(
+        service=service,
+        requests=requests,
+        names=names,
+        is_list=is_batch or any(request.sampling.n > 1 for request in requests),
+        with_text=bool(body.return_text_in_logprobs),
+        tgi=body.inputs is not None,
+    )
+
+
+def _cut(service: Service, ids: TokenIds, body: NativeRequest, sampling: NativeSampling) -> TokenIds:
+    limit = DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
+    if body.truncate_prompt_tokens is not None:
+        return truncated(service, ids, body.truncate_prompt_tokens, max_new_tokens=limit)
+    return truncated(service, ids, sampling.truncate, max_new_tokens=limit, param="truncate")
+
+
+async def _prompts(service: Service, body: NativeRequest, *, must_fit: bool) -> tuple[list[TokenIds], bool, str]:
+    """Ids of each prompt, whether they came as a list, and the field they came in."""
+    given = {"text": body.text, "input_ids": body.input_ids, "inputs": body.inputs}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise InvalidRequest(f"give exactly one of text, input_ids and inputs; got {named or 'none'}", param="text")
+    param = named[0]
+    if body.input_ids is not None:
+        is_batch = bool(body.input_ids) and isinstance(body.input_ids[0], list)
+        rows: list[Any] = body.input_ids if is_batch else [body.input_ids]
+        check_count(len(rows), param=param)
+        return await prompts_of_ids(service, rows, param=param, must_fit=must_fit), is_batch, param
+    texts = body.text if isinstance(body.text, list) else [body.text if body.text is not None else body.inputs or ""]
+    check_count(len(texts), param=param)
+    return await service.encode_all(texts, param=param, must_fit=must_fit), isinstance(body.text, list), param
+
+
+def _each(value: T | list[T], count: int, param: str) -> list[T]:
+    """One value for each prompt. Raises: InvalidRequest when a list has another length."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{param}: has {len(value)} entries for {count} prompts", param=param)
+    return value
+
+
+def _names(rid: str | list[str] | None, count: int, name: str) -> list[str]:
+    if isinstance(rid, list):
+        each_rid: list[str] = _each(rid, count, "rid")
+        return [check_name(each) for each in each_rid]
+    base = check_name(rid) if rid else name
+    return [base] if count == 1 else [f"{base}_{i}" for i in range(count)]

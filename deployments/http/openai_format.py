@@ -1,0 +1,161 @@
+"""Parts of the OpenAI answers that completions and chat share: usage, reasons, logprobs.
+
+Never: emits a number that JSON has no form for (a token masked out has no finite logprob).
+"""
+
+import codecs
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import Finish, TokenLogprob, Usage
+
+LOWEST_LOGPROB = -9999.0
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def finish_reason(finish: Finish | None) -> str | None:
+    return None if finish is None else finish.reason.value
+
+
+def matched_stop(finish: Finish | None) -> int | str | None:
+    return None if finish is None else finish.matched
+
+
+def usage_body(usages: dict[tuple[int, int], Usage]) -> dict[str, Any]:
+    """Usage of a whole answer: a prompt counts once, whatever its number of choices; every output counts.
+
+    Args: usages: by (request's number, choice).
+    """
+    prompts = {number: usage.prompt_tokens for (number, _), usage in usages.items()}
+    cached: dict[int, int] = {}
+    for (number, choice), usage in usages.items():
+        if choice == 0 or number not in cached:  # choice 0 computes what the others share
+            cached[number] = usage.cached_tokens
+    return _usage_body(
+        prompt=sum(prompts.values()),
+        completion=sum(usage.completion_tokens for usage in usages.values()),
+        cached=sum(cached.values()),
+    )
+
+
+def number(logprob: float | None) -> float | None:
+    """``logprob`` as JSON can say it."""
+    if logprob is None:
+        return None
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+class TextOffsets:
+    """Where the tokens of one completion begin in its text, in characters; told its tokens in order.
+
+    A token that begins within a character has the place of that character. One that is not shown has no width.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, echo: str | None, skip_special_tokens: bool) -> None:
+        """``echo``: the prompt as the text begins with it; None where it does not."""
+        self._tokenizer = tokenizer
+        self._echo = echo or ""
+        self._shown = tokenizer.pieces(skip_special_tokens)
+        self._begin(0, self._shown if echo is None else tokenizer.pieces(skip_special_tokens=False))
+
+    def of_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """Places of the prompt's tokens, at the beginning of the text; the output's follow the prompt's text."""
+        hidden = 0  # the tokenizer itself puts a special token before a text
+        if token_ids[0] in self._tokenizer.special_ids:
+            hidden = 0 if self._echo.startswith(self._tokenizer.token_text(token_ids[0])) else 1
+        places = [0] * hidden + [self._place(token) for token in token_ids[hidden:]]
+        self._begin(len(self._echo), self._shown)
+        return places
+
+    def of_output(self, token_ids: Sequence[int]) -> list[int]:
+        return [self._place(token) for token in token_ids]
+
+    def _begin(self, at: int, pieces: Sequence[bytes]) -> None:
+        self._at, self._pieces = at, pieces
+        self._decoder = _new_utf8_decoder(errors="replace")
+        self._strips = self._tokenizer.strips_leading_space
+
+    def _place(self, token_id: int) -> int:
+        at = self._at
+        text = self._decoder.decode(self._pieces[token_id] if token_id < len(self._pieces) else b"")
+        if text and self._strips:
+            text, self._strips = text.removeprefix(" "), False
+        self._at += len(text)
+        return at
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int, offsets: list[int]
+) -> dict[str, Any]:
+    """The completions form. ``offsets``: [len(logprobs)] of `TextOffsets`."""
+    return {
+        "tokens": [tokenizer.token_text(each.token_id) for each in logprobs],
+        "token_logprobs": [number(each.logprob) for each in logprobs],
+        "top_logprobs": [_top_by_text(tokenizer, each, num_top) for each in logprobs] if num_top else None,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int) -> dict[str, Any]:
+    """The chat form."""
+    return {
+        "content": [
+            {
+                **_token(tokenizer, each.token_id, each.logprob),
+                "top_logprobs": [_token(tokenizer, token, value) for token, value in each.top[:num_top]],
+            }
+            for each in logprobs
+        ]
+    }
+
+
+def prompt_logprobs_body(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's form: for each prompt token it and the ``num_top`` most likely ones by id; None where nothing precedes."""
+
+    def entry(token: int, value: float | None, rank: int | None) -> dict[str, Any]:
+        return {"logprob": number(value), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+
+    def entries(each: TokenLogprob) -> dict[str, dict[str, Any]] | None:
+        if each.logprob is None:
+            return None
+        own = {str(each.token_id): entry(each.token_id, each.logprob, each.rank)}
+        top = enumerate(each.top[:num_top], start=1)
+        return own | {str(t): entry(t, value, rank) for rank, (t, value) in top if t != each.token_id}
+
+    return [entries(each) for each in logprobs]
+
+
+def _usage_body(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def _top_by_text(tokenizer: Tokenizer, each: TokenLogprob, num_top: int) -> dict[str, float | None] | None:
+    """The ``num_top`` alternatives by text, most likely first, the chosen token always among them; None without a
+    context.
+
+    Two tokens of one text (parts of characters) keep the likelier one's value.
+    """
+    if each.logprob is None:
+        return None
+    top: dict[str, float | None] = {}
+    for token, value in (*each.top[:num_top], (each.token_id, each.logprob)):
+        top.setdefault(tokenizer.token_text(token), number(value))
+    return top
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": number(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }

@@ -1,0 +1,180 @@
+"""GET /route/{rid}: why a recent request went where it went. POST /route/explain: where one would go, and why.
+
+Owns:      the form of both answers.
+Never:     changes anything: a dry run sends nothing, and neither the index nor the loads learn of it.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response
+
+from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.rids import new_rid
+from deployments.dispatch.route_log import RouteRecord, Try
+from deployments.dispatch.route_request import query_of
+from deployments.fleet.peers import newer
+from deployments.http.body import Items, WireType, read_body
+from deployments.http.convert import check_model, prompts_of_ids, salt_of
+from deployments.http.http_errors import RETRY_AFTER_S, error_body
+from deployments.http.key_check import admin_only, caller_of, scoped
+from deployments.http.openai_format import number
+from deployments.http.pair_body import hand_off_body, pair_body
+from deployments.http.request_row import times_body
+from deployments.http.routed import hints_of
+from deployments.http.service import Service, service_of
+from replicas.errors import InvalidRequest
+from replicas.types import GenerateRequest, SamplingParams, TokenIds
+from routing.explain import explain, sentence
+from routing.types import Candidate, Decision
+
+router = APIRouter(dependencies=[Depends(admin_only)])  # both tell of everybody's requests and prefixes
+
+
+class ExplainRequest(WireType):
+    """One prompt in any of the forms that the generating routes take."""
+
+    model: str | None = None
+    prompt: str | Items[int] | None = None  # as /v1/completions
+    messages: Items[dict[str, Any]] | None = None  # as /v1/chat/completions
+    text: str | None = None  # as /generate
+    input_ids: Items[int] | None = None
+    max_tokens: int = 128
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+@router.post("/route/explain")
+async def explain_route(request: Request) -> dict[str, Any]:
+    """A dry run. Raises: InvalidRequest, or NoReplica when none may take the request."""
+    service = service_of(request)
+    body = await read_body(request, ExplainRequest, max_bytes=service.max_body_bytes)
+    check_model(service, body.model)
+    would_be = GenerateRequest(
+        rid=new_rid("explain"),
+        token_ids=await _ids(service, body),
+        sampling=SamplingParams(max_new_tokens=body.max_tokens),
+        cache_salt=salt_of(body.cache_salt, body.extra_key),
+        priority=body.priority or 0,
+    )
+    would_be = scoped(would_be, caller_of(request), isolates=service.isolates_keys)
+    would_be.validate(vocab_size=service.model.vocab_size)
+    decision = service.dispatcher.explain_only(query_of(would_be, hints_of(request.headers)))
+    return {
+        "dry_run": True,
+        "router": service.dispatcher.router_id,
+        **decision_body(decision),
+        "explanation": explain(decision),
+    }
+
+
+@router.get("/route/{rid:path}")
+async def route(request: Request, rid: str) -> Response:
+    """What was last decided for the request called ``rid``, by whichever router, if that one keeps it still."""
+    service = service_of(request)
+    own = own_route(service.dispatcher, rid)
+    if own is not None and own["internal_rid"] == rid:
+        return JSONResponse(own)  # no other request has this name, at any router
+    others = await service.peers.find_route(rid)
+    found = newer(own, others.body)
+    if found is not None:
+        return JSONResponse(found)
+    if others.unanswered:
+        message = f"no decision for {rid[:200]!r} was found, but {others.unanswered}: try again in a moment"
+        body, again = error_body(message, status=503, code="routers_silent"), {"Retry-After": str(RETRY_AFTER_S)}
+        return JSONResponse(body, status_code=503, headers=again)
+    kept = service.dispatcher.routes.capacity
+    message = (
+        f"no decision is kept for {rid[:200]!r}: a router keeps those of its last {kept} requests "
+        "(router.decisions_kept) until it ends"
+    )
+    return JSONResponse(error_body(message, status=404, code="route_not_found"), status_code=404)
+
+
+async def _ids(service: Service, body: ExplainRequest) -> TokenIds:
+    given = {name: getattr(body, name) for name in ("prompt", "messages", "text", "input_ids")}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise InvalidRequest(f"give exactly one of {', '.join(given)}; got {named or 'none'}", param="prompt")
+    [param] = named
+    value = given[param]
+    if param == "messages":
+        ids = await service.encode_chat(value, add_generation_prompt=True)
+    elif isinstance(value, str):
+        ids = await service.encode(value, param=param)
+    else:
+        [ids] = await prompts_of_ids(service, [value], param=param)
+    if not len(ids):
+        raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
+    service.check_length(len(ids), param=param)
+    return ids
+
+
+def own_route(dispatcher: Dispatcher, name: str) -> dict[str, Any] | None:
+    """What this router decided for the request called ``name``, if it still knows."""
+    record = dispatcher.routes.find(name)
+    return None if record is None else record_body(record, router_id=dispatcher.router_id)
+
+
+def record_body(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
+    last = record.tries[-1]
+    return {
+        "rid": record.name,
+        "internal_rid": record.rid,
+        "router": router_id,
+        "time": record.time_s,
+        "replica": last.decision.replica_id,
+        "outcome": "running" if last.outcome is None else last.outcome.ending.value,
+        **times_body(record),
+        "num_retries": len(record.tries) - 1,
+        "tries": [_try_body(each, record.name) for each in record.tries],
+        "explanation": "\n".join(explain(each.decision, each.outcome) for each in record.tries),
+    }
+
+
+def _try_body(each: Try, name: str) -> dict[str, Any]:
+    return {
+        "sentence": sentence(each.decision, name),
+        **decision_body(each.decision),
+        "actual": {"cached_tokens": each.cached_tokens, "ttft_s": each.ttft_s},
+        "outcome": "running" if each.outcome is None else each.outcome.ending.value,
+        "failure": each.failure,
+        **hand_off_body(each),
+    }
+
+
+def decision_body(decision: Decision) -> dict[str, Any]:
+    best, best_tokens = decision.best_overlap
+    return {
+        "replica": decision.replica_id,
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "num_tokens": decision.num_tokens,
+        "predicted": {"cached_tokens": decision.overlap_tokens, "ttft_s": number(decision.predicted_ttft_s)},
+        "best_overlap": {"replica": best, "cached_tokens": best_tokens, "given_up": decision.given_up},
+        "candidates": [_candidate_body(each, decision) for each in decision.candidates],
+        **pair_body(decision),
+    }
+
+
+def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
+    terms, view = candidate.terms, candidate.view
+    return {
+        "replica": candidate.replica_id,
+        "role": view.role.value,
+        "chosen": candidate.replica_id in (decision.replica_id, decision.prefill_id),
+        "cached_tokens": candidate.overlap_tokens,
+        "num_requests": candidate.num_requests,
+        "queued_tokens": candidate.queued_tokens,
+        "own_tokens": terms.own_tokens,
+        "prefill_tokens_per_s": number(terms.prefill_tokens_per_s),
+        "ttft_s": number(terms.ttft_s),
+        "queue_s": number(terms.queue_s),
+        "own_s": number(terms.own_s),
+        "decode_s": number(terms.decode_s),
+        "pressure_s": number(terms.pressure_s),
+        "behind_s": number(terms.behind_s),
+        "pool_utilization": number(view.pool_utilization),
+        "report_age_s": number(decision.time_s - view.time_s),
+    }

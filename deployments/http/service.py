@@ -1,0 +1,172 @@
+"""What the HTTP routes need, in one value: the model's face, the way to the replicas, the limits.
+
+Owns:      nothing that changes but the set of open requests.
+Thread:    the router's event loop.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import HTTPConnection
+
+from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.leases import Leases
+from deployments.fleet.fleet import Fleet
+from deployments.fleet.peers import Alone, Peers
+from deployments.http.http_errors import Busy
+from replicas.errors import PromptTooLong
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import TokenIds
+
+LONG_TEXT = 10_000  # characters; longer texts, about 6 ms, are tokenised on another thread
+MAX_HELD = 16 << 20  # characters or bytes of long work that runs or waits
+A_VALUE = 16  # characters that a value of a message counts as, beside its text: templates are slower than tokenizers
+
+T = TypeVar("T")
+
+
+class BoundedExecutor:
+    """Threads for one kind of long work, with a bounded queue before them."""
+
+    def __init__(self, name: str, *, threads: int, max_held: int = MAX_HELD) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"manta-{name}")
+        self._max_held = max_held
+        self._held = 0  # size of what runs or waits
+        self._lock = Lock()
+
+    async def run(self, work: Callable[[], T], *, size: int) -> T:
+        """The result of ``work``, which other requests do not wait for. Raises: Busy when too much of it waits."""
+        with self._lock:
+            if self._held and self._held + size > self._max_held:
+                raise Busy(f"too many long requests are being read: {self._held:,} characters of them wait; try again")
+            self._held += size
+        future = self._threads.submit(work)
+        future.add_done_callback(lambda _: self._leave(size))
+        return await asyncio.wrap_future(future)
+
+    def _leave(self, size: int) -> None:
+        with self._lock:
+            self._held -= size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFace:
+    """What clients may know of the model."""
+
+    name: str  # as requests name it
+    path: str  # that Transformers can load, relative to the project's root where it lies inside
+    tokenizer_path: str
+    context_len: int
+    vocab_size: int  # of the model's logits; the tokenizer's may be smaller
+    architectures: tuple[str, ...]
+    model_type: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """One router's service. The routes find it in ``app.state.service``."""
+
+    model: ModelFace
+    tokenizer: Tokenizer
+    dispatcher: Dispatcher
+    fleet: Fleet
+    leases: Leases
+    settings: dict[str, Any]  # the configuration as given, for /get_server_info
+    peers: Peers = field(default_factory=Alone)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
+    max_body_bytes: int = 4 << 20
+    isolates_keys: bool = True  # requests of different API keys share no cached prefix
+    body_timeout_s: float = 60.0
+    # one at a time: what holds the GIL there holds it once
+    parsing: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("parse", threads=1))
+    encoding: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("encode", threads=2))
+    version: str = "0.1.0"
+    started_s: float = field(default_factory=time.time)
+
+    async def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> TokenIds:
+        """Ids of ``text``. Raises: as `encode_all`."""
+        [ids] = await self.encode_all([text], param=param, add_special_tokens=add_special_tokens)
+        return ids
+
+    async def encode_all(
+        self,
+        texts: Sequence[str],
+        *,
+        param: str = "prompt",
+        add_special_tokens: bool = True,
+        must_fit: bool = False,
+        together: bool = False,
+    ) -> list[TokenIds]:
+        """Ids of each text, without holding up other requests.
+
+        Args:   must_fit: a text with more tokens than the context is refused, and none after it is tokenised.
+                together: the texts may be as long as one prompt, and not each of them.
+        Raises: PromptTooLong for a text whose characters alone are too many for the context; Busy.
+        """
+        for num_characters in [sum(map(len, texts))] if together else map(len, texts):
+            self._check_characters(num_characters, param=param)
+
+        def work() -> list[TokenIds]:
+            rows = []
+            for text in texts:
+                rows.append(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+                if must_fit:
+                    self.check_length(len(rows[-1]), param=param, room=0)
+            return rows
+
+        size = sum(map(len, texts))
+        return work() if size <= LONG_TEXT else await self.encoding.run(work, size=size)
+
+    async def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> TokenIds:
+        """Ids of a conversation, without holding up other requests. Raises: PromptTooLong, Busy."""
+        self.check_length(len(messages), param="messages", at_least=True)  # no message without a token
+
+        def check(text: str) -> None:
+            self._check_characters(len(text), param="messages")
+
+        def work() -> TokenIds:
+            for each in (*messages, *options.values()):
+                self._check_characters(size_of(each, a_value=0), param="messages")
+            return self.tokenizer.chat(messages, check=check, **options)
+
+        size = size_of([messages, options], most=LONG_TEXT)
+        return work() if size <= LONG_TEXT else await self.encoding.run(work, size=size)
+
+    def _check_characters(self, num_characters: int, *, param: str) -> None:
+        """Raises: PromptTooLong when so many characters cannot fit, whatever their tokens are."""
+        self.check_length(self.tokenizer.least_tokens(num_characters), param=param, room=0, at_least=True)
+
+    def check_length(self, num_tokens: int, *, param: str, room: int = 1, at_least: bool = False) -> None:
+        """Raises: PromptTooLong when no ``room`` tokens of output could follow a prompt of ``num_tokens`` (or, with
+        ``at_least``, of more: it was not tokenised); pools are the replicas' to judge."""
+        longest = self.model.context_len
+        if num_tokens + room > longest:
+            raise PromptTooLong.of_prompt(num_tokens, longest=longest, param=param, room=room, at_least=at_least)
+
+
+def service_of(request: HTTPConnection) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def size_of(value: Any, *, most: float = math.inf, a_value: int = A_VALUE) -> int:
+    """Characters of the strings in ``value``, and ``a_value`` for each value; it is not looked at beyond ``most``."""
+    size, left = 0, [value]
+    while left and size <= most:
+        each = left.pop()
+        size += a_value
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, dict):
+            left.extend(each.values())
+        elif isinstance(each, list):
+            left.extend(each)
+    return size

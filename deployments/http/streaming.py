@@ -1,0 +1,215 @@
+"""Answers while the client listens, and stops when it goes: server-sent events, and plain answers with the same care.
+
+Owns:      the race between an answer and the client's leaving.
+Invariant: the answer's generator is closed on every path, so that a client that goes away aborts its request.
+Thread:    the router's event loop.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from json.encoder import encode_basestring
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, body_of, error_body
+from replicas.types import TokenDelta
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+FEW_LOGPROBS = 100  # rows, each of a token and up to 20 alternatives
+_MARK = "\0the text\0"  # in nobody's name
+
+
+def sse(payload: dict[str, Any]) -> bytes:
+    return b"data: " + _ENCODER.encode(payload).encode() + b"\n\n"
+
+
+class TextEvents:
+    """Server-sent events that differ in one text and nothing else, which is encoded once: 0.5 us an event, not 7."""
+
+    def __init__(self, payload_of: Callable[[str], dict[str, Any]]) -> None:
+        """``payload_of``: the whole payload, with the given text in one place."""
+        parts = sse(payload_of(_MARK)).split(_ENCODER.encode(_MARK).encode())
+        assert len(parts) == 2, f"the text stands in {len(parts) - 1} places"
+        self._before, self._after = parts
+
+    def event(self, text: str) -> bytes:
+        return self._before + encode_basestring(text).encode() + self._after
+
+
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of ``work``; if the client goes first, ``work`` is cancelled. Raises: ClientGone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+class JsonAnswer(JSONResponse):
+    """As its base, in a third of the time: logprobs make answers of megabytes."""
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+async def made(make: Callable[[], T], deltas: Iterable[TokenDelta]) -> T:
+    """What ``make`` makes of ``deltas``: on another thread where they have many logprobs."""
+    num_logprobs = sum(len(delta.prompt_logprobs) + len(delta.logprobs) for delta in deltas)
+    return make() if num_logprobs <= FEW_LOGPROBS else await asyncio.to_thread(make)
+
+
+async def answer(request: Request, work: Awaitable[Response]) -> Response:
+    """``work``'s result, unless the client goes first."""
+    try:
+        return await until_gone(request.receive, work)
+    except ClientGone:
+        body = error_body("the client closed the connection", status=CLIENT_CLOSED)
+        return JSONResponse(body, status_code=CLIENT_CLOSED)
+
+
+async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+    """``events`` as server-sent events. What goes wrong before the first of them is an ordinary error response."""
+    try:
+        first = await until_gone(request.receive, anext(events))
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED)
+    except BaseException:
+        await events.aclose()
+        raise
+    return SseResponse(first, events)
+
+
+class SseResponse(Response):
+    """Sends ``first`` and then ``events``; an error in between becomes an ``{"error": ...}`` event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._first = first
+        self._events = events
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            with contextlib.suppress(ClientGone, OSError):
+                await until_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:  # noqa: BLE001 - the status is sent; this is the only way left to say it
+            await send({"type": "http.response.body", "body": sse(body_of(error)[1]), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    """Deltas of several requests with the request's number, as they come. Closing it closes all.
+
+    Raises: the first error of any; GenerationFailed when the engine ended a request in an error.
+    """
+    if len(streams) == 1:  # no task and no queue between the stream and who reads it
+        async with contextlib.aclosing(streams[0]) as deltas:
+            async for delta in deltas:
+                raise_if_failed(delta)
+                yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, TokenDelta | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for number, deltas in enumerate(streams):
+            tasks.append(asyncio.create_task(_pump(number, deltas, queue)))
+            await asyncio.sleep(0)  # each begins with a decision; 256 of them are not made in one turn of the loop
+        num_open = len(tasks)
+        while num_open:
+            number, item = await queue.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int,
+    deltas: AsyncGenerator[TokenDelta, None],
+    queue: "asyncio.Queue[tuple[int, TokenDelta | Exception | None]]",
+) -> None:
+    try:
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                raise_if_failed(delta)
+                await queue.put((number, delta))
+        await queue.put((number, None))
+    except Exception as error:  # noqa: BLE001 - raised again by `merged`, which the client hears
+        await queue.put((number, error))
+
+
+def raise_if_failed(delta: TokenDelta) -> None:
+    """Raises: GenerationFailed, also for a deadline; an abort that was asked for is an answer."""
+    finish = delta.finish
+    if finish is not None and finish.http_status not in (200, CLIENT_CLOSED):
+        raise GenerationFailed(finish)
+
+
+async def collected(deltas: AsyncIterator[tuple[int, TokenDelta]]) -> dict[tuple[int, int], TokenDelta]:
+    """Every choice as one delta, by (request's number, choice), sorted."""
+    pieces: dict[tuple[int, int], list[TokenDelta]] = {}
+    async for number, delta in deltas:
+        pieces.setdefault((number, delta.index), []).append(delta)
+    return {key: _joined(pieces[key]) for key in sorted(pieces)}
+
+
+def _joined(pieces: list[TokenDelta]) -> TokenDelta:
+    """What `TokenDelta.merge` gives, one after the other, in linear time."""
+    last = pieces[-1]
+    return TokenDelta(
+        rid=last.rid,
+        index=last.index,
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        text="".join(piece.text for piece in pieces),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        prompt_logprobs=tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
+        usage=last.usage,
+        finish=last.finish,
+    )
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

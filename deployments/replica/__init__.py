@@ -1,0 +1,1 @@
+"""One model replica as a Ray Serve deployment."""

@@ -1,0 +1,151 @@
+"""Whether the model and the replicas' device can do what the settings of one application ask.
+
+Owns:      what is decided before anything starts, from config.json and the size of the weights.
+Never:     loads weights, or asks a GPU: that would make a CUDA context in the process that checks.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deployments.http import tracing
+from deployments.http.model_face import config_folder, read_face
+from deployments.settings.places import check_model_path, local_path
+from deployments.settings.roles import check_ranks, config_of, roles_of
+from deployments.settings.schema import AppConfig, examine, parse
+from deployments.settings.setting_errors import setting_of
+from deployments.settings.transfer_settings import with_token
+from replicas.config import Device, EngineConfig, Hardware, ModelConfig, resolve, settings_problems
+from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.memory import sizing
+from replicas.runner.weights import load_model_config, safetensors_files
+from routing.types import Role
+
+ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
+
+
+def checked(args: dict[str, Any]) -> tuple[AppConfig, dict[str, Any]]:
+    """The settings, and the arguments that the replicas read them from.
+
+    Raises: InvalidConfig with a sentence for every setting that is wrong on any machine.
+    """
+    settings = with_token(args) if args.get("mode") == "disaggregated" else args
+    config = parse(settings)  # the token of the environment too
+    if problems := impossible(config):
+        raise InvalidConfig(*problems)
+    return config, settings
+
+
+def examined(args: dict[str, Any], *, available_bytes: int) -> tuple[AppConfig | None, list[str]]:
+    """The settings, as far as they can be read, and a sentence for everything that is wrong with them on a machine
+    with so much RAM."""
+    config, problems = examine(with_token(args) if args.get("mode") == "disaggregated" else args)
+    if config is not None:
+        problems = list(dict.fromkeys([*problems, *impossible(config, available_bytes=available_bytes)]))
+    return config, problems
+
+
+def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[str]:
+    """A sentence for everything that this model, or a machine with so much RAM, cannot do."""
+    found: dict[str, None] = dict.fromkeys(settings_problems(config.cache, config.scheduler))
+
+    @contextlib.contextmanager
+    def collected() -> Iterator[None]:
+        try:
+            yield
+        except InvalidConfig as error:
+            found.update(dict.fromkeys(error.problems))
+
+    with collected():
+        tracing.check(config.observability)
+    with collected():
+        config.router.known_keys()
+    model = None
+    with collected():
+        model = _model(config)
+        read_face(config.model)
+    with collected():
+        check_ranks(config, num_kv_heads=None if model is None else model.num_kv_heads)
+    for role in roles_of(config) if model is not None else ():
+        try:
+            check_budget(engine_of(config, role, available_bytes=available_bytes))
+        except InvalidConfig as error:
+            found.update(dict.fromkeys(_named(problem, config, role) for problem in error.problems))
+    return list(found)
+
+
+def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMORY) -> EngineConfig:
+    """What an engine of ``role`` will run with, but for the memory of its device. Raises: InvalidConfig."""
+    own = config_of(config, role)
+    hardware = Hardware(device=device_of(own), num_cpus=1, available_memory_bytes=available_bytes)
+    return resolve(
+        _model(own),
+        hardware,
+        cache=own.cache,
+        scheduler=own.scheduler,
+        parallel=own.parallel,
+        attention=own.attention,
+        num_threads=num_threads(own),
+    )
+
+
+def check_budget(engine: EngineConfig) -> None:
+    """Raises: InvalidConfig where the memory that a replica on the CPU may take holds no page beside its weights."""
+    budget = engine.cache.device_memory_bytes
+    if engine.device != "cpu" or budget is None:
+        return
+    tp = engine.parallel.tp
+    weights = sizing.weight_bytes(engine.model, tp)
+    cell_bytes = engine.model.kv_cell_bytes(tp=tp, kv_dtype=engine.kv_dtype)
+    try:
+        left = sizing.kv_bytes(budget // tp, budget // tp - weights, engine.cache.mem_fraction_static)
+        sizing.pool_tokens(left, cell_bytes, engine.cache.page_size, None)
+    except InvalidConfig as error:
+        origin = engine.origin.get("cache.device_memory_bytes")
+        given = f" = {budget}" if origin is None else f" is not given, which is {origin}"
+        raise InvalidConfig(f"cache.device_memory_bytes{given}: {error}") from error
+
+
+def device_of(config: AppConfig) -> Device:
+    """What replicas with these settings compute on."""
+    return "cuda" if config.replicas.gpus else "cpu"
+
+
+def num_threads(config: AppConfig) -> int:
+    """Compute threads of each rank."""
+    return max(1, int(config.replicas.cpus))
+
+
+def _named(problem: str, config: AppConfig, role: Role) -> str:
+    """``problem`` of an engine, about the setting of the role's own group where that gives it."""
+    if role is Role.UNIFIED:
+        return problem
+    own, setting = getattr(config, role.value), setting_of(problem)
+    if setting == "parallel.tp" and own.tp is not None:
+        return problem.replace("parallel.tp", f"{role.value}.tp", 1)
+    return f"{role.value}.{problem}" if setting.removeprefix("cache.") in own.cache else problem
+
+
+def _model(config: AppConfig) -> ModelConfig:
+    """Raises: InvalidConfig, also where the architecture is not one that can be served, or a folder lacks weights."""
+    check_model_path(config.model.path)
+    folder = config_folder(config.model)
+    try:
+        model = load_model_config(
+            str(folder),
+            dtype=config.model.dtype,
+            context_len=config.model.context_len,
+            device=device_of(config),
+            quantization=config.model.quantization,
+        )
+    except UnsupportedModel as error:
+        raise InvalidConfig(f"model.path = {config.model.path!r}: {error}") from error
+    local = Path(local_path(config.model.path)).is_dir()
+    if local and config.model.revision is not None:
+        raise InvalidConfig(
+            f"model.revision = {config.model.revision!r}: {config.model.path} is a folder, which has one; leave it out"
+        )
+    if local:  # a hub's folder holds its config.json alone at first
+        safetensors_files(folder)
+    return model

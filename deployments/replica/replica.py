@@ -1,0 +1,169 @@
+"""The model replica: an engine in a Ray Serve actor; rank 0 here, further ranks as child actors (tp.py).
+
+Owns:      the engine and its life in Ray: start, health, drain.
+Never:     sees HTTP; sends tokens through Ray (they go over the channel, served_engine.py).
+Invariant: while a request runs, its lease call runs, so that Serve counts it and waits for it when draining.
+Thread:    Serve's event loop for this replica; the engine has its own thread.
+"""
+
+import contextlib
+import logging
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util import get_current_placement_group
+
+from deployments import logs
+from deployments.autoscaling import replica_stats
+from deployments.channel.channel_server import ChannelAddress
+from deployments.channel.frames import ReplicaReport
+from deployments.dispatch.leases import ReplicaInfo
+from deployments.replica.feasible import num_threads
+from deployments.replica.served_engine import ServedEngine
+from deployments.replica.tp import RayWorkers
+from deployments.settings.places import local_path
+from deployments.settings.roles import config_of
+from deployments.settings.schema import AppConfig, parse
+from deployments.watch.metrics.process import ServedMetrics
+from deployments.watch.metrics.replica_metrics import replica_emitter
+from deployments.watch.metrics.server import MetricsServer
+from kvtransfer.types import TransferSettings
+from replicas.cache.tree_view import CacheTree
+from replicas.engine.engine import Engine
+from replicas.engine.loop import EngineLoop
+from replicas.errors import MantaError
+from replicas.launch import load_engine
+from replicas.ranks import WorkerLauncher
+from replicas.types import GenerateRequest
+from routing.types import Role
+
+log = logging.getLogger("ray.serve")
+
+
+class ModelReplica:
+    """Made by app.py, once for each role; its methods are `Leases`, called by ray_leases.py."""
+
+    def __init__(
+        self, settings: dict[str, Any], role: str = Role.UNIFIED.value, metrics_guard: bytes | None = None
+    ) -> None:
+        """``metrics_guard``: as MetricsServer's."""
+        logs.into_serve()
+        config = config_of(parse(settings), Role(role))
+        replica_id, node_id = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
+        with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
+            port = _metrics_port(config, metrics_guard)  # before the weights: what cannot be is said at once
+            if port is not None:
+                undo.callback(port.close)
+            engine = self.load(config, Role(role))
+            loop = EngineLoop(engine)
+            loop.start()
+            undo.callback(loop.stop)
+            self._metrics = _metrics(config, loop, port, role=Role(role), replica_id=replica_id, node_id=node_id)
+            self._served = ServedEngine(
+                loop,
+                replica_id=replica_id,
+                node_id=node_id,
+                report_period_s=config.router.report_period_s,
+                role=Role(role),
+                transfer=engine.transfer_address,
+                metrics=None if self._metrics is None else self._metrics.target.address,
+            )
+            undo.pop_all()  # nothing failed: `__del__` ends it
+        log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())
+
+    @staticmethod
+    def load(config: AppConfig, role: Role) -> Engine:
+        """The engine; a class that has another overrides it."""
+        return load_engine(
+            local_path(config.model.path),
+            cache=config.cache,
+            scheduler=config.scheduler,
+            parallel=config.parallel,
+            attention=config.attention,
+            cuda_graphs=config.cuda_graphs,
+            num_threads=num_threads(config),
+            revision=config.model.revision,
+            dtype=config.model.dtype,
+            quantization=config.model.quantization,
+            products=config.model.products,
+            context_len=config.model.context_len,
+            workers=_workers(config),
+            record_events=True,
+            transfer=_transfer(config, role),
+        )
+
+    async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+        return await self._served.attach(address)
+
+    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
+        with logs.about(rid=request.rid):
+            return await self._served.generate(router_id, request)
+
+    async def send_snapshot(self, router_id: str) -> None:
+        await self._served.send_snapshot(router_id)
+
+    async def report(self) -> ReplicaReport:
+        return await self._served.report()
+
+    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
+        return await self._served.cache_tree(max_depth, min_tokens)
+
+    async def flush_cache(self, timeout_s: float) -> bool:
+        return await self._served.flush_cache(timeout_s)
+
+    async def abort(self, client_rid: str | None, owner: str | None) -> int:
+        return await self._served.abort(client_rid, owner)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the application scales itself."""
+        return replica_stats(self._served.loop.stats())
+
+    async def check_health(self) -> None:
+        """Called by Serve. Raises: EngineDead; after three times Serve replaces the replica."""
+        self._served.raise_if_unhealthy()
+
+    async def __del__(self) -> None:
+        metrics = getattr(self, "_metrics", None)
+        if metrics is not None:
+            metrics.close()
+        served = getattr(self, "_served", None)  # the constructor may have failed
+        if served is not None:
+            await served.stop()
+
+
+def _metrics_port(config: AppConfig, guard: bytes | None) -> MetricsServer | None:
+    """None where there are no metrics. Raises: InvalidConfig when it is taken."""
+    if not config.observability.metrics:
+        return None
+    return MetricsServer(host=ray.util.get_node_ip_address(), port=config.observability.metrics_port, guard=guard)
+
+
+def _metrics(
+    config: AppConfig, loop: EngineLoop, port: MetricsServer | None, *, role: Role, replica_id: str, node_id: str
+) -> ServedMetrics | None:
+    if port is None:
+        return None
+    emitter = replica_emitter(
+        loop.engine,
+        stats=loop.stats,
+        tallies=loop.tallies,
+        model=config.model.name,
+        role=role,
+        replica_id=replica_id,
+        node_id=node_id,
+    )
+    return ServedMetrics(emitter, port, node_id=node_id)
+
+
+def _transfer(config: AppConfig, role: Role) -> TransferSettings | None:
+    return None if role is Role.UNIFIED else config.transfer.of_engine(ray.util.get_node_ip_address())
+
+
+def _workers(config: AppConfig) -> WorkerLauncher | None:
+    if config.parallel.tp == 1:
+        return None
+    group = get_current_placement_group()
+    assert group is not None, "app.py gives replicas with tp > 1 a placement group"
+    host = ray.util.get_node_ip_address()
+    return RayWorkers(group, host=host, cpus=config.replicas.cpus, gpus=config.replicas.gpus)

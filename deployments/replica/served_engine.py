@@ -1,0 +1,278 @@
+"""One engine with its routers: what a model replica does, without Ray.
+
+Owns:      the engine loop, the channel to each router, and the open leases. One report for all routers every period:
+           the cache's events since the last and the statistics; nothing of it happens on a request's way.
+Never:     imports Ray (replica.py puts this into an actor; tests run it in their own process).
+Invariant: a lease ends exactly when its request has; a router has one connection, and when that ends, the requests
+           that came over it are aborted.
+Thread:    the replica's event loop; the sinks run on the engine thread and only hand over.
+
+    attach ── connect ──> channel      generate: submit ─> sink per step ─> channel ... last finish ─> the lease returns
+                                       cancelled, or the router gone ─> abort ─> pages released
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+
+from deployments.channel.cache_frames import encode_events, encode_snapshot
+from deployments.channel.channel_client import ChannelClient
+from deployments.channel.channel_server import ChannelAddress
+from deployments.channel.frames import ReplicaReport, encode_report
+from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
+from deployments.dispatch.rids import client_rid, owner_of
+from kvtransfer.types import PeerAddress
+from replicas.cache.tree_view import CacheTree
+from replicas.engine.loop import EngineLoop
+from replicas.errors import EngineDead, MantaError
+from replicas.types import EngineStats, GenerateRequest, TokenDelta
+from routing.types import Role
+
+REPORT_PERIOD_S = 0.1
+FLUSH_POLL_S = 0.05
+STATS_S = 1.0  # how long a report waits for the step that runs
+CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
+
+
+class ServedEngine:
+    """Serves one started `EngineLoop` to any number of routers."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        *,
+        replica_id: str,
+        node_id: str,
+        report_period_s: float = REPORT_PERIOD_S,
+        role: Role = Role.UNIFIED,
+        transfer: PeerAddress | None = None,
+        metrics: str | None = None,
+    ) -> None:
+        self.loop = loop
+        self.replica_id = replica_id
+        self._role = role
+        self._transfer = transfer  # where the engine's desk listens
+        self._metrics = metrics  # host:port
+        self._report_period_s = report_period_s
+        self._node_id = node_id
+        self._clients: dict[str, ChannelClient] = {}  # by router id
+        self._sinks: dict[str, Callable[[list[TokenDelta]], None]] = {}  # by router id; one object each
+        self._leases: dict[str, _Lease] = {}  # by rid
+        self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
+        self._reporter: asyncio.Task[None] | None = None
+        self._flush: asyncio.Task[bool] | None = None  # the attempt that is made, or the last
+        self._flush_again_s = 0.0  # when the next one may be made
+
+    async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+        """Connect to a router. A connection that lives is kept, with its requests, unless the router wants a new one.
+
+        Raises: ReplicaGone when its channel cannot be reached from here.
+        """
+        async with self._attaching:
+            client = self._clients.get(address.router_id)
+            if client is None or client.lost or address.renew:
+                client = await self._connect(address)
+            client.report(encode_report(self._report(self.loop.stats())))  # a sign of life, over the one in use
+        if self._reporter is None:
+            self._reporter = asyncio.create_task(self._report_forever())
+        return self._info()
+
+    async def _connect(self, address: ChannelAddress) -> ChannelClient:
+        """A new connection in the place of the one before, whose requests end. Raises: ReplicaGone."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                client = await ChannelClient.connect(
+                    address, replica_id=self.replica_id, node_id=self._node_id, on_lost=self._router_lost
+                )
+        except OSError as error:
+            raise ReplicaGone(
+                f"replica {self.replica_id} cannot reach router {address.router_id} at {address.host}:"
+                f"{address.port} ({error}); the nodes must reach each other on any port"
+            ) from error
+        before = self._clients.get(address.router_id)
+        if before is not None:
+            self._router_lost(before)
+            before.close()
+        self._clients[address.router_id] = client
+        self._sinks[address.router_id] = self._make_sink(client)
+        return client
+
+    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
+        """The lease: returns when the request has ended, or at once with the error that it was refused for."""
+        client = self._clients.get(router_id)
+        if client is None or client.lost:
+            return ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
+        lease = _Lease(client, request.num_choices)
+        self._leases[request.rid] = lease
+        try:
+            self.loop.submit(request, self._sinks[router_id])
+            await lease.ended.wait()
+        except MantaError as error:
+            return error
+        except asyncio.CancelledError:
+            self.loop.abort(request.rid)
+            raise
+        finally:
+            self._leases.pop(request.rid, None)
+        return None
+
+    async def send_snapshot(self, router_id: str) -> None:
+        """Send what the cache holds to that router; the events after it follow. Raises: ReplicaGone, EngineDead."""
+        snapshot = await self.loop.run_on_engine(lambda engine: engine.cache_snapshot())
+        client = self._clients.get(router_id)
+        if client is None or client.lost:
+            raise ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
+        client.send(encode_snapshot(snapshot))
+
+    async def report(self) -> ReplicaReport:
+        """Statistics as of now; those of the last step when the engine is dead or in a long step."""
+        try:
+            async with asyncio.timeout(STATS_S):
+                return self._report(await self.loop.run_on_engine(lambda engine: engine.stats()))
+        except (TimeoutError, EngineDead):
+            return self._report(self.loop.stats())
+
+    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
+        """The largest subtrees of the prefix cache, between two steps. Raises: EngineDead."""
+        return await self.loop.run_on_engine(
+            lambda engine: engine.cache_tree(max_depth=max_depth, min_tokens=min_tokens)
+        )
+
+    async def flush_cache(self, timeout_s: float) -> bool:
+        """Forget every cached prefix; waits ``timeout_s`` for requests to end, and returns False if they do not.
+
+        However many callers wait, the engine is asked once each FLUSH_POLL_S.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            if self._flush is None or self._flush.done():
+                self._flush = asyncio.create_task(self._try_flush())
+            if await asyncio.shield(self._flush):  # of all callers: one that leaves does not end it
+                return True
+            if time.monotonic() >= deadline_s:
+                return False
+
+    async def _try_flush(self) -> bool:
+        await asyncio.sleep(max(self._flush_again_s - time.monotonic(), 0))
+        self._flush_again_s = time.monotonic() + FLUSH_POLL_S
+        return await self.loop.run_on_engine(lambda engine: engine.flush_cache())
+
+    async def abort(self, name: str | None, owner: str | None) -> int:
+        """Abort the open requests that clients know as ``name``, or all of them; how many there were.
+
+        Args: owner: of other owners' requests (rids.py) none is; None: whosever they are.
+        """
+        named = [rid for rid in self._leases if name is None or client_rid(rid) == name]
+        rids = [rid for rid in named if owner is None or owner_of(rid) == owner]
+        for rid in rids:
+            self.loop.abort(rid)
+        return len(rids)
+
+    def raise_if_unhealthy(self) -> None:
+        """Raises: EngineDead when a step crashed, hangs, a rank is gone, or the transfer thread has failed."""
+        if (error := self.loop.fault) is not None:
+            raise error
+
+    async def stop(self) -> None:
+        if self._reporter is not None:
+            self._reporter.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reporter
+        for client in list(self._clients.values()):
+            client.close()
+        await asyncio.to_thread(self.loop.stop)
+
+    def check(self) -> None:
+        """Raises AssertionError if a lease is open for a connection that is not in use."""
+        assert {id(lease.client) for lease in self._leases.values()} <= {id(c) for c in self._clients.values()}
+        assert self._sinks.keys() == self._clients.keys()
+
+    def _make_sink(self, client: ChannelClient) -> Callable[[list[TokenDelta]], None]:
+        event_loop = asyncio.get_running_loop()
+
+        def sink(deltas: list[TokenDelta]) -> None:  # engine thread
+            client.sink(deltas)
+            ended = [delta.rid for delta in deltas if delta.finish is not None]
+            if ended:
+                with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                    event_loop.call_soon_threadsafe(self._end_choices, ended)
+
+        return sink
+
+    def _end_choices(self, rids: list[str]) -> None:
+        for rid in rids:
+            lease = self._leases.get(rid)
+            if lease is not None:
+                lease.end_choice()
+
+    def _router_lost(self, client: ChannelClient) -> None:
+        """The connection ``client`` has ended; the router may have another one by now, which stays."""
+        router_id = client.address.router_id
+        if self._clients.get(router_id) is client:
+            del self._clients[router_id], self._sinks[router_id]
+        for rid, lease in list(self._leases.items()):
+            if lease.client is client:
+                self.loop.abort(rid)
+                del self._leases[rid]
+                lease.ended.set()
+
+    async def _report_forever(self) -> None:
+        while True:
+            events = self.loop.take_cache_events()  # a batch without any tells too: nothing changed since the last
+            frames = encode_events(events) + encode_report(self._report(self.loop.stats()))
+            for client in list(self._clients.values()):
+                client.report(frames)
+            await asyncio.sleep(self._report_period_s)
+
+    def _report(self, stats: EngineStats) -> ReplicaReport:
+        error = self.loop.fault
+        return ReplicaReport(
+            stats=stats,
+            error=None if error is None else str(error),
+            num_open=len(self._leases),
+            age_s=max(time.monotonic() - stats.time_s, 0.0),
+            step_age_s=self.loop.step_age_s,
+        )
+
+    def _info(self) -> ReplicaInfo:
+        engine, config = self.loop.engine, self.loop.engine.config
+        capacity = self.loop.stats().pool.total_tokens
+        cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
+        return ReplicaInfo(
+            replica_id=self.replica_id,
+            node_id=self._node_id,
+            pid=os.getpid(),
+            model_path=config.model.path,
+            architecture=config.model.architecture,
+            dtype=config.model.dtype,
+            context_len=config.model.context_len,
+            vocab_size=config.model.vocab_size,
+            max_prompt_tokens=min(config.model.context_len, capacity) - 1,
+            tp=config.parallel.tp,
+            page_size=config.cache.page_size,
+            attention=engine.attention.name,
+            attention_why=engine.attention.why,
+            products=config.products.describe(),
+            num_threads=config.num_threads,
+            pool=engine.describe(),
+            role=self._role,
+            page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
+            transfer=self._transfer,
+            metrics=self._metrics,
+        )
+
+
+class _Lease:
+    """One open request: ends when each of its choices has."""
+
+    def __init__(self, client: ChannelClient, num_choices: int) -> None:
+        self.client = client  # its deltas go over this connection and no other
+        self.ended = asyncio.Event()
+        self._num_left = num_choices
+
+    def end_choice(self) -> None:
+        self._num_left -= 1
+        if self._num_left <= 0:
+            self.ended.set()

@@ -1,0 +1,1 @@
+"""What one YAML may say, and what it means."""

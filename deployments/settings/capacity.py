@@ -1,0 +1,136 @@
+"""What a machine or a cluster carries: how many replicas ``replicas.count: auto`` means, and what cannot be placed.
+
+Pure; the caller measures.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deployments.settings.roles import config_of, roles_of
+from deployments.settings.schema import AppConfig
+from replicas.config import CPU_MEMORY_CAP, CPU_MEMORY_SHARE, CacheConfig
+from routing.types import Role
+
+AUTO_MOST = 2  # shows routing and failover on a laptop; more is for those who ask
+PROCESS_BYTES = 900 << 20  # a replica's process beside weights and KV: Python, torch, Ray
+SLACK = 1e-6  # shares of a CPU or a GPU are floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What Ray can give to replicas."""
+
+    num_cpus: float
+    num_gpus: float
+    where: str  # in words: "this machine"
+
+
+def auto_count(config: AppConfig, capacity: Capacity, *, available_bytes: int, weights_bytes: int) -> tuple[int, str]:
+    """(replicas, why): at least one, at most AUTO_MOST, and no more than are carried.
+
+    Args: available_bytes: RAM, for replicas on the CPU; on GPUs a replica's memory is its GPUs' own.
+    """
+    replicas, tp = config.replicas, config.parallel.tp
+    num_cpus = capacity.num_cpus - config.router.count * config.router.cpus
+    by_cpus = int((num_cpus + SLACK) // (replicas.cpus * tp))
+    whys = [f"{num_cpus:g} CPUs at {replicas.cpus * tp:g} a replica carry {by_cpus}"]
+    if replicas.gpus:
+        bound = int((capacity.num_gpus + SLACK) // (replicas.gpus * tp))
+        whys.append(f"{capacity.num_gpus:g} GPUs at {replicas.gpus * tp:g} carry {bound}")
+    else:
+        need = replica_bytes(config.cache, available_bytes=available_bytes, weights_bytes=weights_bytes)
+        bound = available_bytes // need
+        whys.append(f"{available_bytes / 2**30:.1f} GiB of memory at {need / 2**30:.1f} carry {bound}")
+    whys.append(f"auto takes at most {AUTO_MOST}")
+    return max(1, min(AUTO_MOST, by_cpus, bound)), ", ".join(whys)
+
+
+def replica_bytes(cache: CacheConfig, *, available_bytes: int, weights_bytes: int) -> int:
+    """Memory of one replica on CPU: its budget for weights and KV, and its process."""
+    budget = cache.device_memory_bytes
+    if budget is None:
+        budget = min(int(available_bytes * CPU_MEMORY_SHARE), CPU_MEMORY_CAP)
+    return max(budget, weights_bytes) + PROCESS_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """Of one kind, CPUs or GPUs: what the replicas of one role reserve."""
+
+    setting: str  # of one rank's share
+    count_setting: str
+    count: int
+    tp_setting: str
+    tp: int
+    each: float  # of one rank
+    role: Role
+
+    @property
+    def total(self) -> float:
+        return self.count * self.tp * self.each
+
+    def blamed(self, have: float) -> str:
+        """The setting that is too large by itself, with its value; the count when one replica fits."""
+        if self.each > have + SLACK:
+            return f"{self.setting} = {self.each:g}"
+        if self.each * self.tp > have + SLACK:
+            return f"{self.tp_setting} = {self.tp}"
+        return f"{self.count_setting} = {self.count}"
+
+    def told(self) -> str:
+        kind = "" if self.role is Role.UNIFIED else f"{self.role.value} "
+        ranks = f" of {self.tp} ranks" if self.tp > 1 else ""
+        return f"{self.count} {kind}replica{'s' if self.count > 1 else ''}{ranks} at {self.each:g}"
+
+
+def shortages(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
+    """A sentence for CPUs, one for GPUs, where ``capacity`` can never carry the replicas of these applications.
+
+    ``count: auto`` stands for one replica here, and autoscaling for those that it starts with.
+    """
+    configs = list(configs)
+    found = []
+    for kind, have in (("cpus", capacity.num_cpus), ("gpus", capacity.num_gpus)):
+        wanted = [each for config in configs for each in _wanted(config, kind) if each.each]
+        routers = sum(config.router.count * config.router.cpus for config in configs) if kind == "cpus" else 0.0
+        need = sum(each.total for each in wanted) + routers
+        if not wanted or need <= have + SLACK:
+            continue
+        # of the one that asks for most: it alone may be what is wrong
+        blamed = max(wanted, key=lambda each: each.total).blamed(have)
+        parts = [each.told() for each in wanted] + ([f"routers at {routers:g} in all"] if routers else [])
+        unit = kind[:-1].upper()
+        needed = f"1 {unit} is needed" if need == 1 else f"{need:g} {unit}s are needed"
+        found.append(f"{blamed}: {needed} ({' and '.join(parts)}), and {capacity.where} has {have:g}")
+    return found
+
+
+def _wanted(config: AppConfig, kind: str) -> list[_Wanted]:
+    found = []
+    for role in roles_of(config):
+        own = config_of(config, role)
+        group = None if role is Role.UNIFIED else getattr(config, role.value)
+
+        def named(setting: str, shared: str, group: object = group, role: Role = role) -> str:
+            """``setting`` of the role's own group where it is given there."""
+            given = group is not None and getattr(group, setting) is not None
+            return f"{role.value}.{setting}" if given else f"{shared}.{setting}"
+
+        count, name = own.replicas.count, named("count", "replicas")
+        if own.replicas.autoscaling is not None:
+            scaled = own.replicas.autoscaling
+            name = named("autoscaling", "replicas")
+            name += ".min_replicas" if scaled.initial_replicas is None else ".initial_replicas"
+            count = scaled.initial_replicas or scaled.min_replicas
+        found.append(
+            _Wanted(
+                setting=named(kind, "replicas"),
+                count_setting=name,
+                count=1 if count == "auto" else count,
+                tp_setting=named("tp", "parallel"),
+                tp=own.parallel.tp,
+                each=getattr(own.replicas, kind),
+                role=role,
+            )
+        )
+    return found

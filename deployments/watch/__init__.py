@@ -1,0 +1,1 @@
+"""What is seen of a running Manta: metrics, observatory, terminal."""

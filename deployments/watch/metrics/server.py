@@ -1,0 +1,131 @@
+"""A process's metrics over HTTP, on a port of their own: whoever scrapes must meet this process and no other.
+
+Owns:      one socket, taken before there is anything to show, and its thread; each scrape has a thread of its own for
+           as long as it lasts, and at most `MAX_SCRAPES` last.
+Never:     answers on an event loop: a scrape of a busy process waits for nobody, and nobody waits for it.
+Invariant: after `close` nothing listens.
+
+Text format 0.0.4, or OpenMetrics where asked for; gzip where accepted (the client library's WSGI app).
+"""
+
+import contextlib
+import hmac
+import logging
+import socket
+import socketserver
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from deployments.settings.keys import digest
+from replicas.errors import InvalidConfig
+
+log = logging.getLogger(__name__)
+
+READ_S = 10.0  # a client that says nothing for so long is not waited for
+LEAVES_S = 1.0  # how long one that is cut off may take to go
+MAX_SCRAPES = 16  # at once; one more, and the oldest is cut off
+
+
+class MetricsServer:
+    """Has its port from its making on, and answers from `serve` on; who comes between the two waits."""
+
+    def __init__(self, *, host: str, port: int = 0, guard: bytes | None = None) -> None:
+        """``host``: this node's address, as others reach it. ``port``: 0 takes any that is free. ``guard``: digest of
+        the key that is asked for (keys.py); None: of none.
+
+        Raises: InvalidConfig when the port is taken.
+        """
+        try:
+            self._server = _Server((host, port), _family_of(host))
+        except OSError as error:
+            raise InvalidConfig(
+                f"observability.metrics_port = {port}: {host}:{port} cannot be listened on ({error.strerror}); with "
+                "several processes on a node each needs a port of its own: leave it at 0"
+            ) from error
+        self._guard = guard
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{self._server.server_port}"  # host:port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="manta-metrics", daemon=True)
+
+    def serve(self, registry: CollectorRegistry) -> None:
+        """Answer with ``registry``'s metrics; once."""
+        app = make_wsgi_app(registry)
+        self._server.set_app(app if self._guard is None else _guarded(app, self._guard))
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening; may be called again."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = READ_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a line each."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
+        self.address_family = family
+        self._open: dict[Any, None] = {}  # sockets of scrapes, the oldest first
+        self._free = threading.Semaphore(MAX_SCRAPES)
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            with self._lock, contextlib.suppress(OSError, StopIteration):
+                next(iter(self._open)).shutdown(socket.SHUT_RDWR)  # its thread finds the end and leaves
+            if not self._free.acquire(timeout=LEAVES_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                del self._open[request]
+            self._free.release()
+
+    def server_bind(self) -> None:
+        """Without the base's look-up of the host's full name, which can take seconds where no name server answers."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that hangs up, or says nothing, is not worth the base's stack on stderr."""
+        log.info("a scrape from %s failed: %r", client_address, sys.exception())
+
+
+def _guarded(app: WSGIApplication, guard: bytes) -> WSGIApplication:
+    """``app`` for whoever shows the key as a bearer token."""
+
+    def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        scheme, _, key = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(digest(key), guard):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", 'Bearer realm="manta"'), ("Content-Length", "0")])
+        return []
+
+    return checked
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

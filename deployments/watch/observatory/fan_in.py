@@ -1,0 +1,68 @@
+"""The metrics of all processes in one answer, for who can open one port only.
+
+Owns:      how texts of the exposition format are merged: families keep together, and HELP and TYPE come once.
+Invariant: no series comes twice; a process that does not answer costs its own series alone, and is named in a comment.
+Thread:    the observatory's event loop.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import aiohttp
+
+from deployments.fleet.seen import Target
+
+ANSWER_S = 3.0
+MOST_BYTES = 8 << 20  # of one process
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what every process answers unless asked for more
+Fetch = Callable[[str], Awaitable[str]]  # address -> text
+
+
+async def gather(targets: Sequence[Target], fetch: Fetch, *, within_s: float = ANSWER_S) -> str:
+    """The metrics of ``targets``, asked all at once."""
+    asked = (asyncio.wait_for(fetch(target.address), within_s) for target in targets)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    texts, silent = [], []
+    for target, answer in zip(targets, answers, strict=True):
+        if isinstance(answer, BaseException):
+            silent.append(f"# {target.role} {target.process_id} at {target.address} did not answer: "
+                          f"{type(answer).__name__}\n")  # fmt: skip
+        else:
+            texts.append(answer)
+    return merge(texts) + "".join(silent)
+
+
+async def fetch_text(address: str, *, key: str | None = None) -> str:
+    """Over HTTP, showing the admin ``key``. Raises: aiohttp.ClientError, ValueError for an answer that is none."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(headers=headers) as session, session.get(f"http://{address}/metrics") as answer:
+        answer.raise_for_status()
+        body = bytearray()
+        async for chunk in answer.content.iter_any():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise ValueError(f"{address} answers with more than {MOST_BYTES} bytes")
+        return body.decode()
+
+
+def merge(texts: Iterable[str]) -> str:
+    """Texts of the exposition format, as one. What has no TYPE keeps its own name as a family."""
+    heads: dict[str, dict[str, str]] = {}  # family -> HELP, TYPE -> line
+    samples: dict[str, dict[str, str]] = {}  # family -> series -> line
+    for text in texts:
+        family = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                _, keyword, family, *_ = line.split(" ", 3)
+                heads.setdefault(family, {}).setdefault(keyword, line)
+            elif line and not line.startswith("#"):
+                series = line.rpartition(" ")[0]
+                name = series.partition("{")[0]
+                own = family if family and name.startswith(family) else name
+                samples.setdefault(own, {}).setdefault(series, line)
+    lines = []
+    for family, found in samples.items():
+        head = heads.get(family, {})
+        lines += [head[keyword] for keyword in ("HELP", "TYPE") if keyword in head]
+        lines += found.values()
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,104 @@
+"""The live view's page and its files, and the login.
+
+Owns:      the form of these answers.
+Never:     answers a path outside the known files; of those only what the login page needs is shown without the key.
+"""
+
+import html
+import re
+import urllib.parse
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+
+from deployments.http.http_errors import error_body
+from deployments.watch.observatory.admin_key import COOKIE, LASTS_S
+from deployments.watch.observatory.admission import admit, home
+from deployments.watch.observatory.page_files import INDEX, LOGIN, SAFETY, PageFile, login_needs
+from deployments.watch.observatory.parts import parts_of
+
+MOST_LOGIN_BYTES = 4096
+MOST_WRONG, WRONG_S = 20, 60.0  # logins with a wrong key within so long; then nobody can log in until some have aged
+ABSENT = "The live view's files (dashboards/ui) are not installed; api/state, sd and metrics are served all the same."
+NOTE = re.compile(r'(<p [^>]*id="about">)[^<]*')  # of the login page
+
+pages = APIRouter()  # behind the key
+open_pages = APIRouter()  # before it
+
+
+@pages.get("/")
+async def index(request: Request) -> Response:
+    file = parts_of(request).files.get(INDEX)
+    if file is None:
+        return Response(ABSENT, media_type="text/plain", headers=dict(SAFETY))
+    return _file(request, file)
+
+
+@open_pages.get("/ui/{path:path}")
+async def page_file(request: Request, path: str) -> Response:
+    """Raises: KeyNeeded."""
+    files = parts_of(request).files
+    if path not in login_needs(files):
+        await admit(request)
+    if path not in files:
+        return JSONResponse(error_body(f"there is no file {path[:200]!r}", status=404), status_code=404)
+    return _file(request, files[path])
+
+
+@open_pages.get("/login")
+async def show_login(request: Request) -> Response:
+    parts = parts_of(request)
+    if parts.key.admits(request.headers, request.cookies, parts.clock()):
+        return RedirectResponse(home(request), status_code=303)
+    return _login(request)
+
+
+@open_pages.post("/login")
+async def log_in(request: Request) -> Response:
+    parts = parts_of(request)
+    if not parts.key.is_set:
+        return RedirectResponse(home(request), status_code=303)
+    now_s = parts.clock()
+    parts.wrong_s[:] = [then_s for then_s in parts.wrong_s if 0 <= now_s - then_s < WRONG_S]
+    if len(parts.wrong_s) >= MOST_WRONG:
+        return _login(request, "Too many wrong keys: try again in a minute.", status=429)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_LOGIN_BYTES:
+            return _login(request, "That is too long to be the key.", status=413)
+    given = urllib.parse.parse_qs(body.decode(errors="replace")).get("key", [""])[0]
+    if not parts.key.is_right(given):
+        parts.wrong_s.append(now_s)
+        return _login(request, "That is not the key.", status=401)
+    answer = RedirectResponse(home(request), status_code=303)
+    answer.set_cookie(
+        COOKIE,
+        parts.key.login(parts.clock()),
+        max_age=LASTS_S,
+        path=home(request),
+        secure=request.url.scheme == "https",
+        httponly=True,
+        samesite="strict",
+    )
+    return answer
+
+
+def _login(request: Request, said: str = "", *, status: int = 200) -> Response:
+    """The login page, with ``said`` where its note stands."""
+    file = parts_of(request).files.get(LOGIN)
+    headers = {**SAFETY, "Cache-Control": "no-store"}
+    if file is None:
+        return Response(said or ABSENT, status_code=status, media_type="text/plain", headers=headers)
+    page = file.body.decode()
+    if said:
+        page = NOTE.sub(lambda found: found[1] + html.escape(said), page)
+    return Response(page, status_code=status, headers=headers, media_type=file.content_type)
+
+
+def _file(request: Request, file: PageFile) -> Response:
+    """Browsers ask each time, and are told that nothing has changed."""
+    headers = {**SAFETY, "ETag": file.etag, "Cache-Control": "no-cache"}
+    if file.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, headers=headers, media_type=file.content_type)

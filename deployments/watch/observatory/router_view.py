@@ -1,0 +1,96 @@
+"""What a router answers when the observatory asks (`RouterIngress.observe`, `find_request`).
+
+Pure reading of one router: fleet, dispatcher, settings.
+Thread: the router's event loop.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.route_log import MOST_TOLD, RouteRecord
+from deployments.fleet.fleet import Fleet
+from deployments.fleet.peers import Body
+from deployments.fleet.seen import Target
+from deployments.http.request_row import request_row
+from deployments.http.routes import record_body
+from deployments.settings.roles import config_of, roles_of
+from deployments.settings.schema import AppConfig
+from deployments.watch.observatory.tree_body import shown_keys
+from deployments.watch.observatory.view import RouterView
+
+RULE = ("min_replicas", "max_replicas", "ttft_objective_s", "pool_high", "running_high", "slack")
+
+
+def router_view(
+    *,
+    dispatcher: Dispatcher,
+    fleet: Fleet,
+    config: AppConfig,
+    node_id: str,
+    target: Target | None,
+    asks_for_key: bool = False,
+    since: Mapping[str, int],
+) -> RouterView:
+    """``since``: by router, the number that its last answer gave; all are called alike, and each looks for its own."""
+    # of more than MOST_TOLD that changed (all, on a first look), only the newest are of use to who shows 50
+    records, seq = dispatcher.routes.changed_since(since.get(dispatcher.router_id, 0), most=MOST_TOLD)
+    return RouterView(
+        router_id=dispatcher.router_id,
+        node_id=node_id,
+        target=target,
+        asks_for_key=asks_for_key,
+        model=config.model.name,
+        mode=config.mode,
+        num_open=dispatcher.num_open,
+        replicas=fleet.seen(),
+        requests=tuple(
+            {
+                **request_row(record, router_id=dispatcher.router_id),
+                "key": record.rid,
+                "hand_offs": hand_offs(record),
+            }
+            for record in records
+        ),
+        time_s=time.time(),
+        seq=seq,
+        autoscaling=scaling_rules(config),
+    )
+
+
+def request_body(dispatcher: Dispatcher, name: str) -> Body | None:
+    """All that this router knows of the request called ``name``; the newest ``time`` of several routers counts."""
+    record = dispatcher.routes.find(name)
+    if record is None:
+        return None
+    return {
+        "time": record.time_s,
+        "row": request_row(record, router_id=dispatcher.router_id),
+        "page_keys": shown_keys(record.tries[-1].decision.keys),
+        "route": record_body(record, router_id=dispatcher.router_id),
+    }
+
+
+def hand_offs(record: RouteRecord) -> list[dict[str, Any]]:
+    """Those of the request that have ended, one a try at most."""
+    return [
+        {
+            "from": each.decision.prefill_id,
+            "to": each.decision.replica_id,
+            "bytes": each.hand_off.num_bytes,
+            "ok": each.hand_off.transferred,
+        }
+        for each in record.tries
+        if each.hand_off is not None
+    ]
+
+
+def scaling_rules(config: AppConfig) -> dict[str, dict[str, float]]:
+    """By role, the settings of the rule; without roles whose number of replicas is fixed."""
+    found = {}
+    for role in roles_of(config):
+        settings = config_of(config, role).replicas.autoscaling
+        if settings is not None:
+            found[role.value] = {name: float(getattr(settings, name)) for name in RULE}
+    return found

@@ -1,0 +1,142 @@
+"""What the observatory shows: one snapshot, and the delta that led to it.
+
+Owns:      the state's parts, each fed once a second; README.md has its form.
+Never:     asks anybody (watch.py does), or holds a prompt's text.
+Invariant: applied to the snapshot before it, each delta gives the snapshot after it (deltas.py).
+Thread:    the observatory's event loop.
+
+    routers' answers ─> merged ─┬─> replica rows, rates, pressures
+    Serve's list ───────────────┘   rows of requests ─> totals, links          used pools ─> history
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deployments.fleet.seen import SeenReplica
+from deployments.watch.observatory.deltas import by_role, changes
+from deployments.watch.observatory.history import History
+from deployments.watch.observatory.merged import Merged, settings_of, shown_node
+from deployments.watch.observatory.rates import Rates
+from deployments.watch.observatory.replica_row import counters_of, row_of, row_of_listed, used_ratio
+from deployments.watch.observatory.requests import Requests
+from deployments.watch.observatory.scaling import Scaling
+from deployments.watch.observatory.serve_details import ROUTER, ServeDetails
+from deployments.watch.observatory.view import RouterView
+
+PERIOD_S = 1.0
+Age = float | None
+
+
+class State:
+    """Ages, rates and what expires go by ``now_s``; ``time_s``, seconds since 1970, is what is shown."""
+
+    def __init__(self, *, on_scaling: Callable[[str, str], None] = lambda role, direction: None) -> None:
+        self.merged = Merged()
+        self.scaling = Scaling(on_scaling)
+        self._rates = Rates()
+        self._requests = Requests()
+        self._history = History()
+        self._body: dict[str, Any] = {
+            "time": 0.0, "version": 0, "model": "", "mode": "unified", "period_s": PERIOD_S, "routers": [],
+            "replicas": [], "links": [], "totals": self._totals({}, 0.0), "requests": [],
+            "autoscaling": self.scaling.state,
+        }  # fmt: skip
+
+    def advance(
+        self,
+        views: Sequence[RouterView],
+        details: ServeDetails,
+        now_s: float,
+        *,
+        time_s: float | None = None,
+        details_are_new: bool = True,
+    ) -> dict[str, Any]:
+        """The answers of one poll and the last look at Serve; returns the delta.
+
+        Args:   now_s: of a clock that never goes back; time_s: seconds since 1970, None where ``now_s`` is just that.
+        """
+        time_s = round(now_s if time_s is None else time_s, 3)
+        rows = self.merged.take(views, details.replicas if details_are_new else None, now_s, time_s)
+        seen = self.merged.replicas()
+        self._requests.take(rows, now_s, time_s)
+        self._requests.lose(self.merged.router_ids)
+        self._sample(seen, now_s)
+        latest = self.merged.latest
+        if details_are_new:
+            self._look_at_scaling(seen, details, time_s)
+        used = {name: ratio for name, (each, _) in seen.items() if (ratio := used_ratio(each)) is not None}
+        self._history.add(time_s, used)
+        body = {
+            "time": time_s,
+            "version": self._body["version"] + 1,
+            "model": self._body["model"] if latest is None else latest.model,
+            "mode": self._body["mode"] if latest is None else latest.mode,
+            "period_s": PERIOD_S,
+            "routers": self.merged.routers,
+            "replicas": self._replica_rows(seen, details),
+            "links": self._requests.links(),
+            "totals": self._totals(used, now_s),
+            "requests": self._requests.rows(),
+            "autoscaling": self.scaling.state,
+        }
+        delta = changes(self._body, body, used)
+        self._body = body
+        return delta
+
+    @property
+    def snapshot(self) -> dict[str, Any]:
+        return {**self._body, "history": self._history.series()}
+
+    @property
+    def version(self) -> int:
+        return int(self._body["version"])
+
+    @property
+    def replica_ids(self) -> list[str]:
+        return [row["id"] for row in self._body["replicas"]]
+
+    def knows(self, replica_id: str) -> bool:
+        return replica_id in self.replica_ids
+
+    def row(self, rid: str) -> dict[str, Any] | None:
+        """Of a request that is still shown."""
+        return next((row for row in self._body["requests"] if row["rid"] == rid), None)
+
+    def check(self) -> None:
+        """Raises AssertionError where a part breaks its invariant, or a pool's states do not sum to its capacity."""
+        for part in (self.merged, self._rates, self._requests, self._history):
+            part.check()
+        for row in self._body["replicas"]:
+            for pool in row["pools"]:
+                parts = ("free", "evictable", "protected", "reserved", "quarantined")
+                assert sum(pool[part] for part in parts) == pool["capacity"], row
+
+    def _sample(self, seen: dict[str, tuple[SeenReplica, Age]], now_s: float) -> None:
+        for name, (each, age_s) in seen.items():
+            if each.report is not None and age_s is not None:
+                self._rates.add(name, now_s - age_s, counters_of(each.report.stats))
+        self._rates.keep(seen.keys())
+
+    def _look_at_scaling(
+        self, seen: dict[str, tuple[SeenReplica, Age]], details: ServeDetails, time_s: float
+    ) -> None:
+        stats: dict[str, list[Any]] = {}
+        for each, _ in seen.values():
+            if each.report is not None:
+                stats.setdefault(each.role, []).append(each.report.stats)
+        self.scaling.take(details, stats, settings_of(self.merged.latest), time_s)
+
+    def _replica_rows(
+        self, seen: dict[str, tuple[SeenReplica, Age]], details: ServeDetails
+    ) -> list[dict[str, Any]]:
+        listed = {each.replica_id: each for each in details.replicas if each.role != ROUTER}
+        rows = {}
+        for name, each in listed.items():
+            rows[name] = row_of_listed(each, node=shown_node(each.node_id))
+        for name, (each_seen, age_s) in seen.items():
+            node_id = each_seen.info.node_id if each_seen.info else listed[name].node_id if name in listed else ""
+            rows[name] = row_of(each_seen, node=shown_node(node_id), age_s=age_s, rates=self._rates.of(name))
+        return by_role(rows)
+
+    def _totals(self, used: dict[str, float], now_s: float) -> dict[str, Any]:
+        return {**self._requests.totals(now_s), "fullest_pool_ratio": max(used.values(), default=None)}

@@ -1,0 +1,1 @@
+"""The control links between replicas."""

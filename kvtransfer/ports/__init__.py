@@ -1,0 +1,1 @@
+"""The pages of one rank: registered memory, writes and notifications."""

@@ -1,0 +1,1 @@
+"""Recorded requests, run again and compared."""

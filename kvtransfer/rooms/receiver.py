@@ -1,0 +1,189 @@
+"""One room on the decode side.
+
+Owns:      which ranks of the peer have written what; the room's deadline, which every page that comes moves on.
+Never:     knows sockets, ports or time: `ReceivingRooms` (receiving.py) hands in what happened. Never looks at K/V
+           bytes: a port has verified what it reports.
+Invariant: Received only when every page came from every rank of the peer that has a part of it, all digests were good
+           and the meta fits. ReceiveDrained only when the peer said so, is dead, or was never told of the room.
+Thread:    the transfer thread.
+
+    open ─> arrived ... arrived(last, meta) ─> Received, Ack
+    any failure ─> ReceiveFailed, Abort ─> drained (the peer's word, or its death) ─> ReceiveDrained
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.errors import BadMessage
+from kvtransfer.layout import KvLayout, head_slices
+from kvtransfer.peers.wire import Abort, Ack, Open, ToSender, decode_meta
+from kvtransfer.ports.ports import Arrived
+from kvtransfer.rooms.states import KVPoll, move
+from kvtransfer.types import KVTransferMeta, Received, ReceiveDrained, ReceiveFailed, ReceiveOrder, TransferEvent
+
+
+class _Part:
+    """What one rank of the peer writes into one of our pools."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.seen: npt.NDArray[np.bool_] = np.zeros(num_pages, dtype=np.bool_)  # [n]
+        self.last = False
+
+    @property
+    def whole(self) -> bool:
+        return self.last and bool(self.seen.all())
+
+
+class KVReceiver:
+    """Made by the engine's order."""
+
+    def __init__(
+        self,
+        order: ReceiveOrder,
+        layout: KvLayout,
+        now: float,
+        *,
+        emit: Callable[[TransferEvent], None],
+        tell: Callable[[str, ToSender], None],
+    ) -> None:
+        self.order = order
+        self.state = KVPoll.BOOTSTRAPPING
+        self.deadline_s = now + order.deadline_s
+        self._limit_s = order.deadline_s  # without a page; told to the peer, which waits a little longer
+        self.over = False  # its last event is out
+        self._layout = layout
+        self._emit = emit
+        self._tell = tell
+        self._parts: dict[tuple[int, int], _Part] = {}  # by (rank here, rank of the peer)
+        self._meta: KVTransferMeta | None = None
+        self._first_s = 0.0
+        self.num_bytes = 0  # that have come, of all ranks
+
+    @property
+    def incarnation(self) -> str:
+        return self.order.peer.incarnation
+
+    @property
+    def received(self) -> bool:
+        return self.state == KVPoll.SUCCESS
+
+    @property
+    def draining(self) -> bool:
+        return self.state == KVPoll.FAILED and not self.over
+
+    def open(self, theirs: KvLayout, now: float) -> None:
+        """The peer is connected: tell it where the pages go."""
+        self.state = move(self.state, KVPoll.WAITING_FOR_INPUT)
+        self._limit_s = max(self.deadline_s - now, 0.0)
+        ours = self._layout
+        self._parts = {
+            (rank, src_rank): _Part(len(self.order.pages))
+            for rank in range(ours.tp)
+            for src_rank in range(theirs.tp)
+            if head_slices(replace(ours, tp=theirs.tp), src_rank, ours, rank)
+        }
+        self._tell(
+            self.incarnation,
+            Open(
+                room=self.order.room,
+                generation=self.order.generation,
+                num_tokens=self.order.num_tokens,
+                first_page=self.order.first_page,
+                pages=tuple(self.order.pages.tolist()),
+                deadline_s=self._limit_s,
+            ),
+        )
+
+    def arrived(self, rank: int, event: Arrived, now: float) -> None:
+        """Pages came to our rank ``rank``. Only for a room that is open."""
+        assert self.state in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING)
+        if self.state == KVPoll.WAITING_FOR_INPUT:
+            self.state = move(self.state, KVPoll.TRANSFERRING)
+            self._first_s = now
+        if event.bad_pages:
+            self.fail(f"the digests of {len(event.bad_pages)} pages are wrong", bad_pages=event.bad_pages)
+            return
+        if wrong := self._take(rank, event):
+            self.fail(wrong)
+            return
+        if event.num_pages:  # none comes twice, so that this has an end
+            self.deadline_s = now + self._limit_s
+        if self._meta is not None and all(part.whole for part in self._parts.values()):
+            self._complete(self._meta, now)
+
+    def _take(self, rank: int, event: Arrived) -> str:
+        """What is wrong with it, or nothing."""
+        part = self._parts.get((rank, event.src_rank))
+        end = event.page_offset + event.num_pages
+        if part is None or not 0 <= event.page_offset <= end <= len(part.seen):
+            return f"rank {event.src_rank} of the peer wrote pages [{event.page_offset}, {end}), which are not its own"
+        if part.seen[event.page_offset : end].any():
+            return f"rank {event.src_rank} of the peer wrote pages [{event.page_offset}, {end}) twice"
+        part.seen[event.page_offset : end] = True
+        part.last = part.last or event.last
+        self.num_bytes += event.num_bytes
+        if event.last and event.src_rank == 0 and self._meta is None:
+            return self._take_meta(event.meta)
+        return ""
+
+    def _take_meta(self, data: bytes) -> str:
+        try:
+            meta = decode_meta(data)
+        except BadMessage as error:
+            return f"the meta cannot be read: {error}"
+        if meta.fingerprint != self._layout.fingerprint:
+            return f"the pages have the layout {meta.fingerprint}, {self._layout.fingerprint} is wanted"
+        first = self.order.first_page * self._layout.page_size
+        if meta.prompt_len != self.order.num_tokens or meta.token_range[0] != first:
+            return (
+                f"tokens [{meta.token_range[0]}, {meta.prompt_len}) came, [{first}, {self.order.num_tokens}) are wanted"
+            )
+        self._meta = meta
+        return ""
+
+    def _complete(self, meta: KVTransferMeta, now: float) -> None:
+        self.state = move(self.state, KVPoll.SUCCESS)
+        self.over = True
+        self._emit(
+            Received(
+                room=self.order.room, meta=meta, transfer_s=max(now - self._first_s, 0.0), num_bytes=self.num_bytes
+            )
+        )
+        self._tell(self.incarnation, Ack(room=self.order.room, generation=self.order.generation))
+
+    def fail(self, reason: str, *, bad_pages: tuple[int, ...] = (), drained: bool = False) -> None:
+        """``drained``: the peer said in the same word that nothing is on its way."""
+        if self.state in (KVPoll.FAILED, KVPoll.SUCCESS):
+            return
+        told = self.state != KVPoll.BOOTSTRAPPING
+        self.state = move(self.state, KVPoll.FAILED)
+        self._emit(ReceiveFailed(room=self.order.room, reason=reason, bad_pages=bad_pages))
+        if drained or not told:
+            self.drained()
+        else:
+            self.ask()
+
+    def ask(self) -> None:
+        """For the peer's word that nothing is on its way; again after each reconnection."""
+        self._tell(self.incarnation, Abort(room=self.order.room, generation=self.order.generation))
+
+    def drained(self) -> None:
+        assert self.draining
+        self.over = True
+        self._emit(ReceiveDrained(room=self.order.room))
+
+    def expire(self, now: float) -> None:
+        if now < self.deadline_s or self.state in (KVPoll.FAILED, KVPoll.SUCCESS):
+            return
+        at = self.state.name.lower().replace("_", " ")
+        if self.state == KVPoll.TRANSFERRING:
+            self.fail(f"no page came for {self._limit_s:g} s (it was {at})")
+        else:
+            self.fail(f"the pages did not come within {self.order.deadline_s:g} s (it was {at})")
+
+    def check(self) -> None:
+        assert self.over <= (self.state in (KVPoll.FAILED, KVPoll.SUCCESS))
+        assert self.state != KVPoll.SUCCESS or all(part.whole for part in self._parts.values())

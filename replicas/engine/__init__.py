@@ -1,0 +1,1 @@
+"""Submit, step, loop: the engine of one model instance."""

@@ -1,0 +1,93 @@
+"""Choice: a sequence that is being generated, and its text: tokens in, deltas out.
+
+Owns:      the detokenizer of one choice of one request, and what of it the caller has yet to be told.
+Never:     decides when a request ends, but for stop strings, which only text can show.
+Thread:    engine thread only.
+"""
+
+from dataclasses import dataclass
+
+from replicas.request import Req
+from replicas.scheduler.tokens import NewToken, stop_reason
+from replicas.stages import stage_times
+from replicas.text.detokenizer import Detokenizer
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One choice of an open request: its sequence and its text."""
+
+    req: Req
+    detokenizer: Detokenizer
+    prompt_logprobs_due: tuple[TokenLogprob, ...] | None  # what precedes req.prompt_logprobs; None: nothing to send
+
+    @staticmethod
+    def make(
+        request: GenerateRequest, index: int, *, tokenizer: Tokenizer, now_s: float, eos_ids: frozenset[int]
+    ) -> "Choice":
+        """Choice ``index`` of ``request``, waiting."""
+        req = Req.make(request, index=index, now_s=now_s, eos_ids=eos_ids)
+        detokenizer = Detokenizer(
+            tokenizer,
+            stop=req.sampling.stop,
+            include_stop=req.sampling.include_stop,
+            skip_special_tokens=req.sampling.skip_special_tokens,
+        )
+        due: tuple[TokenLogprob, ...] | None = None
+        if request.prompt_logprobs_from is not None:
+            first = TokenLogprob(token_id=int(request.token_ids[0]), logprob=None)  # nothing precedes it
+            due = (first,) if request.prompt_logprobs_from == 0 else ()
+        return Choice(req=req, detokenizer=detokenizer, prompt_logprobs_due=due)
+
+    def replay(self) -> Finish | None:
+        """Take in what another replica delivered; says whether that was already everything."""
+        req = self.req
+        if not req.num_resumed:
+            return None
+        finish = stop_reason(req)
+        shown = req.output_ids[: self._num_shown(finish)]
+        delivered = self.detokenizer.push([int(token) for token in shown])
+        if delivered.matched_stop is not None:
+            return Finish(reason=FinishReason.STOP, matched=delivered.matched_stop)
+        return finish
+
+    def push(self, token_id: int) -> tuple[str, Finish | None]:
+        """The text that ``token_id`` adds, and the end if a stop string is found in it."""
+        shows = self._num_shown(self.req.finish) == self.req.num_output
+        pushed = self.detokenizer.push([token_id] if shows else [])
+        if pushed.matched_stop is None:
+            return pushed.text, None
+        return pushed.text, Finish(reason=FinishReason.STOP, matched=pushed.matched_stop)
+
+    def delta(self, token: NewToken | None, text: str) -> TokenDelta:
+        """What the caller is told now; the last delta when the request has ended."""
+        req = self.req
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if self.prompt_logprobs_due is not None and req.first_token_s is not None:
+            prompt_logprobs = (*self.prompt_logprobs_due, *req.prompt_logprobs)
+            self.prompt_logprobs_due = None
+        if req.finish is not None and not isinstance(req.finish.matched, str):
+            text += self.detokenizer.flush()
+        report = None
+        if req.leg is not None:
+            report, req.leg.report = req.leg.report, None
+        has_token = token is not None and token.token_id is not None
+        return TokenDelta(
+            rid=req.rid,
+            index=req.index,
+            token_ids=(token.token_id,) if token is not None and token.token_id is not None else (),
+            text=text,
+            logprobs=(token.logprob,) if has_token and token is not None and token.logprob is not None else (),
+            prompt_logprobs=prompt_logprobs,
+            usage=req.usage(),
+            finish=req.finish,
+            hand_off=report,
+            stages=None if req.finish is None else stage_times(req),
+        )
+
+    def _num_shown(self, finish: Finish | None) -> int:
+        """Output tokens that become text: a stop token does not, unless asked for."""
+        by_id = finish is not None and isinstance(finish.matched, int)
+        return self.req.num_output - (1 if by_id and not self.req.sampling.include_stop else 0)

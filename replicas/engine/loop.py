@@ -1,0 +1,247 @@
+"""Gives an engine its thread, and everyone else a thread-safe and an asyncio face.
+
+Owns:      the engine thread, the watchdog thread, and the commands that wait for the former.
+Never:     runs a step on any other thread. Who receives each request's deltas is in sinks.py.
+Invariant: after `submit` returns, the sink gets exactly one delta with ``finish`` per choice, crash or not.
+
+    any thread ── submit, abort, run ──> commands ──> engine thread: take commands, step, deliver ──> sinks
+    transfer desk ── wake ──────────────────────────>
+    watchdog: a step that takes too long, or a dead rank ──> every open request is answered, `error` is set
+"""
+
+import asyncio
+import collections
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from replicas.engine.engine import CacheEvents, Engine
+from replicas.engine.inbox import Inbox
+from replicas.engine.sinks import Sink, Sinks
+from replicas.errors import EngineDead, MantaError
+from replicas.types import EngineStats, EngineTallies, GenerateRequest, TokenDelta
+
+log = logging.getLogger(__name__)
+
+Command = Callable[[Engine | None], None]  # gets None when the engine is gone
+T = TypeVar("T")
+IDLE_WAIT_S = 0.5  # how often an idle engine thread looks up without being woken
+STATS_PERIOD_S = 0.05
+MAX_EVENT_STEPS = 65_536  # steps whose cache events wait to be taken; the oldest are lost then: a gap in their numbers
+STALL_WAIT_S = 0.002  # work is queued but nothing can run: look again soon
+
+
+class EngineLoop:
+    """An engine on a thread of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.error: EngineDead | None = None
+        self._sinks = Sinks()
+        self._commands: collections.deque[Command] = collections.deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._step_started_s: float | None = None
+        self._stats = engine.stats()
+        self._cache_events: collections.deque[CacheEvents] = collections.deque(maxlen=MAX_EVENT_STEPS)
+        engine.wake.target = self._wake.set
+        self._thread = threading.Thread(target=self._main, name="manta-engine", daemon=True)
+        self._watchdog = threading.Thread(target=self._watch, name="manta-watchdog", daemon=True)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sinks)
+
+    @property
+    def fault(self) -> EngineDead | None:
+        """Why this engine should be replaced: it is dead, or what it hands over and receives will never come."""
+        return self.error or self.engine.transfer_error
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the step in progress has been running, 0 where none is; any thread."""
+        started_s = self._step_started_s
+        return 0.0 if started_s is None else time.monotonic() - started_s
+
+    def start(self) -> None:
+        self._thread.start()
+        self._watchdog.start()
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queue a request; thread-safe. ``sink`` is called on the engine thread, at most once a step, with the deltas
+        of all requests that were submitted with this very sink.
+
+        Raises: InvalidRequest, PromptTooLong, Overloaded or EngineDead, at once; then the sink is never called.
+        """
+        self.engine.check(request)
+        if self.error is not None:
+            raise self.error
+        if self._stopping:
+            raise EngineDead("this replica is shutting down: try another one")
+        limit = self.engine.config.scheduler.max_queued_requests
+        self._sinks.open(request, sink, max_waiting=limit, max_running=self._stats.max_running_requests)
+        self._command(lambda engine: self._submit(engine, request))
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        """The deltas of a request; those that pile up while the consumer is busy come merged, one per choice.
+
+        Cancelling or closing the iterator aborts the request.
+        """
+        loop = asyncio.get_running_loop()
+        inbox = Inbox(loop)
+        self.submit(request, inbox.put)
+        remaining = request.num_choices
+        try:
+            while remaining:
+                for delta in await inbox.take():
+                    remaining -= delta.finish is not None
+                    yield delta
+        finally:
+            if remaining:
+                self.abort(request.rid)
+
+    def abort(self, rid: str) -> None:
+        """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
+        self._command(lambda engine: self._sinks.deliver(engine.abort(rid)) if engine is not None else None)
+
+    async def run_on_engine(self, fn: Callable[[Engine], T]) -> T:
+        """Run ``fn`` between two steps and return what it returns. Raises: EngineDead, also while it waits."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def call(engine: Engine | None) -> None:
+            try:
+                if engine is None:
+                    raise self.error or EngineDead("this replica was stopped")
+                result = fn(engine)
+            except BaseException as error:  # noqa: BLE001 - belongs to the caller, whatever it is
+                _tell(loop, future, None, error)
+            else:
+                _tell(loop, future, result, None)
+
+        self._command(call)
+        return await future
+
+    def stats(self) -> EngineStats:
+        """The snapshot of the last step, or of the last half second when idle; any thread."""
+        return self._stats
+
+    def tallies(self) -> EngineTallies:
+        """Distributions since the start; any thread."""
+        return self.engine.tallies()
+
+    def take_cache_events(self) -> CacheEvents:
+        """Cache events since the last call, in order; any thread, one reader."""
+        steps = [self._cache_events.popleft() for _ in range(len(self._cache_events))]
+        return tuple(event for events in steps for event in events)
+
+    def stop(self) -> None:
+        """Stop both threads; open requests are answered with an error."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+        self._fail_commands()
+        self._sinks.answer_all(EngineDead("this replica was stopped"))
+        self.engine.close()
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping and self.error is None:
+                self._take_commands()
+                if events := self.engine.drain_cache_events():
+                    self._cache_events.append(events)
+                if self.engine.has_work:
+                    self._step()
+                else:
+                    self._sinks.deliver(self.engine.poll())
+                    self._stats = self.engine.stats()
+                    self._wait(IDLE_WAIT_S)
+        except Exception as error:
+            log.exception("the engine thread died")
+            self._die(f"a step failed with {type(error).__name__}: {error}")
+
+    def _step(self) -> None:
+        self._step_started_s = time.monotonic()
+        deltas = self.engine.step()
+        self._step_started_s = None
+        self._refresh_stats()
+        self._sinks.deliver(deltas)
+        if not deltas and not self.engine.scheduler.made_progress:
+            idle_s = self.engine.idle_s
+            self._wait(STALL_WAIT_S if idle_s is None else min(idle_s, IDLE_WAIT_S))
+
+    def _wait(self, timeout_s: float) -> None:
+        if not self._commands:
+            self._wake.wait(timeout_s)
+        self._wake.clear()
+
+    def _command(self, command: Command) -> None:
+        self._commands.append(command)
+        self._wake.set()
+        if self.error is not None or self._stopping:
+            self._fail_commands()  # the engine thread may have looked for the last time
+
+    def _take_commands(self) -> None:
+        while self._commands and self.error is None:
+            self._commands.popleft()(self.engine)
+
+    def _fail_commands(self) -> None:
+        """Answer what the engine thread will not take any more; any thread."""
+        while True:
+            try:
+                command = self._commands.popleft()
+            except IndexError:
+                return
+            command(None)
+
+    def _submit(self, engine: Engine | None, request: GenerateRequest) -> None:
+        if engine is None:
+            self._sinks.answer(request.rid, self.error or EngineDead("this replica was stopped"))
+            return
+        try:
+            self._sinks.deliver(engine.submit(request))
+        except MantaError as error:
+            self._sinks.answer(request.rid, error)
+
+    def _refresh_stats(self) -> None:
+        """Peeking at every waiting prompt costs up to a millisecond, so not after every step."""
+        if time.monotonic() - self._stats.time_s >= STATS_PERIOD_S:
+            self._stats = self.engine.stats()
+
+    def _die(self, message: str) -> None:
+        self.error = self._sinks.close(EngineDead(message))
+        self._fail_commands()
+        self._sinks.answer_all(self.error)
+
+    def _watch(self) -> None:
+        """A stuck step or a dead rank: answer everyone and become unhealthy, since the engine thread cannot."""
+        limit_s = self.engine.config.scheduler.watchdog_s
+        while not self._stopping and self.error is None:
+            if self.step_age_s > limit_s:
+                self._die(f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)")
+            dead = self.engine.dead_rank()
+            if dead is not None:
+                self._die(dead)
+            time.sleep(min(1.0, limit_s / 4))
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", result: T | None, error: BaseException | None
+) -> None:
+    """Settle ``future`` from another thread; nobody waits for it any more where its event loop has been closed."""
+    try:
+        loop.call_soon_threadsafe(_settle, future, result, error)
+    except RuntimeError:
+        log.debug("the asker's event loop is closed")
+
+
+def _settle(future: "asyncio.Future[T]", result: T | None, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""Collects for kvtransfer/replay/observe.py what one engine knows of a hand-off and of its steps (SPEC J01, J03, J04).
+
+Owns:      nothing; reads requests, table and pool.
+Never:     changes anything, or runs unless `observe.enabled()`: its callers ask first.
+Thread:    engine thread only.
+"""
+
+from collections.abc import Sequence
+
+from kvtransfer.replay import observe
+from kvtransfer.replay.payload import KvBytes, PayloadMeta
+from replicas.cache.kv import KvCache
+from replicas.request import Req
+from replicas.scheduler.plan import DecodePlan, StepPlan
+from replicas.scheduler.tokens import NewToken
+
+
+class Observer:
+    """One for each engine. Without ``kv_bytes`` there are no hashes, so J01 and J03 are left out."""
+
+    def __init__(self, kv: KvCache, kv_bytes: KvBytes | None) -> None:
+        self._kv = kv
+        self._kv_bytes = kv_bytes
+
+    def before_send(self, req: Req, first: int) -> None:
+        """J01: K/V of tokens [first, num_tokens) of ``req`` is computed and goes, or has gone, to its receiver."""
+        if self._kv_bytes is not None:
+            meta = self._meta(self._kv_bytes, req, first)
+            observe.prefill_before_send(meta, self._kv_bytes.read(meta.slots))
+
+    def after_restore(self, req: Req, first: int) -> None:
+        """J03: K/V of tokens [first, num_tokens) of ``req`` has come; call it before the cache swaps any page."""
+        if self._kv_bytes is not None:
+            meta = self._meta(self._kv_bytes, req, first)
+            row = self._kv.slots_of(req, 0, req.num_tokens)
+            observe.decode_after_restore(meta, self._kv_bytes.read(meta.slots), table_row=row)
+
+    def after_step(self, plan: StepPlan, tokens: Sequence[NewToken]) -> None:
+        """J04 of each who decodes; ``tokens`` in the order of the plan's rows, those the last of them.
+
+        Nothing is told of a step that was made ahead, before the observers were turned on: its plan does not say what
+        it read, and who has ended since has a row in it and no token.
+        """
+        if isinstance(plan, DecodePlan):
+            if plan.follows is not None:
+                return
+            last_tokens, slots = plan.token_ids.tolist(), plan.slots.tolist()
+        else:
+            rows = plan.rows[len(plan.rows) - plan.num_decode :]
+            last_tokens, slots = [int(row.token_ids[0]) for row in rows], [int(row.slots[0]) for row in rows]
+        for token, last, slot in zip(tokens[len(tokens) - len(slots) :], last_tokens, slots, strict=True):
+            if token.token_id is not None:
+                observe.decode_step(
+                    rid=token.req.rid,
+                    index=token.req.index,
+                    i=token.req.num_output - 1,
+                    last_token=last,
+                    next_token=token.token_id,
+                    slot=slot,
+                    finish=token.req.finish.reason.value if token.req.finish is not None else None,
+                )
+
+    def _meta(self, kv_bytes: KvBytes, req: Req, first: int) -> PayloadMeta:
+        assert req.holding is not None, f"request {req.rid} holds nothing"
+        return PayloadMeta(
+            rid=req.rid,
+            layout=kv_bytes.layout,
+            prompt_len=req.prompt_len,
+            cached_prefix_len=req.cached_tokens,
+            token_range=(first, req.num_tokens),
+            row=req.holding.row,
+            slots=self._kv.slots_of(req, first, req.num_tokens),
+        )

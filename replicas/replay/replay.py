@@ -1,0 +1,175 @@
+"""Takes a request out of a running engine as a `ReplaySnapshot`, and goes on with one in another.
+
+Owns:      what of an engine's request goes into a snapshot, and how one becomes a request again.
+Never:     knows the file (kvtransfer/replay/replay.py) or a device (engine.kv_bytes reaches the pool).
+Invariant: a restored request makes the tokens that the undisturbed one would have made, whatever the page size and the
+           number of ranks here: it goes on from the very bytes of its K/V, never from a prefix that is cached here.
+Thread:    the engine's, between two steps (`EngineLoop.run_on_engine`).
+
+    extract:  Req, its table row, its K/V ──> ReplaySnapshot                        the request itself goes on
+    restore:  ReplaySnapshot ─┬─ no K/V ─────────> submitted as resumed               WAITING
+                              └─ row, pages, K/V ─┬─ in the middle of its prompt ──> PREFILLING
+                                                  └─ in the middle of its answer ──> RUNNING
+"""
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.errors import BadSnapshot
+from kvtransfer.replay.payload import KvBytes, Payload, PayloadMeta, Slots, payload_shape, require_same_meaning
+from kvtransfer.replay.replay import ReplaySnapshot
+from replicas.engine.engine import Engine
+from replicas.errors import InvalidRequest, Overloaded, PagesExhausted, RowsExhausted
+from replicas.request import Req, ReqState
+from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+
+TAKEN_FROM = frozenset({ReqState.WAITING, ReqState.PREFILLING, ReqState.RUNNING})
+
+
+def extract(engine: Engine, rid: str, index: int = 0) -> ReplaySnapshot:
+    """Choice ``index`` of open request ``rid`` as it stands; the request goes on. Its deadline is not kept.
+
+    Raises: InvalidRequest when it is not open, or just being handed from one replica to another.
+    """
+    req = engine.find(rid, index)
+    if req is None or req.state not in TAKEN_FROM:
+        there = f"is {req.state.value}" if req is not None else f"is not open; open: {sorted(engine.open_rids)[:8]}"
+        raise InvalidRequest(f"choice {index} of request {rid!r} {there}: a snapshot needs one that waits or runs")
+    again = req.prompt_logprobs_from is not None  # the prompt's logprobs are made anew, from its beginning
+    meta, kv = extract_from_kvpool(engine, req, (0, 0 if again else req.computed_len))
+    return ReplaySnapshot(
+        prompt_ids=req.ids[: req.prompt_len].copy(),
+        output_ids=req.output_ids.copy(),
+        sampling=asdict(req.sampling),
+        eos_ids=tuple(sorted(engine.config.model.eos_ids)),
+        salt=req.salt,
+        priority=req.priority,
+        return_logprobs=req.return_logprobs,
+        top_logprobs=req.top_logprobs,
+        prompt_logprobs_from=req.prompt_logprobs_from,
+        meta=meta,
+        kv=kv,
+    )
+
+
+def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None) -> list[TokenDelta]:
+    """Go on with ``snapshot`` as request ``rid`` (its own name by default), choice 0: `Engine.step` makes its deltas,
+    which begin where those of the snapshot's request ended.
+
+    Returns: the last delta, where nothing is left to make.
+    Raises:  IncompatibleLayout for another model's; BadSnapshot for parameters that this release does not know;
+             Overloaded when row or pages are taken now; else as `Engine.submit`. Nothing is held then.
+    """
+    require_same_meaning(_port(engine).layout, snapshot.meta.layout)
+    eos_ids = tuple(sorted(engine.config.model.eos_ids))
+    if snapshot.eos_ids != eos_ids:
+        raise BadSnapshot(f"answers ended at ids {snapshot.eos_ids} where it was taken, and end at {eos_ids} here")
+    request = GenerateRequest(
+        rid=snapshot.rid if rid is None else rid,
+        token_ids=snapshot.prompt_ids,
+        sampling=_sampling(dict(snapshot.sampling)),
+        cache_salt=snapshot.salt,
+        priority=snapshot.priority,
+        return_logprobs=snapshot.return_logprobs,
+        top_logprobs=snapshot.top_logprobs,
+        prompt_logprobs_from=snapshot.prompt_logprobs_from,
+        resumed_ids=tuple(snapshot.output_ids.tolist()),
+    )
+    if snapshot.meta.num_tokens == 0:
+        return engine.submit(request)
+    return engine.submit(request, place=lambda req: _place(engine, req, snapshot))
+
+
+def extract_from_kvpool(engine: Engine, req: Req, token_range: tuple[int, int]) -> tuple[PayloadMeta, Payload]:
+    """K/V of tokens [start, end) of ``req``, which must be computed (SPEC H17)."""
+    start, end = token_range
+    if not 0 <= start <= end <= req.computed_len:
+        raise ValueError(f"request {req.rid}: K/V of [{start}, {end}) is wanted, of [0, {req.computed_len}) is there")
+    port = _port(engine)
+    slots = engine.kv.slots_of(req, start, end) if end > start else np.empty(0, dtype=np.int32)
+    meta = PayloadMeta(
+        rid=req.rid,
+        layout=port.layout,
+        prompt_len=req.prompt_len,
+        cached_prefix_len=req.cached_tokens,
+        token_range=token_range,
+        row=req.holding.row if req.holding is not None else 0,
+        slots=slots,
+    )
+    return meta, port.read(slots) if end > start else np.empty(payload_shape(port.layout, 0), dtype=np.uint8)
+
+
+def restore_to_kvpool(engine: Engine, req: Req, meta: PayloadMeta, payload: Payload) -> Slots:
+    """Inverse of `extract_from_kvpool`, bit for bit: into slots of ``req``'s own, taken here as far as it has none.
+
+    Returns: [n] the slots, in this pool (SPEC H14, H17); ``req.computed_len`` is the caller's to set.
+    Raises:  IncompatibleLayout; ValueError where the range leaves a hole or lies in pages that are shared;
+             PagesExhausted.
+    """
+    port, (start, end) = _port(engine), meta.token_range
+    require_same_meaning(port.layout, meta.layout)
+    assert req.holding is not None, f"request {req.rid} holds nothing: admit it first"
+    if not req.holding.prefix_len <= start <= req.holding.kv_len:
+        raise ValueError(
+            f"request {req.rid}: K/V of [{start}, {end}) cannot be put back: tokens below {req.holding.prefix_len} lie "
+            f"in shared pages, and a range must start within the {req.holding.kv_len} tokens that have slots"
+        )
+    if end > req.holding.kv_len:
+        engine.kv.extend(req, end)
+    slots = engine.kv.slots_of(req, start, end)
+    port.write(slots, payload)
+    return slots
+
+
+def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
+    """Give ``req`` its K/V and bring it where it was in its life."""
+    scheduler, num_computed = engine.scheduler, snapshot.meta.num_tokens
+    answering = req.num_output > 0 and num_computed == req.num_tokens - 1
+    if len(scheduler.running) + (scheduler.prefill.chunked is not None) >= scheduler.max_running:
+        raise Overloaded(f"{scheduler.max_running} requests run, and no more may: restore it when one has ended")
+    if not answering and scheduler.prefill.chunked is not None:
+        raise Overloaded("another prompt is being computed, and one at a time is: restore it a few steps later")
+    try:
+        engine.kv.admit(req, reuse=False)
+        restore_to_kvpool(engine, req, snapshot.meta, snapshot.kv)
+    except BaseException as error:
+        if req.holding is not None:
+            engine.kv.release(req, keep=False)
+        if isinstance(error, PagesExhausted | RowsExhausted):
+            raise Overloaded(f"no room for a snapshot of {num_computed} tokens: {error}") from error
+        raise
+    req.computed_len = num_computed
+    req.cached_tokens = snapshot.meta.cached_prefix_len
+    req.admitted_s = req.arrival_s
+    req.move(ReqState.PREFILLING)
+    if answering:
+        req.first_token_s = req.arrival_s
+        req.move(ReqState.RUNNING)
+        scheduler.running.add(req)
+    else:
+        scheduler.prefill.chunked = req
+
+
+def _sampling(values: dict[str, Any]) -> SamplingParams:
+    """JSON values to parameters."""
+    known = {f.name for f in fields(SamplingParams)}
+    if values.keys() != known:
+        raise BadSnapshot(
+            f"sampling parameters {sorted(values.keys() - known)} are not known here, and "
+            f"{sorted(known - values.keys())} are missing: use the release that took it"
+        )
+    for name in ("stop", "stop_token_ids"):
+        values[name] = tuple(values[name])
+    if values["allowed_token_ids"] is not None:
+        values["allowed_token_ids"] = tuple(values["allowed_token_ids"])
+    values["bad_words"] = tuple(tuple(word) for word in values["bad_words"])
+    values["logit_bias"] = tuple((token, bias) for token, bias in values["logit_bias"])
+    return SamplingParams(**values)
+
+
+def _port(engine: Engine) -> KvBytes:
+    if engine.kv_bytes is None:
+        raise InvalidRequest("this engine was built without access to its K/V bytes: use replicas.launch.load_engine")
+    return engine.kv_bytes

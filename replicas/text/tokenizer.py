@@ -1,0 +1,321 @@
+"""Text to token ids and back: encode, chat template, and the exact bytes of every token.
+
+Owns:      the model folder's tokenizer and the table of bytes per token id.
+Never:     imports torch (``AutoTokenizer`` does, so it is asked only where the folder names a class of its own);
+           sees a request's state (replicas/text/detokenizer.py holds that).
+Invariant: ``decode(ids)`` is the UTF-8 text of the tokens' bytes in order, malformed parts as U+FFFD. That is what
+           Transformers gives for byte-level BPE, and for byte-fallback vocabularies (SentencePiece) where the text is
+           well formed; in a malformed run of byte tokens it discards good characters too, which no stream could take
+           back. ``clean_up_tokenization_spaces`` is not applied, for the same reason.
+Thread:    any; nothing changes after the constructor.
+"""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from replicas.errors import InvalidConfig, InvalidRequest
+from replicas.text.control_tokens import ROLES, ControlTokens, encoded
+from replicas.text.token_bytes import PieceDecoder
+from replicas.types import TokenIds
+
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json says everything
+_NO_LIMIT = 10**9  # Transformers writes 1e30 for "not known"
+
+
+class Tokenizer:
+    """The tokenizer of one model folder (or hub id).
+
+    Raises: InvalidConfig from the constructor when there is none, or its decoder is of an unknown kind.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._hf = _load(path)
+        self._rust = self._hf.backend_tokenizer
+        self._rust.no_padding()
+        self._rust.no_truncation()
+        decoder = PieceDecoder.of(self._rust, path=path)
+        vocab: dict[str, int] = self._rust.get_vocab(with_added_tokens=True)
+        added = self._rust.get_added_tokens_decoder()
+        pieces = [b""] * (max(vocab.values(), default=-1) + 1)
+        for content, token_id in vocab.items():
+            pieces[token_id] = decoder.added(content) if token_id in added else decoder.ordinary(content)
+        self._token_len = _token_len(pieces, decoder, self._rust.normalizer)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._pieces = pieces
+        self._visible = [b"" if i in self.special_ids else piece for i, piece in enumerate(pieces)]
+        self.strips_leading_space = decoder.strips_leading_space
+        self.eos_ids = _eos_ids(path, self._hf.eos_token_id)
+        limit = self._hf.model_max_length
+        self.context_len: int | None = int(limit) if limit and limit < _NO_LIMIT else None
+        self._reserved = frozenset(inspect.signature(self._hf.apply_chat_template).parameters) - {"documents", "kwargs"}
+        render = functools.partial(self._render, tools=None, options={}) if self.has_chat_template else None
+        self._control = ControlTokens(self._rust, render=render)
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id that has a text, plus one; the model's logits may be padded to more."""
+        return len(self._pieces)
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that in a chat are the template's alone."""
+        return self._control.ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._hf.chat_template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the template that chats are rendered in; None without one, or with none as default."""
+        given = self._hf.chat_template
+        template = given.get("default") if isinstance(given, dict) else given
+        return None if template is None else str(template)
+
+    def named_token(self, name: Literal["bos", "eos", "pad", "unk"]) -> str | None:
+        """The token that the tokenizer's configuration gives this name; None where it gives none."""
+        token = getattr(self._hf, f"{name}_token")
+        return None if token is None else str(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Ids [L] of ``text``. Raises InvalidRequest for text that has no UTF-8 form (a lone surrogate)."""
+        _check_unicode(text)
+        return encoded(self._rust, text, add_special_tokens=add_special_tokens)
+
+    def least_tokens(self, num_characters: int) -> int:
+        """Tokens that a text of so many characters has at least; 0 where one token may stand for any number of them."""
+        return 0 if self._token_len is None else num_characters // self._token_len
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        check: Callable[[str], None] | None = None,
+        **template_kwargs: Any,
+    ) -> TokenIds:
+        """Ids [L] of a conversation in the model's chat template.
+
+        What stands in ``messages``, ``tools`` and ``template_kwargs`` is text and never a control token, whatever it
+        spells (control_tokens.py). A message whose content is a list of text parts is given to the template as their
+        texts, joined by newlines.
+
+        Args:   continue_final_message: leave the last message open, for the model to go on (no generation prompt then).
+                check: called with the text before it is encoded, to raise where that is not worth it.
+                template_kwargs: variables for the template (``chat_template_kwargs`` of the wire).
+        Raises: InvalidRequest when there is no template, a message is malformed, or the template refuses; what
+                ``check`` raises.
+        """
+        text, hides = self._rendered(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        if check is not None:
+            check(text)
+        if not hides:
+            return self.encode(text, add_special_tokens=False)  # the template writes them
+        _check_unicode(text)
+        return self._control.encode(text)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """The text that ``chat`` encodes. Raises as ``chat``."""
+        text, hides = self._rendered(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        return self._control.show(text) if hides else text
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: dict[str, Any],
+    ) -> tuple[str, bool]:
+        """The text of a conversation, and whether something in it is hidden."""
+        if not self.has_chat_template:
+            raise InvalidRequest(f"{self.path} has no chat template; use /v1/completions, or add chat_template.jinja")
+        reserved = sorted(self._reserved & template_kwargs.keys())
+        if reserved:
+            raise InvalidRequest(f"chat_template_kwargs may not set {reserved}", param="chat_template_kwargs")
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
+                param="continue_final_message",
+            )
+        if not messages:
+            raise InvalidRequest("messages: is empty; give at least one message", param="messages")
+        given: dict[str, Any] = {
+            "messages": [self._plain_message(i, message) for i, message in enumerate(messages)],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "options": template_kwargs,
+        }
+        try:
+            hidden = self._control.hide(given)
+            hides = hidden != given
+        except RecursionError as error:
+            raise InvalidRequest("messages: nested too deeply", param="messages") from error
+        render = functools.partial(
+            self._render, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        )
+        if not hides:
+            return render(**given), False
+        try:
+            return render(**hidden), True
+        except InvalidRequest as error:
+            raise InvalidRequest(self._control.show(str(error)), param=error.param) from error
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> str:
+        """``messages`` in the chat template. Raises: InvalidRequest for whatever it does with an unexpected shape."""
+        try:
+            text = self._hf.apply_chat_template(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **options,
+            )
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+        return str(text)
+
+    def _plain_message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """``message`` in a role that the template has, with content parts as one string, which templates add up."""
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"messages[{index}]: must be an object with a role", param="messages")
+        plain = dict(message)
+        role, content = message["role"], message.get("content")
+        if role not in ROLES and not self._template_names(role):
+            known = ", ".join(ROLES)
+            raise InvalidRequest(f"messages[{index}].role: {role[:64]!r} is not one of {known}", param="messages")
+        if role == "developer" and not self._template_names(role):
+            plain["role"] = "system"  # what it was called before
+        if content is None:
+            refusal = message.get("refusal")
+            plain["content"] = refusal if isinstance(refusal, str) else ""  # tool calls come without content
+        elif isinstance(content, list):
+            texts = [text for part in content if (text := _part_text(part)) is not None]
+            if len(texts) < len(content):
+                raise InvalidRequest(f"messages[{index}].content: only text parts are supported", param="messages")
+            plain["content"] = "\n".join(texts)
+        elif not isinstance(content, str):
+            raise InvalidRequest(
+                f"messages[{index}].content: must be a string or a list of text parts", param="messages"
+            )
+        return plain
+
+    def _template_names(self, role: str) -> bool:
+        """Whether the chat template treats ``role`` as one of its own."""
+        template = str(self._hf.chat_template)
+        return f"'{role}'" in template or f'"{role}"' in template
+
+    def decode(self, ids: Sequence[int] | TokenIds, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; ids without a text (padding of the vocabulary) give none."""
+        pieces, size = self.pieces(skip_special_tokens), self.vocab_size
+        text = b"".join([pieces[i] for i in ids if 0 <= i < size]).decode(errors="replace")
+        return text[1:] if self.strips_leading_space and text.startswith(" ") else text
+
+    def pieces(self, skip_special_tokens: bool) -> Sequence[bytes]:
+        """[vocab_size] bytes that each token adds to the text; not to be changed."""
+        return self._visible if skip_special_tokens else self._pieces
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token, special or not; possibly a part of a character. Empty for an id without a text."""
+        return self._pieces[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    def token_text(self, token_id: int) -> str:
+        """``token_bytes`` as text; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+def _token_len(pieces: Sequence[bytes], decoder: PieceDecoder, normalizer: Any) -> int | None:
+    """Characters that one token stands for at most; None: any number, as of an unknown word, or of what a normalizer
+    leaves out."""
+    if decoder.kind == "words" or (decoder.kind == "sentencepiece" and not decoder.byte_fallback):
+        return None
+    longest = max(map(len, pieces), default=1)
+    state: Any = {} if normalizer is None else json.loads(normalizer.__getstate__())
+    for step in state.get("normalizers", [state] if state else []):
+        kind, pattern = step["type"], step.get("pattern", {}).get("String")
+        if kind in ("NFC", "NFKC"):
+            longest *= 4  # the longest composition: a letter and three marks
+        elif kind == "Replace" and pattern is not None and len(pattern) <= len(step["content"]):
+            pass
+        elif kind not in ("Prepend", "NFD", "NFKD"):
+            return None
+    return longest
+
+
+def _load(path: str) -> Any:
+    """The fast tokenizer at ``path``."""
+    folder = Path(path)
+    try:
+        if (folder / "tokenizer.json").is_file() and _declared_class(folder) in _PLAIN_CLASSES:
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer  # imports torch: 1.5 s more, and 200 MB
+
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InvalidConfig(f"no tokenizer can be loaded from {path!r}: {error}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InvalidConfig(
+            f"{path}: its tokenizer {type(tokenizer).__name__} is not a fast one; a tokenizer.json is needed"
+        )
+    return tokenizer
+
+
+def _declared_class(folder: Path) -> str | None:
+    config = folder / "tokenizer_config.json"
+    return json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
+
+
+def _eos_ids(path: str, tokenizer_eos: int | None) -> frozenset[int]:
+    """Ids that end a text: the tokenizer's and generation_config.json's, else config.json's."""
+    found: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("generation_config.json", "config.json"):
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        eos = None if file is None else json.loads(Path(file).read_text()).get("eos_token_id")
+        if eos is not None:
+            return frozenset(found | (set(eos) if isinstance(eos, list) else {eos}))
+    return frozenset(found)
+
+
+def _check_unicode(text: str) -> None:
+    """Raises: InvalidRequest for text that has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text is not valid Unicode: a lone surrogate at character {error.start}; send well-formed UTF-8"
+        ) from error
+
+
+def _part_text(part: Any) -> str | None:
+    """The text of one part of a content; None for what is no text."""
+    if not isinstance(part, Mapping):
+        return part if isinstance(part, str) else None
+    text = part.get("refusal" if part.get("type") == "refusal" else "text")
+    return text if isinstance(text, str) else None
