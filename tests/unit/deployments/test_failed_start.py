@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from deployments import logs
-from deployments.replica.replica import ModelReplica, replica
+from deployments.replica import replica
+from deployments.replica.replica import ModelReplica
 from deployments.router import RouterIngress
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
