@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.workloads import Workload
 from replicas.engine.engine import Engine
-from replicas.ranks import Ranks
+from replicas.engine.ranks import Ranks
 from replicas.runner.model_runner import ModelRunner
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 

@@ -26,8 +26,8 @@ from kvtransfer.types import PeerAddress, TransferSettings, Verify
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
+from replicas.engine.ranks import LocalWorkers, local_worker
 from replicas.launch import load_engine
-from replicas.ranks import LocalWorkers, local_worker
 from replicas.runner.worker import WorkerSpec
 from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta
 

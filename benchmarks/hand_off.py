@@ -28,7 +28,7 @@ from kvtransfer.rooms.desk import KvTransfer
 from kvtransfer.types import PdTicket, Verify
 from replicas.disagg.decode_role import DecodeRole
 from replicas.disagg.wake import Wake
-from replicas.ranks import Ranks
+from replicas.engine.ranks import Ranks
 from replicas.types import FinishReason, GenerateRequest, HandOff, PdLeg, SamplingParams
 
 SECTION = "a hand-off between two processes over {transport}, {dtype} K/V, {model}"

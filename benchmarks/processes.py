@@ -7,7 +7,7 @@ no thread of OpenMP's, NIXL's or an engine's is lost in a fork, as it would be i
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-IMPORTED = ["replicas.launch", "replicas.engine.loop", "replicas.ranks"]
+IMPORTED = ["replicas.launch", "replicas.engine.loop", "replicas.engine.ranks"]
 
 
 def prepared() -> ForkServerContext:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from kvtransfer.layout import KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
-from replicas.int8_groups import RULE, cut_by
+from replicas.kernels.int8_groups import RULE, cut_by
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]

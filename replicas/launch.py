@@ -1,7 +1,7 @@
 """Builds an engine: settings, ranks, pools, and its transfer desk where it takes part in hand-offs.
 
 Owns:      the order of start-up and of its undoing.
-Never:     decides settings (config.resolve) or sizes (memory/sizing); starts followers itself (ranks.py).
+Never:     decides settings (config.resolve) or sizes (memory/sizing); starts followers itself (engine/ranks.py).
 """
 
 import logging
@@ -23,7 +23,7 @@ from replicas.config import (
 from replicas.desk import open_desk, port_spec
 from replicas.disagg.wake import Wake
 from replicas.engine.engine import Engine
-from replicas.ranks import LocalWorkers, Ranks, WorkerLauncher
+from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.runner.device import measure_hardware
 from replicas.runner.port import MakeAgent
 from replicas.runner.product_choice import choose_products

@@ -1,19 +1,31 @@
 """Req: one choice of one request inside the engine. Ids and lengths; what it holds; where it is.
 
-Owns:      its tokens and its state. Pages and locks are held through ``holding``, given and taken by cache/kv.py alone.
-Invariant: moves follow ``MOVES``; a finished request holds nothing.
+Owns:      its tokens and its state. Pages and locks are in ``holding``, which only cache/kv.py gives and takes.
+Invariant: moves follow ``MOVES``; a finished request holds nothing. No stage of `stage_times` is negative, and the
+           stages sum to the time from arrival to the end.
 Thread:    scheduler thread only.
 
     WAITING ──admit──> PREFILLING ──last chunk──> RUNNING ──stop, length──> FINISHED
        ^                    │                        │
        └────── retract ─────┴──────── retract ───────┘          (abort, error, deadline: from any state to FINISHED)
 
-    decode leg:   WAITING ──grant──> RECEIVING ──its K/V is here──> RUNNING
-                     ^──── it will not come ┘
-    prefill leg:  PREFILLING ──last chunk──> HANDING_OFF ──the receiver has it all──> FINISHED
+    decode leg:   WAITING ──grant──> RECEIVING ──its K/V arrived──> RUNNING
+                     ^── transfer failed ┘
+    prefill leg:  PREFILLING ──last chunk──> HANDING_OFF ──the receiver confirms──> FINISHED
 
-A decode leg waits for its grant as WAITING, in the PreallocQueue; if its K/V does not come, it is computed like any
-other request. A prefill leg that has begun is never retracted: its pages may be on their way.
+A decode leg is WAITING in the PreallocQueue until its grant; if its K/V does not arrive, it is computed like any other
+request. A prefill leg that has begun is never retracted: a peer may be reading its pages.
+
+Stages, between time stamps that are each set once, where the event happens:
+
+    computed here      arrival ──queue──> admitted ──prefill──> first token ──decode──> end
+    prefill leg        arrival ──queue──> admitted ──prefill──> last step ──transfer──> end
+    decode leg         arrival ──queue──> granted ──transfer──> K/V and first token ──decode──> end
+      that failed      arrival ──queue──> granted ──transfer──> failed ──queue──> admitted ──prefill──> ...
+
+A prefill leg starts when its receiver has row and pages, so its queue stage includes the receiver's. A request that
+ends early has the stages that it reached. A retracted request stays in its stage: its second wait in the queue counts
+as prefill before its first token, and as decode after it.
 """
 
 import enum
@@ -28,6 +40,7 @@ from replicas.types import (
     HandOffReport,
     PdLeg,
     SamplingParams,
+    StageTimes,
     TokenIds,
     TokenLogprob,
     Usage,
@@ -188,3 +201,27 @@ class Req:
             cached_tokens=self.cached_tokens,
             num_retractions=self.num_retractions,
         )
+
+
+def stage_times(req: Req) -> StageTimes:
+    """Of a request that has ended."""
+    end_s, first_s = req.ended_s, req.first_token_s
+    assert end_s is not None, f"request {req.rid} has not ended"
+    leg = req.leg
+    queue_s = transfer_s = 0.0
+    since_s = req.arrival_s
+    if leg is not None and leg.granted_s is not None:
+        queue_s, since_s = leg.granted_s - since_s, leg.granted_s
+        if leg.failed_s is None:  # received, or ended before
+            come_s = end_s if first_s is None else first_s
+            return StageTimes(queue_s=queue_s, transfer_s=come_s - since_s, decode_s=end_s - come_s)
+        transfer_s, since_s = leg.failed_s - since_s, leg.failed_s
+    if req.admitted_s is None:
+        return StageTimes(queue_s=queue_s + end_s - since_s, transfer_s=transfer_s)
+    queue_s += req.admitted_s - since_s
+    if first_s is None:
+        return StageTimes(queue_s=queue_s, prefill_s=end_s - req.admitted_s, transfer_s=transfer_s)
+    prefill_s, after_s = first_s - req.admitted_s, end_s - first_s
+    if req.is_prefill_leg:
+        return StageTimes(queue_s=queue_s, prefill_s=prefill_s, transfer_s=after_s)
+    return StageTimes(queue_s=queue_s, prefill_s=prefill_s, transfer_s=transfer_s, decode_s=after_s)

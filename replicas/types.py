@@ -191,7 +191,7 @@ class HandOffReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """What one choice of a request spent where, in seconds, on the engine that ran it; consecutive, so that they sum to
-    the time from arrival to the end (stages.py draws them). On the last delta of the choice; the prefill leg of a
+    the time from arrival to the end (request.py draws them). On the last delta of the choice; the prefill leg of a
     hand-off tells its own. A retracted request stays in its stage while it waits again."""
 
     # until the first step that computed something of it, or, of a decode leg, row and pages; of one whose K/V did not
@@ -388,7 +388,7 @@ class EngineStats:
     transfer: TransferStats | None = None
     num_mixed_steps: int = 0  # of the extend steps: running requests made a token in them too
     flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
-    longest_step_s: float = 0.0  # of the recent steps (stats.py)
+    longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

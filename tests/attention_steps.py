@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.memory.scaled_pool import kv_pool
-from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.plan import PrefixGroup
 
 MAX_DRAWN = 1 << 24  # random numbers of a pool; drawing gigabytes takes longer than measuring
 

@@ -8,9 +8,9 @@ import torch
 from replicas import launch
 from replicas.config import CacheConfig, DType, ModelConfig, Products, RopeConfig, SchedulerConfig
 from replicas.engine.engine import Engine
+from replicas.engine.ranks import Ranks
+from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama
-from replicas.parallel import TpGroup
-from replicas.ranks import Ranks
 from replicas.runner import model_runner
 from replicas.runner.model_runner import ModelRunner
 

@@ -32,9 +32,9 @@ from kvtransfer.types import TransferSettings
 from replicas.cache.tree_view import CacheTree
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
+from replicas.engine.ranks import WorkerLauncher
 from replicas.errors import MantaError
 from replicas.launch import load_engine
-from replicas.ranks import WorkerLauncher
 from replicas.types import GenerateRequest
 from routing.types import Role
 

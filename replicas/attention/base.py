@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.plan import PrefixGroup
 
 Lengths = npt.NDArray[np.int32]
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicas.attention.cpu_decode import CHUNK
-from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.plan import PrefixGroup
 
 Ints = npt.NDArray[np.int32]
 TILE_ROWS = 192  # rows of an extend task: enough to pay for copying K and V, few enough for L2

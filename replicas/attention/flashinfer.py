@@ -26,7 +26,7 @@ from replicas.attention.page_lists import Ints, page_bounds, page_indices, to_de
 from replicas.attention.triton_paged import store_kv
 from replicas.attention.workspace import num_sms, workspace_bytes
 from replicas.errors import InvalidConfig
-from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.plan import PrefixGroup
 
 HEAD_DIMS = (64, 128, 256)
 # "auto" is FA3 on a Hopper GPU, which neither splits keys among programs nor packs the heads of a group into a tile: a

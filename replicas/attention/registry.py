@@ -18,7 +18,7 @@ from replicas.attention.torch_native import TorchNativeAttention
 from replicas.config import AttentionChoice
 from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.plan import PrefixGroup
 
 log = logging.getLogger(__name__)
 

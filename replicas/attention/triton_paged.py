@@ -22,7 +22,7 @@ from torch import Tensor
 from replicas.attention import triton_kernels as kernels
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.attention.page_lists import to_device
-from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.plan import PrefixGroup
 
 MAX_SPLITS = 32
 PROGRAMS = 2048  # wanted in a decode step: enough for all multiprocessors, few enough that empty ones cost little

@@ -14,10 +14,9 @@ from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import RadixCache
 from replicas.cache.tree_view import CacheTree, empty_tree
-from replicas.distributions import IDLE_S
+from replicas.distributions import IDLE_S, Tally
 from replicas.errors import PagesExhausted
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
-from replicas.tally import Tally
 from replicas.types import PoolStats, TallyCounts
 
 

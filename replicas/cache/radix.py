@@ -20,9 +20,8 @@ from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
 from replicas.cache.node import TreeNode, first_page, walk
 from replicas.cache.tree_view import CacheTree, cache_tree
-from replicas.distributions import IDLE_S
+from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
-from replicas.tally import Tally
 from replicas.types import TokenIds
 
 

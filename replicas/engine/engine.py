@@ -1,22 +1,21 @@
-"""One engine: requests in, token deltas out, one step at a time. The only file where scheduler, runner and hand-off
-roles meet.
+"""The engine: requests in, token deltas out, one step at a time. Scheduler, runner and hand-off roles meet only here.
 
-Owns:      the order of a step, and the clock of the replica. Which requests can be served is in intake.py, their
-           choices (sequence + text) in open_requests.py.
-Never:     waits, sleeps or talks to a network; `loop.py` gives it a thread.
+Owns:      the order of a step, the clock of the replica, and the limits on what it can serve. The open choices
+           (sequence and text) are in choice.py.
+Never:     waits, sleeps or talks to a network; loop.py gives it a thread.
 Invariant: every accepted request ends in exactly one delta with ``finish`` per choice.
-Thread:    whoever calls `step`; one thread only, except `check` (read-only).
+Thread:    the thread that calls `step`; one only, except for `check` (read-only).
 
     submit -> Scheduler.submit ┐
     step:   schedule -> plan -> (broadcast) -> ModelRunner.launch -> result -> apply -> tokens -> Choice -> TokenDelta
     abort  -> Scheduler.finish ┘
 
-With overlap, decode step n + 1 is made and launched before the result of step n is waited for; it is then under way
-between two calls of `step`, and whatever ends a request meanwhile leaves its row there unheeded (stepping.py,
-scheduler/ahead.py).
+With overlap, decode step n + 1 is planned and launched before the result of step n is awaited. It is then under way
+between two calls of `step`; a request that ends meanwhile keeps its row in that step, and its token there is dropped
+(stepping.py, scheduler/ahead.py).
 
-A leg of a hand-off goes to `HandOffs` (disagg/), which tells the scheduler; what happens at its desk is taken first in
-every step, and by `poll` while nothing runs.
+A leg of a hand-off goes to `HandOffs` (disagg/). Every step first takes the events of the transfer desk; `poll` takes
+them while nothing runs.
 """
 
 import time
@@ -29,23 +28,56 @@ from kvtransfer.rooms.transfer_desk import KvTransferDesk
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.cache.tree_view import CacheTree
-from replicas.config import AttentionChoice, EngineConfig
-from replicas.disagg.hand_offs import HandOffs
+from replicas.config import AttentionChoice, EngineConfig, ModelConfig
+from replicas.disagg.hand_offs import HandOffs, require_possible
 from replicas.disagg.rooms import HandOffTerms
 from replicas.disagg.wake import Wake
 from replicas.distributions import Distributions
-from replicas.engine.choice import Choice
-from replicas.engine.intake import Intake
-from replicas.engine.open_requests import OpenRequests
-from replicas.engine.stats import snapshot
-from replicas.engine.stepping import Launch, Stepping
-from replicas.errors import EngineDead, InvalidRequest, Overloaded
+from replicas.engine.choice import Choice, OpenRequests
+from replicas.engine.stepping import Launch, Stepping, snapshot
+from replicas.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
 from replicas.replay.observer import Observer
 from replicas.request import Req
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
+
+
+class Intake:
+    """Of one engine."""
+
+    def __init__(self, model: ModelConfig, *, pool_tokens: int, has_desk: bool) -> None:
+        """``has_desk``: it takes part in hand-offs."""
+        self._model = model
+        self._pool_tokens = pool_tokens
+        self._has_desk = has_desk
+        self.longest = min(model.context_len, pool_tokens)  # prompt + output, in tokens
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises: InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
+        request.validate(vocab_size=self._model.vocab_size)
+        require_possible(request, has_desk=self._has_desk)
+        if request.resumed_ids and request.sampling.n > 1:
+            raise InvalidRequest("resumed_ids: a request with n > 1 is resumed by sending it anew", param="resumed_ids")
+        length = len(request.token_ids)
+        room = 1 if request.sampling.max_new_tokens > 0 else 0
+        if length + room > self.longest:
+            why = ""
+            if self.longest < self._model.context_len:
+                why = f" here (the model's own is {self._model.context_len}, the KV pool holds {self._pool_tokens})"
+            raise PromptTooLong.of_prompt(length, longest=self.longest, param="prompt", room=room, why=why)
+
+    def clip(self, request: GenerateRequest) -> GenerateRequest:
+        """``request``, or one that ends with `length` where the pool ends (or the context: routers refuse that)."""
+        room = self.longest - len(request.token_ids)
+        if request.sampling.max_new_tokens <= room:
+            return request
+        sampling = replace(
+            request.sampling, max_new_tokens=room, min_new_tokens=min(request.sampling.min_new_tokens, room)
+        )
+        return replace(request, sampling=sampling)
+
 
 CacheEvents = tuple[CacheEvent, ...]  # in order
 

@@ -1,22 +1,117 @@
-"""The steps of one engine on its ranks: launched, waited for, counted.
+"""The steps of one engine on its ranks: launched, awaited, timed; and the engine's snapshot of statistics.
 
-Owns:      the step that is under way, and how long steps took.
+Owns:      the step that is under way, the sums of step times, and the smoothed rates from which waits are estimated.
 Never:     knows text, callers or hand-offs.
-Invariant: results are asked for in the order of launch; at most one step is under way between two calls.
-Thread:    engine thread only; it waits in `end`, for the device.
+Invariant: results are awaited in the order of launch; at most one step is under way between two calls.
+Thread:    engine thread only; `end` waits for the device.
 
-    begin(n) ─> end: schedule_ahead, launch n + 1 | result n, apply n      with overlap, while that can be said
+    begin(n) ─> end: schedule_ahead, launch n + 1 | result n, apply n      with overlap, when that step can be planned
                 end: schedule_ahead, launch n + 2 | result n + 1, apply n + 1
 """
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from replicas.cache.kv import KvCache
 from replicas.distributions import Distributions
-from replicas.engine.stats import StepClock
+from replicas.request import ReqState
+from replicas.scheduler.budget import least_prompt_tokens
 from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
+from replicas.types import EngineStats
+
+SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count
+RECENT_STEPS = 32  # of each kind, whose longest tells how long a step may take
+FULL_STEP_TOKENS = 64  # smaller extend steps say little about the prefill rate, unless none need be as large
+
+
+class StepClock:
+    """Durations of engine steps, whose prompts come in chunks of ``chunk_size``. Engine thread only."""
+
+    def __init__(self, *, chunk_size: int) -> None:
+        self._full_step = min(FULL_STEP_TOKENS, least_prompt_tokens(chunk_size))
+        self.num_extend = 0
+        self.num_mixed = 0  # of num_extend
+        self.num_decode = 0
+        self.extend_s = 0.0
+        self.decode_s = 0.0
+        self.prefill_tokens_per_s = 0.0  # 0 until measured
+        self.decode_step_s = 0.0  # of steps that only decode; 0 until measured
+        self.longest_s = 0.0  # of the recent steps of each kind: decode steps do not make it forget a long chunk
+        self._recent_s = {is_extend: collections.deque[float](maxlen=RECENT_STEPS) for is_extend in (False, True)}
+        self._full_tokens, self._full_s = 0.0, 0.0  # smoothed, of extend steps of at least _full_step
+
+    def record(self, step_s: float, num_prompt_tokens: int, *, is_extend: bool, is_mixed: bool = False) -> None:
+        """One step took ``step_s`` seconds and ran ``num_prompt_tokens`` of prompts.
+
+        A mixed step counts whole: it is as fast as that that prompts get their turn beside what runs. The smoothed sums
+        are divided, not the rates smoothed, so that steps weigh by their length: a short prompt that shares its step
+        with many that decode says little about the rate of long ones. Much smaller steps are left out: 16 tokens beside
+        8 others run at 520 a second where 240 run at 1,190 (docs/performance.md, Mixed steps).
+        """
+        self._recent_s[is_extend].append(step_s)
+        self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
+        if not is_extend:
+            self.num_decode += 1
+            self.decode_s += step_s
+            self.decode_step_s = _smooth(self.decode_step_s, step_s)
+            return
+        self.num_extend += 1
+        self.num_mixed += is_mixed
+        self.extend_s += step_s
+        if num_prompt_tokens >= self._full_step and step_s > 0:
+            self._full_tokens = _smooth(self._full_tokens, num_prompt_tokens)
+            self._full_s = _smooth(self._full_s, step_s)
+            self.prefill_tokens_per_s = self._full_tokens / self._full_s
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if old == 0.0 else old + SMOOTHING * (new - old)
+
+
+def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: float) -> EngineStats:
+    """All that scheduler, pools and clock know; hand-offs under way are the caller's to add."""
+    counters = scheduler.counters
+    chunked = scheduler.prefill.chunked
+    parked = scheduler.legs.away.in_state(ReqState.WAITING)
+    # prefill legs whose receivers have yet to open wait for pages there, not for this engine: nothing of them is queued
+    num_legs = sum(req.is_prefill_leg for req in parked)
+    uncached = scheduler.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
+    return EngineStats(
+        time_s=now_s,
+        pool=kv.stats(),
+        num_waiting=len(scheduler.waiting) + len(parked) - num_legs,
+        num_running=len(scheduler.running) + (chunked is not None),
+        max_running_requests=scheduler.max_running,
+        waiting_uncached_tokens=uncached,
+        cache_nodes=kv.num_nodes,
+        cache_event_seq=kv.event_seq,
+        num_finished=counters.finished,
+        num_aborted=counters.aborted,
+        num_errors=counters.errors,
+        num_retractions=counters.retractions,
+        retracted_tokens=counters.retracted_tokens,
+        prefill_tokens=counters.prefill_tokens,
+        cached_tokens=counters.cached_tokens,
+        lookup_tokens=counters.lookup_tokens,
+        decode_tokens=counters.decode_tokens,
+        evicted_tokens=kv.evicted_tokens,
+        flushed_tokens=kv.flushed_tokens,
+        num_extend_steps=steps.num_extend,
+        num_decode_steps=steps.num_decode,
+        extend_s=steps.extend_s,
+        decode_s=steps.decode_s,
+        alloc_failures=kv.alloc_failures,
+        prefill_tokens_per_s=steps.prefill_tokens_per_s,
+        decode_step_s=steps.decode_step_s,
+        num_preallocating=len(scheduler.legs.prealloc),
+        num_mixed_steps=steps.num_mixed,
+        num_receiving=len(scheduler.legs.away.in_state(ReqState.RECEIVING)),
+        longest_step_s=steps.longest_s,
+    )
+
 
 Launch = Callable[[StepPlan], PendingStep]  # starts a plan on all ranks
 

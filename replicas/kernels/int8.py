@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
-from replicas.int8_groups import group_length
+from replicas.kernels.int8_groups import group_length
 from replicas.kernels.int8_tiles import COLS, SCALE_BYTES, ZERO, cpu_has_vnni, product_tile, store_bytes, store_i32
 from replicas.kernels.narrow import absolute
 from replicas.kernels.simd import W, add, hmax, hsum, load, maximum, mul, splat, store1, sub, take_next

@@ -15,7 +15,7 @@ from replicas.config import Products
 from replicas.layers.int8 import Int8Matmul
 from replicas.layers.layer import Layer, Put
 from replicas.layers.matmul import Matmul
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 
 
 class VocabParallelEmbedding(Layer):

@@ -8,7 +8,7 @@ from torch import Tensor
 from replicas.kernels import elementwise
 from replicas.layers.layer import Layer
 from replicas.layers.linear import ColumnParallelLinear, RowParallelLinear
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 
 
 class GatedMLP(Layer):

@@ -20,7 +20,7 @@ from replicas.layers.linear import QKVParallelLinear, RowParallelLinear
 from replicas.layers.mlp import GatedMLP
 from replicas.layers.norm import RMSNorm
 from replicas.layers.rope import RotaryEmbedding, Rotation
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 
 
 class LlamaAttention(Layer):

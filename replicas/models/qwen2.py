@@ -6,7 +6,7 @@ Source: Yang et al. 2024 (arXiv:2407.10671).
 from replicas.attention.base import AttentionBackend
 from replicas.config import ModelConfig
 from replicas.models.llama import Llama
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 
 
 class Qwen2(Llama):

@@ -13,7 +13,7 @@ from replicas.layers.layer import Layer
 from replicas.layers.norm import RMSNorm
 from replicas.layers.rope import Rotation
 from replicas.models.llama import Llama, LlamaAttention, LlamaBlock
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 
 
 class Qwen3Attention(LlamaAttention):

@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from replicas.config import Quantization
-from replicas.int8_groups import RULE
+from replicas.kernels.int8_groups import RULE
 from replicas.runner.weights import model_folder
 
 NOT_MEANING = frozenset({"_name_or_path", "transformers_version"})  # of config.json: differ, and change no K/V

@@ -16,8 +16,8 @@ import torch
 from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from replicas.config import EngineConfig, kv_layout
+from replicas.layers.tp_group import TpGroup
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.parallel import TpGroup
 from replicas.runner.identity import model_identity
 
 

@@ -19,13 +19,12 @@ from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.attention.registry import make_attention
 from replicas.attention.workspace import num_sms
 from replicas.config import EngineConfig
+from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import kv_pool
 from replicas.memory.table import ROW_SLACK
 from replicas.models.registry import model_class
-from replicas.parallel import TpGroup
-from replicas.prefix_group import PrefixGroup
 from replicas.runner import batch as batches
 from replicas.runner import set_aside
 from replicas.runner.device import free_device_bytes
@@ -35,7 +34,7 @@ from replicas.runner.pending import PendingTokens
 from replicas.runner.sampler import Sampler
 from replicas.runner.staging import Staging
 from replicas.runner.weights import load_weights, weight_bytes
-from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, PendingStep, StepPlan, StepResult
+from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, PendingStep, PrefixGroup, StepPlan, StepResult
 from replicas.types import TokenLogprob
 
 log = logging.getLogger(__name__)

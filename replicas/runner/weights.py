@@ -24,9 +24,9 @@ from replicas.errors import InvalidConfig
 from replicas.hf_config import model_config_from_hf
 from replicas.layers import int8
 from replicas.layers.layer import full_name
+from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
-from replicas.parallel import TpGroup
 from replicas.runner.hf_files import architecture_of, read_config
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client
 
 from replicas.config import EngineConfig
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 from replicas.runner.kv_access import KvOrder, ReadKv, WriteKv, run_order
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.port import PortSpec

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replicas.cache.kv import KvCache
-from replicas.prefix_group import PrefixGroup
 from replicas.request import Req, ReqState
-from replicas.scheduler.plan import DecodePlan, SampleRow, TableWrite
+from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, TableWrite
 from replicas.scheduler.shared import SharedPrefixes
 
 

@@ -13,9 +13,8 @@ Source:    Sarathi-Serve, Agrawal et al. 2024 (arXiv:2403.02310), "piggy-backed"
 
 import numpy as np
 
-from replicas.prefix_group import PrefixGroup
 from replicas.scheduler.decode import RunningBatch, sample_row
-from replicas.scheduler.plan import ExtendPlan, ExtendRow, TableWrite
+from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, TableWrite
 from replicas.scheduler.prefill import ExtendBatch
 
 

@@ -1,9 +1,10 @@
-"""What the scheduler asks of the device in one step, and what comes back: host data, picklable; TP ranks receive it.
+"""The plan of one step and its result: host data, picklable; every tensor-parallel rank receives the plan.
 
 Owns:      nothing; these are values.
-Invariant: every slot that a plan writes belongs to the request whose row it is; no two rows of a plan write one slot,
-           and no two ``table_writes`` one position of a row. The slots of rows that decode are not among these: each
-           rank enters them into its table itself, at the last position of the row's sequence, before the step.
+Invariant: every slot that a plan writes belongs to the request whose row it is. No two rows of a plan write one slot,
+           and no two ``table_writes`` one position of a row. The slots of decode rows are not among the
+           ``table_writes``: each rank enters them into its table itself, at the last position of the row's sequence,
+           before the step.
 """
 
 from dataclasses import dataclass, field
@@ -12,8 +13,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from replicas.prefix_group import PrefixGroup
 from replicas.types import SamplingParams, TokenIds, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PrefixGroup:
+    """Rows of one step with the same slots at positions [0, length): attention reads that K and V once for all of them.
+
+    A row is in at most one group.
+    """
+
+    members: npt.NDArray[np.int32]  # [n] indices into the step's rows, ascending, n >= 2
+    length: int  # tokens, whole pages, less than the seq_len of every member
+
 
 BROKEN = -1  # in StepResult.token_ids: the row's logits held NaN or inf, or nothing was left to choose
 Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset

@@ -16,8 +16,8 @@ import numpy as np
 
 from replicas.cache.base import Lock
 from replicas.cache.node import TreeNode
-from replicas.prefix_group import PrefixGroup
 from replicas.request import Req
+from replicas.scheduler.plan import PrefixGroup
 
 MIN_LEN = 256  # tokens; where sharing begins to pay on a CPU (docs/performance.md, Attention)
 

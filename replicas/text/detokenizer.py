@@ -1,20 +1,27 @@
-"""Token ids to text, step by step, for one choice of one request.
+"""Token ids to text, incrementally, for one choice of one request.
 
 Owns:      the undecided end of the text: an unfinished character's bytes, and characters that may begin a stop string.
-Never:     decodes what it has emitted again; knows why a request ends, except for its stop strings.
-Invariant: what was emitted stays: the deltas and the flush add up to ``tokenizer.decode(all ids)``, cut at the stop
-           string that is completed first (of several completed by one character, the longest). The text depends on
-           the ids alone, not on how they were cut into pushes: a fresh Detokenizer given the same ids emits the same.
-Thread:    whoever owns the request; a StopStrings is read-only and shared.
+           How a vocabulary spells bytes: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), where each character of a token
+           is one byte, and SentencePiece (Llama 2, Mistral, Gemma), where U+2581 is a space and ``<0xE2>`` a byte.
+Never:     decodes what it has emitted again; knows why a request ends, except for its stop strings; guesses (an unknown
+           decoder is refused).
+Invariant: emitted text stays: the deltas and the flush add up to ``tokenizer.decode(all ids)``, cut at the stop string
+           that is completed first (of several completed by one character, the longest). The text depends on the ids
+           alone, not on how they were cut into pushes: a fresh Detokenizer given the same ids emits the same.
+Thread:    the owner of the request; a StopStrings is read-only and shared.
 Cost:      O(bytes of the new tokens): one incremental UTF-8 step a token and one automaton step a character.
 """
 
 import codecs
+import json
+import re
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from replicas.errors import InvalidConfig
 from replicas.types import TokenIds
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -161,3 +168,71 @@ class Detokenizer:
         """The held text is exactly as long as the automaton says."""
         depth = 0 if self._stops is None or self._matched is not None else self._stops.depth[self._state]
         assert len(self._held) == depth, f"holds {len(self._held)} characters back, the stop strings ask for {depth}"
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[int, str]:
+    """Code point of a token's character -> the byte it stands for, as a Latin-1 character.
+
+    Source: Radford et al. 2019 (GPT-2), byte-level BPE: printable Latin-1 stands for itself, the other bytes follow
+    from U+0100 on in their order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {b: chr(b) for b in printable} | {0x100 + n: chr(b) for n, b in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+@dataclass(frozen=True, slots=True)
+class PieceDecoder:
+    """How one vocabulary spells bytes."""
+
+    kind: Literal["byte_level", "sentencepiece", "words"]
+    replacement: str = ""  # sentencepiece: the character that stands for a space
+    byte_fallback: bool = False
+    strips_leading_space: bool = False  # the text begins without the first token's space
+
+    @staticmethod
+    def of(rust: Any, *, path: str) -> "PieceDecoder":
+        """The decoder of ``rust`` (a ``tokenizers.Tokenizer``). Raises InvalidConfig for one that is not known."""
+        if rust.decoder is None:
+            return PieceDecoder("words", strips_leading_space=True)
+        state = json.loads(rust.decoder.__getstate__())
+        steps = state["decoders"] if state["type"] == "Sequence" else [state]
+        by_type = {step["type"]: step for step in steps}
+        if "ByteLevel" in by_type:
+            return PieceDecoder("byte_level")
+        if "Metaspace" in by_type:
+            metaspace = by_type["Metaspace"]
+            strips = metaspace.get("prepend_scheme", "always") != "never"
+            return PieceDecoder("sentencepiece", metaspace["replacement"], strips_leading_space=strips)
+        if "Replace" in by_type and by_type.keys() <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+            return PieceDecoder(
+                "sentencepiece",
+                by_type["Replace"]["pattern"]["String"],
+                byte_fallback="ByteFallback" in by_type,
+                strips_leading_space=bool(by_type.get("Strip", {}).get("start")),
+            )
+        raise InvalidConfig(
+            f"{path}: tokenizer decoder {sorted(by_type)} is not known; known: ByteLevel, Metaspace, "
+            "and Replace with ByteFallback, Fuse, Strip"
+        )
+
+    def ordinary(self, content: str) -> bytes:
+        """Bytes of a token of the model's vocabulary."""
+        if self.kind == "byte_level":
+            return content.translate(_ALPHABET).encode("latin-1", errors="replace")
+        if self.kind == "words":
+            return b" " + content.encode()
+        byte = _BYTE_TOKEN.fullmatch(content) if self.byte_fallback else None
+        return bytes.fromhex(byte[1]) if byte else content.replace(self.replacement, " ").encode()
+
+    def added(self, content: str) -> bytes:
+        """Bytes of an added token, whose characters need not belong to the byte alphabet: then they are themselves."""
+        if self.kind == "byte_level" and not all(ord(char) in _ALPHABET for char in content):
+            return content.encode()
+        return self.ordinary(content)

@@ -23,7 +23,7 @@ from transformers.utils import cached_file
 
 from replicas.errors import InvalidConfig, InvalidRequest
 from replicas.text.control_tokens import ROLES, ControlTokens, encoded
-from replicas.text.token_bytes import PieceDecoder
+from replicas.text.detokenizer import PieceDecoder
 from replicas.types import TokenIds
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer.json says everything

@@ -20,42 +20,36 @@ FLOORS: dict[str, set[str]] = {
     "replicas": set(),  # a module that lands here has no floor yet: give it one
     "replicas.errors": set(),
     "replicas.types": {"replicas.errors", "kvtransfer.types"},
-    "replicas.prefix_group": set(),
-    "replicas.int8_groups": set(),
-    "replicas.config": {"replicas.errors", "replicas.int8_groups", "kvtransfer.layout"},
+    "replicas.kernels.int8_groups": set(),
+    "replicas.config": {"replicas.errors", "replicas.kernels.int8_groups", "kvtransfer.layout"},
     "replicas.hf_config": {"replicas.config", "replicas.errors"},
     "replicas.request": {"replicas.types", "replicas.errors", "kvtransfer.types"},
-    "replicas.parallel": {"replicas.errors"},
-    "replicas.tally": {"replicas.types"},
-    "replicas.distributions": {"replicas.tally", "replicas.types", "kvtransfer.types"},
-    "replicas.stages": {"replicas.request", "replicas.types"},
+    "replicas.layers.tp_group": {"replicas.errors"},
+    "replicas.distributions": {"replicas.types", "kvtransfer.types"},
     "replicas.text": {"replicas.types", "replicas.errors", "replicas.config"},
     "replicas.memory": {"replicas.types", "replicas.errors", "replicas.config", "kvtransfer.layout"},
     "replicas.cache": {
         "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
-        "replicas.tally", "replicas.distributions", "kvtransfer.pages", "kvtransfer.stores",
+        "replicas.distributions", "kvtransfer.pages", "kvtransfer.stores",
     },
-    # a leaf: the runner knows plans, not the scheduler
-    "replicas.scheduler.plan": {"replicas.types", "replicas.prefix_group"},
+    # a leaf: runner and attention know plans, not the scheduler
+    "replicas.scheduler.plan": {"replicas.types"},
     "replicas.scheduler": {
-        "replicas.prefix_group", "replicas.cache", "replicas.request", "replicas.types", "replicas.errors",
-        "replicas.config",
+        "replicas.cache", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
     },
-    "replicas.kernels": {"replicas.int8_groups"},
-    "replicas.layers": {"replicas.kernels", "replicas.parallel", "replicas.errors", "replicas.config"},
+    "replicas.kernels": set(),
+    "replicas.layers": {"replicas.kernels", "replicas.errors", "replicas.config"},
     "replicas.attention": {
-        "replicas.prefix_group", "replicas.kernels", "replicas.memory", "replicas.parallel", "replicas.errors",
-        "replicas.config",
+        "replicas.scheduler.plan", "replicas.kernels", "replicas.memory", "replicas.errors", "replicas.config",
     },
     "replicas.models": {
-        "replicas.layers", "replicas.attention", "replicas.parallel", "replicas.errors", "replicas.config",
+        "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config",
     },
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
-        "replicas.parallel", "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors",
-        "replicas.prefix_group", "replicas.int8_groups", "replicas.types", "kvtransfer.layout", "kvtransfer.types",
-        "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.replay.payload", "kvtransfer.peers.alive",
-        "kvtransfer.peers.heartbeat",
+        "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
+        "kvtransfer.layout", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.replay.payload",
+        "kvtransfer.peers.alive", "kvtransfer.peers.heartbeat",
     },
     "replicas.replay.observer": {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.replay",
@@ -66,21 +60,20 @@ FLOORS: dict[str, set[str]] = {
         "kvtransfer.rooms.transfer_desk",
     },
     "replicas.engine": {
-        "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.parallel",
-        "replicas.request", "replicas.text", "replicas.disagg", "replicas.distributions", "replicas.stages",
-        "replicas.config", "replicas.replay.observer", "replicas.types", "replicas.errors", "kvtransfer.replay",
-        "kvtransfer.types", "kvtransfer.rooms.transfer_desk",
+        "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.request",
+        "replicas.text", "replicas.disagg", "replicas.distributions", "replicas.config", "replicas.replay.observer",
+        "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types", "kvtransfer.rooms.transfer_desk",
     },
-    "replicas.ranks": {
-        "replicas.runner", "replicas.kernels", "replicas.scheduler.plan", "replicas.parallel", "replicas.config",
-        "replicas.errors", "kvtransfer.ports",
+    "replicas.engine.ranks": {
+        "replicas.runner", "replicas.kernels", "replicas.layers.tp_group", "replicas.scheduler.plan",
+        "replicas.config", "replicas.errors", "kvtransfer.ports",
     },
     "replicas.desk": {
         "replicas.disagg", "replicas.runner", "replicas.config", "replicas.errors", "kvtransfer",
     },
     "replicas.launch": {
-        "replicas.engine", "replicas.ranks", "replicas.desk", "replicas.disagg", "replicas.runner", "replicas.cache",
-        "replicas.text", "replicas.config", "replicas.types", "replicas.errors", "kvtransfer.types",
+        "replicas.engine", "replicas.desk", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.text",
+        "replicas.config", "replicas.types", "replicas.errors", "kvtransfer.types",
     },
     "replicas.replay": {
         "replicas.launch", "replicas.engine", "replicas.config", "replicas.request", "replicas.types",
@@ -127,7 +120,7 @@ ONLY: dict[str, set[str]] = {
         "kvtransfer.ports.agent", "kvtransfer.local", "kvtransfer.ports.checksum", "replicas.memory.pool",
         "replicas.memory.scaled_pool",
         "replicas.memory.host",
-        "replicas.kernels", "replicas.parallel", "replicas.layers", "replicas.attention", "replicas.models",
+        "replicas.kernels", "replicas.layers", "replicas.attention", "replicas.models",
         "replicas.runner", "replicas.launch",
     },
 }
@@ -136,10 +129,8 @@ ABOVE = {"benchmarks", "tests", "tools"}  # may import anything; nothing of ours
 # importing any module of these must not load torch, not even through another module
 HOST = (
     "replicas.types", "replicas.errors", "replicas.config", "replicas.hf_config", "replicas.request",
-    "replicas.engine.stats",
-    "replicas.prefix_group", "replicas.int8_groups",
-    "replicas.tally", "replicas.distributions", "replicas.stages", "replicas.engine.sinks", "replicas.text.detokenizer",
-    "replicas.memory.sizing", "replicas.memory.allocator",
+    "replicas.distributions", "replicas.kernels.int8_groups", "replicas.engine.sinks",
+    "replicas.engine.stepping", "replicas.text.detokenizer", "replicas.memory.sizing", "replicas.memory.allocator",
     "replicas.memory.table", "replicas.cache", "replicas.scheduler", "replicas.disagg", "routing", "dashboards",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.attention.torch_native import TorchNativeAttention
-from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.plan import PrefixGroup
 from tests.attention_steps import SmallPool, Step, make_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ import torch
 
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, EngineConfig, Hardware, SchedulerConfig, resolve
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 from replicas.request import Req
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.weights import load_model_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replicas.attention.workspace import num_sms
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 from replicas.runner import set_aside
 from replicas.runner.device import free_device_bytes
 from replicas.runner.model_runner import ModelRunner

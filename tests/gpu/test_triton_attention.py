@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from replicas.attention.page_lists import page_bounds
-from replicas.prefix_group import PrefixGroup
+from replicas.scheduler.plan import PrefixGroup
 from tests.attention_steps import Step
 from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run, share
 from tests.gpu.triton_or_skip import triton_paged

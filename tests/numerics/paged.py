@@ -10,10 +10,10 @@ from torch import Tensor
 from replicas.attention.base import BatchMeta
 from replicas.attention.registry import make_attention
 from replicas.config import ModelConfig, Products, ProductSetting
+from replicas.layers.tp_group import TpGroup
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
-from replicas.parallel import TpGroup
 from replicas.runner.product_choice import blas_products
 from replicas.runner.weights import load_model_config, load_weights
 

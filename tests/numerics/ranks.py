@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.processes import prepared
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any, meet: Path) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from replicas.config import ProductSetting
 from replicas.kernels.linear import FEW_ROWS
 from replicas.kernels.program import Program
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 from replicas.runner.weights import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import PagedModel, assert_close_in_range, open_model

@@ -14,7 +14,7 @@ from replicas.kernels.widened import WidenedKernel
 from replicas.layers import int8
 from replicas.layers.int8 import round_weight
 from replicas.layers.matmul import Matmul
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 from replicas.runner.weights import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import PagedModel, open_model

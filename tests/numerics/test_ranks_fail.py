@@ -12,9 +12,9 @@ import pytest
 
 from replicas.config import CacheConfig, ParallelConfig
 from replicas.engine.loop import EngineLoop
+from replicas.engine.ranks import LocalWorkers
 from replicas.errors import EngineDead
 from replicas.launch import load_engine
-from replicas.ranks import LocalWorkers
 from replicas.runner.worker import WorkerSpec
 from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL

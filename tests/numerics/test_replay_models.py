@@ -231,7 +231,7 @@ def test_the_command_line_takes_a_snapshot_and_goes_on_with_it(tmp_path: Path) -
 
 
 def replay_file(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "replicas.replay.replay_file", *arguments]
+    command = [sys.executable, "-m", "replicas.replay", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout)
@@ -241,7 +241,7 @@ def replay_file(*arguments: str) -> dict[str, Any]:
 def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("hello")
     run = subprocess.run(
-        [sys.executable, "-m", "replicas.replay.replay_file", "show", str(tmp_path / "s")],
+        [sys.executable, "-m", "replicas.replay", "show", str(tmp_path / "s")],
         capture_output=True,
         text=True,
     )

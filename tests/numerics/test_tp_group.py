@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replicas.errors import EngineDead
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 
 R = TypeVar("R")
 

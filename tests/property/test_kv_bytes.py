@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtransfer.replay.payload import Payload, Slots
+from replicas.layers.tp_group import TpGroup
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.parallel import TpGroup
 from replicas.runner.kv_access import ReadKv, WriteKv, run_order
 
 LAYERS, HEADS, DIM, NUM_SLOTS = 2, 6, 3, 24  # heads split by 1, 2, 3 and 6; 12 ranks hold each twice

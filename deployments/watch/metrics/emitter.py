@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 from dashboards.catalog import CATALOG
 from dashboards.metric import OPEN, Kind, Metric, Process
-from replicas.tally import Tally
+from replicas.distributions import Tally
 from replicas.types import TallyCounts
 
 log = logging.getLogger(__name__)

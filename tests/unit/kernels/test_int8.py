@@ -4,8 +4,8 @@ import pytest
 import torch
 from numba.core import config
 
-from replicas.int8_groups import GROUP, group_length
 from replicas.kernels.int8 import Int8Kernel, num_groups, serves
+from replicas.kernels.int8_groups import GROUP, group_length
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.team import Team
 from replicas.kernels.widened import WidenedKernel

@@ -13,7 +13,7 @@ import torch
 from replicas.config import CacheConfig, EngineConfig, Hardware, KvDType, ModelConfig, Products, resolve
 from replicas.errors import InvalidConfig
 from replicas.kernels.linear import FEW_ROWS
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 from replicas.runner import product_choice
 from replicas.runner.product_choice import Rates, Shape, choose_products, faster, int8_warning, product_shapes
 from replicas.runner.weights import load_model_config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.engine.stats import StepClock
+from replicas.engine.stepping import StepClock
 
 
 def test_a_mixed_step_counts_its_prompt_tokens_over_all_of_its_time() -> None:

@@ -18,7 +18,7 @@ from kvtransfer.ports.ports import RankPort
 from replicas.config import EngineConfig
 from replicas.errors import EngineDead
 from replicas.kernels.team import PassingThread
-from replicas.parallel import TpGroup
+from replicas.layers.tp_group import TpGroup
 from replicas.runner.kv_access import KvOrder, RankedKvBytes
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.plan_channel import PlanChannel

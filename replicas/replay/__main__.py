@@ -1,8 +1,8 @@
 """Snapshots from the command line: take one in the middle of an answer, look into it, go on with it.
 
-    python -m replicas.replay.replay_file take FILE --model DIR --text "Once upon a time" --after 8
-    python -m replicas.replay.replay_file show FILE
-    python -m replicas.replay.replay_file run FILE --model DIR [--page-size 16] [--tp 1]
+    python -m replicas.replay take FILE --model DIR --text "Once upon a time" --after 8
+    python -m replicas.replay show FILE
+    python -m replicas.replay run FILE --model DIR [--page-size 16] [--tp 1]
 
 Owns:  nothing; an engine of its own in this process, for one request.
 """
@@ -61,7 +61,7 @@ def describe(snapshot: ReplaySnapshot) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     description = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m replicas.replay.replay_file", description=description)
+    parser = argparse.ArgumentParser(prog="python -m replicas.replay", description=description)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="what a snapshot holds")
     take = commands.add_parser("take", help="answer a text, and take a snapshot on the way")
