@@ -26,7 +26,7 @@ from kvtransfer.pages import PageKeys
 from replicas.cache.events import CacheSnapshot, PagesStored
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import CacheEvent, IndexSnapshot, ReplicaView
+from routing.types import IndexEvent, IndexSnapshot, ReplicaView
 
 PAGE_SIZE = 16
 TARGET_S = 1.0  # for 8 replicas of 100,000 pages
@@ -56,7 +56,7 @@ class SnapshotListener:
     def on_report(self, replica_id: str, report: ReplicaReport) -> None:
         raise AssertionError("only snapshots are sent here")
 
-    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
+    def on_events(self, replica_id: str, events: Sequence[IndexEvent]) -> None:
         raise AssertionError("only snapshots are sent here")
 
     def on_lost(self, replica_id: str) -> None:

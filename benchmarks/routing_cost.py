@@ -28,7 +28,7 @@ import numpy.typing as npt
 from benchmarks.routing_peer import Peer, peer_cost
 from benchmarks.routing_weight import index_weights
 from routing.router import Router
-from routing.types import CacheEvent, Decision, Ending, Outcome, PagesRemoved, PagesStored, ReplicaView, RouteQuery
+from routing.types import Decision, Ending, IndexEvent, KeysRemoved, KeysStored, ReplicaView, RouteOutcome, RouteQuery
 
 PAGE_SIZE = 16
 POOL_PAGES = 8_192
@@ -37,7 +37,7 @@ NUM_PREFIXES = 50
 VOCABULARY = 49_152
 WARM_UP = 400  # decisions
 TARGETS_MS = {(8, 8_192): 0.3, (1_000, 8_192): 2.0}  # p50
-FINISHED = Outcome(ending=Ending.FINISHED, ttft_s=0.1)
+FINISHED = RouteOutcome(ending=Ending.FINISHED, ttft_s=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Pool:
         self._pages: OrderedDict[int, None] = OrderedDict()
         self._seq = 0
 
-    def serve(self, decision: Decision) -> list[CacheEvent]:
+    def serve(self, decision: Decision) -> list[IndexEvent]:
         """Take in the prompt's pages; what that stored and removed."""
         keys = decision.keys.tolist()
         new = [key for key in keys if key not in self._pages]
@@ -79,8 +79,8 @@ class Pool:
         gone = [self._pages.popitem(last=False)[0] for _ in range(len(self._pages) - POOL_PAGES)]
         self._seq += 2
         return [
-            PagesRemoved(self._seq - 1, np.array(gone, dtype=np.uint64)),
-            PagesStored(self._seq, np.array(new, dtype=np.uint64)),
+            KeysRemoved(self._seq - 1, np.array(gone, dtype=np.uint64)),
+            KeysStored(self._seq, np.array(new, dtype=np.uint64)),
         ]
 
 

@@ -19,7 +19,7 @@ from benchmarks.sim_reports import Limits
 from benchmarks.sim_requests import SimRequest
 from benchmarks.sim_routers import Routed, Routers
 from benchmarks.sim_split import Decoder, HandOffs, Split
-from routing.types import Ending, Outcome, RouteQuery
+from routing.types import Ending, RouteOutcome, RouteQuery
 
 ORACLE = "oracle"
 
@@ -173,7 +173,7 @@ class Cluster:
         routed = opened.routed
         if self.routers is not None and routed is not None:
             self.routers.done(
-                routed, Outcome(ending=Ending.FINISHED, cached_tokens=job.cached_tokens, ttft_s=opened.ttft_s)
+                routed, RouteOutcome(ending=Ending.FINISHED, cached_tokens=job.cached_tokens, ttft_s=opened.ttft_s)
             )
         self.records.append(
             Record(

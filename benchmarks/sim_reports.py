@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.sim_events import Events
 from benchmarks.sim_replica import SimReplica
 from routing.router import Router
-from routing.types import CacheEvent, IndexSnapshot, PagesRemoved, PagesStored
+from routing.types import IndexEvent, IndexSnapshot, KeysRemoved, KeysStored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,13 @@ class Outbox:
     def __init__(self, replica: SimReplica, num_routers: int = 1) -> None:
         self.replica = replica
         self._seq = 0  # of the last event numbered
-        self._waiting: list[list[CacheEvent]] = [[] for _ in range(num_routers)]
+        self._waiting: list[list[IndexEvent]] = [[] for _ in range(num_routers)]
 
-    def take(self, router: int) -> list[CacheEvent]:
+    def take(self, router: int) -> list[IndexEvent]:
         """What router number ``router`` has not fetched yet."""
         for stored, keys in self.replica.pool.drain():
             self._seq += 1
-            event = (PagesStored if stored else PagesRemoved)(seq=self._seq, keys=np.array(keys, dtype=np.uint64))
+            event = (KeysStored if stored else KeysRemoved)(seq=self._seq, keys=np.array(keys, dtype=np.uint64))
             for waiting in self._waiting:
                 waiting.append(event)
         batch, self._waiting[router] = self._waiting[router], []
@@ -95,7 +95,7 @@ class Reports:
                 self._events.at(heard_s, partial(self._apply, replica_id, batch))
         self._events.after(self._limits.period_s, self._report)
 
-    def _apply(self, replica_id: str, batch: Sequence[CacheEvent]) -> None:
+    def _apply(self, replica_id: str, batch: Sequence[IndexEvent]) -> None:
         if not self._router.apply(replica_id, batch) and replica_id not in self._asked:
             self._asked.add(replica_id)
             self._events.after(self._limits.delay_s, lambda: self._take_snapshot(replica_id))

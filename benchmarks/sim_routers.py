@@ -18,7 +18,7 @@ from benchmarks.sim_replica import SimReplica
 from benchmarks.sim_reports import Limits, Outbox, Reports
 from benchmarks.sim_soonest import SOONEST, SoonestRouter
 from routing.router import Router
-from routing.types import Decision, Outcome, Reason, RouteQuery
+from routing.types import Decision, Reason, RouteOutcome, RouteQuery
 
 SAMPLE_S = 10.0  # between two comparisons of the indexes: long against a report, short against a trace
 SAMPLED_REPLICAS = 8  # at most, evenly spaced: a comparison walks the whole index once a replica and router
@@ -102,7 +102,7 @@ class Routers:
             self._num_different += self._differs(decision, query, (number + 1) % len(self.all))
         return Routed(decision=decision, router=number, decision_s=decision_s)
 
-    def done(self, routed: Routed, outcome: Outcome) -> None:
+    def done(self, routed: Routed, outcome: RouteOutcome) -> None:
         self.all[routed.router].done(routed.decision, outcome)
 
     @property

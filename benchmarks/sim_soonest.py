@@ -9,9 +9,9 @@ from random import Random
 
 import numpy as np
 
-from routing.policies import Choice, Turn, estimated_ttft
+from routing.policies import PolicyChoice, Turn, estimated_ttft
 from routing.router import Router
-from routing.standing import Candidates
+from routing.ttft import Candidates
 from routing.types import RouteQuery
 
 SOONEST = "soonest"
@@ -26,7 +26,7 @@ class SoonestRouter(Router):
         self._policy = soonest
 
 
-def soonest(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+def soonest(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """As `estimated_ttft` where nobody waits."""
     estimates = candidates.estimates
     selfish = replace(estimates, behind_s=np.zeros(len(candidates)), cost_s=estimates.ttft_s)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvtransfer.pages import PageKeys
 from routing.index import PrefixIndex, pages_of
 from routing.runs import Pages
-from routing.types import CacheEvent, IndexSnapshot, PagesRemoved, PagesStored
+from routing.types import IndexEvent, IndexSnapshot, KeysRemoved, KeysStored
 
 # Events that wait for a missing one: some seconds' worth. Beyond them only a snapshot helps, and it brings their pages.
 MAX_EARLY = 10_000
@@ -40,7 +40,7 @@ class Feed:
         self._replica = replica
         self._is_open = is_open
         self.seq: int | None = None  # of the last event applied; None: what the replica holds is unknown
-        self._early: dict[int, CacheEvent] = {}
+        self._early: dict[int, IndexEvent] = {}
         self._num_batches = 0
         self._ended: deque[_Ended] = deque()
 
@@ -48,7 +48,7 @@ class Feed:
     def in_sync(self) -> bool:
         return self.seq is not None and not self._early
 
-    def apply(self, events: Iterable[CacheEvent]) -> bool:
+    def apply(self, events: Iterable[IndexEvent]) -> bool:
         """Take in a batch. False if an event before them is missing, or nothing is known yet: a snapshot helps."""
         self._num_batches += 1
         for event in events:
@@ -86,10 +86,10 @@ class Feed:
         while self.seq is not None and (event := self._early.pop(self.seq + 1, None)) is not None:
             self.seq = seq = event.seq
             match event:
-                case PagesStored(keys=keys):
+                case KeysStored(keys=keys):
                     if not self._index.stored(self._replica, pages_of(keys)):
                         self.seq = None  # more than its pool: we believe in pages that it no longer has
-                case PagesRemoved(keys=keys):
+                case KeysRemoved(keys=keys):
                     self._index.removed(self._replica, pages_of(keys))
                 case _:  # nothing was open there: what open decisions expect was sent since, and is to come
                     self._begin(seq, [])

@@ -10,7 +10,7 @@ Two sources. (a) Decisions: `expect` says that a replica will soon hold a prompt
 order of their numbers (feed.py): `stored` confirms pages, `removed` takes them out, predicted or not; from the first
 on, what a request was expected to leave and did not is dropped once it has ended (`unexpect`).
 
-    held.py: who holds each page     runs.py: in what order a replica's expected pages were used     bits.py: who is who
+    page_owners.py: which replicas hold each page      runs.py: the order in which a replica's expected pages were used
 
 A replica that leaves, or says that its cache is empty, gives up its bit: at once no walk sees it. The bit is cleaned
 from the pages a few at a time, with each write, and only then given to another.
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.pages import PageKeys
-from routing.held import Held, bits_of
+from routing.page_owners import PageOwners, bits_of
 from routing.runs import Expected, Pages, Run
 
 # Python keeps an int of 60 bits in 32 bytes, one of 64 in 48. Two of a million pages share a key once in 2^21 indexes,
@@ -42,12 +42,12 @@ class PrefixIndex:
     """Pages by replica; a replica is a small number of the caller's that it keeps until it leaves."""
 
     def __init__(self) -> None:
-        self._held = Held()
+        self._owners = PageOwners()
         self._replicas: dict[int, _Replica] = {}
 
     def __len__(self) -> int:
         """Pages held by any replica; those still to be cleaned count."""
-        return len(self._held)
+        return len(self._owners)
 
     def num_pages(self, replica: int) -> tuple[int, int]:
         """(confirmed by events, only expected) pages of a replica."""
@@ -56,23 +56,23 @@ class PrefixIndex:
 
     def pages(self, replica: int) -> set[int]:
         """Everything a replica is believed to hold. Slow: for tests and for showing."""
-        return self._held.pages(self._replicas[replica].expected)
+        return self._owners.pages(self._replicas[replica].expected)
 
     def join(self, replica: int, *, capacity: int) -> None:
         """A new replica that holds nothing yet; with ``capacity`` 0 it never will."""
         assert replica not in self._replicas, f"replica {replica} is there already"
-        self._replicas[replica] = _Replica(capacity=capacity, expected=self._held.join(replica))
+        self._replicas[replica] = _Replica(capacity=capacity, expected=self._owners.join(replica))
 
     def leave(self, replica: int) -> None:
         """Forget a replica: no walk sees its pages from now on."""
-        self._held.leave(self._replicas.pop(replica).expected)
+        self._owners.leave(self._replicas.pop(replica).expected)
 
     def capacity(self, replica: int) -> int:
         return self._replicas[replica].capacity
 
     def overlap(self, pages: Pages, replicas: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         """How many of the first of ``pages`` each of ``replicas`` [n] holds without a hole. Returns [n]."""
-        return self._held.overlap(pages, replicas)
+        return self._owners.overlap(pages, replicas)
 
     def expect(self, replica: int, pages: Pages, *, number: int) -> None:
         """Decision ``number`` (greater than any before) makes ``replica`` hold ``pages`` soon; they are used now."""
@@ -84,11 +84,11 @@ class PrefixIndex:
         lost: dict[Run, Pages] = {}  # by runs of which only part is used
         fresh: Run | None = None  # the last of ``used``, if it is of new pages
         source: Run | None = None  # the one that the last of ``used`` was cut out of, if it was
-        for entry, run, part in self._held.stretches(mine, pages):
+        for entry, run, part in self._owners.stretches(mine, pages):
             if run is not None:
                 if run.number != number:  # else a key stands twice in the prompt
                     into = used[-1] if run is source else None
-                    taken = self._held.use(run, part, number, into)
+                    taken = self._owners.use(run, part, number, into)
                     if taken is not into:
                         used.append(taken)
                     if taken is not run:
@@ -98,19 +98,19 @@ class PrefixIndex:
                 if fresh is None:
                     used.append(fresh := Run(owner=mine, number=number))
                     source = None
-                self._held.hold(mine, part, entry, fresh)
+                self._owners.hold(mine, part, entry, fresh)
         for run, part in lost.items():
             mine.trim(run, part)
         mine.use(reversed(used))
         self._evict(state)
-        self._held.clean(len(pages))
+        self._owners.clean(len(pages))
 
     def unexpect(self, replica: int, pages: Pages, *, number: int) -> None:
         """What only decision ``number`` made expected, and no event has confirmed, will not come."""
         mine = self._replicas[replica].expected
-        for _, run, part in self._held.stretches(mine, pages):
+        for _, run, part in self._owners.stretches(mine, pages):
             if run is not None and run.number == number:
-                self._held.drop(mine, run, part)
+                self._owners.drop(mine, run, part)
 
     def stored(self, replica: int, pages: Pages) -> bool:
         """The replica holds ``pages``. False if that makes more than it can hold: what is known of it is wrong."""
@@ -118,7 +118,7 @@ class PrefixIndex:
         if not state.capacity:
             return True
         mine = state.expected
-        for entry, run, part in self._held.stretches(mine, pages):
+        for entry, run, part in self._owners.stretches(mine, pages):
             if run is None and bits_of(entry) & mine.bit:
                 continue
             new = list(dict.fromkeys(part))
@@ -126,22 +126,22 @@ class PrefixIndex:
             full = len(new) > room
             del new[room:]
             if run is not None:
-                self._held.confirm(run, new)
+                self._owners.confirm(run, new)
             else:
-                self._held.hold(mine, new, entry, None)
+                self._owners.hold(mine, new, entry, None)
             state.num_confirmed += len(new)
             if full:
                 return False
-        self._held.clean(len(pages))
+        self._owners.clean(len(pages))
         return True
 
     def removed(self, replica: int, pages: Pages) -> None:
         """The replica no longer holds ``pages``, expected or not."""
         state = self._replicas[replica]
         mine = state.expected
-        for entry, run, part in self._held.stretches(mine, list(dict.fromkeys(pages))):  # a key goes but once
+        for entry, run, part in self._owners.stretches(mine, list(dict.fromkeys(pages))):  # a key goes but once
             if run is not None or bits_of(entry) & mine.bit:
-                num_dropped = self._held.drop(mine, run, part)
+                num_dropped = self._owners.drop(mine, run, part)
                 if run is None:
                     state.num_confirmed -= num_dropped
 
@@ -164,7 +164,7 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raises AssertionError if bits, counts or bounds do not agree."""
-        self._held.check({replica: state.expected for replica, state in self._replicas.items()})
+        self._owners.check({replica: state.expected for replica, state in self._replicas.items()})
         for replica, state in self._replicas.items():
             assert len(self.pages(replica)) == state.num_confirmed + state.expected.num_pages
             assert max(state.num_confirmed, state.expected.num_pages) <= state.capacity
@@ -175,7 +175,7 @@ class PrefixIndex:
         while (over := mine.num_pages - state.capacity) > 0:
             run = mine.pop_oldest()
             live = mine.live(run)
-            self._held.drop(mine, run, live[-over:])
+            self._owners.drop(mine, run, live[-over:])
             if run.num_live:
                 mine.put_back(run, live[:-over])
 

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from routing.belief import (
+from routing.load_estimate import (
     ENDED,
     IN_FLIGHT,
     MAX_REQUESTS,
@@ -31,12 +31,13 @@ from routing.belief import (
     UTILIZATION,
     WAITING,
     Eligible,
+    Floats,
+    LoadEstimate,
     eligible_of,
     enqueue,
+    load_estimate_of,
     smooth,
-    standing_of,
 )
-from routing.standing import Floats, Standing
 from routing.types import ReplicaView
 
 
@@ -59,7 +60,7 @@ class _Replica:
 
 
 class Load:
-    """A column of numbers for each replica; the fields are in belief.py."""
+    """A column of numbers for each replica; the fields are in load_estimate.py."""
 
     def __init__(self) -> None:
         self._data: Floats = np.zeros((NUM_FIELDS, 8))  # [field, column]
@@ -171,9 +172,9 @@ class Load:
             self._eligible = eligible_of(self._data, [replica.view for replica in self._able], self._columns)
         return self._eligible
 
-    def standing(self, eligible: Eligible, now_s: float) -> Standing:
+    def estimate(self, eligible: Eligible, now_s: float) -> LoadEstimate:
         """What is believed of them at ``now_s``."""
-        return standing_of(self._data, eligible, now_s)
+        return load_estimate_of(self._data, eligible, now_s)
 
     @property
     def num_open(self) -> int:

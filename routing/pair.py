@@ -16,22 +16,28 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
 So no threshold says which prompts are handed over: with nobody to disturb, or little to compute, the decode replica
 computes it. A way with a longer queue than the request may wait is left out, as in ttft.py. Not counted, on either
 side: who arrives later and waits behind ours.
+
+A pair as a `Decision`, and a decision as its legs: what the router's books need of it.
+
+Pure. Invariant: a decision's first leg is at its replica and carries its number; the prefill leg, if any, comes second.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 
-from routing.belief import Eligible
-from routing.pair_types import Floats, Ints, Pair, PairCosts, PairReason
+from kvtransfer.pages import PageKeys
+from routing.load_estimate import Eligible, LoadEstimate
 from routing.policies import TIE_S, Turn
-from routing.standing import Candidates, Standing
-from routing.ttft import OUTPUT_TOKENS, bounded
-from routing.types import Reason, Role, RouteQuery
+from routing.ttft import OUTPUT_TOKENS, Candidates, bounded
+from routing.types import Candidate, Decision, Floats, Ints, Pair, PairCosts, PairReason, Reason, Role, RouteQuery
 
 # Two calls instead of one, the receiver's grant, its opening of the room and the sender's answer: some milliseconds on
 # one host, and the steps that both engines are in when the messages come.
 OVERHEAD_S = 0.02
+POLICY = "pd_pair"  # name of this way of choosing in decisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,24 +102,24 @@ def choose_pair(
 
 def costs_of(decodes: Candidates, query: RouteQuery, *, link_bytes_per_s: float, page_size: int) -> PairCosts:
     """What the request costs at each decode replica, either way."""
-    standing, estimates = decodes.standing, decodes.estimates
-    page_bytes: Ints = np.array([view.page_bytes for view in standing.views], dtype=np.int64)
+    load, estimates = decodes.load, decodes.estimates
+    page_bytes: Ints = np.array([view.page_bytes for view in load.views], dtype=np.int64)
     pages: Ints = -(-estimates.own_tokens // page_size)
     output_tokens = min(query.max_new_tokens, OUTPUT_TOKENS)
-    busy_share: Floats = np.minimum(standing.num_busy / standing.max_requests, 1.0)  # max_requests may be infinite
+    busy_share: Floats = np.minimum(load.num_busy / load.max_requests, 1.0)  # max_requests may be infinite
     return PairCosts(
-        replica_ids=[view.replica_id for view in standing.views],
+        replica_ids=[view.replica_id for view in load.views],
         cached_tokens=decodes.overlap_tokens,
         own_tokens=estimates.own_tokens,
         transfer_pages=pages,
         page_bytes=page_bytes,
         link_bytes_per_s=link_bytes_per_s,
         ttft_s=estimates.ttft_s,
-        stall_s=estimates.own_s * standing.num_busy,
+        stall_s=estimates.own_s * load.num_busy,
         transfer_s=pages * page_bytes / link_bytes_per_s,
         overhead_s=OVERHEAD_S,
         pressure_s=estimates.pressure_s,
-        load_s=output_tokens * standing.decode_step_s * busy_share,  # a full replica's steps take twice an idle one's
+        load_s=output_tokens * load.decode_step_s * busy_share,  # a full replica's steps take twice an idle one's
     )
 
 
@@ -140,8 +146,8 @@ def with_pressure(prefills: Candidates) -> Candidates:
     is computed. So one waits for what is missing at the prefill rate. Those queued before ours take pages and give
     them back while ours is queued.
     """
-    standing, estimates = prefills.standing, prefills.estimates
-    short_s = _missing_tokens(standing, estimates.own_tokens) / standing.prefill_tokens_per_s
+    load, estimates = prefills.load, prefills.estimates
+    short_s = _missing_tokens(load, estimates.own_tokens) / load.prefill_tokens_per_s
     return replace(
         prefills,
         estimates=replace(
@@ -153,10 +159,10 @@ def with_pressure(prefills: Candidates) -> Candidates:
     )
 
 
-def _missing_tokens(standing: Standing, own_tokens: Ints) -> Floats:
+def _missing_tokens(load: LoadEstimate, own_tokens: Ints) -> Floats:
     """Of ours, those that no free page is there for; 0 where the pool was not told."""
-    missing: Floats = standing.utilization * standing.pool_tokens + own_tokens - standing.pool_tokens
-    return np.where(standing.pool_tokens > 0, np.maximum(missing, 0.0), 0.0)
+    missing: Floats = load.utilization * load.pool_tokens + own_tokens - load.pool_tokens
+    return np.where(load.pool_tokens > 0, np.maximum(missing, 0.0), 0.0)
 
 
 def _soonest(prefills: Candidates, turn: Turn, max_wait_s: float) -> int:
@@ -176,7 +182,7 @@ def _cheapest(candidates: Candidates, cost_s: Floats, turn: Turn) -> tuple[int, 
     for index in lowest.tolist():
         if turn.session is not None and candidates.replica_id(index) == turn.session:
             return int(index), Reason.SESSION
-    requests = candidates.standing.num_requests[lowest]
+    requests = candidates.load.num_requests[lowest]
     fewest = lowest[requests == requests.min()]
     if len(fewest) == 1:
         return int(fewest[0]), Reason.FEWER_REQUESTS
@@ -189,3 +195,90 @@ def _why(query: RouteQuery, *, handed_over: bool, always: bool, any_prefill: boo
     if query.one_replica:
         return PairReason.ONE_REPLICA
     return PairReason.LOCAL if any_prefill else PairReason.NO_PREFILL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteLeg:
+    """What one replica has to do of a decision; the router's books have a line for each."""
+
+    replica_id: str
+    number: int
+    own_tokens: int  # predicted to be computed there
+    overlap_tokens: int  # predicted to be cached there
+
+
+def legs(decision: Decision) -> tuple[RouteLeg, ...]:
+    """One, or the decode leg and then the prefill leg."""
+    own_tokens, pair = decision.num_tokens - decision.overlap_tokens, decision.pair
+    if pair is None or pair.prefill_id is None:
+        return (RouteLeg(replica_id=decision.replica_id, number=decision.number, own_tokens=own_tokens,
+                    overlap_tokens=decision.overlap_tokens),)  # fmt: skip
+    return (
+        RouteLeg(replica_id=decision.replica_id, number=decision.number, own_tokens=0,
+            overlap_tokens=pair.chosen.cached_tokens),
+        RouteLeg(replica_id=pair.prefill_id, number=pair.prefill_number, own_tokens=own_tokens,
+            overlap_tokens=decision.overlap_tokens),
+    )  # fmt: skip
+
+
+class Both(Sequence[Candidate]):
+    """The candidates of both sides, prefill replicas first."""
+
+    def __init__(self, prefills: Candidates | None, decodes: Candidates) -> None:
+        self._prefills: Sequence[Candidate] = () if prefills is None else prefills
+        self._decodes = decodes
+
+    def __len__(self) -> int:
+        return len(self._prefills) + len(self._decodes)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        num_prefills = len(self._prefills)
+        return self._prefills[at] if at < num_prefills else self._decodes[at - num_prefills]
+
+
+def pair_decision(
+    query: RouteQuery,
+    prefills: Candidates | None,
+    decodes: Candidates,
+    choice: PairChoice,
+    *,
+    number: int,
+    keys: PageKeys,
+    now_s: float,
+    dry_run: bool,
+) -> Decision:
+    """``choice`` among these candidates."""
+    handed_over = prefills is not None and choice.prefill is not None
+    computes, at = (prefills, choice.prefill) if handed_over else (decodes, choice.decode)
+    assert computes is not None
+    assert at is not None
+    sides = [decodes] if prefills is None else [prefills, decodes]
+    return Decision(
+        number=number,
+        rid=query.rid,
+        replica_id=decodes.replica_id(choice.decode),
+        policy=POLICY,
+        reason=choice.reason,
+        compared=tuple([view.replica_id for side in sides for view in side.load.views]),
+        candidates=Both(prefills, decodes),
+        num_tokens=len(query.token_ids),
+        overlap_tokens=int(computes.overlap_tokens[at]),
+        predicted_ttft_s=choice.predicted_ttft_s,
+        best_overlap=max((_best_overlap(side) for side in sides), key=lambda best: best[1]),
+        keys=keys,
+        time_s=now_s,
+        dry_run=dry_run,
+        pair=choice.pair,
+    )
+
+
+def _best_overlap(side: Candidates) -> tuple[str, int]:
+    best = int(side.overlap_tokens.argmax())
+    return side.replica_id(best), int(side.overlap_tokens[best])

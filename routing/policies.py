@@ -2,7 +2,7 @@
 
 A policy sees the query, the candidates (at least one, in order of ids, each with its load and its estimated time to
 first token) and the turn (what of the router's past it may use, and an injected random generator); it answers a
-Choice. Whatever it compares stands in the candidates, so that every decision can be explained afterwards.
+PolicyChoice. Whatever it compares stands in the candidates, so that every decision can be explained afterwards.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,8 +11,8 @@ from random import Random
 
 import numpy as np
 
-from routing.standing import Candidates, Estimates, Floats, Ints
-from routing.ttft import bounded
+from routing.load_estimate import Floats, Ints
+from routing.ttft import Candidates, Estimates, bounded
 from routing.types import Reason, RouteQuery
 
 # Estimates closer than this are equal: the report's period and the network blur them by milliseconds.
@@ -34,7 +34,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PolicyChoice:
     """What a policy answers, as positions among the candidates."""
 
     index: int
@@ -42,10 +42,10 @@ class Choice:
     compared: tuple[int, ...] | None = None  # whose load or prefix the policy looked at; None: everyone's
 
 
-Policy = Callable[[RouteQuery, Candidates, Turn], Choice]
+Policy = Callable[[RouteQuery, Candidates, Turn], PolicyChoice]
 
 
-def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """The soonest first token, others' delay added (ttft.py); then the session's last replica, fewer requests, a draw.
 
     A replica that holds the prefix wins until its queue costs more than to compute the prefix elsewhere, for this
@@ -57,60 +57,60 @@ def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> Cho
     if len(least) == 1:
         index = int(least[0])
         if len(candidates) == 1:
-            return Choice(index=index, reason=Reason.ONLY)
-        return Choice(index=index, reason=_why_least(estimates, index, query.max_wait_s))
+            return PolicyChoice(index=index, reason=Reason.ONLY)
+        return PolicyChoice(index=index, reason=_why_least(estimates, index, query.max_wait_s))
     if turn.session is not None:
         for index in least.tolist():
             if candidates.replica_id(index) == turn.session:
-                return Choice(index=index, reason=Reason.SESSION)
+                return PolicyChoice(index=index, reason=Reason.SESSION)
     return _fewest_requests(candidates, least, turn)
 
 
-def prefix_threshold(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+def prefix_threshold(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """The longest prefix, where it is long enough and the load is in balance; else the fewest requests.
 
     Source: SGLang's router (cache_aware) and Ray Serve's PrefixCacheAffinityRouter; both match text, we match pages.
     """
     everyone = np.arange(len(candidates))
-    requests = candidates.standing.num_requests
+    requests = candidates.load.num_requests
     busiest, idlest = requests.max(), requests.min()
     if busiest - idlest > BALANCE_REQUESTS and busiest > BALANCE_RATIO * idlest:
         choice = _fewest_requests(candidates, everyone, turn)
-        return Choice(index=choice.index, reason=Reason.BALANCE)
+        return PolicyChoice(index=choice.index, reason=Reason.BALANCE)
     overlap = candidates.overlap_tokens
     if overlap.max() <= PREFIX_SHARE * len(query.token_ids):
         return _fewest_requests(candidates, everyone, turn)
     longest = np.flatnonzero(overlap == overlap.max())
     if len(longest) == 1:
-        return Choice(index=int(longest[0]), reason=Reason.LONGEST_PREFIX if len(candidates) > 1 else Reason.ONLY)
+        return PolicyChoice(index=int(longest[0]), reason=Reason.LONGEST_PREFIX if len(candidates) > 1 else Reason.ONLY)
     return _fewest_requests(candidates, longest, turn)
 
 
-def round_robin(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+def round_robin(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """The next id after the last winner's, in order of ids; load is not looked at."""
-    ids = [view.replica_id for view in candidates.standing.views]
+    ids = [view.replica_id for view in candidates.load.views]
     after = (at for at, replica_id in enumerate(ids) if turn.last is not None and replica_id > turn.last)
-    return Choice(index=next(after, 0), reason=Reason.TURN if len(ids) > 1 else Reason.ONLY, compared=())
+    return PolicyChoice(index=next(after, 0), reason=Reason.TURN if len(ids) > 1 else Reason.ONLY, compared=())
 
 
-def random(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+def random(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """Any, each as likely."""
     index = turn.rng.randrange(len(candidates))
-    return Choice(index=index, reason=Reason.RANDOM if len(candidates) > 1 else Reason.ONLY, compared=())
+    return PolicyChoice(index=index, reason=Reason.RANDOM if len(candidates) > 1 else Reason.ONLY, compared=())
 
 
-def power_of_two(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+def power_of_two(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """Of two drawn at random, the one with fewer requests. Source: Mitzenmacher 2001, "The power of two choices"."""
     drawn = sorted(turn.rng.sample(range(len(candidates)), k=min(2, len(candidates))))
     choice = _fewest_requests(candidates, np.array(drawn), turn)
-    return Choice(index=choice.index, reason=choice.reason, compared=tuple(drawn))
+    return PolicyChoice(index=choice.index, reason=choice.reason, compared=tuple(drawn))
 
 
-def least_tokens(query: RouteQuery, candidates: Candidates, turn: Turn) -> Choice:
+def least_tokens(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """The fewest uncached prompt tokens still to compute; then the fewest requests; then at random."""
-    fewest = _lowest(candidates.standing.queued_tokens, within=0.5)  # a token is whole
+    fewest = _lowest(candidates.load.queued_tokens, within=0.5)  # a token is whole
     if len(fewest) == 1:
-        return Choice(index=int(fewest[0]), reason=Reason.FEWER_TOKENS if len(candidates) > 1 else Reason.ONLY)
+        return PolicyChoice(index=int(fewest[0]), reason=Reason.FEWER_TOKENS if len(candidates) > 1 else Reason.ONLY)
     return _fewest_requests(candidates, fewest, turn)
 
 
@@ -122,13 +122,13 @@ def _why_least(estimates: Estimates, index: int, max_wait_s: float) -> Reason:
     return Reason.WAIT_ALLOWED if ttft_s[index] <= allowed.min() + TIE_S else Reason.LEAST_DELAY
 
 
-def _fewest_requests(candidates: Candidates, among: Ints, turn: Turn) -> Choice:
+def _fewest_requests(candidates: Candidates, among: Ints, turn: Turn) -> PolicyChoice:
     """Of those at the positions ``among``, the one with the fewest requests; at random where they are equal."""
-    requests = candidates.standing.num_requests[among]
+    requests = candidates.load.num_requests[among]
     fewest = among[requests == requests.min()]
     if len(fewest) > 1:
-        return Choice(index=int(fewest[turn.rng.randrange(len(fewest))]), reason=Reason.TIE)
-    return Choice(index=int(fewest[0]), reason=Reason.FEWER_REQUESTS if len(candidates) > 1 else Reason.ONLY)
+        return PolicyChoice(index=int(fewest[turn.rng.randrange(len(fewest))]), reason=Reason.TIE)
+    return PolicyChoice(index=int(fewest[0]), reason=Reason.FEWER_REQUESTS if len(candidates) > 1 else Reason.ONLY)
 
 
 def _lowest(values: Floats, *, within: float) -> Ints:

@@ -1,6 +1,6 @@
 """Router: from a request and what is known of the replicas to a decision, in this process, with no I/O.
 
-Owns:      what is known of the replicas (known.py), and how wrong it was (errors.py); what was decided last.
+Owns:      what is known of the replicas (fleet_state.py), and how wrong it was (errors.py); what was decided last.
 Never:     reads a clock or a random source that was not injected; talks to a replica.
 Invariant: a decision names a replica of the last ``update`` that is healthy, accepting and permitted by the query;
            open requests return to zero once each decision is done or its replica has left.
@@ -9,7 +9,7 @@ Thread:    one event loop; no call blocks.
     update(views), apply(events) ──> choose(query) ──> the caller sends ──> done(decision, outcome)
 
     keys of the prompt's pages ─> overlap with every replica ─┐
-    reports, sent since, age ───> standing of every replica ──┴─> seconds to the first token (ttft.py) ─> policy
+    reports, sent since, age ───> load of every replica ── ──┴─> seconds to the first token (ttft.py) ─> policy
 """
 
 from collections import Counter, OrderedDict
@@ -19,23 +19,21 @@ from random import Random
 import numpy as np
 
 from kvtransfer.pages import PageKeys, page_keys
-from routing.belief import Eligible
-from routing.errors import PredictionErrors
+from routing.feedback import Link, PredictionErrors
+from routing.fleet_state import FleetState
 from routing.index import pages_of
-from routing.known import Known
-from routing.link import Link
-from routing.pair import choose_pair, costs_of, decode_side, prefill_side, with_pressure
-from routing.pair_decision import Leg, legs, pair_decision
+from routing.load_estimate import Eligible
+from routing.pair import RouteLeg, choose_pair, costs_of, decode_side, legs, pair_decision, prefill_side, with_pressure
 from routing.policies import POLICIES, Turn
 from routing.runs import Pages
 from routing.types import (
-    CacheEvent,
     Decision,
     Ending,
+    IndexEvent,
     IndexSnapshot,
     NoReplica,
-    Outcome,
     ReplicaView,
+    RouteOutcome,
     RouteQuery,
 )
 
@@ -68,7 +66,7 @@ class Router:
         self._rng = rng
         self._clock = clock
         self._always_hand_off = always_hand_off
-        self._known = Known(page_size)
+        self._fleet = FleetState(page_size)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> its last replica
         self._last: str | None = None
         self._num_decisions = 0
@@ -76,24 +74,24 @@ class Router:
 
     def update(self, views: Iterable[ReplicaView]) -> None:
         """These are the replicas now. One that is not among them is forgotten at once, its open requests with it."""
-        self._known.update(views)
+        self._fleet.update(views)
 
     def forget(self, replica_id: str) -> None:
         """The replica is gone (a call to it just failed); do not wait for the next ``update``."""
-        self._known.forget(replica_id)
+        self._fleet.forget(replica_id)
 
-    def apply(self, replica_id: str, events: Iterable[CacheEvent]) -> bool:
+    def apply(self, replica_id: str, events: Iterable[IndexEvent]) -> bool:
         """Take in what a replica's cache stored and removed, in batches of any size, empty ones too.
 
         Returns: False if events are missing or the replica is not known: fetch a snapshot for `apply_snapshot`.
                  Later events are kept meanwhile; until then choices use what is known.
         """
-        feed = self._known.feed(replica_id)
+        feed = self._fleet.feed(replica_id)
         return feed is not None and feed.apply(events)
 
     def apply_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> bool:
         """Believe ``snapshot``, then the events after it. False as for `apply`: events are missing."""
-        feed = self._known.feed(replica_id)
+        feed = self._fleet.feed(replica_id)
         return feed is not None and feed.apply_snapshot(snapshot)
 
     def choose(self, query: RouteQuery) -> Decision:
@@ -101,7 +99,7 @@ class Router:
         decision, pages = self._decide(query, dry_run=False)
         replica_id = decision.replica_id
         for leg in legs(decision):
-            self._known.send(leg, pages, now_s=decision.time_s)
+            self._fleet.send(leg, pages, now_s=decision.time_s)
             self._num_decisions = leg.number + 1
         self._last = replica_id
         if query.session_id:
@@ -119,7 +117,7 @@ class Router:
         finally:
             self._rng.setstate(state)
 
-    def done(self, decision: Decision, outcome: Outcome) -> bool:
+    def done(self, decision: Decision, outcome: RouteOutcome) -> bool:
         """The request of ``decision`` ended, however it did. False if it was not open any more.
 
         Safe to call twice (from an error path and a ``finally``), and after the replica has left.
@@ -136,12 +134,12 @@ class Router:
 
     @property
     def views(self) -> tuple[ReplicaView, ...]:
-        return self._known.load.views
+        return self._fleet.load.views
 
     @property
     def num_open(self) -> int:
         """Requests chosen and not done, at replicas that are still there."""
-        return self._known.load.num_open
+        return self._fleet.load.num_open
 
     @property
     def endings(self) -> Mapping[Ending, int]:
@@ -150,29 +148,29 @@ class Router:
 
     def applied(self, replica_id: str) -> int:
         """Number of the last event of a replica that the index has taken in; 0: none, or what it holds is unknown."""
-        feed = self._known.feed(replica_id)
+        feed = self._fleet.feed(replica_id)
         return 0 if feed is None else feed.seq or 0
 
     def num_pages(self, replica_id: str) -> tuple[int, int]:
         """(confirmed by its events, only expected after decisions) pages that a known replica is believed to hold."""
-        return self._known.num_pages(replica_id)
+        return self._fleet.num_pages(replica_id)
 
     def held(self, replica_id: str) -> set[int]:
         """Those pages, as the index names them (index.pages_of): to compare routers. Walks the whole index."""
-        return self._known.pages(replica_id)
+        return self._fleet.pages(replica_id)
 
     def check(self) -> None:
         """Raises AssertionError if the open requests or the index do not add up."""
-        self._known.check()
+        self._fleet.check()
 
-    def _end(self, decision: Decision, ended: Iterable[Leg]) -> bool:
+    def _end(self, decision: Decision, ended: Iterable[RouteLeg]) -> bool:
         """Whether any of these legs was still open."""
         if decision.dry_run:
             return False
-        return sum(self._known.end(leg, decision.keys) for leg in ended) > 0  # each of them: no `any`
+        return sum(self._fleet.end(leg, decision.keys) for leg in ended) > 0  # each of them: no `any`
 
     def _decide(self, query: RouteQuery, *, dry_run: bool) -> tuple[Decision, Pages]:
-        eligible = self._known.load.eligible().permitted(query)
+        eligible = self._fleet.load.eligible().permitted(query)
         views = eligible.views
         if not views:
             raise NoReplica(self._why_none(query))
@@ -180,9 +178,9 @@ class Router:
         keys = page_keys(np.asarray(query.token_ids, dtype=np.int32), self.page_size, query.salt)
         pages = pages_of(keys)
         usable = pages[: (num_tokens - 1) // self.page_size]  # the last token is always computed
-        if self._known.apart:
+        if self._fleet.apart:
             return self._decide_pair(query, eligible, keys, usable, now_s=now_s, dry_run=dry_run), pages
-        candidates = self._known.candidates(query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens)
+        candidates = self._fleet.candidates(query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens)
         overlap_tokens, estimates = candidates.overlap_tokens, candidates.estimates
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
         choice = self._policy(query, candidates, turn)
@@ -215,8 +213,8 @@ class Router:
             raise NoReplica(f"{self._why_none(query)}. A decode replica is needed; a prefill replica only hands over")
         before = None
         if prefills.views:
-            before = with_pressure(self._known.candidates(query, prefills, usable, now_s, max_new_tokens=1))
-        after = self._known.candidates(query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens)
+            before = with_pressure(self._fleet.candidates(query, prefills, usable, now_s, max_new_tokens=1))
+        after = self._fleet.candidates(query, decodes, usable, now_s, max_new_tokens=query.max_new_tokens)
         link = self.link
         costs = costs_of(after, query, link_bytes_per_s=link.bytes_per_s, page_size=self.page_size)
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
@@ -228,7 +226,7 @@ class Router:
         return pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
 
     def _why_none(self, query: RouteQuery) -> str:
-        if not self._known.load.ids:
+        if not self._fleet.load.ids:
             return f"request {query.rid}: no replica has reported yet, or all have left; try again in a moment"
         passed_over = [
             f"{view.replica_id} is {view.state if query.permits(view.replica_id) else 'not permitted by the request'}"

@@ -1,7 +1,7 @@
 """What decisions expect one replica to hold: runs of pages, in order of use.
 
 Owns:      the runs, their order, and which run a page is in where other replicas hold the page too.
-Never:     writes who holds a page; the table of entries (held.py) does, and changes the runs with it.
+Never:     writes who holds a page; the table of entries (page_owners.py) does, and changes the runs with it.
 Invariant: an expected page is live in exactly one run, that of the last decision that used it: the page's entry is the
            run itself if no other replica holds it, and `shared` has the run otherwise.
 Thread:    the router's own.
@@ -41,7 +41,7 @@ Entries = dict[int, "int | Run"]  # page -> bits of those that hold it, or the r
 
 
 class Expected:
-    """One replica's runs, by its bit in ``entries``, the table of held.py (only read here)."""
+    """One replica's runs, by its bit in ``entries``, the table of page_owners.py (only read here)."""
 
     def __init__(self, bit: int, entries: Entries) -> None:
         self.bit = bit

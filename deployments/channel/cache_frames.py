@@ -18,7 +18,7 @@ import numpy.typing as npt
 from deployments.channel.frames import BadFrame, FrameKind, encode_frame
 from kvtransfer.pages import PageKeys
 from replicas.cache import events as cache
-from routing.types import CacheEvent, IndexSnapshot, PagesCleared, PagesRemoved, PagesStored
+from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, KeysStored
 
 _COUNT = struct.Struct("<I")
 _SEQ = struct.Struct("<Q")
@@ -41,7 +41,7 @@ def encode_events(events: Sequence[cache.CacheEvent]) -> bytes:
     )
 
 
-def decode_events(payload: bytes) -> list[CacheEvent]:
+def decode_events(payload: bytes) -> list[IndexEvent]:
     """Raises: BadFrame."""
     if len(payload) < _COUNT.size:
         raise BadFrame("an EVENTS frame without a count")
@@ -85,11 +85,11 @@ def _keys(event: cache.CacheEvent) -> PageKeys:
     return _NO_KEYS if isinstance(event, cache.AllCleared) else event.keys
 
 
-def _event(kind: int, seq: int, keys: npt.NDArray[np.uint64]) -> CacheEvent:
+def _event(kind: int, seq: int, keys: npt.NDArray[np.uint64]) -> IndexEvent:
     if kind == _STORED:
-        return PagesStored(seq, keys)
+        return KeysStored(seq, keys)
     if kind == _REMOVED:
-        return PagesRemoved(seq, keys)
+        return KeysRemoved(seq, keys)
     if kind == _CLEARED:
-        return PagesCleared(seq)
+        return KeysCleared(seq)
     raise BadFrame(f"event kind {kind} is unknown")

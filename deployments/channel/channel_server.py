@@ -34,7 +34,7 @@ from deployments.channel.frames import (
 from kvtransfer.peers.link import crowded_out
 from replicas.errors import MantaError
 from replicas.types import TokenDelta
-from routing.types import CacheEvent, IndexSnapshot
+from routing.types import IndexEvent, IndexSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Listener(Protocol):
     """Who hears what replicas say beside tokens (fleet.py); each call names the replica."""
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None: ...
-    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None: ...
+    def on_events(self, replica_id: str, events: Sequence[IndexEvent]) -> None: ...
     def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None: ...
     def on_lost(self, replica_id: str) -> None:
         """Its connection ended."""

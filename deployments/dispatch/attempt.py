@@ -18,7 +18,7 @@ from deployments.dispatch.tries import Tries
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import HandOffReport, TokenDelta
 from routing.router import Router
-from routing.types import Ending, Outcome
+from routing.types import Ending, RouteOutcome
 
 
 class Attempt:
@@ -84,7 +84,7 @@ class Attempt:
                     lease.cancel()
                 self._holder.let_end(lease)
             report = self._noted.hand_off
-            self._noted.outcome = Outcome(
+            self._noted.outcome = RouteOutcome(
                 ending=ending,
                 cached_tokens=self._noted.cached_tokens or 0,
                 ttft_s=self._noted.ttft_s,

@@ -39,7 +39,7 @@ from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
 from routing.router import Router
-from routing.types import Decision, Ending, NoReplica, Outcome, RouteQuery
+from routing.types import Decision, Ending, NoReplica, RouteOutcome, RouteQuery
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class Dispatcher:
         wait_s = decision.shortest_wait_s
         if wait_s <= self._max_wait_s:
             return
-        noted.outcome = Outcome(ending=Ending.ABORTED)
+        noted.outcome = RouteOutcome(ending=Ending.ABORTED)
         self._router.done(decision, noted.outcome)
         error = Saturated(
             f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s, at most "

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from deployments.dispatch.rids import client_rid
 from deployments.dispatch.timeline import LegTimes, Timeline
 from replicas.types import HandOffReport
-from routing.types import Decision, Outcome
+from routing.types import Decision, RouteOutcome
 
 MOST_TOLD = 1000  # records in one answer to the observatory
 NOBODY: Mapping[str, str] = MappingProxyType({})
@@ -29,7 +29,7 @@ class Try:
     decision: Decision
     cached_tokens: int | None = None  # as the replica counted; None before the first token
     ttft_s: float | None = None
-    outcome: Outcome | None = None  # None while it runs
+    outcome: RouteOutcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
     hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
     held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replicas not asked then -> why (hold_out.py)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from deployments.dispatch.leases import Leases
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import CacheEvent, IndexSnapshot
+from routing.types import IndexEvent, IndexSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class CacheSync:
         self.num_snapshots = 0  # that have come
         self.num_gaps = 0
 
-    def on_events(self, replica_id: str, events: Sequence[CacheEvent], router_id: str) -> None:
+    def on_events(self, replica_id: str, events: Sequence[IndexEvent], router_id: str) -> None:
         follows = self._router.apply(replica_id, events)
         self._catch_up(replica_id)
         if not follows and replica_id not in self._asking:

@@ -27,7 +27,7 @@ from deployments.fleet.seen import SeenReplica, view_of
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import CacheEvent, IndexSnapshot, Role
+from routing.types import IndexEvent, IndexSnapshot, Role
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Fleet:
             if replica_id in self._infos and self._address is not None:
                 self.sync.on_report(replica_id, report.stats.cache_event_seq, self._address.router_id)
 
-    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
+    def on_events(self, replica_id: str, events: Sequence[IndexEvent]) -> None:
         if replica_id in self._infos and self._address is not None:
             self.sync.on_events(replica_id, events, self._address.router_id)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from deployments.dispatch.route_log import Try
 from deployments.http.openai_format import number
-from routing.pair_types import PairTerms
-from routing.types import Decision
+from routing.types import Decision, PairTerms
 
 
 def pair_body(decision: Decision) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from routing.feed import Feed
 from routing.index import PrefixIndex
 from routing.policies import POLICIES
 from routing.router import Router
-from routing.types import CacheEvent, IndexSnapshot, PagesCleared, PagesRemoved, PagesStored, ReplicaView, RouteQuery
+from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, KeysStored, ReplicaView, RouteQuery
 
 CAPACITY = 6
 REPLICAS = 3
@@ -136,18 +136,18 @@ def test_events_late_twice_or_lost_end_in_what_the_replica_holds(
 ) -> None:
     """Events come in any order and some twice; after a gap a snapshot is fetched, as the caller must."""
     held: set[int] = set()
-    events: list[CacheEvent] = []
+    events: list[IndexEvent] = []
     states: list[set[int]] = [set()]  # by seq
     for seq, change in enumerate(changes, start=1):
         match change:
             case None:
-                events.append(PagesCleared(seq))
+                events.append(KeysCleared(seq))
                 held = set()
             case True, run:
-                events.append(PagesStored(seq, keys(run)))
+                events.append(KeysStored(seq, keys(run)))
                 held = held | run
             case _, run:
-                events.append(PagesRemoved(seq, keys(run)))
+                events.append(KeysRemoved(seq, keys(run)))
                 held = held - run
         states.append(held)
     rng = Random(seed)

@@ -6,9 +6,8 @@ from random import Random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from routing.pair_types import PairReason
 from routing.router import Router
-from routing.types import Decision, Ending, NoReplica, Outcome, ReplicaView, Role, RouteQuery
+from routing.types import Decision, Ending, NoReplica, PairReason, ReplicaView, Role, RouteOutcome, RouteQuery
 
 ROLES = {"a": Role.DECODE, "b": Role.DECODE, "c": Role.PREFILL, "d": Role.PREFILL}
 
@@ -77,10 +76,10 @@ def play(seed: int, always: bool, trace: list[object]) -> list[tuple[str | None,
                 decision = open_.pop(which % len(open_))
                 if prefill_first:
                     router.prefill_done(decision)
-                router.done(decision, Outcome(ending=Ending.FINISHED))
+                router.done(decision, RouteOutcome(ending=Ending.FINISHED))
         router.check()
     for decision in open_:
-        router.done(decision, Outcome(ending=Ending.FINISHED))
+        router.done(decision, RouteOutcome(ending=Ending.FINISHED))
     assert router.num_open == 0
     router.check()
     return went

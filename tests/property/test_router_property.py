@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from routing.policies import POLICIES
 from routing.router import Router
-from routing.types import Decision, Ending, NoReplica, Outcome, ReplicaView, RouteQuery
+from routing.types import Decision, Ending, NoReplica, ReplicaView, RouteOutcome, RouteQuery
 
 IDS = ["a", "b", "c", "d"]
 
@@ -90,10 +90,10 @@ def play(policy: str, seed: int, trace: list[object]) -> list[str]:
                     open_.append(decision)
                     went.append(decision.replica_id)
             case End(which) if open_:
-                router.done(open_.pop(which % len(open_)), Outcome(ending=Ending.FINISHED))
+                router.done(open_.pop(which % len(open_)), RouteOutcome(ending=Ending.FINISHED))
         router.check()
     for decision in open_:
-        router.done(decision, Outcome(ending=Ending.FINISHED))
+        router.done(decision, RouteOutcome(ending=Ending.FINISHED))
     assert router.num_open == 0
     router.check()
     return went

@@ -149,7 +149,7 @@ class RouterEvents:
 
 
 def predicted_tokens(noted: Try) -> int:
-    """To be reused where the prompt was computed in the end, as `routing.errors` counts it."""
+    """To be reused where the prompt was computed in the end, as `routing.feedback` counts it."""
     failed = noted.hand_off is not None and not noted.hand_off.transferred
     if failed and noted.decision.pair is not None:
         return noted.decision.pair.chosen.cached_tokens

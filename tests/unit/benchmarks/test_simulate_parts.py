@@ -18,7 +18,7 @@ from benchmarks.sim_replica import SimJob, SimReplica, Speed
 from benchmarks.sim_reports import Limits, Outbox, Reports
 from benchmarks.sim_requests import SimRequest, copies, of_workload, read_trace
 from routing.router import Router
-from routing.types import CacheEvent, IndexSnapshot, ReplicaView
+from routing.types import IndexEvent, IndexSnapshot, ReplicaView
 
 
 def _forever() -> bool:
@@ -168,7 +168,7 @@ class HeardRouter:
     def update(self, views: Sequence[ReplicaView]) -> None:
         self.views += views
 
-    def apply(self, replica_id: str, events: Sequence[CacheEvent]) -> bool:
+    def apply(self, replica_id: str, events: Sequence[IndexEvent]) -> bool:
         self.seqs += [event.seq for event in events]
         if events[0].seq > self._next:
             return False

@@ -14,7 +14,7 @@ from benchmarks.sim_pool import SimPool
 from benchmarks.sim_replica import SimReplica, Speed
 from benchmarks.sim_reports import Outbox
 from benchmarks.sim_routers import Routers
-from routing.types import PagesRemoved, PagesStored
+from routing.types import KeysRemoved, KeysStored
 from tests.unit.benchmarks.sim_fixtures import request
 
 SETUP = Setup(
@@ -53,8 +53,8 @@ def test_every_router_gets_every_event_once_and_a_snapshot_takes_none_from_the_o
     assert (snapshot.seq, snapshot.keys.tolist()) == (3, [2])
     assert outbox.take(0) == []
     first, second, third = outbox.take(1)
-    assert (type(first), type(second)) == (PagesStored, PagesStored)
-    assert isinstance(third, PagesRemoved)
+    assert (type(first), type(second)) == (KeysStored, KeysStored)
+    assert isinstance(third, KeysRemoved)
     assert third.keys.tolist() == [1]
 
 

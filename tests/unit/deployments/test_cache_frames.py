@@ -9,8 +9,7 @@ from deployments.channel.cache_frames import decode_events, decode_snapshot, enc
 from deployments.channel.frames import BadFrame, FrameKind, FrameReader
 from kvtransfer.pages import PageKeys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
-from routing.types import CacheEvent, PagesCleared, PagesRemoved
-from routing.types import PagesStored as Stored
+from routing.types import IndexEvent, KeysCleared, KeysRemoved, KeysStored
 
 KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(lambda keys: np.array(keys, dtype=np.uint64))
 
@@ -20,8 +19,8 @@ def payload(frame: bytes) -> tuple[FrameKind, bytes]:
     return found
 
 
-def plain(event: CacheEvent) -> tuple[str, int, list[int]]:
-    keys = [] if isinstance(event, PagesCleared) else [int(key) for key in event.keys]
+def plain(event: IndexEvent) -> tuple[str, int, list[int]]:
+    keys = [] if isinstance(event, KeysCleared) else [int(key) for key in event.keys]
     return type(event).__name__, event.seq, keys
 
 
@@ -37,7 +36,7 @@ def test_events_come_back_with_their_numbers_kinds_and_keys(wanted: list[tuple[s
             log.cleared()
     kind_, data = payload(encode_events(log.drain()))
     assert kind_ is FrameKind.EVENTS
-    names = {"stored": Stored.__name__, "removed": PagesRemoved.__name__, "cleared": PagesCleared.__name__}
+    names = {"stored": KeysStored.__name__, "removed": KeysRemoved.__name__, "cleared": KeysCleared.__name__}
     expected = [
         (names[kind], seq, [] if kind == "cleared" else keys.tolist()) for seq, (kind, keys) in enumerate(wanted, 1)
     ]

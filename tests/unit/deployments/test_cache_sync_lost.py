@@ -6,7 +6,7 @@ import numpy as np
 
 from deployments.fleet.cache_sync import CacheSync
 from routing.router import Router
-from routing.types import IndexSnapshot, PagesStored, ReplicaView
+from routing.types import IndexSnapshot, KeysStored, ReplicaView
 from tests.unit.deployments.in_process import LocalLeases
 
 
@@ -17,9 +17,9 @@ def one_replica(*, pool_pages: int = 100) -> tuple[Router, CacheSync]:
     return router, CacheSync(router, LocalLeases())
 
 
-def stored(seq: int) -> PagesStored:
+def stored(seq: int) -> KeysStored:
     """Event ``seq`` stores page ``seq``."""
-    return PagesStored(seq, np.array([seq], dtype=np.uint64))
+    return KeysStored(seq, np.array([seq], dtype=np.uint64))
 
 
 def snapshot(seq: int, *pages: int) -> IndexSnapshot:

@@ -24,7 +24,7 @@ from deployments.channel.frames import (
 from deployments.dispatch.leases import ReplicaGone
 from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
-from routing.types import CacheEvent, IndexSnapshot
+from routing.types import IndexEvent, IndexSnapshot
 from tests.unit.deployments.sample_values import stats
 
 
@@ -43,7 +43,7 @@ class Desk:
         self.reports.append((replica_id, report))
         self.event.set()
 
-    def on_events(self, replica_id: str, events: Sequence[CacheEvent]) -> None:
+    def on_events(self, replica_id: str, events: Sequence[IndexEvent]) -> None:
         self.events += [(replica_id, event.seq) for event in events]
 
     def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None:

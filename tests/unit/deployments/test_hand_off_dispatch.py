@@ -20,8 +20,7 @@ from deployments.http.routed import header_part
 from deployments.http.routes import record_body
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, PdLeg, TokenDelta
-from routing.pair_types import PairReason
-from routing.types import NoReplica, Role
+from routing.types import NoReplica, PairReason, Role
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
 from tests.unit.deployments.sample_values import ask, stats

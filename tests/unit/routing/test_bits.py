@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from routing.bits import Bits, positions
+from routing.page_owners import Bits, positions
 
 
 def test_a_bit_is_given_out_again_only_after_it_was_recycled() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from routing.router import Router
-from routing.types import Candidate, Decision, Ending, Outcome, PagesStored, Reason, ReplicaView, RouteQuery
+from routing.types import Candidate, Decision, Ending, KeysStored, Reason, ReplicaView, RouteOutcome, RouteQuery
 
 PROMPT = list(range(1_000))  # 62 whole pages
 
@@ -66,7 +66,7 @@ def test_a_late_report_is_brought_up_to_date_with_what_was_sent_after_it() -> No
 def test_what_ended_no_longer_waits() -> None:
     f = Fixture(view("a", rate=0.0))
     decision = f.choose()
-    f.router.done(decision, Outcome(ending=Ending.FINISHED))
+    f.router.done(decision, RouteOutcome(ending=Ending.FINISHED))
     assert f.look()["a"].queued_tokens == 0
 
 
@@ -181,7 +181,7 @@ def test_those_who_waited_go_as_the_queue_drains() -> None:
 def test_a_session_breaks_a_tie_and_nothing_else() -> None:
     f = Fixture(view("a"), view("b"), seed=3)
     first = f.choose([1] * 10, session_id="s")
-    f.router.done(first, Outcome(ending=Ending.FINISHED))
+    f.router.done(first, RouteOutcome(ending=Ending.FINISHED))
     other = "b" if first.replica_id == "a" else "a"
     again = f.choose([2] * 10, session_id="s")
     assert (again.replica_id, again.reason) == (first.replica_id, Reason.SESSION)
@@ -214,7 +214,7 @@ def test_a_dry_run_says_what_choose_will_and_changes_nothing() -> None:
     dry = [f.router.explain_only(query) for _ in range(3)]
     assert {(d.replica_id, d.dry_run) for d in dry} == {(f.router.choose(query).replica_id, True)}
     assert f.router.num_open == 1
-    assert not f.router.done(dry[0], Outcome(ending=Ending.FINISHED))
+    assert not f.router.done(dry[0], RouteOutcome(ending=Ending.FINISHED))
     assert f.router.num_open == 1
     f.router.check()
 
@@ -222,9 +222,9 @@ def test_a_dry_run_says_what_choose_will_and_changes_nothing() -> None:
 def test_it_learns_how_wrong_it_was() -> None:
     f = Fixture(view("a"))
     decision = f.choose()  # 1,000 tokens at 1,000 a second, none cached
-    f.router.done(decision, Outcome(ending=Ending.FINISHED, cached_tokens=160, ttft_s=1.5))
+    f.router.done(decision, RouteOutcome(ending=Ending.FINISHED, cached_tokens=160, ttft_s=1.5))
     failed = f.choose()
-    f.router.done(failed, Outcome(ending=Ending.FAILED))  # tells nothing
+    f.router.done(failed, RouteOutcome(ending=Ending.FAILED))  # tells nothing
     errors = f.router.errors
     assert (errors.num, errors.cached_bias_tokens, errors.ttft_bias_s) == (1, 160.0, 0.5)
     assert (errors.predicted_ttft_s, errors.actual_ttft_s) == (1.0, 1.5)
@@ -247,7 +247,7 @@ def test_another_page_size_or_an_untold_pool_means_no_overlap() -> None:
 
 def test_a_pool_told_later_begins_an_index() -> None:
     f = Fixture(ReplicaView(replica_id="a", time_s=0.0))
-    f.router.apply("a", [PagesStored(1, np.array([1], dtype=np.uint64))])
+    f.router.apply("a", [KeysStored(1, np.array([1], dtype=np.uint64))])
     f.router.update([view("a", 1.0)])
     assert not f.router.apply("a", [])  # what it holds is unknown again
     f.choose()

@@ -4,7 +4,7 @@ from random import Random
 
 from routing.explain import explain, sentence
 from routing.router import Router
-from routing.types import Decision, Ending, Outcome, ReplicaView, RouteQuery
+from routing.types import Decision, Ending, ReplicaView, RouteOutcome, RouteQuery
 
 
 def decide() -> Decision:
@@ -40,9 +40,9 @@ def test_each_candidate_is_a_row_with_every_term_and_the_winner_is_marked() -> N
 
 
 def test_the_outcome_adds_a_last_sentence() -> None:
-    served = explain(decide(), Outcome(ending=Ending.FINISHED, cached_tokens=6, ttft_s=0.25))
+    served = explain(decide(), RouteOutcome(ending=Ending.FINISHED, cached_tokens=6, ttft_s=0.25))
     assert served.splitlines()[-1] == (
         "The request finished; the first token came after 0.250 s; 6 of 40 prompt tokens were cached."
     )
-    failed = explain(decide(), Outcome(ending=Ending.FAILED))
+    failed = explain(decide(), RouteOutcome(ending=Ending.FAILED))
     assert failed.splitlines()[-1] == "The request failed; no token came; 0 of 40 prompt tokens were cached."

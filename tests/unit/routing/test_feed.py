@@ -11,11 +11,11 @@ from routing.types import (
     Decision,
     Ending,
     IndexSnapshot,
-    Outcome,
-    PagesCleared,
-    PagesRemoved,
-    PagesStored,
+    KeysCleared,
+    KeysRemoved,
+    KeysStored,
     ReplicaView,
+    RouteOutcome,
     RouteQuery,
 )
 
@@ -34,14 +34,14 @@ def feed(capacity: int = 100, *, still_open: frozenset[int] = frozenset()) -> tu
 
 def test_events_from_the_first_on_need_no_snapshot() -> None:
     f, index = feed()
-    assert f.apply([PagesStored(1, keys(1, 2)), PagesRemoved(2, keys(2)), PagesStored(3, keys(3))])
+    assert f.apply([KeysStored(1, keys(1, 2)), KeysRemoved(2, keys(2)), KeysStored(3, keys(3))])
     assert index.pages(0) == {1, 3}
 
 
 def test_events_from_the_middle_on_need_a_snapshot_and_are_kept_until_it_comes() -> None:
     f, index = feed()
-    assert not f.apply([PagesStored(7, keys(7))])
-    assert not f.apply([PagesRemoved(8, keys(1))])
+    assert not f.apply([KeysStored(7, keys(7))])
+    assert not f.apply([KeysRemoved(8, keys(1))])
     assert index.pages(0) == set()
     assert f.apply_snapshot(IndexSnapshot(6, keys(1, 2)))
     assert index.pages(0) == {2, 7}
@@ -49,18 +49,18 @@ def test_events_from_the_middle_on_need_a_snapshot_and_are_kept_until_it_comes()
 
 def test_a_gap_asks_for_a_snapshot_and_is_healed_if_the_missing_event_turns_up() -> None:
     f, index = feed()
-    assert f.apply([PagesStored(1, keys(1))])
-    assert not f.apply([PagesRemoved(3, keys(2))])
+    assert f.apply([KeysStored(1, keys(1))])
+    assert not f.apply([KeysRemoved(3, keys(2))])
     assert index.pages(0) == {1}
-    assert f.apply([PagesStored(2, keys(2))])
+    assert f.apply([KeysStored(2, keys(2))])
     assert index.pages(0) == {1}
     assert f.seq == 3
 
 
 def test_an_event_counts_once_and_an_old_snapshot_not_at_all() -> None:
     f, index = feed()
-    f.apply([PagesStored(1, keys(1)), PagesCleared(2), PagesStored(3, keys(3))])
-    assert f.apply([PagesStored(1, keys(1))])
+    f.apply([KeysStored(1, keys(1)), KeysCleared(2), KeysStored(3, keys(3))])
+    assert f.apply([KeysStored(1, keys(1))])
     assert f.apply_snapshot(IndexSnapshot(1, keys(1)))
     assert index.pages(0) == {3}
 
@@ -68,11 +68,11 @@ def test_an_event_counts_once_and_an_old_snapshot_not_at_all() -> None:
 def test_a_flush_leaves_what_was_sent_and_has_not_begun() -> None:
     """A replica flushes only while nothing is open there: a decision that is, has yet to arrive."""
     f, index = feed(still_open=frozenset({0}))
-    f.apply([PagesStored(1, keys(1))])
+    f.apply([KeysStored(1, keys(1))])
     index.expect(0, [2, 3], number=0)
-    f.apply([PagesCleared(2)])
+    f.apply([KeysCleared(2)])
     assert index.pages(0) == {2, 3}
-    f.apply([PagesStored(3, keys(2))])
+    f.apply([KeysStored(3, keys(2))])
     f.end(0, keys(2, 3))
     f.apply([])
     f.apply([])
@@ -82,14 +82,14 @@ def test_a_flush_leaves_what_was_sent_and_has_not_begun() -> None:
 
 def test_an_older_snapshot_than_the_gap_does_not_help() -> None:
     f, _ = feed()
-    f.apply([PagesStored(1, keys(1)), PagesStored(5, keys(5))])
+    f.apply([KeysStored(1, keys(1)), KeysStored(5, keys(5))])
     assert not f.apply_snapshot(IndexSnapshot(3, keys(1, 2, 3)))
     assert f.apply_snapshot(IndexSnapshot(4, keys(1, 2, 3, 4)))
 
 
 def test_a_replica_that_claims_more_than_its_pool_is_asked_for_a_snapshot() -> None:
     f, index = feed(capacity=2)
-    assert not f.apply([PagesStored(1, keys(1, 2, 3))])
+    assert not f.apply([KeysStored(1, keys(1, 2, 3))])
     assert f.apply_snapshot(IndexSnapshot(1, keys(1, 3)))
     assert index.pages(0) == {1, 3}
 
@@ -97,15 +97,15 @@ def test_a_replica_that_claims_more_than_its_pool_is_asked_for_a_snapshot() -> N
 def routed() -> tuple[Router, Decision]:
     router = Router("estimated_ttft", Random(0), lambda: 0.0)
     router.update([ReplicaView(replica_id="a", time_s=0.0, pool_pages=10)])
-    router.apply("a", [PagesStored(1, keys(1))])
+    router.apply("a", [KeysStored(1, keys(1))])
     return router, router.choose(RouteQuery(rid="r", token_ids=PROMPT))
 
 
 def test_what_a_request_was_expected_to_leave_and_did_not_is_dropped_two_batches_after_its_end() -> None:
     router, decision = routed()
-    router.apply("a", [PagesStored(2, decision.keys[:1])])
+    router.apply("a", [KeysStored(2, decision.keys[:1])])
     assert router.num_pages("a") == (2, 3)
-    router.done(decision, Outcome(ending=Ending.ABORTED))
+    router.done(decision, RouteOutcome(ending=Ending.ABORTED))
     router.apply("a", [])
     assert router.num_pages("a") == (2, 3)
     router.apply("a", [])
@@ -116,13 +116,13 @@ def test_what_a_request_was_expected_to_leave_and_did_not_is_dropped_two_batches
 def test_without_events_what_was_expected_stays() -> None:
     router = Router("estimated_ttft", Random(0), lambda: 0.0)
     router.update([ReplicaView(replica_id="a", time_s=0.0, pool_pages=10)])
-    router.done(router.choose(RouteQuery(rid="r", token_ids=PROMPT)), Outcome(ending=Ending.FINISHED))
+    router.done(router.choose(RouteQuery(rid="r", token_ids=PROMPT)), RouteOutcome(ending=Ending.FINISHED))
     assert router.num_pages("a") == (0, 4)
 
 
 def test_an_unknown_replica_is_refused() -> None:
     router, _ = routed()
-    assert not router.apply("b", [PagesStored(1, keys(1))])
+    assert not router.apply("b", [KeysStored(1, keys(1))])
     assert not router.apply_snapshot("b", IndexSnapshot(1, keys(1)))
 
 
@@ -132,7 +132,7 @@ def test_what_ended_before_the_first_snapshot_is_expected_no_more_after_it() -> 
     router.update([ReplicaView(replica_id="a", time_s=0.0, pool_pages=100)])
     ended = router.choose(RouteQuery(rid="r0", token_ids=PROMPT))
     router.choose(RouteQuery(rid="r1", token_ids=[1] * 32))
-    router.done(ended, Outcome(ending=Ending.FAILED))
+    router.done(ended, RouteOutcome(ending=Ending.FAILED))
     assert router.num_pages("a") == (0, 4 + 2)
     assert router.apply_snapshot("a", IndexSnapshot(10, keys(1, 2, 3)))
     assert router.num_pages("a") == (3, 2)
@@ -144,16 +144,16 @@ def test_what_ended_before_the_first_event_is_expected_no_more_unless_that_tells
     index.expect(0, [2, 3], number=0)
     index.expect(0, [4], number=1)
     f.end(0, keys(2, 3))
-    assert f.apply([PagesStored(1, keys(2))])
+    assert f.apply([KeysStored(1, keys(2))])
     assert index.pages(0) == {2, 4}
     assert index.num_pages(0) == (1, 1)
 
 
 def test_what_ended_after_too_many_early_events_is_expected_no_more_after_the_snapshot() -> None:
     f, index = feed(capacity=MAX_EARLY)
-    f.apply([PagesStored(1, keys(1))])
+    f.apply([KeysStored(1, keys(1))])
     index.expect(0, [2, 3], number=0)
-    f.apply([PagesRemoved(seq, keys(9)) for seq in range(3, MAX_EARLY + 4)])
+    f.apply([KeysRemoved(seq, keys(9)) for seq in range(3, MAX_EARLY + 4)])
     assert f.seq is None
     f.end(0, keys(2, 3))
     f.apply_snapshot(IndexSnapshot(MAX_EARLY + 3, keys(1)))
@@ -162,7 +162,7 @@ def test_what_ended_after_too_many_early_events_is_expected_no_more_after_the_sn
 
 def test_a_snapshot_keeps_what_ended_a_moment_ago_until_its_events_are_due() -> None:
     f, index = feed()
-    f.apply([PagesStored(1, keys(1))])
+    f.apply([KeysStored(1, keys(1))])
     index.expect(0, [2, 3], number=0)
     f.end(0, keys(2, 3))
     f.apply_snapshot(IndexSnapshot(2, keys(1)))

@@ -106,7 +106,7 @@ def test_writes_clean_up_after_those_that_left() -> None:
         i.check()
     i.stored(B, [1, 2, 3, 4])
     assert len(i) <= 8
-    assert i._held._bits.num_positions <= 6  # bits are used again
+    assert i._owners._bits.num_positions <= 6  # bits are used again
 
 
 def test_a_snapshot_replaces_what_was_confirmed_and_keeps_what_is_expected() -> None:

@@ -8,14 +8,25 @@ import pytest
 
 from kvtransfer.pages import page_keys
 from routing.explain import explain, sentence
-from routing.link import ASSUMED_BYTES_PER_S, Link
+from routing.feedback import ASSUMED_BYTES_PER_S, Link
 from routing.pair import OVERHEAD_S
-from routing.pair_types import Pair, PairReason
 from routing.router import Router
-from routing.types import Decision, Ending, NoReplica, Outcome, PagesStored, Reason, ReplicaView, Role, RouteQuery
+from routing.types import (
+    Decision,
+    Ending,
+    KeysStored,
+    NoReplica,
+    Pair,
+    PairReason,
+    Reason,
+    ReplicaView,
+    Role,
+    RouteOutcome,
+    RouteQuery,
+)
 
 PROMPT = list(range(1_000))  # 62 whole pages, 63 in all
-FINISHED = Outcome(ending=Ending.FINISHED, cached_tokens=0, ttft_s=1.0)
+FINISHED = RouteOutcome(ending=Ending.FINISHED, cached_tokens=0, ttft_s=1.0)
 PAGE_BYTES = 1_000_000
 
 
@@ -105,7 +116,7 @@ def test_the_prefill_replica_is_the_one_that_is_done_first() -> None:
     """p0 holds the prefix and is busy for less than the prefix takes; then for more."""
     for queued, winner in ((900, "p0"), (1_100, "p1")):
         made = router(view("p0", queued_uncached_tokens=queued), view("p1"), view("d0", num_running=9))
-        made.apply("p0", [PagesStored(1, page_keys(np.array(PROMPT, dtype=np.int32), 16, ""))])
+        made.apply("p0", [KeysStored(1, page_keys(np.array(PROMPT, dtype=np.int32), 16, ""))])
         decision = made.choose(query())
         assert decision.prefill_id == winner
         assert decision.overlap_tokens == (992 if winner == "p0" else 0)
@@ -210,10 +221,10 @@ def test_both_sides_are_expected_to_hold_the_prompt_afterwards() -> None:
 def test_what_the_decode_replica_had_cached_is_held_against_what_was_predicted_of_it(failed: bool, bias: float) -> None:
     """320 were cached in the end: as many as were predicted of p0, 320 more than of d0, which computes it otherwise."""
     made = router(view("p0"), view("d0", num_running=3))
-    made.apply("p0", [PagesStored(1, page_keys(np.array(PROMPT[:320], dtype=np.int32), 16, ""))])
+    made.apply("p0", [KeysStored(1, page_keys(np.array(PROMPT[:320], dtype=np.int32), 16, ""))])
     decision = made.choose(query())
     assert (decision.prefill_id, decision.overlap_tokens) == ("p0", 320)
-    made.done(decision, Outcome(ending=Ending.FINISHED, cached_tokens=320, ttft_s=1.0, hand_off_failed=failed))
+    made.done(decision, RouteOutcome(ending=Ending.FINISHED, cached_tokens=320, ttft_s=1.0, hand_off_failed=failed))
     assert made.errors.cached_bias_tokens == bias
 
 
@@ -295,7 +306,7 @@ def test_no_prompt_is_computed_behind_a_longer_queue_than_allowed() -> None:
         view("p0", queued_uncached_tokens=8_000), view("p1", queued_uncached_tokens=1_000, num_waiting=20),
         view("d0", num_running=99),
     )  # fmt: skip
-    made.apply("p0", [PagesStored(1, page_keys(np.array(PROMPT, dtype=np.int32), 16, ""))])
+    made.apply("p0", [KeysStored(1, page_keys(np.array(PROMPT, dtype=np.int32), 16, ""))])
     assert made.explain_only(query()).prefill_id == "p0"
     assert made.explain_only(query(max_wait_s=5.0)).prefill_id == "p1"
     pair = pair_of(made.explain_only(query(max_wait_s=0.5)))  # nor at p1: d0 computes it

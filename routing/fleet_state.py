@@ -9,18 +9,17 @@ Thread:    the router's own.
 from collections.abc import Iterable
 
 from kvtransfer.pages import PageKeys
-from routing.belief import Eligible
 from routing.feed import Feed
 from routing.index import PrefixIndex
 from routing.load import Load
-from routing.pair_decision import Leg
+from routing.load_estimate import Eligible
+from routing.pair import RouteLeg
 from routing.runs import Pages
-from routing.standing import Candidates
-from routing.ttft import estimate
+from routing.ttft import Candidates, estimate
 from routing.types import ReplicaView, Role, RouteQuery
 
 
-class Known:
+class FleetState:
     """The replicas of the last `update`, less those forgotten since."""
 
     def __init__(self, page_size: int) -> None:
@@ -63,18 +62,16 @@ class Known:
     ) -> Candidates:
         """What ``query``, with ``usable`` pages to find in a cache, would meet at each of ``eligible``."""
         overlap_tokens = self._index.overlap(usable, eligible.columns) * self._page_size
-        standing = self.load.standing(eligible, now_s)
-        estimates = estimate(
-            standing, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens
-        )
-        return Candidates(standing=standing, overlap_tokens=overlap_tokens, estimates=estimates)
+        load = self.load.estimate(eligible, now_s)
+        estimates = estimate(load, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens)
+        return Candidates(load=load, overlap_tokens=overlap_tokens, estimates=estimates)
 
-    def send(self, leg: Leg, pages: Pages, *, now_s: float) -> None:
+    def send(self, leg: RouteLeg, pages: Pages, *, now_s: float) -> None:
         """``leg`` is open at its replica from now on, which will soon hold ``pages``."""
         self.load.send(leg.replica_id, number=leg.number, uncached_tokens=leg.own_tokens, now_s=now_s)
         self._index.expect(self.load.column(leg.replica_id), pages, number=leg.number)
 
-    def end(self, leg: Leg, keys: PageKeys) -> bool:
+    def end(self, leg: RouteLeg, keys: PageKeys) -> bool:
         """``leg`` of a prompt with ``keys`` ended. False if it was not open."""
         was_open = self.load.end(leg.number)
         if was_open:

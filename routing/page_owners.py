@@ -1,13 +1,14 @@
-"""Who holds each page, and the changes to that by stretches of pages.
+"""The replicas that hold each page, and the changes to that by stretches of pages.
 
 Owns:      page -> entry: the bits of the replicas that hold it, or the run (runs.py) of the only one, where it is only
-           expected; the sweep that takes retired bits out.
+           expected; the bits; the sweep that clears retired bits.
 Never:     knows how much a replica may hold, or where a page comes from (index.py).
-Invariant: a page has an entry iff it is held, or was and is still to be cleaned.
+Invariant: a page has an entry iff a replica holds it, or one did and the sweep has not reached the page yet. A bit is
+           a present replica's, or retired, or free; never two of them.
 Thread:    the router's own.
 
 Neighbours in a prompt mostly have the same entry. So work is done by stretches of one entry, which are found in C, and
-neighbours share the int that is their entry: where there are 1,000 replicas it takes 160 bytes.
+neighbours share the int that is their entry: with 1,000 replicas it takes 160 bytes.
 """
 
 from collections.abc import Iterator
@@ -16,13 +17,71 @@ from itertools import groupby, islice
 import numpy as np
 import numpy.typing as npt
 
-from routing.bits import Bits, positions
 from routing.runs import Entries, Expected, Pages, Run
 
 SWEEP_PER_PAGE = 4  # pages cleaned for each page written: a sweep ends before the table has grown by a quarter
 
 
-class Held:
+class Bits:
+    """The bits that stand for replicas; a replica is a small number of the caller's, its bit is ``1 << position``."""
+
+    def __init__(self) -> None:
+        self.present = 0  # bits that stand for a replica
+        self.retired = 0  # bits that were given up and may still be in pages
+        self.num_positions = 0
+        self._free: list[int] = []  # positions
+        self._of = np.zeros(8, dtype=np.intp)  # position by replica
+
+    def take(self, replica: int) -> int:
+        """A bit that no page has, for ``replica``."""
+        if not self._free:
+            self._free.append(self.num_positions)
+            self.num_positions += 1
+        if replica >= len(self._of):
+            self._of = np.resize(self._of, 2 * replica)
+        position = self._of[replica] = self._free.pop()
+        bit = 1 << position
+        self.present |= bit
+        return bit
+
+    def retire(self, bit: int) -> None:
+        """Its replica is gone, or holds nothing of what has the bit."""
+        self.present ^= bit
+        self.retired |= bit
+
+    def recycle(self, bits: int) -> None:
+        """No page has these retired bits any more."""
+        self.retired &= ~bits
+        self._free += positions(bits)
+
+    def of_replicas(self, values: npt.NDArray[np.int64], replicas: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """Of ``values`` by position, those of ``replicas`` [n]. Returns [n]."""
+        return values[self._of[replicas]]
+
+    def check(self, of_replicas: dict[int, int]) -> None:
+        """Raises AssertionError if a bit is lost, has two owners, or is not the one in ``of_replicas``."""
+        assert not self.present & self.retired
+        free = sum(1 << position for position in self._free)
+        assert free ^ self.present ^ self.retired == (1 << self.num_positions) - 1, "a bit is lost, or free and in use"
+        assert sum(of_replicas.values()) == self.present
+        assert all(bit == 1 << int(self._of[replica]) for replica, bit in of_replicas.items())
+
+
+def positions(bits: int) -> list[int]:
+    """Positions of the bits that are 1."""
+    if bits.bit_count() > 16:
+        raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+        many: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
+        return many
+    found = []
+    while bits:
+        low = bits & -bits
+        found.append(low.bit_length() - 1)
+        bits ^= low
+    return found
+
+
+class PageOwners:
     """A replica is a small number of the caller's; what it holds is spoken of by what it expects, an `Expected`."""
 
     def __init__(self) -> None:

@@ -1,22 +1,49 @@
-"""From columns of numbers, one a replica, to what is believed of the replicas now.
+"""Estimates the load of each replica now, from columns of numbers that its reports and our requests have filled.
 
-Owns:      the fields of a column; how a report is believed as it grows old. No state: load.py keeps the columns.
-Never:     changes a column but in `enqueue`.
-Invariant: a standing has only copies; nothing changes it afterwards.
+Owns:      the fields of a column; how much an old report still counts. No state: load.py keeps the columns.
+Never:     changes a column, except in `enqueue`.
+Invariant: an estimate holds copies, one element a replica in order of ids; nothing changes it afterwards.
 Thread:    any.
 
-Between two reports the queue is a fluid: what is sent adds to it, and the replica drains it at its prefill rate.
-A report older than FRESH_S fades: each number moves towards the mean over the replicas whose reports are fresh, which
-is what one would believe of a replica that one knows nothing of.
+Between two reports the queue is a fluid: a request that is sent adds to it, and the replica drains it at its prefill
+rate. A report older than FRESH_S fades: each number moves towards the mean over the replicas whose reports are fresh,
+which is the best estimate for a replica of which nothing is known.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from routing.standing import Floats, Standing
 from routing.types import ReplicaView, RouteQuery
+
+Floats = npt.NDArray[np.float64]  # [n]
+Ints = npt.NDArray[np.int64]  # [n]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadEstimate:
+    """What is believed of each candidate now: the reports corrected by what was sent since and by their age."""
+
+    views: Sequence[ReplicaView]  # [n]
+    in_flight: Floats  # [n] whole numbers, as are the next three
+    requests_since: Floats  # [n]
+    tokens_since: Floats  # [n]
+    ended_since: Floats  # [n]
+    num_requests: Floats  # [n] running and waiting
+    num_busy: Floats  # [n] of those, whom a prompt computed there holds up: not who waits for K/V from elsewhere
+    num_waiting: Floats  # [n] of those, whose prompts wait to be computed: not whole, a queue drains by tokens
+    queued_tokens: Floats  # [n] uncached prompt tokens still to compute
+    prefill_tokens_per_s: Floats  # [n] > 0
+    decode_step_s: Floats  # [n]
+    utilization: Floats  # [n] share of the pool that a new request cannot have
+    pool_tokens: Floats  # [n] 0 if not told
+    max_requests: Floats  # [n] that run at once; infinite if not told
+
+    def __len__(self) -> int:
+        return len(self.views)
+
 
 # Reports come every 0.05 to 2 s (a setting), so that one of 2 s still says what is; an older one is late.
 FRESH_S = 2.0
@@ -71,7 +98,7 @@ def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.
     )
 
 
-def standing_of(data: Floats, eligible: Eligible, now_s: float) -> Standing:
+def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEstimate:
     """What is believed of them at ``now_s``, from all columns ``data`` [field, column]."""
     own = data.take(eligible.columns, axis=1)  # [field, n] a copy
     late = now_s - eligible.oldest_s > FRESH_S
@@ -94,7 +121,7 @@ def standing_of(data: Floats, eligible: Eligible, now_s: float) -> Standing:
         waiting = _fade(waiting, late_s)
         utilization = _fade(utilization, late_s)
     requests = np.maximum(requests, own[IN_FLIGHT])
-    return Standing(
+    return LoadEstimate(
         views=eligible.views,
         in_flight=own[IN_FLIGHT],
         requests_since=own[SINCE],

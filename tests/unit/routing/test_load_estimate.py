@@ -2,9 +2,8 @@
 
 import pytest
 
-from routing.belief import FADE_HALF_S, FRESH_S, smooth
 from routing.load import Load
-from routing.standing import Standing
+from routing.load_estimate import FADE_HALF_S, FRESH_S, LoadEstimate, smooth
 from routing.types import ReplicaView
 
 
@@ -18,9 +17,9 @@ def load(*views: ReplicaView) -> Load:
     return made
 
 
-def at(made: Load, now_s: float) -> Standing:
+def at(made: Load, now_s: float) -> LoadEstimate:
     made.check()
-    return made.standing(made.eligible(), now_s)
+    return made.estimate(made.eligible(), now_s)
 
 
 def test_of_those_who_waited_as_many_are_left_as_of_their_tokens() -> None:
@@ -46,8 +45,8 @@ def test_no_more_wait_than_there_are_requests() -> None:
     made.report(view("a", num_waiting=3, queued_uncached_tokens=3_000))
     made.end(0)
     made.end(1)
-    standing = at(made, 0.0)
-    assert (standing.num_requests.tolist(), standing.num_waiting.tolist()) == ([1.0], [1.0])
+    then = at(made, 0.0)
+    assert (then.num_requests.tolist(), then.num_waiting.tolist()) == ([1.0], [1.0])
 
 
 def test_a_report_that_comes_too_late_to_be_taken_changes_nothing_of_it() -> None:
@@ -62,11 +61,11 @@ def test_a_late_report_fades_towards_the_mean_of_the_fresh() -> None:
     told = {"num_running": 60, "pool_utilization": 0.9, "queued_uncached_tokens": 10_000, "num_waiting": 40}
     idle = {"queued_uncached_tokens": 1_000, "num_running": 10, "num_waiting": 2, "pool_utilization": 0.1}
     made = load(view("a", **told), view("b", now_s, **idle), view("c", now_s, **idle))
-    standing = at(made, now_s)
-    assert standing.queued_tokens.tolist() == pytest.approx([(8_000 + 1_000) / 2, 1_000, 1_000])
-    assert standing.num_waiting.tolist() == pytest.approx([(32 + 2) / 2, 2, 2])
-    assert standing.num_requests.tolist() == [(100 + 12) / 2, 12, 12]
-    assert standing.utilization.tolist() == pytest.approx([0.5, 0.1, 0.1])
+    then = at(made, now_s)
+    assert then.queued_tokens.tolist() == pytest.approx([(8_000 + 1_000) / 2, 1_000, 1_000])
+    assert then.num_waiting.tolist() == pytest.approx([(32 + 2) / 2, 2, 2])
+    assert then.num_requests.tolist() == [(100 + 12) / 2, 12, 12]
+    assert then.utilization.tolist() == pytest.approx([0.5, 0.1, 0.1])
 
 
 def test_where_all_are_late_they_fade_towards_the_mean_of_all() -> None:

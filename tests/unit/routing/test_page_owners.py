@@ -2,23 +2,23 @@
 
 import numpy as np
 
-from routing.held import SWEEP_PER_PAGE, Held
+from routing.page_owners import SWEEP_PER_PAGE, PageOwners
 from routing.runs import Expected, Run
 
 A, B = 0, 1
 
 
-def held() -> tuple[Held, Expected, Expected]:
-    made = Held()
+def held() -> tuple[PageOwners, Expected, Expected]:
+    made = PageOwners()
     return made, made.join(A), made.join(B)
 
 
-def confirm(made: Held, mine: Expected, pages: list[int]) -> None:
+def confirm(made: PageOwners, mine: Expected, pages: list[int]) -> None:
     for entry, _, part in made.stretches(mine, pages):
         made.hold(mine, part, entry, None)
 
 
-def expect(made: Held, mine: Expected, pages: list[int], number: int = 0) -> Run:
+def expect(made: PageOwners, mine: Expected, pages: list[int], number: int = 0) -> Run:
     run = Run(owner=mine, number=number)
     for entry, _, part in made.stretches(mine, pages):
         made.hold(mine, part, entry, run)
@@ -26,7 +26,7 @@ def expect(made: Held, mine: Expected, pages: list[int], number: int = 0) -> Run
     return run
 
 
-def check(made: Held, *both: Expected) -> None:
+def check(made: PageOwners, *both: Expected) -> None:
     made.check(dict(enumerate(both)))
 
 
