@@ -18,10 +18,9 @@ from random import Random
 
 import numpy as np
 
-from deployments.channel.cache_frames import encode_snapshot
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelServer
-from deployments.channel.frames import ReplicaReport
+from deployments.channel.frames import CacheKeys, ReplicaReport, encode
 from kvtransfer.pages import PageKeys
 from replicas.cache.events import CacheSnapshot, PagesStored
 from replicas.errors import MantaError
@@ -89,7 +88,7 @@ async def rebuild(held: dict[str, PageKeys]) -> tuple[float, float, float]:
     }
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     for replica_id, keys in held.items():
-        clients[replica_id].send(encode_snapshot(_snapshot(keys)))
+        clients[replica_id].send(encode(CacheKeys.of(_snapshot(keys))))
     await listener.complete.wait()
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     assert all(router.num_pages(replica_id) == (len(keys), 0) for replica_id, keys in held.items())

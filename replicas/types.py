@@ -308,6 +308,30 @@ class TokenDelta:
         )
 
 
+class Pending:
+    """Deltas that wait for a slow consumer: at most one for each choice, merged. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._by_choice: dict[tuple[str, int], TokenDelta] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_choice)
+
+    def add(self, delta: TokenDelta) -> None:
+        key = (delta.rid, delta.index)
+        before = self._by_choice.get(key)
+        self._by_choice[key] = delta if before is None else before.merge(delta)
+
+    def take(self) -> list[TokenDelta]:
+        """All that waits, in the order in which the choices began to wait; nothing waits afterwards."""
+        taken, self._by_choice = self._by_choice, {}
+        return list(taken.values())
+
+    def check(self) -> None:
+        """Raises AssertionError if a delta is kept for another choice than its own."""
+        assert all(key == (delta.rid, delta.index) for key, delta in self._by_choice.items())
+
+
 class PressureLevel(enum.Enum):
     """Share of the pool that cannot be given to a new request (SPEC D15): > 0.95, > 0.85, > 0.70, or less."""
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import Hello, encode_deltas, encode_hello
-from replicas.types import TokenDelta
+from deployments.channel.frames import ChannelHello, Deltas, encode
+from replicas.types import Pending, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ChannelClient(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._waiting: dict[tuple[str, int], TokenDelta] = {}
+        self._waiting = Pending()
         self._transport: asyncio.Transport | None = None
         self._full = False
         self.lost = False
@@ -58,7 +58,7 @@ class ChannelClient(asyncio.Protocol):
         if over_tcp:
             await loop.create_connection(lambda: client, address.host, address.port)
         assert client._transport is not None
-        client._transport.write(encode_hello(Hello(token=address.token, replica_id=replica_id)))
+        client._transport.write(encode(ChannelHello(token=address.token, replica_id=replica_id)))
         return client
 
     def report(self, frames: bytes) -> None:
@@ -76,9 +76,9 @@ class ChannelClient(asyncio.Protocol):
             self._transport.close()
 
     def check(self) -> None:
-        """Raises AssertionError if a finished choice is followed by more."""
+        """Raises AssertionError if a delta waits under another choice's key."""
         with self._lock:
-            assert all(key == (delta.rid, delta.index) for key, delta in self._waiting.items())
+            self._waiting.check()
 
     @property
     def num_waiting(self) -> int:
@@ -94,7 +94,7 @@ class ChannelClient(asyncio.Protocol):
             return
         self.lost = True
         with self._lock:
-            self._waiting.clear()
+            self._waiting.take()
         self._on_lost(self)
 
     def pause_writing(self) -> None:
@@ -108,11 +108,9 @@ class ChannelClient(asyncio.Protocol):
         if self.lost:
             return
         with self._lock:
-            wake = not self._waiting
+            wake = not len(self._waiting)
             for delta in deltas:
-                key = (delta.rid, delta.index)
-                before = self._waiting.get(key)
-                self._waiting[key] = delta if before is None else before.merge(delta)
+                self._waiting.add(delta)
         if wake:
             try:
                 self._loop.call_soon_threadsafe(self._flush)
@@ -123,9 +121,9 @@ class ChannelClient(asyncio.Protocol):
         if self._full or self.lost or self._transport is None:
             return
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for batch in batches(part for delta in waiting.values() for part in parts(delta)):
-            self._transport.write(encode_deltas(batch))
+            waiting = self._waiting.take()
+        for batch in batches(part for delta in waiting for part in parts(delta)):
+            self._transport.write(encode(Deltas(batch)))
 
 
 def batches(deltas: Iterable[TokenDelta]) -> Iterator[list[TokenDelta]]:
@@ -159,4 +157,4 @@ def parts(delta: TokenDelta) -> Iterator[TokenDelta]:
 def _weight(delta: TokenDelta) -> int:
     """About how many bytes it takes in a frame."""
     logprobs = sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs))
-    return 100 + len(delta.text) + 8 * len(delta.token_ids) + 32 * logprobs
+    return 200 + len(delta.text) + 8 * len(delta.token_ids) + 45 * logprobs

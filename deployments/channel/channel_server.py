@@ -20,20 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from deployments.channel.cache_frames import decode_events, decode_snapshot
 from deployments.channel.frames import (
     MAX_FRAME_BYTES,
     BadFrame,
-    FrameKind,
+    CacheChanges,
+    CacheKeys,
+    ChannelHello,
+    Deltas,
     FrameReader,
+    Message,
     ReplicaReport,
-    decode_deltas,
-    decode_hello,
-    decode_report,
+    decode,
 )
 from kvtransfer.peers.link import crowded_out
 from replicas.errors import MantaError
-from replicas.types import TokenDelta
+from replicas.types import Pending, TokenDelta
 from routing.types import IndexEvent, IndexSnapshot
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Stream:
         self.rids = rids
         self.replica_id = replica_id
         self.stays = stays  # whether it waits for a replica that hangs
-        self._waiting: dict[tuple[str, int], TokenDelta] = {}
+        self._waiting = Pending()
         self._parts: dict[tuple[str, int], TokenDelta] = {}  # of deltas that have not come to their end
         self._error: MantaError | None = None
         self._ready = asyncio.Event()
@@ -70,16 +71,16 @@ class Stream:
     @property
     def is_empty(self) -> bool:
         """Nothing waits to be taken."""
-        return not self._waiting
+        return not len(self._waiting)
 
     def put(self, delta: TokenDelta) -> None:
         key = (delta.rid, delta.index)
-        before = self._parts.pop(key, None) or self._waiting.get(key)
-        whole = delta if before is None else before.merge(delta)
+        begun = self._parts.pop(key, None)
+        whole = delta if begun is None else begun.merge(delta)
         if whole.is_part:
             self._parts[key] = whole
             return
-        self._waiting[key] = whole
+        self._waiting.add(whole)
         self._ready.set()
 
     def fail(self, error: MantaError) -> None:
@@ -91,12 +92,12 @@ class Stream:
     async def take(self) -> list[TokenDelta]:
         """What arrived since the last call; waits for the first. Raises what `fail` was given, after the last delta."""
         await self._ready.wait()
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting.take()
         if self._error is None:
             self._ready.clear()
         elif not waiting:
             raise self._error
-        return list(waiting.values())
+        return waiting
 
 
 class Listener(Protocol):
@@ -193,9 +194,8 @@ class ChannelServer:
         self._strangers[connection] = host
         return asyncio.get_running_loop().call_later(self._hello_s, connection.close)
 
-    def _accept(self, connection: "_Connection", payload: bytes) -> str:
+    def _accept(self, connection: "_Connection", hello: ChannelHello) -> str:
         """The replica's id. Raises: BadFrame when the token is wrong."""
-        hello = decode_hello(payload)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise BadFrame(f"{hello.replica_id or 'a peer'} sent a wrong token")
         self._strangers.pop(connection, None)
@@ -206,20 +206,20 @@ class ChannelServer:
             before.close()
         return hello.replica_id
 
-    def _receive(self, replica_id: str, kind: FrameKind, payload: bytes) -> None:
-        if kind is FrameKind.DELTAS:
-            for delta in decode_deltas(payload):
+    def _receive(self, replica_id: str, message: Message) -> None:
+        if isinstance(message, Deltas):
+            for delta in message.deltas:
                 stream = self._streams.get((replica_id, delta.rid))
                 if stream is not None:
                     stream.put(delta)
-        elif kind is FrameKind.REPORT:
-            self._listener.on_report(replica_id, decode_report(payload))
-        elif kind is FrameKind.EVENTS:
-            self._listener.on_events(replica_id, decode_events(payload))
-        elif kind is FrameKind.SNAPSHOT:
-            self._listener.on_snapshot(replica_id, decode_snapshot(payload))
+        elif isinstance(message, ReplicaReport):
+            self._listener.on_report(replica_id, message)
+        elif isinstance(message, CacheChanges):
+            self._listener.on_events(replica_id, message.events())
+        elif isinstance(message, CacheKeys):
+            self._listener.on_snapshot(replica_id, message.snapshot())
         else:
-            raise BadFrame("a second HELLO")
+            raise BadFrame("a second ChannelHello")
 
     def _lose(self, replica_id: str, connection: "_Connection") -> None:
         if self._connections.get(replica_id) is not connection:
@@ -251,15 +251,16 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for kind, payload in self._reader.feed(data):
+            for body in self._reader.feed(data):
+                message = decode(body)
                 if self._replica_id is None:
-                    if kind is not FrameKind.HELLO:
-                        raise BadFrame(f"the first frame is {kind.name}; HELLO was expected")
-                    self._replica_id = self._server._accept(self, payload)
+                    if not isinstance(message, ChannelHello):
+                        raise BadFrame(f"the first message is {type(message).__name__}; ChannelHello was expected")
+                    self._replica_id = self._server._accept(self, message)
                     self._reader.max_bytes = MAX_FRAME_BYTES
                     self._stay()
                 else:
-                    self._server._receive(self._replica_id, kind, payload)
+                    self._server._receive(self._replica_id, message)
         except BadFrame as error:
             log.warning("closing a connection to the token channel: %s", error)
             self.close()

@@ -1,80 +1,122 @@
-"""The bytes between a replica and a router: what a frame is, and how token deltas and reports travel in one.
+"""The messages between a replica and a router, and their bytes.
 
-Owns:      the framing and the encoding (cache_frames.py has that of cache events). JSON, not pickle: bytes from a
-           socket never become code.
-Never:     opens a socket (channel_server.py, channel_client.py).
-Invariant: ``decode_deltas(encode_deltas(x)) == x``; a frame longer than MAX_FRAME_BYTES is an error, not an allocation.
+Owns:      what a message is, its encoding (msgpack, decoded by type, so bytes from a socket never become code), and the
+           framing.
+Never:     opens a socket (channel_server.py, channel_client.py); carries token ids of cached pages: a key names its
+           page, its salt and all pages before it (kvtransfer/pages.py).
+Invariant: ``decode`` of what `encode` framed equals the message; a frame longer than the limit is an error, not an
+           allocation; a message that does not fit its type is a BadFrame that names the field.
 
-    frame = length (4 bytes, little endian, of the payload) | kind (1 byte) | payload
-    HELLO   replica -> router, first: {"token", "replica_id"}
-    DELTAS  replica -> router, one per engine step: the deltas of every request that this router has there
-    REPORT  replica -> router, every report period: its EngineStats and its health
-    EVENTS  replica -> router, before a report: what entered and left its prefix cache since the last
-    SNAPSHOT  replica -> router, when asked: everything in its prefix cache
+    frame = length of the message (4 bytes, little endian) | message
+    ChannelHello   replica -> router, first
+    Deltas         replica -> router, one per engine step: the deltas of every request that this router has there
+    ReplicaReport  replica -> router, every report period
+    CacheChanges   replica -> router, before a report: what entered and left its prefix cache since the last
+    CacheKeys      replica -> router, when asked: everything in its prefix cache
 """
 
-import dataclasses
-import enum
-import json
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from kvtransfer.types import TransferStats
-from replicas.types import (
-    EngineStats,
-    Finish,
-    FinishReason,
-    HandOffReport,
-    PoolStats,
-    StageTimes,
-    TokenDelta,
-    TokenLogprob,
-    Usage,
-)
+import numpy as np
+from msgspec import DecodeError, Meta, Struct
+from msgspec.msgpack import Decoder, Encoder
 
-HEADER = struct.Struct("<IB")
+from kvtransfer.pages import PageKeys
+from replicas.cache.events import AllCleared, CacheEvent, CacheSnapshot, PagesStored
+from replicas.types import EngineStats, TokenDelta
+from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, KeysStored
+
+LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
-
-
-class FrameKind(enum.IntEnum):
-    HELLO = 1
-    DELTAS = 2
-    REPORT = 3
-    EVENTS = 4
-    SNAPSHOT = 5
-
-
-_KINDS = frozenset(FrameKind)
-_HAND_OFF = [field.name for field in dataclasses.fields(HandOffReport)]
-_STAGES = [field.name for field in dataclasses.fields(StageTimes)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class BadFrame(ValueError):
-    """The peer does not speak this protocol; the connection is to be closed."""
+    """The peer does not speak this protocol; the connection must be closed."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """Who connects, and the application's secret."""
+class ChannelHello(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hello"):
+    """The replica that connects, and the channel's secret."""
 
     token: str
     replica_id: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """The last that a replica said of itself."""
+class Deltas(Struct, frozen=True, forbid_unknown_fields=True, tag="deltas"):
+    """Token deltas, in the order in which the engine made them."""
+
+    deltas: Sequence[TokenDelta]
+
+
+class ReplicaReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="report"):
+    """A replica's statistics and health."""
 
     stats: EngineStats
     error: str | None  # why it is unhealthy, else None
-    num_open: int  # requests it has accepted and not ended
-    age_s: float = 0.0  # how old ``stats`` was when this was sent: a step in progress can be long
-    step_age_s: float = 0.0  # how long the step in progress had been running then; 0: none was
+    num_open: Count  # requests it has accepted and not ended
+    age_s: Seconds = 0.0  # how old ``stats`` was when this was sent: a step in progress can be long
+    step_age_s: Seconds = 0.0  # how long the step in progress had been running then; 0: none was
 
 
-def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
-    return HEADER.pack(len(payload), kind) + payload
+class CacheChange(Struct, frozen=True, array_like=True):
+    """One event of a prefix cache."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    seq: Count
+    keys: memoryview  # [n] u64, little endian
+
+
+class CacheChanges(Struct, frozen=True, forbid_unknown_fields=True, tag="changes"):
+    """Consecutive events of a prefix cache."""
+
+    changes: Sequence[CacheChange]
+
+    @staticmethod
+    def of(events: Sequence[CacheEvent]) -> "CacheChanges":
+        return CacheChanges([_change(event) for event in events])
+
+    def events(self) -> list[IndexEvent]:
+        """Raises: BadFrame."""
+        return [_event(change) for change in self.changes]
+
+
+class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="keys"):
+    """The keys of all cached pages after event ``seq``; a page's parent stands before it."""
+
+    seq: Count
+    keys: memoryview  # [n] u64, little endian
+
+    @staticmethod
+    def of(snapshot: CacheSnapshot) -> "CacheKeys":
+        keys = np.concatenate([_NO_KEYS, *(stored.keys for stored in snapshot.stored)])
+        return CacheKeys(seq=snapshot.seq, keys=_bytes(keys))
+
+    def snapshot(self) -> IndexSnapshot:
+        """Raises: BadFrame."""
+        return IndexSnapshot(seq=self.seq, keys=_keys(self.keys))
+
+
+Message = ChannelHello | Deltas | ReplicaReport | CacheChanges | CacheKeys
+_ENCODER = Encoder()
+_DECODER: Decoder[Message] = Decoder(Message)
+_NO_KEYS = np.empty(0, dtype=np.uint64)
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    body = _ENCODER.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """Raises: BadFrame, with the path of the field that is wrong and the type that was expected."""
+    try:
+        return _DECODER.decode(body)
+    except DecodeError as error:
+        raise BadFrame(f"a message of {len(body)} bytes is not of this protocol or version: {error}") from error
 
 
 class FrameReader:
@@ -84,143 +126,40 @@ class FrameReader:
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[FrameKind, bytes]]:
-        """The frames that ``data`` completes. Raises: BadFrame for an unknown kind or an absurd length."""
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the messages that ``data`` completes. Raises: BadFrame for a length above the limit."""
         self._buffer += data
-        start = 0
-        while len(self._buffer) - start >= HEADER.size:
-            length, kind = HEADER.unpack_from(self._buffer, start)
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
             if length > self.max_bytes:
                 raise BadFrame(f"a frame of {length} bytes is announced; at most {self.max_bytes} are allowed")
-            if kind not in _KINDS:
-                raise BadFrame(f"frame kind {kind} is unknown; known: {[k.name for k in FrameKind]}")
-            end = start + HEADER.size + length
+            end = LENGTH.size + length
             if len(self._buffer) < end:
-                break
-            yield FrameKind(kind), bytes(self._buffer[start + HEADER.size : end])
-            start = end
-        del self._buffer[:start]
+                return
+            body = bytes(self._buffer[LENGTH.size : end])
+            del self._buffer[:end]
+            yield body
 
 
-def encode_hello(hello: Hello) -> bytes:
-    return encode_frame(FrameKind.HELLO, json.dumps(dataclasses.asdict(hello)).encode())
+def _change(event: CacheEvent) -> CacheChange:
+    if isinstance(event, AllCleared):
+        return CacheChange("cleared", event.seq, _bytes(_NO_KEYS))
+    kind: Literal["stored", "removed"] = "stored" if isinstance(event, PagesStored) else "removed"
+    return CacheChange(kind, event.seq, _bytes(event.keys))
 
 
-def decode_hello(payload: bytes) -> Hello:
-    """Raises: BadFrame."""
-    raw = _parse(payload)
-    if not isinstance(raw, dict) or not {"token", "replica_id"} <= raw.keys():
-        raise BadFrame("a HELLO frame needs token and replica_id")
-    return Hello(token=str(raw["token"]), replica_id=str(raw["replica_id"]))
+def _event(change: CacheChange) -> IndexEvent:
+    if change.kind == "cleared":
+        return KeysCleared(change.seq)
+    kind = KeysStored if change.kind == "stored" else KeysRemoved
+    return kind(change.seq, _keys(change.keys))
 
 
-def encode_report(report: ReplicaReport) -> bytes:
-    return encode_frame(FrameKind.REPORT, json.dumps(dataclasses.asdict(report)).encode())
+def _bytes(keys: PageKeys) -> memoryview:
+    return np.ascontiguousarray(keys, dtype="<u8").data
 
 
-def decode_report(payload: bytes) -> ReplicaReport:
-    """Raises: BadFrame."""
-    raw = _parse(payload)
-    try:
-        stats = dict(raw["stats"])
-        pool = PoolStats(**stats.pop("pool"))
-        transfer = stats.pop("transfer")
-        engine = EngineStats(
-            pool=pool, transfer=None if transfer is None else TransferStats(**transfer), **stats
-        )
-        return ReplicaReport(
-            stats=engine,
-            error=raw["error"],
-            num_open=raw["num_open"],
-            age_s=float(raw["age_s"]),
-            step_age_s=float(raw["step_age_s"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadFrame(f"a REPORT frame of another version: {error}") from error
-
-
-def encode_deltas(deltas: Sequence[TokenDelta]) -> bytes:
-    rows = [_delta_to_row(delta) for delta in deltas]
-    return encode_frame(FrameKind.DELTAS, json.dumps(rows, separators=(",", ":")).encode())
-
-
-def decode_deltas(payload: bytes) -> list[TokenDelta]:
-    """Raises: BadFrame."""
-    try:
-        return [_row_to_delta(row) for row in _parse(payload)]
-    except (TypeError, ValueError, IndexError) as error:
-        raise BadFrame(f"a DELTAS frame of another version: {error}") from error
-
-
-def _parse(payload: bytes) -> Any:
-    try:
-        return json.loads(payload)
-    except ValueError as error:
-        raise BadFrame(f"a frame's payload is not JSON: {error}") from error
-
-
-def _delta_to_row(delta: TokenDelta) -> list[Any]:
-    finish, usage = delta.finish, delta.usage
-    return [
-        delta.rid,
-        delta.index,
-        delta.token_ids,
-        delta.text,
-        [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.num_retractions],
-        None if finish is None else _finish_to_row(finish),
-        [_logprob_to_row(logprob) for logprob in delta.logprobs],
-        [_logprob_to_row(logprob) for logprob in delta.prompt_logprobs],
-        None if delta.hand_off is None else dataclasses.astuple(delta.hand_off),
-        None if delta.stages is None else _stages_to_row(delta.stages),
-    ]
-
-
-def _row_to_delta(row: list[Any]) -> TokenDelta:
-    rid, index, token_ids, text, usage, finish, logprobs, prompt_logprobs, hand_off, stages = row
-    prompt, completion, cached, retractions = usage
-    return TokenDelta(
-        rid=rid,
-        index=index,
-        token_ids=tuple(token_ids),
-        text=text,
-        usage=Usage(
-            prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, num_retractions=retractions
-        ),
-        finish=None if finish is None else _row_to_finish(*finish),
-        logprobs=tuple(_row_to_logprob(*logprob) for logprob in logprobs),
-        prompt_logprobs=tuple(_row_to_logprob(*logprob) for logprob in prompt_logprobs),
-        hand_off=None if hand_off is None else HandOffReport(**dict(zip(_HAND_OFF, hand_off, strict=True))),
-        stages=None if stages is None else _row_to_stages(*stages),
-    )
-
-
-def _stages_to_row(stages: StageTimes) -> list[float]:
-    return [stages.queue_s, stages.prefill_s, stages.transfer_s, stages.decode_s]
-
-
-def _row_to_stages(queue_s: float, prefill_s: float, transfer_s: float, decode_s: float) -> StageTimes:
-    return StageTimes(queue_s=queue_s, prefill_s=prefill_s, transfer_s=transfer_s, decode_s=decode_s)
-
-
-def _finish_to_row(finish: Finish) -> list[Any]:
-    return [finish.reason.value, finish.matched, finish.message, finish.http_status, finish.retry_as]
-
-
-def _row_to_finish(
-    reason: str,
-    matched: int | str | None,
-    message: str | None,
-    http_status: int,
-    retry_as: Literal["overloaded", "engine_dead"] | None,
-) -> Finish:
-    return Finish(
-        reason=FinishReason(reason), matched=matched, message=message, http_status=http_status, retry_as=retry_as
-    )
-
-
-def _logprob_to_row(logprob: TokenLogprob) -> list[Any]:
-    return [logprob.token_id, logprob.logprob, logprob.top, logprob.rank]
-
-
-def _row_to_logprob(token_id: int, logprob: float | None, top: list[list[Any]], rank: int | None) -> TokenLogprob:
-    return TokenLogprob(token_id=token_id, logprob=logprob, top=tuple((t, value) for t, value in top), rank=rank)
+def _keys(data: memoryview) -> PageKeys:
+    if len(data) % 8:
+        raise BadFrame(f"{len(data)} bytes of page keys; each has 8")
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64)

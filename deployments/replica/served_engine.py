@@ -17,10 +17,9 @@ import os
 import time
 from collections.abc import Callable
 
-from deployments.channel.cache_frames import encode_events, encode_snapshot
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import ReplicaReport, encode_report
+from deployments.channel.frames import CacheChanges, CacheKeys, ReplicaReport, encode
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.dispatch.rids import client_rid, owner_of
 from kvtransfer.types import PeerAddress
@@ -74,7 +73,7 @@ class ServedEngine:
             client = self._clients.get(address.router_id)
             if client is None or client.lost or address.renew:
                 client = await self._connect(address)
-            client.report(encode_report(self._report(self.loop.stats())))  # a sign of life, over the one in use
+            client.report(encode(self._report(self.loop.stats())))  # a sign of life, over the one in use
         if self._reporter is None:
             self._reporter = asyncio.create_task(self._report_forever())
         return self._info()
@@ -124,7 +123,7 @@ class ServedEngine:
         client = self._clients.get(router_id)
         if client is None or client.lost:
             raise ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
-        client.send(encode_snapshot(snapshot))
+        client.send(encode(CacheKeys.of(snapshot)))
 
     async def report(self) -> ReplicaReport:
         """Statistics as of now; those of the last step when the engine is dead or in a long step."""
@@ -221,7 +220,7 @@ class ServedEngine:
     async def _report_forever(self) -> None:
         while True:
             events = self.loop.take_cache_events()  # a batch without any tells too: nothing changed since the last
-            frames = encode_events(events) + encode_report(self._report(self.loop.stats()))
+            frames = encode(CacheChanges.of(events)) + encode(self._report(self.loop.stats()))
             for client in list(self._clients.values()):
                 client.report(frames)
             await asyncio.sleep(self._report_period_s)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 
-from replicas.types import TokenDelta
+from replicas.types import Pending, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -15,16 +15,15 @@ class Inbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._waiting: dict[int, TokenDelta] = {}
+        self._waiting = Pending()
         self._ready = asyncio.Event()
 
     def put(self, deltas: list[TokenDelta]) -> None:
         """Engine thread."""
         with self._lock:
-            wake = not self._waiting
+            wake = not len(self._waiting)
             for delta in deltas:
-                before = self._waiting.get(delta.index)
-                self._waiting[delta.index] = delta if before is None else before.merge(delta)
+                self._waiting.add(delta)
         if wake:
             try:
                 self._loop.call_soon_threadsafe(self._ready.set)
@@ -36,5 +35,4 @@ class Inbox:
         await self._ready.wait()
         self._ready.clear()
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        return list(waiting.values())
+            return self._waiting.take()

@@ -105,6 +105,7 @@ ONLY: dict[str, set[str]] = {
     "prometheus_client": {"deployments"},
     "yaml": {"deployments", "dashboards"},
     "promql_parser": {"dashboards"},
+    "msgspec": {"kvtransfer", "deployments.channel"},
     "nixl": {"kvtransfer.ports.agent"},
     "grafana_foundation_sdk": {"dashboards"},
     "opentelemetry": {"deployments"},

@@ -12,10 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-from deployments.channel.cache_frames import encode_events, encode_snapshot
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
-from deployments.channel.frames import ReplicaReport, encode_report
+from deployments.channel.frames import CacheChanges, CacheKeys, ReplicaReport, encode
 from deployments.dispatch.dispatch import Dispatcher
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.fleet.fleet import Fleet
@@ -168,7 +167,7 @@ class ScriptedReplica:
         self._client = await ChannelClient.connect(
             address, replica_id=self.replica_id, node_id="here", on_lost=lambda client: None
         )
-        self._client.report(encode_report(await self.report()))
+        self._client.report(encode(await self.report()))
         return info(self.replica_id)
 
     def store(self, token_ids: list[int], *, tell: bool = True) -> None:
@@ -186,7 +185,7 @@ class ScriptedReplica:
     def _tell(self, tell: bool) -> None:
         events = self.cache.drain()
         if tell and self._client is not None:
-            self._client.report(encode_events(events))
+            self._client.report(encode(CacheChanges.of(events)))
 
     async def send_snapshot(self, router_id: str) -> None:
         assert self._client is not None
@@ -194,7 +193,7 @@ class ScriptedReplica:
         stored = PagesStored(
             seq=self.cache.seq, keys=self.held, parent_key=None, page_size=PAGE_SIZE, token_ids=np.empty(0, np.int32)
         )
-        self._client.send(encode_snapshot(CacheSnapshot(seq=self.cache.seq, stored=(stored,))))
+        self._client.send(encode(CacheKeys.of(CacheSnapshot(seq=self.cache.seq, stored=(stored,)))))
 
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
         self.requests.append(request)
@@ -230,7 +229,7 @@ class ScriptedReplica:
     async def send_reports(self, num: int) -> None:
         assert self._client is not None
         for _ in range(num):
-            self._client.report(encode_report(await self.report()))
+            self._client.report(encode(await self.report()))
 
     async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
         return empty_tree(PAGE_SIZE)

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from deployments.channel.cache_frames import encode_events, encode_snapshot
 from deployments.channel.channel_client import ChannelClient, batches, parts
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
 from deployments.channel.frames import (
-    HEADER,
-    FrameKind,
-    Hello,
+    LENGTH,
+    CacheChanges,
+    CacheKeys,
+    ChannelHello,
+    Deltas,
+    FrameReader,
     ReplicaReport,
-    encode_deltas,
-    encode_hello,
-    encode_report,
+    decode,
+    encode,
 )
 from deployments.dispatch.leases import ReplicaGone
 from replicas.cache.events import CacheSnapshot, EventLog
@@ -110,7 +111,7 @@ async def test_a_slow_consumer_gets_one_merged_delta_per_choice(desk: Desk) -> N
     for token in range(100):
         client.sink([delta("a", token)])
         client.sink([delta("b", token)])
-    client.report(encode_report(ReplicaReport(stats=stats(), error=None, num_open=2)))  # comes after them
+    client.report(encode(ReplicaReport(stats=stats(), error=None, num_open=2)))  # comes after them
     await desk.event.wait()
     await asyncio.wait_for(other.take(), 5)
     merged: list[TokenDelta] = []
@@ -152,7 +153,7 @@ async def test_a_lost_replica_fails_its_streams_after_their_last_delta(desk: Des
         await asyncio.wait_for(safe.take(), 0.01)
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", encode_hello(Hello(token="guess", replica_id="r0"))])
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", encode(ChannelHello(token="guess", replica_id="r0"))])
 async def test_a_stranger_is_hung_up_on(desk: Desk, data: bytes) -> None:
     address = await listen(desk)
     reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -169,7 +170,7 @@ async def test_deltas_of_a_closed_stream_or_another_replicas_request_are_dropped
     desk.server.close(closed)
     client.sink([delta("a", 0), delta("b", 0), delta("never", 0)])
     await asyncio.sleep(0)
-    client.report(encode_report(ReplicaReport(stats=stats(), error=None, num_open=0)))
+    client.report(encode(ReplicaReport(stats=stats(), error=None, num_open=0)))
     await desk.event.wait()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(foreign.take(), 0.01)
@@ -190,11 +191,11 @@ async def test_events_and_snapshots_come_in_the_order_they_were_sent(desk: Desk)
     client = await connect(await listen(desk))
     log = EventLog()
     log.cleared()
-    client.report(encode_events(log.drain()))
+    client.report(encode(CacheChanges.of(log.drain())))
     client.pause_writing()
     log.cleared()
-    client.report(encode_events(log.drain()))  # lost: the reader sees the gap
-    client.send(encode_snapshot(CacheSnapshot(seq=2, stored=())))
+    client.report(encode(CacheChanges.of(log.drain())))  # lost: the reader sees the gap
+    client.send(encode(CacheKeys.of(CacheSnapshot(seq=2, stored=()))))
     await desk.event.wait()
     assert (desk.events, desk.snapshots) == ([("r0", 1)], [("r0", 0)])
 
@@ -222,13 +223,13 @@ async def test_who_says_no_hello_is_gone_in_its_time(said: bytes) -> None:
 async def test_a_stranger_may_not_announce_more_than_4_kib_and_a_replica_may(desk: Desk) -> None:
     address = await listen(desk)
     stranger, writer = await asyncio.open_connection(address.host, address.port)
-    writer.write(HEADER.pack(4097, FrameKind.HELLO))
+    writer.write(LENGTH.pack(4097))
     assert await asyncio.wait_for(stranger.read(), 5) == b""
     writer.close()
     stream = desk.server.open(["a"], replica_id="r0")
     _, writer = await asyncio.open_connection(address.host, address.port)
     long = dataclasses.replace(delta("a", 0), text="x" * 5000)
-    writer.write(encode_hello(Hello(token=address.token, replica_id="r0")) + encode_deltas([long]))  # in one packet
+    writer.write(encode(ChannelHello(token=address.token, replica_id="r0")) + encode(Deltas([long])))  # in one packet
     assert await asyncio.wait_for(stream.take(), 5) == [long]
     writer.close()
 
@@ -257,7 +258,7 @@ def test_large_deltas_travel_in_frames_of_their_own_and_in_order() -> None:
     deltas = [dataclasses.replace(delta(f"r{i}", i), prompt_logprobs=HEAVY if i % 2 else ()) for i in range(6)]
     cut = list(batches(deltas))
     assert [[each.rid for each in batch] for batch in cut] == [["r0", "r1", "r2"], ["r3", "r4"], ["r5"]]
-    assert all(len(encode_deltas(batch)) < 1 << 17 for batch in cut)
+    assert all(len(encode(Deltas(batch))) < 1 << 17 for batch in cut)
 
 
 async def test_a_long_prompts_logprobs_travel_in_parts_and_are_one_delta_again(desk: Desk) -> None:
@@ -276,3 +277,45 @@ async def test_a_long_prompts_logprobs_travel_in_parts_and_are_one_delta_again(d
     stream = desk.server.open(["a"], replica_id="r0")
     client.sink([whole])
     assert await stream.take() == [whole]
+
+
+class Wire(asyncio.Transport):
+    """What was written, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes.append(bytes(data))
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def tokens(self) -> list[list[tuple[int, ...]]]:
+        """Of each write, the token ids of each delta."""
+        written = [[decode(body) for body in FrameReader().feed(data)] for data in self.writes]
+        return [[each.token_ids for message in frames if isinstance(message, Deltas) for each in message.deltas]
+                for frames in written]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "turn_between", "written"),
+    [
+        ([[(f"r{i}", 0) for i in range(32)]], True, [[(0,)] * 32]),  # one step is one write
+        ([[("a", 0)], [("a", 1)], [("a", 2)]], True, [[(0,)], [(1,)], [(2,)]]),  # none waits for company by a timer
+        ([[("a", token), ("b", token)] for token in range(4)], False, [[(0, 1, 2, 3)] * 2]),  # only backlog merges
+    ],
+    ids=["one step", "a turn of the event loop after each step", "steps before the event loop has a turn"],
+)
+async def test_a_step_is_written_in_the_next_turn_of_the_event_loop(
+    steps: list[list[tuple[str, int]]], turn_between: bool, written: list[list[tuple[int, ...]]]
+) -> None:
+    address = ChannelAddress(router_id="router", node_id="here", unix_path="", host="127.0.0.1", port=1, token="t")
+    client, wire = ChannelClient(address, on_lost=lambda client: None), Wire()
+    client.connection_made(wire)
+    for step in steps:
+        client.sink([delta(rid, token) for rid, token in step])
+        if turn_between:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert wire.tokens() == written

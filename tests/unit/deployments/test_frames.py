@@ -1,31 +1,35 @@
-"""What travels between replica and router."""
+"""The messages between a replica and a router, and their bytes."""
 
 import dataclasses
 import math
-import struct
-from typing import Literal
+import pickle
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.channel.frames import (
+    LENGTH,
     MAX_FRAME_BYTES,
     BadFrame,
-    FrameKind,
+    CacheChanges,
+    CacheKeys,
+    ChannelHello,
+    Deltas,
     FrameReader,
-    Hello,
+    Message,
     ReplicaReport,
-    decode_deltas,
-    decode_hello,
-    decode_report,
-    encode_deltas,
-    encode_frame,
-    encode_hello,
-    encode_report,
+    decode,
+    encode,
 )
+from kvtransfer.pages import PageKeys
 from kvtransfer.types import TransferStats
+from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.types import Finish, FinishReason, HandOffReport, StageTimes, TokenDelta, TokenLogprob, Usage
+from routing.types import IndexEvent, KeysCleared
 from tests.unit.deployments.sample_values import stats
 
 DELTA = TokenDelta(
@@ -39,78 +43,143 @@ DELTA = TokenDelta(
     finish=Finish(reason=FinishReason.STOP, matched="\n", message=None, http_status=200),
     stages=StageTimes(queue_s=0.5, prefill_s=0.25, transfer_s=0.125, decode_s=2.0),
 )
+FAILED = HandOffReport(
+    transferred=False, reason="digest of page 3 is wrong", num_pages=7, num_bytes=1 << 33, grant_s=0.1, wait_s=0.25,
+    transfer_s=0.125,
+)  # fmt: skip
+FINISHES = [
+    Finish(reason=FinishReason.STOP, matched=7),
+    Finish(reason=FinishReason.HANDED_OFF),
+    Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="overloaded"),
+    Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="engine_dead"),
+    Finish(reason=FinishReason.ABORT, message="aborted", http_status=499),
+]
+DESK = TransferStats(rooms_receiving=2, sent_bytes=1 << 40, oldest_drain_s=1.5)
+REPORT = ReplicaReport(stats=stats(), error="rank 1 died", num_open=3, age_s=0.25, step_age_s=1.5)
 
 
-def frames(data: bytes) -> list[tuple[FrameKind, bytes]]:
-    return list(FrameReader().feed(data))
+def received(message: Message) -> Message:
+    [body] = FrameReader().feed(encode(message))
+    return decode(body)
 
 
-def test_deltas_come_back_as_they_were() -> None:
-    [(kind, payload)] = frames(encode_deltas([DELTA, DELTA]))
-    assert kind is FrameKind.DELTAS
-    assert decode_deltas(payload) == [DELTA, DELTA]
+@pytest.mark.parametrize(
+    "message",
+    [
+        ChannelHello(token="secret", replica_id="r0"),
+        Deltas([]),
+        Deltas([DELTA, dataclasses.replace(DELTA, hand_off=FAILED), *(dataclasses.replace(DELTA, finish=each)
+                for each in FINISHES)]),
+        REPORT,
+        ReplicaReport(stats=dataclasses.replace(stats(), num_receiving=2, transfer=DESK), error=None, num_open=0),
+    ],
+    ids=lambda message: type(message).__name__,
+)  # fmt: skip
+def test_a_message_comes_back_as_it_was(message: Message) -> None:
+    assert received(message) == message
 
 
-def test_what_became_of_a_hand_off_travels_with_the_first_token() -> None:
-    report = HandOffReport(
-        transferred=False, reason="digest of page 3 is wrong", num_pages=7, num_bytes=1 << 33, grant_s=0.1, wait_s=0.25,
-        transfer_s=0.125,
-    )  # fmt: skip
-    ended = dataclasses.replace(DELTA, hand_off=report, finish=Finish(reason=FinishReason.HANDED_OFF))
-    [(_, payload)] = frames(encode_deltas([ended, DELTA]))
-    assert decode_deltas(payload) == [ended, DELTA]
-
-
-def test_a_report_tells_of_the_desk_where_there_is_one() -> None:
-    desk = TransferStats(rooms_receiving=2, sent_bytes=1 << 40, oldest_drain_s=1.5)
-    for transfer in (None, desk):
-        report = ReplicaReport(
-            stats=dataclasses.replace(stats(), num_receiving=2, transfer=transfer), error=None, num_open=3, age_s=0.5
-        )
-        [(_, payload)] = frames(encode_report(report))
-        assert decode_report(payload) == report
-
-
-@pytest.mark.parametrize("retry_as", ["overloaded", "engine_dead", None])
-def test_a_finish_keeps_whether_another_replica_may_mend_it(
-    retry_as: Literal["overloaded", "engine_dead"] | None,
-) -> None:
-    finish = Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as=retry_as)
-    [(_, payload)] = frames(encode_deltas([dataclasses.replace(DELTA, finish=finish)]))
-    assert decode_deltas(payload)[0].finish == finish
-
-
-def test_a_report_and_a_hello_come_back_as_they_were() -> None:
-    report = ReplicaReport(stats=stats(), error="rank 1 died", num_open=3, age_s=0.25)
-    hello = Hello(token="secret", replica_id="r0")
-    [(_, first), (_, second)] = frames(encode_hello(hello) + encode_report(report))
-    assert decode_hello(first) == hello
-    assert decode_report(second) == report
+def test_a_report_can_be_the_answer_of_a_ray_call() -> None:
+    assert pickle.loads(pickle.dumps(REPORT)) == REPORT
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5), st.integers(1, 7))
-def test_frames_do_not_depend_on_how_the_stream_is_cut(payloads: list[bytes], size: int) -> None:
-    data = b"".join(encode_frame(FrameKind.DELTAS, payload) for payload in payloads)
+def test_frames_do_not_depend_on_how_the_stream_is_cut(bodies: list[bytes], size: int) -> None:
+    data = b"".join(LENGTH.pack(len(body)) + body for body in bodies)
     reader = FrameReader()
-    found = [frame for i in range(0, len(data), size) for frame in reader.feed(data[i : i + size])]
-    assert [payload for _, payload in found] == payloads
+    assert [body for i in range(0, len(data), size) for body in reader.feed(data[i : i + size])] == bodies
 
 
 def test_an_absurd_length_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(BadFrame, match="is announced; at most"):
-        frames(struct.pack("<IB", MAX_FRAME_BYTES + 1, FrameKind.DELTAS))
+        list(FrameReader().feed(LENGTH.pack(MAX_FRAME_BYTES + 1)))
 
 
-@pytest.mark.parametrize("data", [struct.pack("<IB", 0, 99)])
-def test_an_unknown_kind_is_refused(data: bytes) -> None:
-    with pytest.raises(BadFrame, match="frame kind 99 is unknown"):
-        frames(data)
+def plain(message: Message, **changes: Any) -> dict[str, Any]:
+    """``message`` as a map, with fields changed."""
+    return {**msgspec.msgpack.decode(encode(message)[LENGTH.size :]), **changes}
 
 
-UNKNOWN_REASON = b'[["a",0,[],"",[1,1,1,0],["what",null,null,1,null],[],[]]]'
+ONE = plain(Deltas([DELTA]))["deltas"][0]
 
 
-@pytest.mark.parametrize("payload", [b"[[1]]", b"{", b"[1]", UNKNOWN_REASON])
-def test_what_is_not_deltas_is_a_bad_frame(payload: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"type": "goodbye"}, r"Invalid value 'goodbye' - at `\$.type`"),
+        ([1], "Expected `object`, got `array`"),
+        (plain(ChannelHello(token="t", replica_id="r0"), token=7), r"Expected `str`, got `int` - at `\$.token`"),
+        ({"type": "hello", "token": "t"}, "missing required field `replica_id`"),
+        ({"type": "deltas", "deltas": [ONE, [1]]}, r"Expected `object`, got `array` - at `\$.deltas\[1\]`"),
+        ({"type": "deltas", "deltas": [{**ONE, "token_ids": [1, "2"]}]}, r"at `\$.deltas\[0\].token_ids\[1\]`"),
+        ({"type": "deltas", "deltas": [{**ONE, "finish": {"reason": "what"}}]}, r"at `\$.deltas\[0\].finish.reason`"),
+        (plain(REPORT, num_open=-1), r"Expected `int` >= 0 - at `\$.num_open`"),
+        (plain(REPORT, num_open=2**63), r"at `\$.num_open`"),
+        (plain(REPORT, age_s=-0.5), r"at `\$.age_s`"),
+        (plain(REPORT, mood="good"), "unknown field `mood`"),
+        ({"type": "changes", "changes": [["stored", 2**63, b""]]}, r"at `\$.changes\[0\]\[1\]`"),
+        ({"type": "changes", "changes": [["moved", 1, b""]]}, r"'moved' - at `\$.changes\[0\]\[0\]`"),
+        ({"type": "keys", "seq": -1, "keys": b""}, r"at `\$.seq`"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_path_and_type(body: object, says: str) -> None:
+    with pytest.raises(BadFrame, match=says):
+        decode(msgspec.msgpack.encode(body))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"GET / HTTP/1.1\r\n", encode(REPORT)[LENGTH.size : -1]])
+def test_what_is_no_message_is_a_bad_frame(body: bytes) -> None:
     with pytest.raises(BadFrame):
-        decode_deltas(payload)
+        decode(body)
+
+
+KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(lambda keys: np.array(keys, dtype=np.uint64))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["KeysStored", "KeysRemoved", "KeysCleared"]), KEYS), max_size=6))
+def test_cache_events_come_back_with_their_numbers_kinds_and_keys(wanted: list[tuple[str, PageKeys]]) -> None:
+    log = EventLog()
+    for kind, keys in wanted:
+        if kind == "KeysStored":
+            log.stored(keys, None, 16, np.empty(0, dtype=np.int32))
+        elif kind == "KeysRemoved":
+            log.removed(keys)
+        else:
+            log.cleared()
+    message = received(CacheChanges.of(log.drain()))
+    assert isinstance(message, CacheChanges)
+    assert [described(event) for event in message.events()] == [
+        (kind, seq, [] if kind == "KeysCleared" else keys.tolist()) for seq, (kind, keys) in enumerate(wanted, 1)
+    ]
+
+
+def described(event: IndexEvent) -> tuple[str, int, list[int]]:
+    keys = [] if isinstance(event, KeysCleared) else [int(key) for key in event.keys]
+    return type(event).__name__, event.seq, keys
+
+
+@pytest.mark.parametrize("runs", [[[1, 2, 2**64 - 1], [9]], [[]], []])
+def test_a_snapshot_is_eight_bytes_a_page_and_less_than_32_more(runs: list[list[int]]) -> None:
+    stored = tuple(
+        PagesStored(
+            seq=7, keys=np.array(run, np.uint64), parent_key=None, page_size=16, token_ids=np.empty(0, np.int32)
+        )
+        for run in runs
+    )
+    message = CacheKeys.of(CacheSnapshot(seq=7, stored=stored))
+    flat = [key for run in runs for key in run]
+    assert len(encode(message)) < 8 * len(flat) + 32
+    back = received(message)
+    assert isinstance(back, CacheKeys)
+    assert (back.snapshot().seq, back.snapshot().keys.tolist()) == (7, flat)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 12])
+def test_page_keys_that_are_not_whole_are_a_bad_frame(num_bytes: int) -> None:
+    keys = memoryview(bytes(num_bytes))
+    with pytest.raises(BadFrame, match=f"{num_bytes} bytes of page keys; each has 8"):
+        CacheKeys(seq=1, keys=keys).snapshot()
+    body = decode(msgspec.msgpack.encode({"type": "changes", "changes": [["stored", 1, bytes(num_bytes)]]}))
+    assert isinstance(body, CacheChanges)
+    with pytest.raises(BadFrame, match="page keys"):
+        body.events()
