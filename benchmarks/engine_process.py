@@ -1,4 +1,4 @@
-"""An engine with its transfer desk in a process of its own: two of them are what NIXL needs to be tried, and timed.
+"""An engine with its transfer service in a process of its own: two of them are what NIXL needs to be tried, and timed.
 
 Owns:    the process and the pipe to it. Its times are comparable with ours: CLOCK_MONOTONIC is one for a host.
 Never:   steps the engine: an `EngineLoop` does, as in a replica. Gives up without a word: who waits too long is told
@@ -33,7 +33,7 @@ from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta
 
 START_S = 180.0  # mostly imports: 6 s on two idle cores, 26 s with six busy processes beside
 ANSWER_S = 60.0
-TRANSFER_S = 30.0  # the desk's deadlines: pages that do not come shall show as a fall-back with its reason before that
+TRANSFER_S = 30.0  # the service's deadlines: pages that are missing show as a fall-back with its reason before that
 STATE_S = 5.0  # for the state of an engine that did not answer
 TOKEN = b"secret of the cluster"
 Probe = Callable[[], Callable[[], object]]  # called there before the engine is made; what it returns answers `probed`

@@ -24,10 +24,10 @@ import numpy as np
 from benchmarks.engine_process import EngineProcess
 from benchmarks.report import Row
 from kvtransfer.ports.agent import NixlAgent
-from kvtransfer.rooms.desk import KvTransfer
+from kvtransfer.rooms.kv_transfer import KvTransfer
+from kvtransfer.rooms.receiver import KVReceiver
 from kvtransfer.types import PdTicket, Verify
 from replicas.disagg.decode_role import DecodeRole
-from replicas.disagg.wake import Wake
 from replicas.engine.ranks import Ranks
 from replicas.types import FinishReason, GenerateRequest, HandOff, PdLeg, SamplingParams
 
@@ -116,7 +116,7 @@ class _Pair:
         (ordered,) = sent["send_last"]
         (taken,) = received["on_received"]
         posted = [(start, end) for start, end in sent["write"] if start >= ordered[0]]
-        arrived = max(start for start, _ in received["wake"] if start <= taken[0])
+        arrived = max(start for start, _ in received["verified"] if start <= taken[0])
         step = next(times for times in received["execute"] if times[0] > taken[0])
         at = [when for when, _ in told]
         return Times(
@@ -183,7 +183,7 @@ def watch() -> Callable[[], object]:
 
     time_calls(KvTransfer, "send_last", "send_last")
     time_calls(NixlAgent, "write", "write")
-    time_calls(Wake, "__call__", "wake")
+    time_calls(KVReceiver, "_complete", "verified")
     time_calls(DecodeRole, "on_received", "on_received")
     time_calls(Ranks, "launch", "execute")
 

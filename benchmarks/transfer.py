@@ -36,7 +36,7 @@ from kvtransfer.ports.checksum import page_digest
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.notes import Note, pack
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.ports.ports import PeerRanks, WriteOrder
+from kvtransfer.ports.rank_port import PeerRanks, WriteOrder
 from kvtransfer.ports.transfer_agent import TransferState
 from kvtransfer.types import PageIds
 

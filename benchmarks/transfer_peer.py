@@ -10,12 +10,12 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.ports.agent import NixlAgent
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.ports.ports import Arrived, ExpectOrder, PeerRanks
+from kvtransfer.ports.rank_port import Arrived, ExpectOrder, PeerRanks
 from kvtransfer.types import PageIds, Verify
 
 NUM_PAGES = 385  # 142 MB in fp16: four times the last cache of a small server's core complex
 PAGES_PER_WRITE = 16
-PAUSE_S = 1e-4  # between the receiver's turns, as a desk with open rooms does
+PAUSE_S = 1e-4  # between the receiver's turns, as a transfer service with open rooms does
 PLAIN, VERIFIED = "written without digests", "written and verified"
 MODES = {PLAIN: Verify.OFF, VERIFIED: Verify.ALL}
 

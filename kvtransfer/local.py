@@ -18,7 +18,7 @@ import numpy as np
 from kvtransfer.errors import PeerLost
 from kvtransfer.layout import PageSlice
 from kvtransfer.ports.memory import KvMemory
-from kvtransfer.ports.ports import group_runs
+from kvtransfer.ports.rank_port import group_runs
 from kvtransfer.ports.transfer_agent import RemotePool, Transfer
 from kvtransfer.types import PageIds, WriteTimes
 

@@ -1,6 +1,6 @@
 """What the parts of a hand-off say to each other.
 
-Owns:      nothing; these are frozen values. The protocols: transfer_desk.py, ports.py, transfer_agent.py.
+Owns:      nothing; these are frozen values. The protocols: transfer_service.py, rank_port.py, transfer_agent.py.
 
     engine (replicas/disagg) ──orders──> KvTransfer ──orders──> RankPort, one per rank (ports.py) ──> TransferAgent
                              <──events──            <──events──
@@ -30,7 +30,7 @@ class Verify(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
-    """Where an engine's transfer desk listens; travels in the ticket."""
+    """Where an engine's transfer service listens; travels in the ticket."""
 
     host: str
     port: int
@@ -153,9 +153,9 @@ TransferEvent = SendReady | SendDone | SendFailed | SendDrained | Received | Rec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSettings:
-    """How an engine's desk behaves; every wait has its limit here."""
+    """How an engine's transfer service behaves; every wait has its limit here."""
 
-    host: str  # address of this machine that the peers reach; the desk listens there and nowhere else
+    host: str  # address of this machine that the peers reach; the transfer service listens there and nowhere else
     token: bytes = field(repr=False)  # secret of the cluster: who does not know it gets no metadata
     verify: Verify = Verify.ALL
     transport: Literal["auto", "tcp"] = "auto"  # auto: shared memory copies (CMA) on one host, else what UCX finds
@@ -165,7 +165,7 @@ class TransferSettings:
     call_timeout_s: float = 5.0  # for a hello or an answer
     heartbeat_s: float = 1.0
     heartbeat_misses: int = 3  # silent for so many: every room with that peer fails
-    rank_timeout_s: float = 10.0  # desk and the port of another rank of its engine: silent for so long, the desk ends
+    rank_timeout_s: float = 10.0  # the port of a rank in another process: silent for so long, the service ends
     pages_per_write: int = 16  # a write blocks the transfer thread while it copies
 
 

@@ -1,4 +1,4 @@
-"""Builds an engine: settings, ranks, pools, and its transfer desk where it takes part in hand-offs.
+"""Builds an engine: settings, ranks, pools, and its transfer service where it takes part in hand-offs.
 
 Owns:      the order of start-up and of its undoing.
 Never:     decides settings (config.resolve) or sizes (memory/sizing); starts followers itself (engine/ranks.py).
@@ -6,26 +6,32 @@ Never:     decides settings (config.resolve) or sizes (memory/sizing); starts fo
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvtransfer.ports.rank_port import RankPort
+from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.types import TransferSettings
 from replicas.cache.kv import KvCache
 from replicas.config import (
     Attention,
     CacheConfig,
     DType,
+    EngineConfig,
     ParallelConfig,
     ProductSetting,
     Quantization,
     SchedulerConfig,
+    kv_layout,
     resolve,
 )
-from replicas.desk import open_desk, port_spec
-from replicas.disagg.wake import Wake
+from replicas.disagg.rooms import HandOffTerms
 from replicas.engine.engine import Engine
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
+from replicas.errors import InvalidConfig
 from replicas.runner.device import measure_hardware
-from replicas.runner.port import MakeAgent
+from replicas.runner.identity import model_identity
+from replicas.runner.port import MakeAgent, PortSpec
 from replicas.runner.product_choice import choose_products
 from replicas.runner.weights import load_model_config
 from replicas.text.tokenizer import Tokenizer
@@ -94,10 +100,10 @@ def load_engine(
         eviction=config.cache.eviction,
         record_events=record_events,
     )
-    wake, desk, terms = Wake(), None, None
+    service, terms = None, None
     if spec is not None:
         try:
-            desk, terms = open_desk(spec, lambda: ranks.ports(make_agent), wake)
+            service, terms = open_transfer_service(spec, lambda: ranks.ports(make_agent))
         except BaseException:
             ranks.close()
             raise
@@ -110,9 +116,8 @@ def load_engine(
         dead_rank=ranks.dead,
         close=ranks.close,
         kv_bytes=ranks.kv_bytes(config),
-        desk=desk,
+        service=service,
         terms=terms,
-        wake=wake,
         attention=runner.attention_choice,
         start_times={**runner.start_times, "total": time.monotonic() - started_s},
     )
@@ -120,3 +125,31 @@ def load_engine(
     return engine
 
 
+def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
+    """What all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
+    try:
+        identity = model_identity(config.model.path, config.model.quantization)
+        return PortSpec(layout=kv_layout(config, identity), settings=settings)
+    except ValueError as error:
+        raise InvalidConfig(
+            f"K/V cannot be handed over with parallel.tp = {config.parallel.tp}: {error}; choose a tp that divides the "
+            "KV heads, or serve this model without hand-offs"
+        ) from error
+
+
+def open_transfer_service(
+    spec: PortSpec, make_ports: Callable[[], Sequence[RankPort]]
+) -> tuple[KvTransfer, HandOffTerms]:
+    """A service that runs, and the terms on which the engine uses it. ``make_ports`` is called on the service's thread.
+
+    Raises: TransferError or OSError when the transfer library or the listening address is not to be had.
+    """
+    settings = spec.settings
+    service = KvTransfer(settings, spec.layout, make_ports)
+    service.start()
+    terms = HandOffTerms(
+        fingerprint=spec.layout.fingerprint,
+        open_timeout_s=settings.open_timeout_s,
+        room_timeout_s=settings.room_timeout_s,
+    )
+    return service, terms

@@ -11,7 +11,6 @@ import numpy as np
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
 from replicas.disagg.rooms import HandOffTerms
-from replicas.disagg.wake import Wake
 from replicas.engine.engine import Engine
 from replicas.request import Req
 from replicas.scheduler.plan import DoneStep, StepPlan, StepResult
@@ -19,8 +18,8 @@ from replicas.scheduler.scheduler import Scheduler
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
-from tests.fake_desk import FakeWire
 from tests.fake_kv_bytes import FakeKvBytes
+from tests.fake_transfer_service import FakeWire
 from tests.fakes import FakeDevice
 
 
@@ -166,7 +165,6 @@ def fake_engine(
         record_events=record_events,
         clock=clock,
     )
-    wake = Wake()
     engine = Engine(
         config,
         kv=kv,
@@ -175,9 +173,8 @@ def fake_engine(
         tokenizer=_tokenizer(),
         clock=clock,
         kv_bytes=FakeKvBytes(device, page_size=page_size),
-        desk=wire.join(device, page_size=page_size, on_event=wake) if wire is not None else None,
+        service=wire.join(device, page_size=page_size) if wire is not None else None,
         terms=HandOffTerms(fingerprint="fake") if wire is not None else None,
-        wake=wake,
     )
     return engine, device
 

@@ -14,7 +14,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.ports.ports import PeerRanks, PortEvent
+from kvtransfer.ports.rank_port import PeerRanks, PortEvent
 from kvtransfer.types import PageIds, Verify
 
 HEADS = 6  # splits by 1, 2, 3

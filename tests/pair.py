@@ -7,20 +7,20 @@ from kvtransfer.types import PdTicket
 from replicas.engine.engine import Engine
 from replicas.request import ReqState
 from replicas.types import FinishReason, GenerateRequest, HandOff, PdLeg, TokenDelta
-from tests.fake_desk import FakeDesk, FakeWire
+from tests.fake_transfer_service import FakeTransferService, FakeWire
 from tests.harness import Clock, ask, fake_engine
 
 
 class Side:
     """One engine, and what it has answered."""
 
-    def __init__(self, engine: Engine, desk: FakeDesk) -> None:
+    def __init__(self, engine: Engine, service: FakeTransferService) -> None:
         self.engine = engine
-        self.desk = desk
+        self.service = service
         self.deltas: dict[tuple[str, int], list[TokenDelta]] = {}
         store = engine.kv._store
-        desk.free_pages = lambda: set(store.allocator.free_pages().tolist())
-        desk.shared_pages = lambda: set(store.cache.all_pages().tolist())
+        service.free_pages = lambda: set(store.allocator.free_pages().tolist())
+        service.shared_pages = lambda: set(store.cache.all_pages().tolist())
 
     def submit(self, request: GenerateRequest) -> None:
         self.take(self.engine.submit(request))
@@ -68,7 +68,7 @@ class Pair:
         self.clock = Clock()
         self.wire = FakeWire()
         sides = [
-            Side(fake_engine(wire=self.wire, clock=self.clock, **{**both, **(own or {})})[0], self.wire.desks[-1])  # type: ignore[arg-type]
+            Side(fake_engine(wire=self.wire, clock=self.clock, **{**both, **(own or {})})[0], self.wire.services[-1])  # type: ignore[arg-type]
             for own in (prefill, decode)
         ]
         self.prefill, self.decode = sides
@@ -77,7 +77,7 @@ class Pair:
     def legs(self, request: GenerateRequest) -> tuple[GenerateRequest, GenerateRequest]:
         """``request`` for the prefill and for the decode side, with the same new ticket. Rooms count from 1."""
         self.num_rooms += 1
-        ticket = PdTicket(room=self.num_rooms, generation=1, prefill=self.prefill.desk.address)
+        ticket = PdTicket(room=self.num_rooms, generation=1, prefill=self.prefill.service.address)
         return (
             replace(request, hand_off=HandOff(leg=PdLeg.PREFILL, ticket=ticket)),
             replace(request, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket)),

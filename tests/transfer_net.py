@@ -1,8 +1,8 @@
-"""Engines with transfer desks in one process and in one thread: a network, memory and a clock that obey the test.
+"""Engines with transfer services in one process and in one thread: a network, memory and a clock that obey the test.
 
 `Net` carries messages when it is told to, loses connections, and lets processes die, hang and come again on their old
-address. `SimEngine` is what replicas/ is to a desk: it hands out pages, takes them back by the rules of
-`KvTransferDesk`, and knows what every page that nobody may write to must hold.
+address. `SimEngine` is what replicas/ is to a transfer service: it hands out pages, takes them back by the rules of
+`TransferService`, and knows what every page that nobody may write to must hold.
 """
 
 import itertools
@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.local import LocalFabric
-from kvtransfer.peers.links import Purpose
-from kvtransfer.peers.wire import Hello, Message, decode, encode
-from kvtransfer.ports.ports import Arrived
-from kvtransfer.rooms.desk_core import DeskCore
+from kvtransfer.peers.wire import Message, PeerHello, Purpose, decode, encode
+from kvtransfer.ports.rank_port import Arrived
+from kvtransfer.rooms.transfer_core import TransferCore
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
@@ -157,7 +156,7 @@ class Net:
 
     def kill_rank(self, engine: "SimEngine", rank: int) -> None:
         """Rank 0: the others live until `bury`, and what they have posted lands. Another one: the engine ends with it
-        (a desk whose rank is lost closes the others' agents)."""
+        (a transfer service whose rank is lost closes the others' agents)."""
         if rank > 0:
             self.kill(engine)
             return
@@ -217,8 +216,8 @@ class Net:
             target.core.link_up(link, dial.engine.hello)
         dial.engine.core.link_up(dial.link, target.hello)
 
-    def _follower_hello(self, dial: _Dial) -> Hello:
-        return Hello(
+    def _follower_hello(self, dial: _Dial) -> PeerHello:
+        return PeerHello(
             address=self.followers[dial.address.port], purpose="rooms", layout=dial.engine.pools.layout, ranks=()
         )
 
@@ -263,7 +262,7 @@ class Net:
 
 
 class SimEngine:
-    """A process: desk, pools, and an engine's books of its pages."""
+    """A process: transfer service, pools, and an engine's books of its pages."""
 
     def __init__(self, net: Net, port: int, *, tp: int, num_pages: int) -> None:
         self.net = net
@@ -272,7 +271,7 @@ class SimEngine:
         self.alive = True
         self.hung = False
         self.links = SimLinks(net, self)
-        self.core = DeskCore(SETTINGS, self.pools.layout, self.pools.ports, self.links, net.now)
+        self.core = TransferCore(SETTINGS, self.pools.layout, self.pools.ports, self.links, net.now)
         self._take_arrived = self.core.receiving.arrived
         self.core.receiving.arrived = self._arrived  # type: ignore[method-assign]
         self.followers = tuple(
@@ -281,7 +280,7 @@ class SimEngine:
         )
         alive_at = (None, *self.followers)
         ranks = tuple(replace(port.info, alive_at=at) for port, at in zip(self.pools.ports, alive_at, strict=True))
-        self.hello = Hello(address=self.address, purpose="rooms", layout=self.pools.layout, ranks=ranks)
+        self.hello = PeerHello(address=self.address, purpose="rooms", layout=self.pools.layout, ranks=ranks)
         self.num_pages = num_pages
         self.free = list(range(1, num_pages))
         self.writable: Counter[int] = Counter()  # pages of rooms that come or are in quarantine

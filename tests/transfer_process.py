@@ -1,4 +1,4 @@
-"""A process with a transfer desk over NIXL and a small pool, driven by a test through a pipe.
+"""A process with a transfer service over NIXL and a small pool, driven by a test through a pipe.
 
 Never a fork of a process that has used NIXL: NIXL does not survive it. The parent keeps what it knows
 of the pages as seeds.
@@ -56,7 +56,7 @@ class EngineProcess:
         self.address: PeerAddress = self._answer()
 
     def call(self, method: str, *args: Any) -> None:
-        """A method of the desk."""
+        """A method of the transfer service."""
         self._pipe.send((method, *args))
 
     def ask(self, what: str, *args: Any) -> Any:
@@ -138,7 +138,7 @@ def _main(pipe: Connection, seed: int, tp: int, of: TransferSettings) -> None:
     from kvtransfer.ports.agent import NixlAgent
     from kvtransfer.ports.memory import KvMemory
     from kvtransfer.ports.port import AgentPort
-    from kvtransfer.rooms.desk import KvTransfer
+    from kvtransfer.rooms.kv_transfer import KvTransfer
 
     pools = random_pools(layout(tp), NUM_PAGES, seed)
 
@@ -150,20 +150,20 @@ def _main(pipe: Connection, seed: int, tp: int, of: TransferSettings) -> None:
             ports.append(AgentPort(memory, rank, agent, verify=of.verify, pages_per_write=of.pages_per_write))
         return ports
 
-    desk = KvTransfer(of, layout(tp), make_ports, on_event=lambda: None)
-    desk.start()
-    pipe.send(("answer", desk.address))
+    service = KvTransfer(of, layout(tp), make_ports, on_event=lambda: None)
+    service.start()
+    pipe.send(("answer", service.address))
     while True:
         if pipe.poll(0.002):
             method, *args = pipe.recv()
             if method == "close":
-                desk.close()
+                service.close()
                 return
             if method == "pages":
                 pipe.send(("answer", [pool[args[0]] for pool in pools]))
             elif method == "stats":
-                pipe.send(("answer", desk.stats()))
+                pipe.send(("answer", service.stats()))
             else:
-                getattr(desk, method)(*args)
-        if events := desk.drain_events():
+                getattr(service, method)(*args)
+        if events := service.drain_events():
             pipe.send(("events", events))

@@ -25,7 +25,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.ports.ports import Arrived, ExpectOrder, PeerRanks, PortEvent, WriteOrder
+from kvtransfer.ports.rank_port import Arrived, ExpectOrder, PeerRanks, PortEvent, WriteOrder
 from kvtransfer.ports.transfer_agent import RemotePool, TransferAgent, TransferState
 from kvtransfer.types import PageIds
 from tests.kv_pools import join_heads, layout, random_pools

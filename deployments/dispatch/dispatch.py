@@ -83,7 +83,7 @@ class Dispatcher:
         self._max_tries = max_tries
         self._retry_wait_s = retry_wait_s  # how long a request waits for a replica to take over
         self._max_wait_s = max_wait_s  # of the queue before a new request, as estimated
-        self._transfer_address = transfer_address  # of the desk of a prefill replica
+        self._transfer_address = transfer_address  # of the transfer service of a prefill replica
         self._clock = clock
         self._hold_out = HoldOut(clock)
         self.routes = routes if routes is not None else RouteLog()

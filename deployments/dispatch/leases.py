@@ -48,7 +48,7 @@ class ReplicaInfo:
     attention_why: str = ""  # this backend, and not a faster one
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks
-    transfer: PeerAddress | None = None  # where its desk listens; None where it takes part in no hand-off
+    transfer: PeerAddress | None = None  # where its transfer service listens; None where it takes part in no hand-off
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
 
 

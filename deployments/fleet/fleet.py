@@ -156,7 +156,7 @@ class Fleet:
         return sum(view.may_take and view.role is not Role.PREFILL for view in self._router.views)
 
     def transfer_address(self, replica_id: str) -> PeerAddress | None:
-        """Where the desk of an attached replica listens."""
+        """Where the transfer service of an attached replica listens."""
         info = self._infos.get(replica_id)
         return None if info is None else info.transfer
 

@@ -52,7 +52,7 @@ class ServedEngine:
         self.loop = loop
         self.replica_id = replica_id
         self._role = role
-        self._transfer = transfer  # where the engine's desk listens
+        self._transfer = transfer  # where the engine's transfer service listens
         self._metrics = metrics  # host:port
         self._report_period_s = report_period_s
         self._node_id = node_id

@@ -29,7 +29,7 @@ class TransferGroup(Settings):
     # None: all pages between CPUs; the last page of each write where a role has GPUs, whose pages are read back for it
     verify: Annotated[Verify | None, BeforeValidator(_yaml_off)] = None
     transport: Literal["auto", "tcp"] = "auto"
-    host: str = Field(default="auto", min_length=1)  # where desks listen; auto: the address of the replica's node
+    host: str = Field(default="auto", min_length=1)  # where services listen; auto: the address of the replica's node
     token: SecretStr | None = None  # None: from the environment, else made by build
     open_timeout_s: float = Field(default=_DEFAULT["open_timeout_s"], gt=0)
     room_timeout_s: float = Field(default=_DEFAULT["room_timeout_s"], gt=0)

@@ -1,7 +1,7 @@
-"""The sockets of a desk: one listener, and connections that carry messages once both ends are authenticated.
+"""The sockets of a transfer service: a listener, and connections that carry messages once both ends are authenticated.
 
-Owns:      the sockets, their buffers, and the wait of each connection to become one (call_timeout_s).
-Never:     believes or forwards anything before the handshake (bootstrap.py) is through; listens on any other address.
+Owns:      the sockets, their buffers, and the time a connection has to finish its handshake (call_timeout_s).
+Never:     believes or forwards anything before the handshake (handshake.py) is through; listens on any other address.
 Invariant: a link ends by one `link_down`, or by `close`, and its socket is closed then.
 Thread:    the transfer thread; `wake` from any.
 """
@@ -14,16 +14,17 @@ import math
 import os
 import selectors
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvtransfer.errors import BadMessage, NotAuthenticated
-from kvtransfer.peers.bootstrap import Handshake
-from kvtransfer.peers.links import Purpose
-from kvtransfer.peers.wire import MAX_STRANGER_BYTES, Frames, Hello, Message, decode, encode
-from kvtransfer.types import PeerAddress
+from kvtransfer.layout import KvLayout
+from kvtransfer.peers.handshake import Handshake
+from kvtransfer.peers.wire import MAX_STRANGER_BYTES, Frames, Message, PeerHello, Purpose, decode, encode
+from kvtransfer.types import PeerAddress, TransferSettings
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ Ready = list[tuple[selectors.SelectorKey, int]]
 
 
 class LinkHandler(Protocol):
-    def link_up(self, link: int, hello: Hello) -> None: ...
+    def link_up(self, link: int, hello: PeerHello) -> None: ...
 
     def link_down(self, link: int, reason: str, *, refused: bool = False) -> None: ...
 
@@ -74,7 +75,7 @@ class _Connection:
 
 
 class SocketLinks:
-    """Implements `kvtransfer.peers.links.Links`."""
+    """Implements `kvtransfer.peers.peer_table.Links`."""
 
     def __init__(self, host: str, *, token: bytes, call_timeout_s: float, now: float) -> None:
         self.now = now
@@ -83,7 +84,7 @@ class SocketLinks:
         self._ids = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._lost: list[tuple[int, str, bool]] = []  # to be told by `serve`: a call never calls back
-        self._hello: Hello | None = None
+        self._hello: PeerHello | None = None
         self._deaf_until_s = math.inf  # when to listen again
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -96,7 +97,7 @@ class SocketLinks:
         self._selector.register(self._listener, selectors.EVENT_READ, 0)
         self._selector.register(self._wake_in, selectors.EVENT_READ, -1)
 
-    def introduce(self, hello: Hello) -> None:
+    def introduce(self, hello: PeerHello) -> None:
         """What to say to authenticated peers; before the first `wait`."""
         self._hello = hello
 
@@ -320,3 +321,43 @@ class SocketLinks:
     def _drop(self, link: int, reason: str, *, refused: bool = False) -> None:
         self.close(link)
         self._lost.append((link, reason, refused))
+
+
+STEP_S = 0.02  # how often the listener is looked at
+
+
+class Alive:
+    """A listener in the process of a rank after the first: peers dial it to learn whether the process is alive.
+
+    It is closed after the agent: from then on a refused dial proves that nothing here writes any more. The follower's
+    transfer thread calls `serve` in every turn.
+    """
+
+    def __init__(self, settings: TransferSettings, layout: KvLayout, *, host: str, name: str) -> None:
+        """``name``: new with every life. Raises: OSError."""
+        self._links = SocketLinks(
+            host, token=settings.token, call_timeout_s=settings.call_timeout_s, now=time.monotonic()
+        )
+        self.address = PeerAddress(host=host, port=self._links.port, incarnation=name)
+        self._links.introduce(PeerHello(address=self.address, purpose="probe", layout=layout, ranks=()))
+        self._next_s = 0.0
+
+    def serve(self) -> None:
+        """Never blocks."""
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + STEP_S
+            self._links.serve(self._links.wait(0.0), self, now)
+            self._links.expire(now)
+
+    def link_up(self, link: int, hello: PeerHello) -> None:
+        """Close it: this process has no rooms."""
+        self._links.close(link)
+
+    def link_down(self, link: int, reason: str, *, refused: bool = False) -> None: ...
+
+    def heard(self, link: int, message: Message) -> None: ...
+
+    def close(self) -> None:
+        self._links.close_connections()
+        self._links.close_listener()

@@ -1,4 +1,4 @@
-"""What two desks say over their connection: length-prefixed, versioned JSON; never pickle.
+"""What two transfer services say over their connection: length-prefixed, versioned JSON; never pickle.
 
 Owns:      the messages, and what turns them into bytes and back (values: codec.py).
 Never:     believes them: who sent one, and whether its room is known, is for others to check.
@@ -18,13 +18,14 @@ from typing import Literal
 from kvtransfer.errors import BadMessage
 from kvtransfer.layout import KvLayout
 from kvtransfer.peers.codec import plain, read, read_object
-from kvtransfer.ports.ports import RankInfo
+from kvtransfer.ports.rank_port import RankInfo
 from kvtransfer.types import META_VERSION, KVTransferMeta, PeerAddress
 
 VERSION = 1
 MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
 MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
 _LENGTH = struct.Struct(">I")
+Purpose = Literal["rooms", "probe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Challenge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChallengeReply:
     """Who dials proves that it knows the token, and asks the same."""
 
     nonce: str
@@ -52,11 +53,11 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class PeerHello:
     """Who speaks, and all that is needed to write into its pools. ``probe``: only asks who answers at this address."""
 
     address: PeerAddress
-    purpose: Literal["rooms", "probe"]
+    purpose: Purpose
     layout: KvLayout
     ranks: tuple[RankInfo, ...]  # [tp]
 
@@ -124,10 +125,10 @@ class Bye:
 
 ToSender = Open | Abort | Ack
 ToReceiver = Posted | Fail | Drained
-Message = Challenge | Answer | Welcome | Hello | ToSender | ToReceiver | Ping | Bye
+Message = Challenge | ChallengeReply | Welcome | PeerHello | ToSender | ToReceiver | Ping | Bye
 _TYPES: dict[str, type[Message]] = {
     cls.__name__.lower(): cls
-    for cls in (Challenge, Answer, Welcome, Hello, Open, Abort, Ack, Posted, Fail, Drained, Ping, Bye)
+    for cls in (Challenge, ChallengeReply, Welcome, PeerHello, Open, Abort, Ack, Posted, Fail, Drained, Ping, Bye)
 }
 
 

@@ -17,7 +17,7 @@ import xxhash
 
 from kvtransfer.layout import PageSlice
 from kvtransfer.ports.memory import KvMemory, PageBytes
-from kvtransfer.ports.ports import Digests
+from kvtransfer.ports.rank_port import Digests
 from kvtransfer.types import PageIds
 
 Spans = tuple[tuple[int, int], ...]  # (start, end) in a page, in bytes

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from kvtransfer.errors import BadMessage
-from kvtransfer.ports.ports import Digests
+from kvtransfer.ports.rank_port import Digests
 
 MAGIC = b"MKV"
 VERSION = 1

@@ -6,7 +6,7 @@ Invariant: of each order exactly one of `Written` and ``WriteFailed(drained=True
            no post of it is in flight; before the latter, ``WriteFailed(drained=False)`` at most once.
 Thread:    the transfer thread.
 
-A write blocks this thread while it copies (CMA), so that one `poll` posts a few at most and the desk gets its turn.
+A write blocks this thread while it copies (CMA), so that one `poll` posts a few at most and the service gets its turn.
 A peer that hangs holds MAX_IN_FLIGHT posts until it is dropped; other peers go on.
 """
 
@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvtransfer.errors import PeerLost
-from kvtransfer.ports.ports import Digests, PortEvent, WriteFailed, WriteOrder, Written
+from kvtransfer.ports.rank_port import Digests, PortEvent, WriteFailed, WriteOrder, Written
 from kvtransfer.ports.transfer_agent import TERMINAL, Transfer, TransferAgent, TransferState
 from kvtransfer.types import PageIds, WriteTimes
 

@@ -1,7 +1,7 @@
 """The transfer side of one rank: its pool, its agent, what it owes its peers and what it waits for.
 
 Owns:      which peers are connected, and which part of a page goes to or comes from each of their ranks.
-Never:     decides about rooms (the desk), or when a wait is over.
+Never:     decides about rooms (the transfer service), or when a wait is over.
 Invariant: a rank writes only the heads that it has, and only into pools of its own fingerprint; what it reports has
            been verified as `Verify` says.
 Thread:    the transfer thread; may be made in another. Digests of larger posts are made in a thread of its own
@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from kvtransfer.errors import IncompatibleLayout, PeerLost
 from kvtransfer.layout import PageSlice, head_slices
 from kvtransfer.ports.checksum import Spans, destination_spans, page_digests, source_spans
-from kvtransfer.ports.inbox import Inbox, Source, num_digests
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.notes import Note, pack
+from kvtransfer.ports.notification_inbox import NotificationInbox, Source, num_digests
 from kvtransfer.ports.outbox import OpenOrder, Outbox, Post
-from kvtransfer.ports.ports import Digests, ExpectOrder, NoteCounts, PeerRanks, PortEvent, RankInfo, WriteOrder
+from kvtransfer.ports.rank_port import Digests, ExpectOrder, NoteCounts, PeerRanks, PortEvent, RankInfo, WriteOrder
 from kvtransfer.ports.transfer_agent import RemotePool, TransferAgent
 from kvtransfer.types import PageIds, Verify
 
@@ -76,7 +76,7 @@ class AgentPort:
         self._peers: dict[str, _Peer] = {}  # by incarnation
         self._spans: dict[str, Spans] = {}  # by agent of a destination
         self._outbox = Outbox(agent, self._make_note)
-        self._inbox = Inbox(memory, verify)
+        self._inbox = NotificationInbox(memory, verify)
         self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-digest")
 
     @property

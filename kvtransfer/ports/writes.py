@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.ports.ports import RankPort, WriteFailed, WriteOrder, Written
+from kvtransfer.ports.rank_port import RankPort, WriteFailed, WriteOrder, Written
 from kvtransfer.replay import observe
 from kvtransfer.rooms.sender import KVSender
 from kvtransfer.types import WriteTimes
@@ -43,7 +43,7 @@ class Writes:
     def __init__(self, layout: KvLayout, ports: Sequence[RankPort], *, pages_per_write: int) -> None:
         self.sent_bytes = 0
         self.sent_pages = 0
-        self.times: list[WriteTimes] = []  # of writes that have ended, until the desk takes them
+        self.times: list[WriteTimes] = []  # of writes that have ended, until the transfer service takes them
         self._layout = layout
         self._ports = ports
         self._pages_per_write = pages_per_write

@@ -2,7 +2,7 @@
 
 Owns:      the definition of a payload and of what must be known to read one; the port through which host code reads
            and writes the pools of an engine.
-Never:     knows a file (kvtransfer/replay/replay.py) or a device (replicas/runner/kv_access.py).
+Never:     knows a file (kvtransfer/replay/snapshot.py) or a device (replicas/runner/kv_access.py).
 Invariant: a payload holds all heads: what is read with any page size and tp is written with any other, bit for bit.
 """
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from kvtransfer.errors import BadMessage
 from kvtransfer.layout import KvLayout, head_slices
 from kvtransfer.peers.wire import Abort, Ack, Open, ToSender, decode_meta
-from kvtransfer.ports.ports import Arrived
-from kvtransfer.rooms.states import KVPoll, move
+from kvtransfer.ports.rank_port import Arrived
+from kvtransfer.rooms.transfer_service import KVPoll, move
 from kvtransfer.types import KVTransferMeta, Received, ReceiveDrained, ReceiveFailed, ReceiveOrder, TransferEvent
 
 

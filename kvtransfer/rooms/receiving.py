@@ -1,22 +1,67 @@
-"""The decode side of a desk: its rooms, and those whose pages are in quarantine.
+"""The decode side of a transfer service: its rooms, and the quarantine of those that failed.
 
-Owns:      the receivers; the quarantine; what the ports are told to expect.
-Never:     touches sockets or pages; asks for a connection, and opens its rooms when it is told that there is one.
-Invariant: a room that failed after its open went out is in quarantine until the peer says drained or is dead.
+Owns:      the receivers; which failed rooms the peer may still write to, and since when; what the ports expect.
+Never:     touches sockets or pages; asks for a connection, and opens its rooms when there is one. Never releases a
+           room from quarantine by time.
+Invariant: a room that failed after its open was sent stays in quarantine until the peer sends Drained or its death is
+           proven (peers/liveness.py).
 Thread:    the transfer thread.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.peers.wire import Ack, Drained, Fail, ToSender
-from kvtransfer.ports.ports import Arrived, ExpectOrder, RankPort
-from kvtransfer.rooms.quarantine import Held, Quarantine, RoomKey
+from kvtransfer.ports.rank_port import Arrived, ExpectOrder, RankPort
 from kvtransfer.rooms.receiver import KVReceiver
-from kvtransfer.rooms.states import KVPoll
+from kvtransfer.rooms.transfer_service import KVPoll
 from kvtransfer.types import ReceiveOrder, TransferEvent
+
+RoomKey = tuple[int, int]  # room, generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedPages:
+    """The pages of one failed room that its peer may still write to."""
+
+    incarnation: str
+    since_s: float
+    num_pages: int
+
+
+class PageQuarantine:
+    """Failed rooms whose pages a peer may still write to, indexed by room and generation; the oldest first."""
+
+    def __init__(self) -> None:
+        self._held: dict[RoomKey, QuarantinedPages] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: RoomKey) -> bool:
+        return key in self._held
+
+    @property
+    def num_pages(self) -> int:
+        return sum(held.num_pages for held in self._held.values())
+
+    def hold(self, key: RoomKey, held: QuarantinedPages) -> None:
+        assert key not in self._held, f"room {key} is in quarantine already"
+        self._held[key] = held
+
+    def release(self, key: RoomKey) -> None:
+        del self._held[key]
+
+    def of(self, incarnation: str) -> list[RoomKey]:
+        return [key for key, held in self._held.items() if held.incarnation == incarnation]
+
+    def oldest_s(self, now: float) -> float:
+        """For how long the oldest has waited; 0 when there is none."""
+        return max((now - held.since_s for held in self._held.values()), default=0.0)
+
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +87,7 @@ class ReceivingRooms:
         self._by_room: dict[int, KVReceiver] = {}
         self._layouts: dict[str, KvLayout] = {}  # of the peers that are connected
         self._acks: deque[tuple[str, float, Ack]] = deque(maxlen=MAX_ACKS)  # of rooms that ended well
-        self.quarantine = Quarantine()
+        self.quarantine = PageQuarantine()
         self._warned_s = 0.0
         self.received_pages = 0
         self.received_bytes = 0
@@ -199,7 +244,8 @@ class ReceivingRooms:
             for port in self._ports:
                 port.forget(*key)
         if room.draining and not held:
-            self.quarantine.hold(key, Held(incarnation=room.incarnation, since_s=now, num_pages=len(room.order.pages)))
+            held_pages = QuarantinedPages(incarnation=room.incarnation, since_s=now, num_pages=len(room.order.pages))
+            self.quarantine.hold(key, held_pages)
         if room.received:
             self._acks.append((room.incarnation, now, Ack(room=key[0], generation=key[1])))
         if room.over:

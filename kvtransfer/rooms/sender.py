@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtransfer.peers.wire import Drained, Fail, Open, ToReceiver
-from kvtransfer.rooms.states import KVPoll, move
+from kvtransfer.rooms.transfer_service import KVPoll, move
 from kvtransfer.types import PageIds, SendDone, SendDrained, SendFailed, SendOrder, SendReady, TransferEvent
 
 NO_PAGES: PageIds = np.empty(0, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The prefill side of a desk: its rooms, the receivers it knows, and whose pages are written next.
+"""The prefill side of a transfer service: its rooms, the receivers it knows, and whose pages are written next.
 
 Owns:      the senders; what is remembered of rooms that are over. Its writes are in the books of writes.py.
 Never:     touches sockets or pages; ports do what the orders say.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.peers.wire import Abort, Drained, Fail, Open, Posted, ToReceiver, ToSender
-from kvtransfer.ports.ports import PeerRanks, RankPort, WriteFailed, Written
+from kvtransfer.ports.rank_port import PeerRanks, RankPort, WriteFailed, Written
 from kvtransfer.ports.writes import Writes
 from kvtransfer.rooms.sender import KVSender
 from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, TransferEvent, TransferSettings, WriteTimes

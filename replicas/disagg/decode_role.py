@@ -6,11 +6,11 @@ Invariant: pages of a room are read by nobody before `Received`, and freed only 
 Thread:    engine thread only.
 
     submit         WAITING in the PreallocQueue; too long there: computed here, and the peer is told
-    granted        RECEIVING: row, locked prefix and pages of the whole sequence; desk.receive(pages that are missing)
+    granted        RECEIVING: row, locked prefix and pages of the whole sequence; service.receive(missing pages)
     Received       prefix to the radix cache; first token as if sampled here; RUNNING, without a forward
 
     ReceiveFailed  its own pages to quarantine ── ReceiveDrained ──> free; WAITING like any other: computed here
-    abort, deadline: ends at once; desk.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
+    abort, deadline: ends at once; service.abort_receive, quarantine ── ReceiveDrained, or Received ──> free
 
 The other choices of an n > 1 request are parked until the prompt of choice 0 is here (or will not come); they find it
 in the radix cache. Prompt logprobs and requests without output need a forward over the prompt here: no hand-off then.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtransfer.replay import observe
-from kvtransfer.rooms.transfer_desk import KvTransferDesk
+from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import (
     META_VERSION,
     KVTransferMeta,
@@ -47,7 +47,7 @@ class DecodeRole:
 
     def __init__(
         self,
-        desk: KvTransferDesk,
+        service: TransferService,
         scheduler: Scheduler,
         kv: KvCache,
         terms: HandOffTerms,
@@ -57,7 +57,7 @@ class DecodeRole:
         observer: Observer,
         distributions: Distributions,
     ) -> None:
-        self._desk = desk
+        self._service = service
         self._observer = observer
         self._distributions = distributions
         self._scheduler = scheduler
@@ -107,12 +107,12 @@ class DecodeRole:
         leg = leg_of(req)
         leg.closing = True
         self._open(req, req.num_tokens // self._kv.page_size, np.empty(0, dtype=np.int32))
-        self._desk.abort_receive(leg.ticket.room)
+        self._service.abort_receive(leg.ticket.room)
 
     def _open(self, req: Req, first_page: int, pages: PageIds) -> None:
         """Have pages [first_page, first_page + n) of the sequence written to ``pages`` [n]."""
         ticket = leg_of(req).ticket
-        self._desk.receive(
+        self._service.receive(
             ReceiveOrder(
                 room=ticket.room,
                 generation=ticket.generation,
@@ -135,7 +135,7 @@ class DecodeRole:
             self.rooms.end(leg.ticket.room)  # its peer was never asked
         else:
             leg.closing = True
-            self._desk.abort_receive(leg.ticket.room)
+            self._service.abort_receive(leg.ticket.room)
 
     def on_received(self, event: Received) -> NewToken | None:
         """Returns: its first token; none where it has to be computed here; nothing for a request that has ended."""
@@ -183,7 +183,7 @@ class DecodeRole:
                 self._scheduler.unpark(sibling)
 
     def _fault(self, meta: KVTransferMeta, req: Req) -> str | None:
-        """Why ``meta`` is not that of ``req``; the desk has checked fingerprint and digests."""
+        """Why ``meta`` is not that of ``req``; the transfer service has checked fingerprint and digests."""
         first = leg_of(req).first_page * self._kv.page_size
         if meta.version != META_VERSION:
             return f"the sender speaks version {meta.version} of the meta, {META_VERSION} is understood"

@@ -1,8 +1,8 @@
-"""An engine's part in hand-offs: routes requests and the desk's events to the two roles.
+"""An engine's part in hand-offs: routes requests and the transfer service's events to the two roles.
 
-Owns:      the desk, and both roles over it.
+Owns:      the transfer service, and both roles over it.
 Never:     waits: events are taken when the engine calls.
-Invariant: without a desk there is no leg, and nothing here does anything.
+Invariant: without a transfer service there is no leg, and nothing here does anything.
 Thread:    engine thread only, except `check` (read-only).
 
     engine.submit ─> submit        engine.step: poll ─> schedule ─> before_step ─> run ─> apply ─> after_step
@@ -11,7 +11,7 @@ Thread:    engine thread only, except `check` (read-only).
 
 from collections.abc import Callable, Sequence
 
-from kvtransfer.rooms.transfer_desk import KvTransferDesk
+from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import (
     Received,
     ReceiveDrained,
@@ -41,7 +41,7 @@ class HandOffs:
 
     def __init__(
         self,
-        desk: KvTransferDesk,
+        service: TransferService,
         scheduler: Scheduler,
         kv: KvCache,
         terms: HandOffTerms,
@@ -51,12 +51,12 @@ class HandOffs:
         observer: Observer,
         distributions: Distributions,
     ) -> None:
-        self._desk = desk
+        self._service = service
         self._distributions = distributions
         self._scheduler = scheduler
-        self._prefill = PrefillRole(desk, scheduler, kv, terms, observer=observer)
+        self._prefill = PrefillRole(service, scheduler, kv, terms, observer=observer)
         self._decode = DecodeRole(
-            desk,
+            service,
             scheduler,
             kv,
             terms,
@@ -96,9 +96,9 @@ class HandOffs:
         role.rooms.require_new(hand_off.ticket.room)
 
     def poll(self) -> list[NewToken]:
-        """Take what happened at the desk. Returns: first tokens that came, and (without a token) ends of legs and
+        """Take what happened at the service. Returns: first tokens that came, and (without a token) ends of legs and
         reports of hand-offs that failed."""
-        made = [self._take(event) for event in self._desk.drain_events()]
+        made = [self._take(event) for event in self._service.drain_events()]
         made += self._decode.stop_waiting()
         self.settle()
         return [token for token in made if token is not None]
@@ -122,17 +122,17 @@ class HandOffs:
         return own
 
     def settle(self) -> None:
-        """Tell the desk of legs that have ended; after every call that may end a request."""
+        """Tell the transfer service of legs that have ended; after every call that may end a request."""
         for req in self._scheduler.legs.take_left():
             (self._prefill if req.is_prefill_leg else self._decode).leave(req)
 
     def stats(self) -> TransferStats:
         """Also takes the times of the writes that have ended since the last call."""
-        self._distributions.writes(self._desk.drain_write_times())
-        return self._desk.stats()
+        self._distributions.writes(self._service.drain_write_times())
+        return self._service.stats()
 
     def close(self) -> None:
-        self._desk.close()
+        self._service.close()
 
     def _take(self, event: TransferEvent) -> NewToken | None:
         match event:
@@ -153,11 +153,11 @@ class HandOffs:
         return None
 
 
-def require_possible(request: GenerateRequest, *, has_desk: bool) -> None:
+def require_possible(request: GenerateRequest, *, has_transfer: bool) -> None:
     """Raises: InvalidRequest when ``request`` is a leg that this engine cannot take."""
     if request.hand_off is None:
         return
-    if not has_desk:
+    if not has_transfer:
         raise InvalidRequest(
             "hand_off: this replica takes part in no hand-offs: start it with transfer settings, or send the whole "
             "request",

@@ -2,23 +2,23 @@
 
 Owns:      the rooms in which this engine sends, from the request's arrival to the room's last event.
 Never:     moves bytes (kvtransfer/) or decides who runs (scheduler/).
-Invariant: a page that was given to the desk stays locked or pinned until the room's last event: the sequence is never
+Invariant: a page that was given to the service stays locked or pinned until the room's last event: it is never
            retracted, and one that ends early leaves its pages in quarantine. Before the last chunk only whole,
            computed, committed pages are sent: those change no more, and commit does not swap them any more.
 Thread:    engine thread only.
 
-    submit        parked, WAITING; desk.expect_send ── SendReady(first_page) ──> WaitingQueue
+    submit        parked, WAITING; service.expect_send ── SendReady(first_page) ──> WaitingQueue
     admitted      PREFILLING; cached pages from first_page on are sent before the forward
     each chunk    its whole pages are sent
-    last chunk    HANDING_OFF; the rest, and the meta with the first token: desk.send_last
+    last chunk    HANDING_OFF; the rest, and the meta with the first token: service.send_last
     SendDone      pages go, the prefix stays in the cache; ends with HANDED_OFF
 
     SendFailed    at any time: ends with ERROR at once, pages stay in quarantine ── SendDrained ──> free
-    abort, deadline, broken logits: ends at once; desk.abort_send, quarantine ── SendDrained, or SendDone ──> free
+    abort, deadline, broken logits: ends at once; service.abort_send, quarantine ── SendDrained, or SendDone ──> free
 """
 
 from kvtransfer.replay import observe
-from kvtransfer.rooms.transfer_desk import KvTransferDesk
+from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import KVTransferMeta, SendFailed, SendOrder, SendReady
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
@@ -33,9 +33,9 @@ class PrefillRole:
     """Called by `HandOffs`."""
 
     def __init__(
-        self, desk: KvTransferDesk, scheduler: Scheduler, kv: KvCache, terms: HandOffTerms, *, observer: Observer
+        self, service: TransferService, scheduler: Scheduler, kv: KvCache, terms: HandOffTerms, *, observer: Observer
     ) -> None:
-        self._desk = desk
+        self._service = service
         self._observer = observer
         self._scheduler = scheduler
         self._kv = kv
@@ -48,7 +48,7 @@ class PrefillRole:
         req.leg = Leg(role=PdLeg.PREFILL, ticket=ticket)
         self.rooms.open(req)
         self._scheduler.park(req)
-        self._desk.expect_send(
+        self._service.expect_send(
             SendOrder(
                 room=ticket.room,
                 generation=ticket.generation,
@@ -63,7 +63,7 @@ class PrefillRole:
         for req in self.rooms:
             leg, end = leg_of(req), req.computed_len // self._kv.page_size
             if req.state is ReqState.PREFILLING and end > leg.next_page:
-                self._desk.send_pages(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end))
+                self._service.send_pages(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end))
                 leg.next_page = end
 
     def send_last(self, token: NewToken) -> None:
@@ -85,7 +85,7 @@ class PrefillRole:
         )
         if observe.enabled():
             self._observer.before_send(req, skipped)
-        self._desk.send_last(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end), meta)
+        self._service.send_last(leg.ticket.room, leg.next_page, self._kv.pages(req, leg.next_page, end), meta)
         leg.next_page = end
 
     def leave(self, req: Req) -> None:
@@ -93,7 +93,7 @@ class PrefillRole:
         leg = leg_of(req)
         if leg.ticket.room in self.rooms and not leg.closing:
             leg.closing = True
-            self._desk.abort_send(leg.ticket.room, _why(req))
+            self._service.abort_send(leg.ticket.room, _why(req))
 
     def on_ready(self, event: SendReady) -> NewToken | None:
         """Returns: the end of the request, where the receiver asks for what cannot be."""

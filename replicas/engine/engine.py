@@ -14,7 +14,7 @@ With overlap, decode step n + 1 is planned and launched before the result of ste
 between two calls of `step`; a request that ends meanwhile keeps its row in that step, and its token there is dropped
 (stepping.py, scheduler/ahead.py).
 
-A leg of a hand-off goes to `HandOffs` (disagg/). Every step first takes the events of the transfer desk; `poll` takes
+A leg of a hand-off goes to `HandOffs` (disagg/). Every step first takes the transfer service's events; `poll` takes
 them while nothing runs.
 """
 
@@ -24,14 +24,13 @@ from dataclasses import replace
 
 from kvtransfer.replay import observe
 from kvtransfer.replay.payload import KvBytes
-from kvtransfer.rooms.transfer_desk import KvTransferDesk
+from kvtransfer.rooms.transfer_service import TransferService
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.cache.tree_view import CacheTree
 from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
 from replicas.disagg.rooms import HandOffTerms
-from replicas.disagg.wake import Wake
 from replicas.distributions import Distributions
 from replicas.engine.choice import Choice, OpenRequests
 from replicas.engine.stepping import Launch, Stepping, snapshot
@@ -47,17 +46,17 @@ from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, Gen
 class Intake:
     """Of one engine."""
 
-    def __init__(self, model: ModelConfig, *, pool_tokens: int, has_desk: bool) -> None:
-        """``has_desk``: it takes part in hand-offs."""
+    def __init__(self, model: ModelConfig, *, pool_tokens: int, has_transfer: bool) -> None:
+        """``has_transfer``: it takes part in hand-offs."""
         self._model = model
         self._pool_tokens = pool_tokens
-        self._has_desk = has_desk
+        self._has_transfer = has_transfer
         self.longest = min(model.context_len, pool_tokens)  # prompt + output, in tokens
 
     def check(self, request: GenerateRequest) -> None:
         """Raises: InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
         request.validate(vocab_size=self._model.vocab_size)
-        require_possible(request, has_desk=self._has_desk)
+        require_possible(request, has_transfer=self._has_transfer)
         if request.resumed_ids and request.sampling.n > 1:
             raise InvalidRequest("resumed_ids: a request with n > 1 is resumed by sending it anew", param="resumed_ids")
         length = len(request.token_ids)
@@ -97,17 +96,16 @@ class Engine:
         dead_rank: Callable[[], str | None] = lambda: None,
         close: Callable[[], None] = lambda: None,
         kv_bytes: KvBytes | None = None,
-        desk: KvTransferDesk | None = None,
+        service: TransferService | None = None,
         terms: HandOffTerms | None = None,
-        wake: Wake | None = None,
         start_times: Mapping[str, float] | None = None,
         attention: AttentionChoice | None = None,
     ) -> None:
-        """``desk``, ``terms``: of a replica that takes part in hand-offs; `close` closes the desk. ``wake``: what the
-        desk calls when it has news. ``start_times``: seconds of load_weights, warm_up and total, as far as known.
+        """``service``, ``terms``: of a replica that takes part in hand-offs; `close` closes the service.
+        ``start_times``: seconds of load_weights, warm_up and total, as far as known.
         ``attention``: the backend that ``launch`` runs.
         """
-        assert (desk is None) == (terms is None), "a desk comes with its terms"
+        assert (service is None) == (terms is None), "a transfer service comes with its terms"
         self.config = config
         self.tokenizer = tokenizer
         self.kv = kv
@@ -123,16 +121,15 @@ class Engine:
         self.steps = Stepping(
             launch, self.scheduler, self._distributions, chunk_size=config.chunked_prefill_size, clock=clock
         )
-        self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_desk=desk is not None)
+        self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_transfer=service is not None)
         self._open = OpenRequests(self.scheduler.finish)
         self._observer = Observer(kv, kv_bytes)
-        self.wake = wake or Wake()
-        self._desk = desk
-        self.transfer_address = desk.address if desk is not None else None  # where peers reach its desk
+        self._service = service
+        self.transfer_address = service.address if service is not None else None  # where peers reach its service
         self._hand_offs: HandOffs | None = None
-        if desk is not None and terms is not None:
+        if service is not None and terms is not None:
             self._hand_offs = HandOffs(
-                desk,
+                service,
                 self.scheduler,
                 kv,
                 terms,
@@ -146,10 +143,15 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or self.steps.under_way
 
+    def on_transfer_event(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called, on the transfer thread, when a hand-off has news for `step`; it must not block."""
+        if self._service is not None:
+            self._service.on_event = call
+
     @property
     def transfer_error(self) -> EngineDead | None:
         """Why no hand-off can succeed here any more; any thread may ask."""
-        error = None if self._desk is None else self._desk.error
+        error = None if self._service is None else self._service.error
         return None if error is None else EngineDead(f"the transfer thread has failed: {error!r}")
 
     @property
@@ -220,7 +222,7 @@ class Engine:
         return self._apply(ahead=False) if self.steps.under_way else []
 
     def poll(self) -> list[TokenDelta]:
-        """Take what happened at the transfer desk since the last call; microseconds when nothing did."""
+        """Take what happened at the transfer service since the last call; microseconds when nothing did."""
         return self._tell_tokens(self._hand_offs.poll()) if self._hand_offs is not None else []
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:

@@ -5,7 +5,7 @@ Never:     runs a step on any other thread. Who receives each request's deltas i
 Invariant: after `submit` returns, the sink gets exactly one delta with ``finish`` per choice, crash or not.
 
     any thread ── submit, abort, run ──> commands ──> engine thread: take commands, step, deliver ──> sinks
-    transfer desk ── wake ──────────────────────────>
+    transfer service ── wake ──────────────────────────>
     watchdog: a step that takes too long, or a dead rank ──> every open request is answered, `error` is set
 """
 
@@ -46,7 +46,7 @@ class EngineLoop:
         self._step_started_s: float | None = None
         self._stats = engine.stats()
         self._cache_events: collections.deque[CacheEvents] = collections.deque(maxlen=MAX_EVENT_STEPS)
-        engine.wake.target = self._wake.set
+        engine.on_transfer_event(self._wake.set)
         self._thread = threading.Thread(target=self._main, name="manta-engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="manta-watchdog", daemon=True)
 

@@ -3,7 +3,7 @@
 Owns:      the followers' life, the channel of their plans and that of their transfer ports.
 Never:     decides settings, or chooses what runs.
 Invariant: every rank gets every plan, in the same order.
-Thread:    the engine's, once started; the transfer ports are the desk's.
+Thread:    the engine's, once started; the transfer ports are the transfer service's.
 """
 
 import functools
@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtransfer.ports.ports import RankPort
+from kvtransfer.ports.rank_port import RankPort
 from replicas.config import EngineConfig
 from replicas.errors import EngineDead
 from replicas.kernels.team import PassingThread
@@ -138,7 +138,7 @@ class Ranks:
         return RankedKvBytes(config, self.runner.pool, self.runner.tp, send)
 
     def ports(self, make_agent: MakeAgent | None = None) -> Sequence[RankPort]:
-        """One for each rank, in order; to be called, and used, on the desk's thread.
+        """One for each rank, in order; to be called, and used, on the transfer service's thread.
 
         Raises: TransferError when the transfer library cannot start; EngineDead when a rank's port does not come.
         """

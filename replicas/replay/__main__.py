@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtransfer.errors import TransferError
-from kvtransfer.replay.replay import ReplaySnapshot
+from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig
 from replicas.engine.engine import Engine
 from replicas.errors import MantaError

@@ -1,7 +1,7 @@
 """Takes a request out of a running engine as a `ReplaySnapshot`, and goes on with one in another.
 
 Owns:      what of an engine's request goes into a snapshot, and how one becomes a request again.
-Never:     knows the file (kvtransfer/replay/replay.py) or a device (engine.kv_bytes reaches the pool).
+Never:     knows the file (kvtransfer/replay/snapshot.py) or a device (engine.kv_bytes reaches the pool).
 Invariant: a restored request makes the tokens that the undisturbed one would have made, whatever the page size and the
            number of ranks here: it goes on from the very bytes of its K/V, never from a prefix that is cached here.
 Thread:    the engine's, between two steps (`EngineLoop.run_on_engine`).
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtransfer.errors import BadSnapshot
 from kvtransfer.replay.payload import KvBytes, Payload, PayloadMeta, Slots, payload_shape, require_same_meaning
-from kvtransfer.replay.replay import ReplaySnapshot
+from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded, PagesExhausted, RowsExhausted
 from replicas.request import Req, ReqState

@@ -6,10 +6,10 @@ Never:     waits on rank 0: orders are queued, events are taken as they come. A 
            lost, as one that has died is, and one that gives no sign of life: its port sends one, at the latest, every
            BEATS-th part of rank_timeout_s.
 Invariant: a follower's port is made and used on its transfer thread alone; its listener closes after its agent, and
-           before the desk's.
+           before the transfer service's.
 Thread:    `RemotePort`: rank 0's transfer thread. `serve_port`: the follower's "manta-transfer".
 
-    rank 0: desk ─> RemotePort ──(method, argument)──> follower: serve_port ─> AgentPort
+    rank 0: transfer service ─> RemotePort ──(method, argument)──> follower: serve_port ─> AgentPort
                                <───── PortReport ─────
 """
 
@@ -22,9 +22,9 @@ from multiprocessing.connection import Client, Connection
 from typing import cast
 
 from kvtransfer.errors import PeerLost, TransferError
-from kvtransfer.peers.alive import Alive
-from kvtransfer.peers.heartbeat import Heartbeat, Silence
-from kvtransfer.ports.ports import (
+from kvtransfer.peers.link import Alive
+from kvtransfer.peers.liveness import Heartbeat, Silence
+from kvtransfer.ports.rank_port import (
     ExpectOrder,
     NoteCounts,
     PeerRanks,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.0003  # something is on its way
 IDLE_WAIT_S = 0.003  # a peer's connection to our agent still wants to be served
-HELLO_S = 300.0  # for a follower's port to say what it is
+HelloS = 300.0  # for a follower's port to say what it is
 CLOSE_S = 5.0  # for a follower to close its agent
 BEATS = 10  # that are missed before a follower counts as hung
 
@@ -67,8 +67,8 @@ class RemotePort:
 
         Raises: TransferError when the follower does not say what it is.
         """
-        if not connection.poll(HELLO_S):
-            raise TransferError(f"the port of a rank was not ready within {HELLO_S:g} s")
+        if not connection.poll(HelloS):
+            raise TransferError(f"the port of a rank was not ready within {HelloS:g} s")
         self.info: RankInfo = connection.recv()
         self._channel = PortChannel(connection)
         self._open_orders: set[int] = set()

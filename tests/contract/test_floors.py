@@ -49,7 +49,7 @@ FLOORS: dict[str, set[str]] = {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
         "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
         "kvtransfer.layout", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.replay.payload",
-        "kvtransfer.peers.alive", "kvtransfer.peers.heartbeat",
+        "kvtransfer.peers.link", "kvtransfer.peers.liveness",
     },
     "replicas.replay.observer": {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.replay",
@@ -57,23 +57,21 @@ FLOORS: dict[str, set[str]] = {
     "replicas.disagg": {
         "replicas.replay.observer", "replicas.distributions", "replicas.scheduler", "replicas.cache",
         "replicas.request", "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
-        "kvtransfer.rooms.transfer_desk",
+        "kvtransfer.rooms.transfer_service",
     },
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.request",
         "replicas.text", "replicas.disagg", "replicas.distributions", "replicas.config", "replicas.replay.observer",
-        "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types", "kvtransfer.rooms.transfer_desk",
+        "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
+        "kvtransfer.rooms.transfer_service",
     },
     "replicas.engine.ranks": {
         "replicas.runner", "replicas.kernels", "replicas.layers.tp_group", "replicas.scheduler.plan",
         "replicas.config", "replicas.errors", "kvtransfer.ports",
     },
-    "replicas.desk": {
-        "replicas.disagg", "replicas.runner", "replicas.config", "replicas.errors", "kvtransfer",
-    },
     "replicas.launch": {
-        "replicas.engine", "replicas.desk", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.text",
-        "replicas.config", "replicas.types", "replicas.errors", "kvtransfer.types",
+        "replicas.engine", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.text", "replicas.config",
+        "replicas.types", "replicas.errors", "kvtransfer",
     },
     "replicas.replay": {
         "replicas.launch", "replicas.engine", "replicas.config", "replicas.request", "replicas.types",

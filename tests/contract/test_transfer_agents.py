@@ -12,7 +12,7 @@ import pytest
 
 from kvtransfer.layout import head_slices
 from kvtransfer.local import LocalFabric
-from kvtransfer.ports.ports import ExpectOrder, PeerRanks, PortEvent, WriteFailed, WriteOrder, Written
+from kvtransfer.ports.rank_port import ExpectOrder, PeerRanks, PortEvent, WriteFailed, WriteOrder, Written
 from kvtransfer.ports.transfer_agent import RemotePool
 from kvtransfer.types import PageIds
 from tests.transfer_worker import Kind, LocalSide, Side, Worker, arrivals, events_until, spread, wire_layout

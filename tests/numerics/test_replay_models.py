@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.processes import prepared
-from kvtransfer.replay.replay import ReplaySnapshot
+from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine

@@ -1,8 +1,8 @@
-"""Rooms between three engines while everything goes wrong: every promise of `KvTransferDesk` holds (SPEC H02, H19).
+"""Rooms between three engines while everything goes wrong: every promise of `TransferService` holds (SPEC H02, H19).
 
 Messages come late, connections break, processes die, hang and restart on their old address, requests are aborted, bytes
-are flipped, notes are lost. After each turn: check() of every desk, pages balance, no page that nobody may write to has
-changed, nobody waits past a deadline. In the end every room has had exactly the events that were promised.
+are flipped, notes are lost. After each turn: check() of every service, pages balance, no page that no peer may write to
+has changed, nothing waits past a deadline. In the end every room has had exactly the events that were promised.
 """
 
 from hypothesis import settings

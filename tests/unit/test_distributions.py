@@ -87,7 +87,7 @@ def test_a_match_makes_a_node_young_again() -> None:
     assert engine.tallies().evicted_idle_s.total == pytest.approx(7.0 * num(engine.tallies().evicted_idle_s))
 
 
-def test_the_decode_side_counts_how_long_grant_and_pages_took_and_a_desk_its_writes() -> None:
+def test_the_decode_side_counts_how_long_grant_and_pages_took_and_a_transfer_service_its_writes() -> None:
     pair = Pair()
     pair.ask("a", range(10), max_new_tokens=3)
     pair.run()
@@ -96,7 +96,7 @@ def test_the_decode_side_counts_how_long_grant_and_pages_took_and_a_desk_its_wri
     assert (num(tallies.grant_s), num(tallies.wait_s)) == (1, 1)
     assert (tallies.grant_s.total, tallies.wait_s.total) == (report.grant_s, report.wait_s)
     assert num(pair.prefill.engine.tallies().grant_s) == 0
-    pair.prefill.desk.write_times.append(WriteTimes(post_s=0.002, wire_s=0.02))
+    pair.prefill.service.write_times.append(WriteTimes(post_s=0.002, wire_s=0.02))
     pair.prefill.engine.stats()
     tallies = pair.prefill.engine.tallies()
     assert (tallies.post_s.total, tallies.wire_s.total) == (0.002, 0.02)

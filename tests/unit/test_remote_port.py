@@ -1,4 +1,4 @@
-"""Ports of ranks in other processes: neither side waits for the other, a rank closes before the desk does, and one that
+"""Ports of ranks in other processes: neither waits for the other, a rank closes before the service does, and one that
 hangs is lost as one that has died is (SPEC H19)."""
 
 import socket
@@ -14,10 +14,10 @@ import pytest
 from kvtransfer.errors import PeerLost
 from kvtransfer.local import LocalFabric
 from kvtransfer.peers.link import SocketLinks
-from kvtransfer.peers.wire import Hello, Message
+from kvtransfer.peers.wire import Message, PeerHello
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.ports.ports import ExpectOrder, NoteCounts, RankInfo
-from kvtransfer.rooms.desk import KvTransfer
+from kvtransfer.ports.rank_port import ExpectOrder, NoteCounts, RankInfo
+from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.types import PeerAddress, SendDrained, SendFailed, SendOrder, TransferSettings
 from replicas.runner import remote_port
 from replicas.runner.port import PortSpec
@@ -76,7 +76,7 @@ def test_messages_come_whole_and_in_order_through_a_full_socket() -> None:
 
 
 class Rank:
-    """A rank as its desk sees it, at a time that the test sets."""
+    """A rank as its transfer service sees it, at a time that the test sets."""
 
     def __init__(self) -> None:
         here, there = connections()
@@ -89,7 +89,7 @@ class Rank:
         self.channel.send(PortReport(events=(), notes=notes or NoteCounts()))
 
     def listen(self, until_s: float) -> None:
-        """Every half second, as the desk does more often."""
+        """Every half second, as the transfer service does more often."""
         while self.now < until_s:
             self.now += 0.5
             assert self.port.poll() == []
@@ -121,8 +121,8 @@ def test_a_sign_of_life_that_comes_late_is_one(rank: Rank) -> None:
         rank.listen(40.0)
 
 
-def test_time_in_which_the_desk_itself_was_held_up_counts_as_one_second(rank: Rank) -> None:
-    """A machine that stops and goes on: the desk may have its turn before the rank has."""
+def test_time_in_which_the_transfer_service_itself_was_held_up_counts_as_one_second(rank: Rank) -> None:
+    """A machine that stops and goes on: the transfer service may have its turn before the rank has."""
     rank.listen(8.5)
     rank.now += 60.0
     rank.listen(69.0)
@@ -137,21 +137,21 @@ def test_a_sign_of_life_says_what_notes_were_lost_there(rank: Rank) -> None:
     assert rank.port.note_counts == counts
 
 
-def test_a_rank_that_hangs_ends_the_desk_and_its_rooms_with_the_reason() -> None:
+def test_a_rank_that_hangs_ends_the_transfer_service_and_its_rooms_with_the_reason() -> None:
     """The engine hears of it as of a transfer thread that crashed: its replica is replaced."""
     here, there = connections()
     there.send(INFO)
     own, woken = local_engine(LocalFabric(), tp=2).ports[0], threading.Event()
-    desk = KvTransfer(SETTINGS, layout(2), lambda: [own, RemotePort(here, timeout_s=0.3)], on_event=woken.set)
-    desk.start()
-    desk.expect_send(SendOrder(room=1, generation=0, rid="r", num_tokens=4, deadline_s=180.0))
+    service = KvTransfer(SETTINGS, layout(2), lambda: [own, RemotePort(here, timeout_s=0.3)], on_event=woken.set)
+    service.start()
+    service.expect_send(SendOrder(room=1, generation=0, rid="r", num_tokens=4, deadline_s=180.0))
     assert woken.wait(WAIT_S)
-    failed, drained = desk.drain_events()
+    failed, drained = service.drain_events()
     assert isinstance(failed, SendFailed)
     assert "rank 1 of this replica has given no sign of life for 0.3 s" in failed.reason
     assert drained == SendDrained(room=1)
-    assert isinstance(desk.error, PeerLost)
-    desk.close()
+    assert isinstance(service.error, PeerLost)
+    service.close()
     there.close()
 
 
@@ -161,10 +161,10 @@ class Probe:
     def __init__(self) -> None:
         self.links = SocketLinks("127.0.0.1", token=b"secret", call_timeout_s=5.0, now=0.0)
         address = PeerAddress(host="127.0.0.1", port=self.links.port, incarnation="probe")
-        self.links.introduce(Hello(address=address, purpose="rooms", layout=layout(), ranks=()))
+        self.links.introduce(PeerHello(address=address, purpose="rooms", layout=layout(), ranks=()))
         self.answers: list[str] = []
 
-    def link_up(self, link: int, hello: Hello) -> None:
+    def link_up(self, link: int, hello: PeerHello) -> None:
         self.answers.append(hello.address.incarnation)
 
     def link_down(self, link: int, reason: str, *, refused: bool = False) -> None:
@@ -215,7 +215,9 @@ def test_a_rank_answers_as_long_as_its_agent_lives_and_has_closed_when_close_ret
     probe.links.close_listener()
 
 
-def test_a_rank_whose_desk_is_gone_closes_its_agent_by_itself(follower: tuple[RemotePort, threading.Thread]) -> None:
+def test_a_rank_whose_service_is_gone_closes_its_agent_by_itself(
+    follower: tuple[RemotePort, threading.Thread],
+) -> None:
     port, thread = follower
     port._channel.close()  # as the kernel does when rank 0's process dies
     thread.join(10.0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.errors import BadSnapshot, IncompatibleLayout
-from kvtransfer.replay.replay import ReplaySnapshot
+from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded
 from replicas.replay.replay import extract, extract_from_kvpool, restore, restore_to_kvpool

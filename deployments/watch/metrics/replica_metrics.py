@@ -27,9 +27,9 @@ def replica_emitter(
 ) -> Emitter:
     """An emitter of everything about ``engine``; metrics of hand-offs where it takes part in any. ``stats`` and
     ``tallies`` are its own as of now, from any thread (`EngineLoop`'s)."""
-    has_desk = stats().transfer is not None
+    has_transfer = stats().transfer is not None
     identity = Identity(model=model, role=role.value, replica=replica_id)
-    emitter = emitter_of(Process.REPLICA, identity, disaggregated=has_desk)
+    emitter = emitter_of(Process.REPLICA, identity, disaggregated=has_transfer)
     config = engine.config
     cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
     facts = ReplicaFacts(
@@ -40,7 +40,7 @@ def replica_emitter(
         page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
         page_size=config.cache.page_size,
         kv_dtype=config.kv_dtype,
-        transfer_backend="nixl" if has_desk else "none",
+        transfer_backend="nixl" if has_transfer else "none",
         start_times=engine.start_times,
     )
     tell_replica(emitter, facts, stats, tallies)

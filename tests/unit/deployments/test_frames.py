@@ -54,7 +54,7 @@ FINISHES = [
     Finish(reason=FinishReason.ERROR, message="no", http_status=503, retry_as="engine_dead"),
     Finish(reason=FinishReason.ABORT, message="aborted", http_status=499),
 ]
-DESK = TransferStats(rooms_receiving=2, sent_bytes=1 << 40, oldest_drain_s=1.5)
+TRANSFER = TransferStats(rooms_receiving=2, sent_bytes=1 << 40, oldest_drain_s=1.5)
 REPORT = ReplicaReport(stats=stats(), error="rank 1 died", num_open=3, age_s=0.25, step_age_s=1.5)
 
 
@@ -71,7 +71,7 @@ def received(message: Message) -> Message:
         Deltas([DELTA, dataclasses.replace(DELTA, hand_off=FAILED), *(dataclasses.replace(DELTA, finish=each)
                 for each in FINISHES)]),
         REPORT,
-        ReplicaReport(stats=dataclasses.replace(stats(), num_receiving=2, transfer=DESK), error=None, num_open=0),
+        ReplicaReport(stats=dataclasses.replace(stats(), num_receiving=2, transfer=TRANSFER), error=None, num_open=0),
     ],
     ids=lambda message: type(message).__name__,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Two real engines with real desks behind one router, over shared memory in this process: the answers are those of one.
+"""Two real engines with real services behind one router, over memory of this process: the answers are those of one.
 
 SPEC H06, H08, H19; DESIGN section 3, same answer. Only Ray and NIXL are absent (tests/serve/test_disaggregated.py).
 """
@@ -28,7 +28,7 @@ SETTINGS = TransferSettings(host="127.0.0.1", token=b"a token of this test", hea
 
 @dataclass(frozen=True, kw_only=True)
 class Engines:
-    """One engine for each role, and what their desks copy through."""
+    """One engine for each role, and what their transfer services copy through."""
 
     fabric: LocalFabric
     prefill: EngineLoop
@@ -115,9 +115,9 @@ class Apart:
                 while True:
                     stats = await loop.run_on_engine(lambda engine: engine.stats())
                     pool = stats.pool
-                    desk = stats.transfer
-                    assert desk is not None
-                    rooms = desk.rooms_receiving + desk.rooms_sending + desk.rooms_draining
+                    service = stats.transfer
+                    assert service is not None
+                    rooms = service.rooms_receiving + service.rooms_sending + service.rooms_draining
                     if not loop.num_open and not rooms and pool.free_pages + pool.evictable_pages == pool.num_pages:
                         break
                     await asyncio.sleep(0.02)

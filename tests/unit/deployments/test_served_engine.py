@@ -13,7 +13,7 @@ from deployments.replica.served_engine import ServedEngine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, Overloaded
 from replicas.scheduler.plan import StepPlan, StepResult
-from tests.fake_desk import FakeWire
+from tests.fake_transfer_service import FakeWire
 from tests.harness import fake_engine
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.sample_values import ask
@@ -89,13 +89,13 @@ async def test_a_kept_connection_keeps_its_requests_and_a_renewed_one_ends_them(
 
 
 async def test_a_replica_whose_transfer_thread_has_failed_is_unhealthy_and_says_so() -> None:
-    """Every hand-off to or from it would fail for ever; a new process has a new desk."""
+    """Every hand-off to or from it would fail for ever; a new process has a new transfer service."""
     wire = FakeWire()
     engine, _ = fake_engine(wire=wire)
     served = ServedEngine(EngineLoop(engine), replica_id="r0", node_id="here")
     served.raise_if_unhealthy()
     assert served._report(engine.stats()).error is None
-    wire.desks[0].error = RuntimeError("a bug")
+    wire.services[0].error = RuntimeError("a bug")
     says = "the transfer thread has failed: RuntimeError('a bug')"
     assert served._report(engine.stats()).error == says
     with pytest.raises(EngineDead, match=re.escape(says)):

@@ -171,7 +171,7 @@ def test_k_v_that_comes_when_its_request_has_just_gone_frees_its_pages() -> None
     pair = Pair()
     pair.ask("a", PROMPT)
     pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
-    assert any(isinstance(event, Received) for event in pair.decode.desk._events)
+    assert any(isinstance(event, Received) for event in pair.decode.service._events)
     pair.decode.take(pair.decode.engine.abort("a"))
     assert pair.decode.pages()[4] == 12
     pair.turn()
@@ -229,9 +229,9 @@ def test_a_meta_that_is_not_of_this_request_is_not_believed(changes: dict[str, o
     pair = Pair()
     pair.ask("a", PROMPT)
     pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
-    (event,) = pair.decode.desk._events
+    (event,) = pair.decode.service._events
     assert isinstance(event, Received)
-    pair.decode.desk._events = [replace(event, meta=replace(event.meta, **changes))]
+    pair.decode.service._events = [replace(event, meta=replace(event.meta, **changes))]
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
     report = pair.decode.deltas[("a", 0)][0].hand_off
@@ -260,9 +260,9 @@ def test_a_receiver_that_asks_for_pages_that_are_not_there_is_refused(first_page
     pair = Pair()
     pair.ask("a", PROMPT)
     pair.turn()
-    (event,) = pair.prefill.desk._events
+    (event,) = pair.prefill.service._events
     assert isinstance(event, SendReady)
-    pair.prefill.desk._events = [replace(event, first_page=first_page)]
+    pair.prefill.service._events = [replace(event, first_page=first_page)]
     pair.run()
     assert pair.prefill.end("a") is FinishReason.ERROR
     assert pair.decode.ids("a") == continuation(PROMPT, 8)

@@ -1,4 +1,4 @@
-"""An engine's thread sleeps while another replica works, and the transfer desk wakes it."""
+"""An engine's thread sleeps while another replica works, and the transfer service wakes it."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ import pytest
 from kvtransfer.types import PdTicket, ReceiveDrained, ReceiveFailed
 from replicas.engine.loop import EngineLoop
 from replicas.types import FinishReason, HandOff, PdLeg, TokenDelta
-from tests.fake_desk import FakeWire
+from tests.fake_transfer_service import FakeWire
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine
 
@@ -25,16 +25,16 @@ def until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-def test_an_engine_that_only_waits_for_a_peer_sleeps_until_its_desk_has_news() -> None:
+def test_an_engine_that_only_waits_for_a_peer_sleeps_until_its_transfer_service_has_news() -> None:
     wire = FakeWire()
     engine, _ = fake_engine(wire=wire)
-    (desk,) = wire.desks
+    (service,) = wire.services
     looks = []
-    drain = desk.drain_events
-    desk.drain_events = lambda: (looks.append(1), drain())[1]  # type: ignore[method-assign]
+    drain = service.drain_events
+    service.drain_events = lambda: (looks.append(1), drain())[1]  # type: ignore[method-assign]
     loop, got = EngineLoop(engine), list[TokenDelta]()
     loop.start()
-    ticket = PdTicket(room=1, generation=0, prefill=desk.address)
+    ticket = PdTicket(room=1, generation=0, prefill=service.address)
     hand_off = HandOff(leg=PdLeg.DECODE, ticket=ticket)
     loop.submit(replace(ask("a", PROMPT), hand_off=hand_off), got.extend)
     until(lambda: wire.room(1).order is not None)
@@ -42,13 +42,13 @@ def test_an_engine_that_only_waits_for_a_peer_sleeps_until_its_desk_has_news() -
     before = len(looks)
     threading.Event().wait(0.3)
     assert len(looks) - before <= 2  # it looks up every half second, not every 2 ms
-    desk.tell(ReceiveFailed(room=1, reason="its peer died"))
+    service.tell(ReceiveFailed(room=1, reason="its peer died"))
     until(lambda: bool(got) and got[-1].finish is not None)
     assert [token for delta in got for token in delta.token_ids] == continuation(PROMPT, 8)
     assert got[-1].finish is not None
     assert got[-1].finish.reason is FinishReason.LENGTH
     until(lambda: loop.stats().pool.quarantined_pages == 5)
-    desk.tell(ReceiveDrained(room=1))
+    service.tell(ReceiveDrained(room=1))
     until(lambda: loop.stats().pool.quarantined_pages == 0)  # also when it has nothing else to do
     loop.stop()
-    assert desk.closed
+    assert service.closed

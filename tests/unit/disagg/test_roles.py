@@ -192,7 +192,7 @@ def test_what_needs_a_forward_over_the_prompt_here_is_computed_here_and_refused_
     assert pair.wire.rooms == {}
 
 
-def test_a_leg_is_refused_where_there_is_no_desk() -> None:
+def test_a_leg_is_refused_where_there_is_no_transfer_service() -> None:
     pair = Pair()
     prefill, _ = pair.legs(ask("a", PROMPT))
     engine, _ = fake_engine()
@@ -204,7 +204,7 @@ def test_a_leg_is_refused_where_there_is_no_desk() -> None:
 @pytest.mark.parametrize("leg", list(PdLeg))
 def test_a_room_that_is_open_here_is_refused_a_second_time(leg: PdLeg) -> None:
     pair = Pair()
-    ticket = PdTicket(room=7, generation=0, prefill=pair.prefill.desk.address)
+    ticket = PdTicket(room=7, generation=0, prefill=pair.prefill.service.address)
     side = pair.prefill if leg is PdLeg.PREFILL else pair.decode
     side.submit(replace(ask("a", PROMPT), hand_off=HandOff(leg=leg, ticket=ticket)))
     again = replace(ask("b", PROMPT), hand_off=HandOff(leg=leg, ticket=replace(ticket, generation=1)))
@@ -217,7 +217,7 @@ def test_an_engine_plays_both_sides_at_once() -> None:
     """Any engine can; requests of its own run between."""
     pair = Pair()
     pair.ask("there", PROMPT)
-    ticket = PdTicket(room=99, generation=0, prefill=pair.decode.desk.address)
+    ticket = PdTicket(room=99, generation=0, prefill=pair.decode.service.address)
     back = ask("back", PROMPT[5:])
     pair.decode.submit(replace(back, hand_off=HandOff(leg=PdLeg.PREFILL, ticket=ticket)))
     pair.prefill.submit(replace(back, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket)))

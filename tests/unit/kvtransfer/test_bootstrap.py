@@ -1,4 +1,4 @@
-"""Who may speak to a desk: the challenge both ways, on sockets of this machine (SPEC H03)."""
+"""Who may speak to a transfer service: the challenge both ways, on sockets of this machine (SPEC H03)."""
 
 import errno
 import json
@@ -14,16 +14,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.errors import BadMessage, NotAuthenticated
-from kvtransfer.peers.bootstrap import Handshake
+from kvtransfer.peers.handshake import Handshake
 from kvtransfer.peers.link import DEAF_S, MAX_STRANGERS, SocketLinks
-from kvtransfer.peers.wire import Answer, Challenge, Frames, Hello, Message, Ping, Welcome, decode, encode
+from kvtransfer.peers.wire import Challenge, ChallengeReply, Frames, Message, PeerHello, Ping, Welcome, decode, encode
 from kvtransfer.types import PeerAddress
 from tests.kv_pools import layout
 
 
-def hello(name: str, port: int = 1) -> Hello:
+def hello(name: str, port: int = 1) -> PeerHello:
     address = PeerAddress(host="127.0.0.1", port=port, incarnation=name)
-    return Hello(address=address, purpose="rooms", layout=layout(), ranks=())
+    return PeerHello(address=address, purpose="rooms", layout=layout(), ranks=())
 
 
 def pair(*, dial: bytes = b"secret", listen: bytes = b"secret") -> tuple[Handshake, Handshake]:
@@ -66,7 +66,7 @@ def test_a_mac_cannot_be_sent_back_to_who_made_it() -> None:
     """The sides sign different words: a listener cannot answer with the dialler's own proof."""
     d, _ = pair()
     [answer] = d.heard(Challenge(nonce="n", address=hello("p").address))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, ChallengeReply)
     with pytest.raises(NotAuthenticated):
         d.heard(Welcome(mac=answer.mac))
 
@@ -114,7 +114,7 @@ class Heard:
     down: list[tuple[int, str, bool]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
 
-    def link_up(self, link: int, hello: Hello) -> None:
+    def link_up(self, link: int, hello: PeerHello) -> None:
         self.up.append((link, hello.address.incarnation))
 
     def link_down(self, link: int, reason: str, *, refused: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Notes that get lost on any rank are in the statistics of the desk (SPEC H19)."""
+"""Notes that get lost on any rank are in the statistics of the transfer service (SPEC H19)."""
 
-from kvtransfer.ports.ports import ExpectOrder, WriteOrder
+from kvtransfer.ports.rank_port import ExpectOrder, WriteOrder
 from kvtransfer.types import TransferStats
 from tests.kv_pools import page_ids
 from tests.transfer_net import Net, SimEngine
@@ -42,4 +42,4 @@ def test_late_and_malformed_notes_of_every_rank_are_late_messages_and_early_ones
     assert counted(d) == (2, 0)
     d.pools.ports[1]._agent.inbox.append(("a peer", b"no note"))  # type: ignore[attr-defined]
     net.run(0.3)
-    assert counted(d) == (5, 0)  # and room 7 is one that the desk itself does not know: late there, twice
+    assert counted(d) == (5, 0)  # and room 7 is one that the transfer service itself does not know: late there, twice

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.peers.wire import Abort, Ack, Open, ToSender, encode_meta
-from kvtransfer.ports.ports import Arrived
+from kvtransfer.ports.rank_port import Arrived
 from kvtransfer.rooms.receiver import KVReceiver
-from kvtransfer.rooms.states import KVPoll
+from kvtransfer.rooms.transfer_service import KVPoll
 from kvtransfer.types import (
     KVTransferMeta,
     PeerAddress,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtransfer.errors import BadSnapshot, IncompatibleLayout
 from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import PayloadMeta, require_same_meaning
-from kvtransfer.replay.replay import MAGIC, PREAMBLE_BYTES, ReplaySnapshot
+from kvtransfer.replay.snapshot import MAGIC, PREAMBLE_BYTES, ReplaySnapshot
 
 LAYOUT = KvLayout(
     model="m", architecture="MHA", num_layers=2, num_kv_heads=3, head_dim=4, dtype="bfloat16", item_bytes=2,

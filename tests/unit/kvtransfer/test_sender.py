@@ -5,7 +5,7 @@ import pytest
 
 from kvtransfer.peers.wire import Drained, Fail, Open, ToReceiver
 from kvtransfer.rooms.sender import KVSender
-from kvtransfer.rooms.states import KVPoll
+from kvtransfer.rooms.transfer_service import KVPoll
 from kvtransfer.types import SendDone, SendDrained, SendFailed, SendOrder, SendReady, TransferEvent
 from tests.kv_pools import page_ids
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kvtransfer.rooms.states import LEGAL_MOVES, KVPoll, move
+from kvtransfer.rooms.transfer_service import LEGAL_MOVES, KVPoll, move
 
 
 def test_the_numbers_are_those_of_the_specification() -> None:

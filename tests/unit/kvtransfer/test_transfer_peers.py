@@ -1,11 +1,11 @@
 """Which peers live, and what follows for the rooms: silence, death, another life, redialling (SPEC H19).
 
-Desks over a simulated network; see tests/transfer_net.py.
+Transfer services over a simulated network; see tests/transfer_net.py.
 """
 
 import pytest
 
-from kvtransfer.peers.heartbeat import Heartbeat
+from kvtransfer.peers.liveness import Heartbeat
 from kvtransfer.peers.wire import Abort, Open
 from tests.transfer_net import SETTINGS, Net, Room, SimEngine
 
@@ -177,7 +177,7 @@ def test_one_refusal_is_no_death_and_who_is_back_within_the_grace_is_asked(away_
 
 
 def test_who_says_hello_from_the_grave_is_not_dead() -> None:
-    """Its desk cannot be dialled; it dials us."""
+    """Its transfer service cannot be dialled; it dials us."""
     net, p, d = pair()
     room = begun(net, p, d)
     net.cut()

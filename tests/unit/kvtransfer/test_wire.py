@@ -1,4 +1,4 @@
-"""Messages between desks: what goes in comes out, and nothing else comes in (SPEC H03, H12)."""
+"""Messages between transfer services: what goes in comes out, and nothing else comes in (SPEC H03, H12)."""
 
 import json
 from dataclasses import replace
@@ -11,15 +11,15 @@ from kvtransfer.errors import BadMessage
 from kvtransfer.peers.wire import (
     Abort,
     Ack,
-    Answer,
     Bye,
     Challenge,
+    ChallengeReply,
     Drained,
     Fail,
     Frames,
-    Hello,
     Message,
     Open,
+    PeerHello,
     Ping,
     Posted,
     Welcome,
@@ -28,11 +28,11 @@ from kvtransfer.peers.wire import (
     encode,
     encode_meta,
 )
-from kvtransfer.ports.ports import RankInfo
+from kvtransfer.ports.rank_port import RankInfo
 from kvtransfer.types import KVTransferMeta, PeerAddress
 from tests.kv_pools import layout
 
-HELLO = Hello(
+HELLO = PeerHello(
     address=PeerAddress(host="10.0.0.1", port=5, incarnation="i"),
     purpose="rooms",
     layout=layout(2),
@@ -41,7 +41,7 @@ HELLO = Hello(
 OPEN = Open(room=2**63 - 1, generation=1, num_tokens=9, first_page=1, pages=(4, 2), deadline_s=1.5)
 MESSAGES: list[Message] = [
     Challenge(nonce="n", address=HELLO.address),
-    Answer(nonce="n", address=HELLO.address, mac="m"),
+    ChallengeReply(nonce="n", address=HELLO.address, mac="m"),
     Welcome(mac="m"),
     HELLO,
     OPEN,

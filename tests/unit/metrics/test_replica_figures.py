@@ -93,11 +93,11 @@ def test_mixed_steps_are_counted_apart_from_the_phases() -> None:
 
 def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:
     assert "manta_transfer" not in scrape(stats()).text
-    desk = TransferStats(
+    service = TransferStats(
         rooms_receiving=2, rooms_draining=1, peers=3, sent_bytes=500, sends_done=4, receives_failed=5,
         oldest_drain_s=1.5,
     )  # fmt: skip
-    seen = scrape(dataclasses.replace(stats(), transfer=desk))
+    seen = scrape(dataclasses.replace(stats(), transfer=service))
     assert seen.values("transfers_in_flight", "direction") == {"send": 0, "receive": 2, "draining": 1}
     assert seen.value("transfers_total", direction="receive", outcome="failed") == 5
     assert seen.value("transfer_bytes_total", direction="send") == 500

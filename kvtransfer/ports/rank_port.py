@@ -1,4 +1,4 @@
-"""What the desk and the ranks of one engine say to each other: each rank has a pool, an agent and a port.
+"""What the transfer service and the ranks of one engine say to each other: each rank has a pool, an agent and a port.
 
 Owns:      nothing; frozen values, the protocol of a port, and the merging of pages into runs.
 Invariant: page ids are the same on every rank; a rank writes only the heads that it has.
@@ -27,7 +27,7 @@ class RankInfo:
     base_address: int  # of page 0
     num_pages: int  # page 0, the sink, included
     device: int  # 0 for host memory
-    alive_at: PeerAddress | None = None  # where its process answers until its agent is closed; None: the desk's process
+    alive_at: PeerAddress | None = None  # where its process answers until its agent is closed; None: the service's own
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < MAX_COUNT and 0 <= self.device < MAX_COUNT and self.base_address >= 0):

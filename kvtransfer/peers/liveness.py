@@ -1,14 +1,14 @@
-"""The proof that a peer is dead: every process of it is gone, and stays gone for the grace.
+"""Signs of life, and the proof that a peer is dead.
 
-Owns:      for each process of one peer (its desk, and the ranks that live elsewhere): since when it is gone, and when
-           to ask next.
-Never:     dials: `Peers` does, and says what came of it.
+Owns:      when a heartbeat is due and when silence has lasted too long; for each process of a peer whose death is in
+           question (its service, and ranks that live elsewhere), since when it is gone and when to ask next.
+Never:     reads a clock or dials: the caller gives the time, and `PeerTable` reports what its dials found.
 Invariant: a process is proven gone by two proofs GRACE_S apart with no answer of its own in between; no answer at all
            is neither.
 
-Gone is: nobody listens at its address (a process closes its listener last, after its agent), or another life does. One
-refusal may be a restarting proxy or a firewall's mood; and what lies in our sockets wants the grace to land (tcp;
-notes/nixl.md section 8).
+A process is gone when nothing listens at its address (it closes its listener last, after its agent), or when another
+incarnation does. One refusal may be a restarting proxy or a firewall; and bytes that wait in our sockets need the grace
+to land (tcp; notes/nixl.md section 8).
 """
 
 import math
@@ -16,6 +16,55 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.types import PeerAddress
+
+
+class Heartbeat:
+    """Of one connection; anything that is heard counts."""
+
+    def __init__(self, *, period_s: float, misses: int, now: float) -> None:
+        self.period_s = period_s
+        self.limit_s = period_s * misses
+        self.heard_s = now
+        self.sent_s = now
+
+    def heard(self, now: float) -> None:
+        self.heard_s = now
+
+    def take_due(self, now: float) -> bool:
+        """Whether a sign of life is due; the caller gives it."""
+        due = now >= self.sent_s + self.period_s
+        if due:
+            self.sent_s = now
+        return due
+
+    def silent(self, now: float) -> bool:
+        return now >= self.heard_s + self.limit_s
+
+    @property
+    def next_s(self) -> float:
+        return min(self.sent_s + self.period_s, self.heard_s + self.limit_s)
+
+
+class Silence:
+    """How long somebody said nothing while one listened.
+
+    A stretch in which nobody looked counts as one period at most: then the listener itself was held up, or the whole
+    machine, and what the other had to say may still be on its way.
+    """
+
+    def __init__(self, *, period_s: float, limit_s: float, now: float) -> None:
+        """``period_s``: how often the other should say something."""
+        self.limit_s = limit_s
+        self._period_s = period_s
+        self._looked_s = now
+        self._silent_s = 0.0
+
+    def looked(self, now: float, *, heard: bool) -> bool:
+        """Whether it has been too long."""
+        self._silent_s = 0.0 if heard else self._silent_s + min(now - self._looked_s, self._period_s)
+        self._looked_s = now
+        return self._silent_s >= self.limit_s
+
 
 GRACE_S = 1.0
 RETRY_S = 0.25  # within the grace: who is there again shall be seen
@@ -42,14 +91,14 @@ class _Process:
         self.dial_s = now + self.backoff_s
 
 
-class Inquest:
-    def __init__(self, desk: PeerAddress, followers: Sequence[PeerAddress], reason: str, now: float) -> None:
+class DeathProof:
+    def __init__(self, service: PeerAddress, followers: Sequence[PeerAddress], reason: str, now: float) -> None:
         self.reason = reason
-        self._processes = [_Process(address=address, dial_s=now) for address in (desk, *followers)]
+        self._processes = [_Process(address=address, dial_s=now) for address in (service, *followers)]
         self._told_s = math.inf
 
-    def desk_gone(self, now: float) -> None:
-        """A dial of `Peers` was refused, or another life answered."""
+    def service_gone(self, now: float) -> None:
+        """A dial of `PeerTable` was refused, or another life answered."""
         self._processes[0].gone(now)
 
     def told(self, now: float) -> None:
@@ -69,7 +118,7 @@ class Inquest:
         return [each.link for each in self._processes if each.link is not None]
 
     def answered(self, link: int, incarnation: str, now: float) -> bool:
-        """Somebody is there. Returns: whether it is the peer's desk, which is not dead then."""
+        """Somebody is there. Returns: whether it is the peer's transfer service, which is not dead then."""
         process = self._take(link)
         if incarnation != process.address.incarnation:
             process.gone(now)

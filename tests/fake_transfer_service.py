@@ -1,4 +1,4 @@
-"""Transfer desks without threads, sockets or bytes: they copy slots between FakeDevices, when they are told to.
+"""Transfer services without threads, sockets or bytes: they copy slots between FakeDevices, when they are told to.
 
 What is due waits, room by room, until `FakeWire.pump`; a test decides what happens next, and what fails. Writes that
 were posted before their room failed still happen, with garbage: pages that were reused too early show at once.
@@ -35,12 +35,12 @@ PAGE_BYTES = 100
 
 @dataclass(slots=True, eq=False)
 class FakeRoom:
-    """What both desks did about one room."""
+    """What both transfer services did about one room."""
 
     number: int
-    receiver: "FakeDesk | None" = None
+    receiver: "FakeTransferService | None" = None
     order: ReceiveOrder | None = None
-    sender: "FakeDesk | None" = None
+    sender: "FakeTransferService | None" = None
     ready: bool = False  # SendReady is out
     next_page: int = 0  # of the sequence; what the sender has to go on with
     arrived: int = 0  # pages
@@ -51,18 +51,18 @@ class FakeRoom:
 
 
 class FakeWire:
-    """Joins desks. ``muted`` rooms never answer."""
+    """Joins transfer services. ``muted`` rooms never answer."""
 
     def __init__(self) -> None:
-        self.desks: list[FakeDesk] = []
+        self.services: list[FakeTransferService] = []
         self.rooms: dict[int, FakeRoom] = {}
         self.muted: set[int] = set()
         self.draining = True  # False: nobody says that a failed room's writes are over
 
-    def join(self, device: FakeDevice, *, page_size: int, on_event: Callable[[], None]) -> "FakeDesk":
-        desk = FakeDesk(self, device, page_size, name=f"desk{len(self.desks)}", on_event=on_event)
-        self.desks.append(desk)
-        return desk
+    def join(self, device: FakeDevice, *, page_size: int) -> "FakeTransferService":
+        service = FakeTransferService(self, device, page_size, name=f"service{len(self.services)}")
+        self.services.append(service)
+        return service
 
     @property
     def num_due(self) -> int:
@@ -96,7 +96,7 @@ class FakeWire:
             room.due.append(lambda: self._drained(room, room.sender, SendDrained(room=number)))
 
     def expire(self) -> None:
-        """Fail the rooms to which only one side came, as the real desks' open_timeout_s and room_timeout_s do."""
+        """Fail the rooms to which only one side came, as the real services' open_timeout_s and room_timeout_s do."""
         for room in self.rooms.values():
             if (room.sender is None) != (room.receiver is None):
                 self.fail(room.number, "the other side did not come in time")
@@ -104,12 +104,12 @@ class FakeWire:
     def _live(self) -> list[FakeRoom]:
         return [room for room in self.rooms.values() if room.due and room.number not in self.muted]
 
-    def _drained(self, room: FakeRoom, desk: "FakeDesk | None", event: TransferEvent) -> None:
-        assert desk is not None
+    def _drained(self, room: FakeRoom, service: "FakeTransferService | None", event: TransferEvent) -> None:
+        assert service is not None
         if self.draining:
-            desk.tell(event)
+            service.tell(event)
         else:
-            room.due.append(lambda: self._drained(room, desk, event))
+            room.due.append(lambda: self._drained(room, service, event))
             self.muted.add(room.number)
 
     def resume_draining(self) -> None:
@@ -117,18 +117,18 @@ class FakeWire:
         self.muted.clear()
 
 
-class FakeDesk:
-    """Implements KvTransferDesk; one side's view of a FakeWire."""
+class FakeTransferService:
+    """Implements TransferService; one side's view of a FakeWire."""
 
     def __init__(
-        self, wire: FakeWire, device: FakeDevice, page_size: int, *, name: str, on_event: Callable[[], None]
+        self, wire: FakeWire, device: FakeDevice, page_size: int, *, name: str
     ) -> None:
         self.address = PeerAddress(host="fake", port=0, incarnation=name)
         self.device = device
         self.wire = wire
         self.free_pages: Callable[[], set[int]] = set  # of its pool: nothing may be read from or written to these
         self.shared_pages: Callable[[], set[int]] = set  # of its prefix cache: nothing may be written to these
-        self._on_event = on_event
+        self.on_event: Callable[[], None] = lambda: None
         self.closed = False
         self.error: BaseException | None = None
         self._page_size = page_size
@@ -183,7 +183,7 @@ class FakeDesk:
 
     def tell(self, event: TransferEvent) -> None:
         self._events.append(event)
-        self._on_event()
+        self.on_event()
 
     def _meet(self, room: FakeRoom) -> None:
         """Once both are here the sender hears it; whoever comes to a failed room hears that."""

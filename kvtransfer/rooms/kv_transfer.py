@@ -1,7 +1,7 @@
-"""An engine's transfer desk: a thread of its own, which owns the agents, the sockets and the rooms.
+"""An engine's transfer service: a thread of its own, which owns the agents, the sockets and the rooms.
 
 Owns:      the thread and its pace; two queues, orders in and events out.
-Never:     decides anything: `DeskCore` does. Never lets the engine wait.
+Never:     decides anything: `TransferCore` does. Never lets the engine wait.
 Invariant: ports are made, used and closed on the transfer thread; every room's last event comes once, also after the
            thread's death (but ReceiveDrained, which would be a lie then).
 Thread:    the methods belong to the engine's thread, all else to "manta-transfer".
@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import KvLayout
 from kvtransfer.peers.link import SocketLinks
-from kvtransfer.peers.wire import Hello
-from kvtransfer.ports.ports import RankPort
-from kvtransfer.rooms.desk_core import DeskCore
+from kvtransfer.peers.wire import PeerHello
+from kvtransfer.ports.rank_port import RankPort
+from kvtransfer.rooms.transfer_core import TransferCore
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
@@ -55,11 +55,11 @@ START_TIMEOUT_S = 330.0  # longer than the other ranks have for theirs
 MAX_WRITE_TIMES = 4096  # that wait to be taken
 JOIN_S = 10.0  # beyond what the goodbye may take: agents that do not close
 
-Order = Callable[[DeskCore], None]
+Order = Callable[[TransferCore], None]
 
 
 class KvTransfer:
-    """Implements `KvTransferDesk`."""
+    """Implements `TransferService`."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class KvTransfer:
         layout: KvLayout,
         make_ports: Callable[[], Sequence[RankPort]],
         *,
-        on_event: Callable[[], None],
+        on_event: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``make_ports``: one for each rank; called on the transfer thread, the only one that uses them.
-        ``on_event``: called on the transfer thread when `drain_events` has something to give; must not block.
+        ``on_event``: see `TransferService.on_event`.
 
         Raises: OSError when ``settings.host`` is no address of this machine.
         """
@@ -80,7 +80,7 @@ class KvTransfer:
         self._settings = settings
         self._layout = layout
         self._make_ports = make_ports
-        self._on_event = on_event
+        self.on_event = on_event
         self._clock = clock
         self._orders: collections.deque[Order] = collections.deque()
         self._events: collections.deque[TransferEvent] = collections.deque()
@@ -107,7 +107,7 @@ class KvTransfer:
         if self._error is not None:
             raise self._error
 
-    # KvTransferDesk
+    # TransferService
 
     def receive(self, order: ReceiveOrder) -> None:
         """Raises: ValueError for a room that is open here; its number is free after its last event."""
@@ -175,7 +175,7 @@ class KvTransfer:
 
     def _order(self, order: Order) -> None:
         if self._crashed.is_set():
-            self._on_event()  # `drain_events` says so of the room
+            self.on_event()  # `drain_events` says so of the room
             return
         self._orders.append(order)
         self._links.wake()
@@ -224,15 +224,15 @@ class KvTransfer:
             self._links.close_listener()  # last: from now on peers may take us for dead
             if self._error is not None and self._started.is_set():
                 self._crashed.set()
-                self._on_event()
+                self.on_event()
             self._started.set()
 
-    def _open(self, ports: Sequence[RankPort]) -> DeskCore:
+    def _open(self, ports: Sequence[RankPort]) -> TransferCore:
         ranks = tuple(port.info for port in ports)
-        self._links.introduce(Hello(address=self.address, purpose="rooms", layout=self._layout, ranks=ranks))
-        return DeskCore(self._settings, self._layout, ports, self._links, self._clock())
+        self._links.introduce(PeerHello(address=self.address, purpose="rooms", layout=self._layout, ranks=ranks))
+        return TransferCore(self._settings, self._layout, ports, self._links, self._clock())
 
-    def _run(self, core: DeskCore) -> None:
+    def _run(self, core: TransferCore) -> None:
         expire_s = 0.0
         wait_s = 0.0
         while not self._stopping:
@@ -245,7 +245,7 @@ class KvTransfer:
             self._publish(core)
             wait_s = self._pace(core, wait_s, moved)
 
-    def _turn(self, core: DeskCore, wait_s: float) -> bool:
+    def _turn(self, core: TransferCore, wait_s: float) -> bool:
         """Sleep, then hear what ports, links and the engine say."""
         if 0 < wait_s < MIN_SELECT_S:  # finer than a selector waits
             time.sleep(wait_s)
@@ -257,7 +257,7 @@ class KvTransfer:
         moved |= self._take_orders(core)
         return moved
 
-    def _take_orders(self, core: DeskCore) -> bool:
+    def _take_orders(self, core: TransferCore) -> bool:
         taken = False
         with contextlib.suppress(IndexError):
             while True:
@@ -266,15 +266,15 @@ class KvTransfer:
                 order(core)
         return taken
 
-    def _publish(self, core: DeskCore) -> None:
+    def _publish(self, core: TransferCore) -> None:
         self._stats = core.stats()
         self._write_times.extend(core.sending.take_write_times())
         if core.events:
             self._events.extend(core.events)
             core.events.clear()
-            self._on_event()
+            self.on_event()
 
-    def _pace(self, core: DeskCore, wait_s: float, moved: bool) -> float:
+    def _pace(self, core: TransferCore, wait_s: float, moved: bool) -> float:
         """How long to sleep: not at all after something happened, then longer and longer."""
         if moved or core.events or self._orders:
             return 0.0
@@ -282,7 +282,7 @@ class KvTransfer:
         next_s = min(core.next_s, self._links.next_s) - core.now
         return max(min(wait_s * GROWTH, longest_s, next_s), BUSY_WAIT_S)
 
-    def _say_goodbye(self, core: DeskCore) -> None:
+    def _say_goodbye(self, core: TransferCore) -> None:
         """Nobody may write into our pages, or read what we wait to have read, when the pool goes."""
         deadline_s = self._clock() + self._settings.call_timeout_s
         core.fail_all("the peer is shutting down")

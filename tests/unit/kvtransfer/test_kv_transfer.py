@@ -1,4 +1,4 @@
-"""Two desks in one process over real sockets; pages by memcpy (SPEC H02, H08, H13, H19)."""
+"""Two transfer services in one process over real sockets; pages by memcpy (SPEC H02, H08, H13, H19)."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.layout import KvLayout
 from kvtransfer.local import LocalFabric
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.rooms.desk import KvTransfer
+from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
@@ -40,10 +40,10 @@ WAIT_S = 20.0
 
 @dataclass
 class Engine:
-    """A desk with its pools, and a thread-safe inbox as an engine has it."""
+    """A transfer service with its pools, and a thread-safe inbox as an engine has it."""
 
     pools: LocalEngine
-    desk: KvTransfer
+    service: KvTransfer
     woken: threading.Event
     events: list[TransferEvent] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class Engine:
         """The event of that kind, when it has come."""
         deadline_s = time.monotonic() + WAIT_S
         while True:
-            self.events += self.desk.drain_events()
+            self.events += self.service.drain_events()
             for event in self.events:
                 if isinstance(event, kind) and event.room == room:
                     return event
@@ -61,7 +61,7 @@ class Engine:
             self.woken.clear()
 
     def of(self, room: int) -> list[str]:
-        self.events += self.desk.drain_events()
+        self.events += self.service.drain_events()
         return [type(event).__name__ for event in self.events if event.room == room]
 
 
@@ -78,19 +78,19 @@ def make() -> Iterator[Make]:
     ) -> Engine:
         pools = local_engine(fabric, tp=tp, seed=seed)
         woken = threading.Event()
-        desk = KvTransfer(
+        service = KvTransfer(
             TransferSettings(host="127.0.0.1", token=token, **settings),
             of or pools.layout,
             lambda: pools.ports,
             on_event=woken.set,
         )
-        desk.start()
-        engines.append(Engine(pools, desk, woken))
+        service.start()
+        engines.append(Engine(pools, service, woken))
         return engines[-1]
 
     yield build
     for engine in engines:  # idempotent
-        engine.desk.close()
+        engine.service.close()
 
 
 def meta(of: Engine, *, first_page: int = 0, tokens: int = TOKENS) -> KVTransferMeta:
@@ -109,8 +109,8 @@ def meta(of: Engine, *, first_page: int = 0, tokens: int = TOKENS) -> KVTransfer
 def receive(
     d: Engine, p: Engine, pages: PageIds, *, room: int = 1, first_page: int = 0, deadline_s: float = 20
 ) -> None:
-    ticket = PdTicket(room=room, generation=0, prefill=p.desk.address)
-    d.desk.receive(
+    ticket = PdTicket(room=room, generation=0, prefill=p.service.address)
+    d.service.receive(
         ReceiveOrder(
             room=room,
             generation=0,
@@ -125,7 +125,7 @@ def receive(
 
 
 def expect(p: Engine, *, room: int = 1, deadline_s: float = 20) -> None:
-    p.desk.expect_send(SendOrder(room=room, generation=0, rid="r", num_tokens=TOKENS, deadline_s=deadline_s))
+    p.service.expect_send(SendOrder(room=room, generation=0, rid="r", num_tokens=TOKENS, deadline_s=deadline_s))
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (3, 1)])
@@ -134,8 +134,8 @@ def test_pages_and_meta_arrive_in_two_chunks_and_both_sides_end_well(make: Make,
     expect(p)
     receive(d, p, page_ids(5, 6, 2, 8))
     assert p.wait(SendReady, 1) == SendReady(room=1, first_page=0)
-    p.desk.send_pages(1, 0, page_ids(3, 4))
-    p.desk.send_last(1, 2, page_ids(1, 7), meta(p))
+    p.service.send_pages(1, 0, page_ids(3, 4))
+    p.service.send_last(1, 2, page_ids(1, 7), meta(p))
     received = d.wait(Received, 1)
     p.wait(SendDone, 1)
     assert isinstance(received, Received)
@@ -145,11 +145,11 @@ def test_pages_and_meta_arrive_in_two_chunks_and_both_sides_end_well(make: Make,
     assert np.array_equal(here[[5, 6, 2, 8]], there[[3, 4, 1, 7]])
     assert p.of(1) == ["SendReady", "SendDone"]
     assert d.of(1) == ["Received"]
-    assert (p.desk.stats().sends_done, d.desk.stats().receives_done) == (1, 1)
-    assert (d.desk.stats().received_pages, d.desk.stats().received_bytes) == (4, 4 * 3072)
+    assert (p.service.stats().sends_done, d.service.stats().receives_done) == (1, 1)
+    assert (d.service.stats().received_pages, d.service.stats().received_bytes) == (4, 4 * 3072)
     # over each pair of ranks one write, or two where the first chunk was gone when the second came
-    assert len(p.desk.drain_write_times()) in range(max(p_tp, d_tp), 2 * max(p_tp, d_tp) + 1)
-    assert p.desk.drain_write_times() == d.desk.drain_write_times() == []
+    assert len(p.service.drain_write_times()) in range(max(p_tp, d_tp), 2 * max(p_tp, d_tp) + 1)
+    assert p.service.drain_write_times() == d.service.drain_write_times() == []
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -164,7 +164,7 @@ def hand_off(p: Engine, d: Engine, *, room: int) -> None:
     expect(p, room=room)
     receive(d, p, page_ids(5, 6, 2, 8), room=room)
     p.wait(SendReady, room)
-    p.desk.send_last(room, 0, page_ids(3, 4, 1, 7), meta(p))
+    p.service.send_last(room, 0, page_ids(3, 4, 1, 7), meta(p))
     d.wait(Received, room)
     p.wait(SendDone, room)
 
@@ -175,7 +175,7 @@ def test_the_last_word_alone_is_enough_when_the_receiver_has_all_pages(make: Mak
     expect(p)
     receive(d, p, page_ids(), first_page=4)
     assert p.wait(SendReady, 1) == SendReady(room=1, first_page=4)
-    p.desk.send_last(1, 4, page_ids(), meta(p, first_page=4))
+    p.service.send_last(1, 4, page_ids(), meta(p, first_page=4))
     assert isinstance(d.wait(Received, 1), Received)
     p.wait(SendDone, 1)
 
@@ -186,13 +186,13 @@ def test_a_flipped_byte_is_found_counted_named_and_never_received(make: Make) ->
     expect(p)
     receive(d, p, page_ids(5, 6, 2, 8))
     p.wait(SendReady, 1)
-    p.desk.send_last(1, 0, page_ids(3, 4, 1, 7), meta(p))
+    p.service.send_last(1, 0, page_ids(3, 4, 1, 7), meta(p))
     failed = d.wait(ReceiveFailed, 1)
     assert isinstance(failed, ReceiveFailed)
     assert failed.bad_pages == (5,)
     d.wait(ReceiveDrained, 1)
     p.wait(SendDrained, 1)
-    assert d.desk.stats().digest_mismatches == 1
+    assert d.service.stats().digest_mismatches == 1
     assert d.of(1) == ["ReceiveFailed", "ReceiveDrained"]
 
 
@@ -215,12 +215,12 @@ def test_another_token_fails_the_room_and_gets_no_page(make: Make) -> None:
     receive(d, p, page_ids(5, 6, 2, 8))
     d.wait(ReceiveFailed, 1)
     d.wait(ReceiveDrained, 1)
-    assert p.desk.stats().peers == 0
+    assert p.service.stats().peers == 0
 
 
 def test_a_peer_that_is_gone_fails_the_room_without_waiting_for_an_answer(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
-    p.desk.close()
+    p.service.close()
     start_s = time.monotonic()
     receive(d, p, page_ids(5, 6, 2, 8))
     d.wait(ReceiveDrained, 1)
@@ -231,7 +231,7 @@ def test_a_peer_that_is_gone_fails_the_room_without_waiting_for_an_answer(make: 
 def test_a_peer_that_never_answers_fails_the_room_after_the_call_timeout_and_stalls_no_other(make: Make) -> None:
     p, d = make(seed=1), make(seed=2, call_timeout_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = replace(p.desk.address, port=silent.getsockname()[1], incarnation="silent")
+        address = replace(p.service.address, port=silent.getsockname()[1], incarnation="silent")
         start_s = time.monotonic()
         receive(d, Engine(p.pools, _Addressed(address), threading.Event()), page_ids(1), room=9)  # type: ignore[arg-type]
         hand_off(p, d, room=1)
@@ -253,9 +253,9 @@ def test_aborts_of_either_side_end_both_and_a_second_one_changes_nothing(make: M
         p.wait(SendReady, room)
         for _ in range(2):
             if abort == "receive":
-                d.desk.abort_receive(room)
+                d.service.abort_receive(room)
             else:
-                p.desk.abort_send(room, "the client is gone")
+                p.service.abort_send(room, "the client is gone")
         p.wait(SendDrained, room)
         d.wait(ReceiveDrained, room)
         assert p.of(room) == ["SendReady", "SendFailed", "SendDrained"]
@@ -267,34 +267,34 @@ def test_a_room_that_is_open_here_is_not_opened_again(make: Make) -> None:
     receive(d, p, page_ids(5, 6, 2, 8))
     with pytest.raises(ValueError, match="room 1 is open here"):
         receive(d, p, page_ids(1))
-    d.desk.abort_receive(1)
+    d.service.abort_receive(1)
     d.wait(ReceiveDrained, 1)
     hand_off(p, d, room=2)
 
 
-def test_a_desk_that_closes_waits_until_nobody_writes_into_its_pages(make: Make) -> None:
+def test_a_transfer_service_that_closes_waits_until_nobody_writes_into_its_pages(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
     hand_off(p, d, room=1)
     expect(p, room=2)
     receive(d, p, page_ids(5, 6, 2, 8), room=2)
     p.wait(SendReady, 2)
-    d.desk.close()
+    d.service.close()
     p.wait(SendDrained, 2)
     assert d.of(2) == []  # rooms that are open end without events
-    until(lambda: p.desk.stats().peers == 0)
+    until(lambda: p.service.stats().peers == 0)
 
 
 def test_ports_that_cannot_be_made_fail_the_start_with_their_own_error() -> None:
     def broken() -> list[AgentPort]:
         raise RuntimeError("no such device")
 
-    desk = KvTransfer(TransferSettings(host="127.0.0.1", token=b"t"), layout(), broken, on_event=lambda: None)
+    service = KvTransfer(TransferSettings(host="127.0.0.1", token=b"t"), layout(), broken, on_event=lambda: None)
     with pytest.raises(RuntimeError, match="no such device"):
-        desk.start()
-    desk.close()
+        service.start()
+    service.close()
 
 
-def test_no_token_is_no_desk() -> None:
+def test_no_token_is_no_transfer_service() -> None:
     with pytest.raises(ValueError, match="a cluster token is wanted"):
         KvTransfer(TransferSettings(host="127.0.0.1", token=b""), layout(), list, on_event=lambda: None)
 
@@ -304,8 +304,8 @@ def test_a_transfer_thread_that_dies_ends_its_rooms_and_frees_no_page_that_is_wr
     expect(p)
     receive(d, p, page_ids(5, 6, 2, 8))
     p.wait(SendReady, 1)
-    d.desk._order(lambda core: 1 / 0)  # type: ignore[arg-type, return-value]
-    p.desk._order(lambda core: 1 / 0)  # type: ignore[arg-type, return-value]
+    d.service._order(lambda core: 1 / 0)  # type: ignore[arg-type, return-value]
+    p.service._order(lambda core: 1 / 0)  # type: ignore[arg-type, return-value]
     failed = d.wait(ReceiveFailed, 1)
     assert "the transfer thread has failed: ZeroDivisionError" in getattr(failed, "reason", "")
     p.wait(SendDrained, 1)
@@ -313,7 +313,7 @@ def test_a_transfer_thread_that_dies_ends_its_rooms_and_frees_no_page_that_is_wr
     d.wait(ReceiveDrained, 2)  # nobody has heard of it
     assert d.of(1) == ["ReceiveFailed"]
     assert d.of(2) == ["ReceiveFailed", "ReceiveDrained"]
-    assert isinstance(d.desk.error, ZeroDivisionError)
+    assert isinstance(d.service.error, ZeroDivisionError)
 
 
 def test_descriptors_are_flat_while_peers_come_and_go_and_all_are_given_back(make: Make) -> None:
@@ -321,13 +321,13 @@ def test_descriptors_are_flat_while_peers_come_and_go_and_all_are_given_back(mak
     for room in range(8):
         p = make(seed=1)
         hand_off(p, d, room=room)
-        p.desk.close()
+        p.service.close()
         if room == 0:
             first = len(os.listdir("/proc/self/fd"))
     until(lambda: len(os.listdir("/proc/self/fd")) <= first)
 
 
-def test_a_desk_that_is_told_of_a_death_by_another_thread_frees_the_rooms_pages(make: Make) -> None:
+def test_a_transfer_service_that_is_told_of_a_death_by_another_thread_frees_the_rooms_pages(make: Make) -> None:
     d = make()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and says nothing: a machine that is gone
         address = PeerAddress(host="127.0.0.1", port=silent.getsockname()[1], incarnation="gone")
@@ -342,8 +342,8 @@ def test_a_desk_that_is_told_of_a_death_by_another_thread_frees_the_rooms_pages(
             pages=page_ids(1, 2, 3, 4),
             deadline_s=20,
         )
-        d.desk.receive(order)
-        teller = threading.Thread(target=d.desk.peer_is_dead, args=("gone",))
+        d.service.receive(order)
+        teller = threading.Thread(target=d.service.peer_is_dead, args=("gone",))
         teller.start()
         teller.join()
         d.wait(ReceiveDrained, 1)
@@ -355,8 +355,8 @@ def test_a_desk_that_is_told_of_a_death_by_another_thread_frees_the_rooms_pages(
 def test_agents_that_do_not_come_or_do_not_end_hold_up_neither_start_nor_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtransfer.rooms.desk.START_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("kvtransfer.rooms.desk.JOIN_S", 0.05)
+    monkeypatch.setattr("kvtransfer.rooms.kv_transfer.START_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvtransfer.rooms.kv_transfer.JOIN_S", 0.05)
     come = threading.Event()
 
     def slow() -> list[AgentPort]:
@@ -364,11 +364,11 @@ def test_agents_that_do_not_come_or_do_not_end_hold_up_neither_start_nor_close(
         return local_engine(LocalFabric()).ports
 
     settings = TransferSettings(host="127.0.0.1", token=b"secret", call_timeout_s=0.05)
-    desk = KvTransfer(settings, layout(), slow, on_event=lambda: None)
+    service = KvTransfer(settings, layout(), slow, on_event=lambda: None)
     with pytest.raises(TransferError, match="were not ready"):
-        desk.start()
-    desk.close()
+        service.start()
+    service.close()
     assert "does not end" in caplog.text
     come.set()
-    desk._thread.join(WAIT_S)  # it has closed what came too late
-    assert not desk._thread.is_alive()
+    service._thread.join(WAIT_S)  # it has closed what came too late
+    assert not service._thread.is_alive()

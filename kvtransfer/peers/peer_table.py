@@ -1,26 +1,60 @@
-"""Which peers live: connections, signs of life, redialling, and the proof of a death.
+"""Which peers live: connections, heartbeats, redialling, and the proof of a death.
 
-Owns:      for each incarnation of a peer: its links, its next dial, since when it is out of reach or dead.
-Never:     knows rooms or sockets: it tells a `PeerWatcher` what became of a peer, and asks `Links` for connections.
+Owns:      for each incarnation of a peer: its links, its next dial, since when it is unreachable or dead.
+Never:     knows rooms or sockets: it reports what became of a peer to a `PeerWatcher`, and dials through `Links`.
 Invariant: at most one dial and one link each way for an incarnation; a link belongs to one incarnation.
 Thread:    the transfer thread.
 
     want ─> dialling ──hello──> up ──lost, silent──> redialling (0.2 s ... 5 s) ──hello──> up
                 │                                         │                       │ its own hello
-                └─────── refused, or another life there ──┴──> doubted (inquest.py) ──proven──> dead
+                └─────── refused, or another life there ──┴──> doubted (liveness.py) ──proven──> dead
 
-A decode engine dials, and keeps its link up; the prefill engine, when it has lost a receiver, probes its address: only
-so does it learn of a death. A peer that does not answer may hang and live: never proof.
+A decode engine dials, and keeps its link up. A prefill engine that has lost a receiver probes its address: without
+that it would never learn of a death. A peer that does not answer may hang and live: silence is never proof.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvtransfer.peers.heartbeat import Heartbeat
-from kvtransfer.peers.inquest import Inquest
-from kvtransfer.peers.links import Links, PeerWatcher
-from kvtransfer.peers.wire import Bye, Hello, Message, Ping
+from kvtransfer.peers.liveness import DeathProof, Heartbeat
+from kvtransfer.peers.wire import Bye, Message, PeerHello, Ping, Purpose
 from kvtransfer.types import PeerAddress, TransferSettings
+
+
+class Links(Protocol):
+    """Authenticated connections, by number. Calls never block, and never call back."""
+
+    def dial(self, address: PeerAddress, purpose: Purpose) -> int:
+        """-> `PeerTable.link_up` or `PeerTable.link_down` with this number, within call_timeout_s."""
+        ...
+
+    def send(self, link: int, message: Message) -> None:
+        """In order, as long as the link lives."""
+        ...
+
+    def close(self, link: int) -> None:
+        """No word of it comes any more. Idempotent."""
+        ...
+
+
+class PeerWatcher(Protocol):
+    def peer_up(self, hello: PeerHello, *, outgoing: bool) -> None: ...
+
+    def peer_down(self, incarnation: str, reason: str, *, outgoing: bool) -> None:
+        """The connection is lost or, if outgoing, could not be had."""
+        ...
+
+    def peer_dead(self, incarnation: str, reason: str) -> None:
+        """All its processes are, and what they sent has landed."""
+        ...
+
+    def peer_forgotten(self, incarnation: str) -> None: ...
+
+    def has_business(self, incarnation: str) -> bool:
+        """Whether something waits for its word or its death."""
+        ...
+
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 MIN_UP_S = 0.1  # a link that was lost sooner is not dialled again at once
@@ -40,14 +74,14 @@ class _Peer:
     lost_s: float = math.inf  # since when it is out of reach
     up_s: float = -math.inf  # when its last link came up
     followers: tuple[PeerAddress, ...] = ()  # processes of its other ranks
-    inquest: Inquest | None = None  # it seems to be dead
+    death_proof: DeathProof | None = None  # it seems to be dead
 
     @property
     def linked(self) -> bool:
         return self.outgoing is not None or self.incoming is not None
 
 
-class Peers:
+class PeerTable:
     def __init__(self, settings: TransferSettings, links: Links, watcher: PeerWatcher) -> None:
         self._settings = settings
         self._links = links
@@ -59,8 +93,8 @@ class Peers:
     def want(self, address: PeerAddress, now: float) -> str:
         """Keep a link up to it from now on. Returns: why it cannot be had just now, or nothing."""
         peer = self._peers.setdefault(address.incarnation, _Peer(address=address))
-        if peer.inquest is not None:
-            return peer.inquest.reason
+        if peer.death_proof is not None:
+            return peer.death_proof.reason
         if peer.outgoing is None and not peer.wanted:
             peer.wanted = True
             if peer.dialling is not None:  # a probe: dial anew, for good
@@ -85,24 +119,24 @@ class Peers:
 
     # what the links say
 
-    def link_up(self, link: int, hello: Hello, now: float) -> None:
+    def link_up(self, link: int, hello: PeerHello, now: float) -> None:
         """Hello was said both ways."""
         incarnation = hello.address.incarnation
         dialled = self._by_link.get(link)
-        if dialled is not None and (inquest := self._peers[dialled].inquest) is not None:
+        if dialled is not None and (death_proof := self._peers[dialled].death_proof) is not None:
             self._unlink(link)
-            if inquest.answered(link, incarnation, now):
+            if death_proof.answered(link, incarnation, now):
                 self._revive(dialled, now)
             return
         if dialled is not None and dialled != incarnation:
             self._unlink(link)
-            self._doubt(dialled, f"another process listens at {_name(hello.address)} now", now).desk_gone(now)
+            self._doubt(dialled, f"another process listens at {_name(hello.address)} now", now).service_gone(now)
             return
         for other, known in list(self._peers.items()):
-            if other != incarnation and known.inquest is None and _name(known.address) == _name(hello.address):
-                self._doubt(other, f"another process listens at {_name(hello.address)} now", now).desk_gone(now)
+            if other != incarnation and known.death_proof is None and _name(known.address) == _name(hello.address):
+                self._doubt(other, f"another process listens at {_name(hello.address)} now", now).service_gone(now)
         peer = self._peers.setdefault(incarnation, _Peer(address=hello.address))
-        if peer.inquest is not None:
+        if peer.death_proof is not None:
             self._revive(incarnation, now)
         if dialled is not None and not peer.wanted:
             self._probed(link, peer, now)
@@ -116,7 +150,7 @@ class Peers:
         peer.lost_s = now
         self._back_off(peer, now)
 
-    def _install(self, link: int, peer: _Peer, hello: Hello, now: float, *, outgoing: bool) -> None:
+    def _install(self, link: int, peer: _Peer, hello: PeerHello, now: float, *, outgoing: bool) -> None:
         incarnation = hello.address.incarnation
         if outgoing:
             peer.outgoing, peer.dialling = link, None
@@ -142,11 +176,11 @@ class Peers:
         incarnation = self._by_link.get(link)
         if incarnation is None:
             return
-        if (inquest := self._peers[incarnation].inquest) is not None:
+        if (death_proof := self._peers[incarnation].death_proof) is not None:
             self._unlink(link)
-            inquest.not_answered(link, now, refused=refused)
+            death_proof.not_answered(link, now, refused=refused)
         elif refused:
-            self._doubt(incarnation, f"the process is gone: {reason}", now).desk_gone(now)
+            self._doubt(incarnation, f"the process is gone: {reason}", now).service_gone(now)
         elif link in self._beats:
             self._lost(link, reason, now)
         else:
@@ -166,7 +200,7 @@ class Peers:
     def drop(self, incarnation: str, reason: str, now: float) -> None:
         """Something is wrong with it: close its links, and begin anew by a hello."""
         peer = self._peers.get(incarnation)
-        if peer is None or peer.inquest is not None:
+        if peer is None or peer.death_proof is not None:
             return
         peer.suspect = reason
         for link in (peer.outgoing, peer.incoming):
@@ -185,23 +219,23 @@ class Peers:
             elif beat.take_due(now):
                 self._links.send(link, Ping())
         for incarnation, peer in list(self._peers.items()):
-            if peer.inquest is not None and peer.inquest.proven(now):
+            if peer.death_proof is not None and peer.death_proof.proven(now):
                 self._remove(incarnation)
-                self._watcher.peer_dead(incarnation, peer.inquest.reason)
+                self._watcher.peer_dead(incarnation, peer.death_proof.reason)
             elif now >= peer.lost_s + FORGET_S and not peer.linked and not self._watcher.has_business(incarnation):
                 self._remove(incarnation)
                 self._watcher.peer_forgotten(incarnation)
-            elif peer.inquest is not None:
-                for address in peer.inquest.due(now):
+            elif peer.death_proof is not None:
+                for address in peer.death_proof.due(now):
                     link = self._links.dial(address, "probe")
-                    peer.inquest.asked(address, link)
+                    peer.death_proof.asked(address, link)
                     self._by_link[link] = incarnation
             elif now >= peer.dial_s:
                 self._dial(incarnation, peer)
 
     @property
     def next_s(self) -> float:
-        times = [peer.dial_s if peer.inquest is None else peer.inquest.next_s for peer in self._peers.values()]
+        times = [peer.dial_s if peer.death_proof is None else peer.death_proof.next_s for peer in self._peers.values()]
         return min([*times, *(beat.next_s for beat in self._beats.values())], default=math.inf)
 
     @property
@@ -242,12 +276,12 @@ class Peers:
         if incarnation in self._peers:
             self._doubt(incarnation, "the process is gone, says its supervisor", now).told(now)
 
-    def _doubt(self, incarnation: str, reason: str, now: float) -> Inquest:
+    def _doubt(self, incarnation: str, reason: str, now: float) -> DeathProof:
         """It seems to be dead: no room of it can go on, and each of its processes is asked."""
         peer = self._peers[incarnation]
-        if peer.inquest is not None:
-            return peer.inquest
-        inquest = peer.inquest = Inquest(peer.address, peer.followers, reason, now)
+        if peer.death_proof is not None:
+            return peer.death_proof
+        death_proof = peer.death_proof = DeathProof(peer.address, peer.followers, reason, now)
         peer.dial_s, peer.lost_s = math.inf, min(peer.lost_s, now)
         for link in (peer.outgoing, peer.incoming, peer.dialling):
             if link is not None:
@@ -255,15 +289,15 @@ class Peers:
         peer.outgoing = peer.incoming = peer.dialling = None
         for outgoing in (True, False):
             self._watcher.peer_down(incarnation, reason, outgoing=outgoing)
-        return inquest
+        return death_proof
 
     def _revive(self, incarnation: str, now: float) -> None:
         """It is not dead. Its rooms ask when there is a link again."""
         peer = self._peers[incarnation]
-        if peer.inquest is not None:
-            for link in peer.inquest.links:
+        if peer.death_proof is not None:
+            for link in peer.death_proof.links:
                 self._unlink(link)
-        peer.inquest, peer.backoff_s = None, 0.0
+        peer.death_proof, peer.backoff_s = None, 0.0
         if peer.wanted:
             peer.dial_s = now
         else:
@@ -293,17 +327,20 @@ class Peers:
         links = [
             (link, incarnation)
             for incarnation, peer in self._peers.items()
-            for link in (peer.outgoing, peer.incoming, peer.dialling, *(peer.inquest.links if peer.inquest else ()))
+            for link in [
+                *(peer.outgoing, peer.incoming, peer.dialling),
+                *(peer.death_proof.links if peer.death_proof is not None else ()),
+            ]
             if link is not None
         ]
         assert dict(links) == self._by_link, "links and peers disagree"
         assert len(links) == len(self._by_link), "two peers share a link"
         for peer in self._peers.values():
-            if peer.inquest is not None:
+            if peer.death_proof is not None:
                 assert not peer.linked
                 assert peer.dialling is None
                 assert peer.dial_s == math.inf
-                peer.inquest.check()
+                peer.death_proof.check()
                 continue
             assert peer.dialling is None or peer.dial_s == math.inf
             assert not peer.wanted or peer.outgoing is not None or peer.dialling is not None or peer.dial_s < math.inf

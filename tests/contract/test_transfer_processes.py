@@ -1,4 +1,4 @@
-"""Two processes with a desk each, pages over NIXL: what happens when one of them dies or hangs (SPEC H08, H13, H19)."""
+"""Two processes with a service each, pages over NIXL: what happens when one dies or hangs (SPEC H08, H13, H19)."""
 
 import random
 import time

@@ -5,7 +5,7 @@ Invariant: pages are reported once, only when their room, generation and sender 
            digests were compared. The order of a note and of the order that expects it does not matter.
 Thread:    the transfer thread.
 
-On a rank after the first, `expect` and the notes come over different connections: the desk sends the order and then
+On a rank after the first, `expect` and the notes come over different connections: the service sends the order and then
 tells the peer, but this rank may have looked for orders just before and for notes just after. A note of a room that was
 never expected here is therefore kept until it is; one of a room that is over is late, and dropped.
 
@@ -21,7 +21,7 @@ from kvtransfer.errors import BadMessage
 from kvtransfer.ports.checksum import Spans, page_digests
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.notes import Note, unpack
-from kvtransfer.ports.ports import Arrived, ExpectOrder, NoteCounts
+from kvtransfer.ports.rank_port import Arrived, ExpectOrder, NoteCounts
 from kvtransfer.types import PageIds, Verify
 
 MAX_EARLY = 1024  # notes, of less than 4 KB; the oldest goes
@@ -48,7 +48,7 @@ class _Expected:
     seen: set[tuple[int, int, int, bool]] = field(default_factory=set)  # source rank, offset, pages, last
 
 
-class Inbox:
+class NotificationInbox:
     """Expectations and verification; see the module's head."""
 
     def __init__(self, memory: KvMemory, verify: Verify) -> None:

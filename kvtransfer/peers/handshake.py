@@ -7,9 +7,9 @@ Invariant: `peer` is set only after the other side's proof and its hello. No enc
 
     who listens                       who dials
     Challenge(nonce, address)  ────>
-                      <─────────────  Answer(nonce, address, HMAC(token, dial, both nonces, both addresses))
-    Welcome(HMAC(token, listen, the same)), Hello ──>
-                      <─────────────  Hello
+                      <─────────────  ChallengeReply(nonce, address, HMAC(token, dial, both nonces, both addresses))
+    Welcome(HMAC(token, listen, the same)), PeerHello ──>
+                      <─────────────  PeerHello
 The proofs name both ends, lives included: who passes them on to somebody else proves nothing there, and who dials takes
 no answer from another address than the one it dialled.
 """
@@ -20,16 +20,24 @@ import json
 import secrets
 
 from kvtransfer.errors import BadMessage, NotAuthenticated
-from kvtransfer.peers.wire import MAX_FRAME_BYTES, MAX_STRANGER_BYTES, Answer, Challenge, Hello, Message, Welcome
+from kvtransfer.peers.wire import (
+    MAX_FRAME_BYTES,
+    MAX_STRANGER_BYTES,
+    Challenge,
+    ChallengeReply,
+    Message,
+    PeerHello,
+    Welcome,
+)
 from kvtransfer.types import PeerAddress
 
 
 class Handshake:
     """One side's part of it; messages in, messages out."""
 
-    def __init__(self, *, token: bytes, hello: Hello, dialled: PeerAddress | None = None) -> None:
+    def __init__(self, *, token: bytes, hello: PeerHello, dialled: PeerAddress | None = None) -> None:
         """``dialled``: for the side that dials, whom."""
-        self.peer: Hello | None = None
+        self.peer: PeerHello | None = None
         self.max_bytes = MAX_STRANGER_BYTES  # of the next frame from the other side
         self._dialled = dialled
         self._token = token
@@ -43,7 +51,7 @@ class Handshake:
 
     def heard(self, message: Message) -> list[Message]:
         """What to answer. Raises: NotAuthenticated, BadMessage; the connection is to be closed then."""
-        if isinstance(message, Hello) and self._proven:
+        if isinstance(message, PeerHello) and self._proven:
             if self._theirs is None or message.address != self._theirs[1]:
                 raise BadMessage(f"a hello of {message.address} from who has proven to be another")
             self.peer = message
@@ -54,8 +62,8 @@ class Handshake:
             if (message.address.host, message.address.port) != (self._dialled.host, self._dialled.port):
                 raise BadMessage(f"{self._dialled} was dialled, and {message.address} answers")
             self._theirs = message.nonce, message.address
-            return [Answer(nonce=self._nonce, address=self._hello.address, mac=self._mac("dial"))]
-        if isinstance(message, Answer) and self._dialled is None:
+            return [ChallengeReply(nonce=self._nonce, address=self._hello.address, mac=self._mac("dial"))]
+        if isinstance(message, ChallengeReply) and self._dialled is None:
             self._theirs = message.nonce, message.address
             self._require("dial", message.mac)
             return [Welcome(mac=self._mac("listen")), self._hello]

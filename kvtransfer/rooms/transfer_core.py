@@ -1,8 +1,8 @@
-"""The desk without its thread, sockets and clock: both sides' rooms, the peers, and what each hears of the others.
+"""The service without its thread, sockets and clock: both sides' rooms, the peers, and what each hears of the others.
 
 Owns:      the wiring; the events that wait for the engine. A message goes to the side that its link's direction says:
            who dialled receives.
-Never:     blocks, sleeps or reads a clock: `desk.py` gives the time, tests give another.
+Never:     blocks, sleeps or reads a clock: `kv_transfer.py` gives the time, tests give another.
 Invariant: check() of all parts; a port is told of a peer at its hello and forgets it at its proven death only.
 Thread:    the transfer thread.
 """
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from kvtransfer.errors import BadMessage, IncompatibleLayout, PeerLost
 from kvtransfer.layout import KvLayout
-from kvtransfer.peers.links import Links
-from kvtransfer.peers.peers import Peers
-from kvtransfer.peers.wire import Abort, Ack, Bye, Drained, Fail, Hello, Message, Open, Ping, Posted, encode_meta
-from kvtransfer.ports.ports import Arrived, PeerRanks, RankPort
+from kvtransfer.peers.peer_table import Links, PeerTable
+from kvtransfer.peers.wire import Abort, Ack, Bye, Drained, Fail, Message, Open, PeerHello, Ping, Posted, encode_meta
+from kvtransfer.ports.rank_port import Arrived, PeerRanks, RankPort
 from kvtransfer.rooms.receiving import ReceivingRooms
 from kvtransfer.rooms.sending import SendingRooms
 from kvtransfer.types import (
@@ -31,7 +30,7 @@ from kvtransfer.types import (
 log = logging.getLogger(__name__)
 
 
-class DeskCore:
+class TransferCore:
     """Call, in this order: what ports, links and the engine say; then `expire`; then `post_writes`."""
 
     def __init__(
@@ -44,7 +43,7 @@ class DeskCore:
         self._layout = layout
         self._ports = ports
         self._incompatible: dict[str, str] = {}  # incarnation -> why
-        self.peers = Peers(settings, links, self)
+        self.peers = PeerTable(settings, links, self)
         self.sending = SendingRooms(
             layout,
             settings,
@@ -84,7 +83,7 @@ class DeskCore:
 
     # what links and ports say
 
-    def link_up(self, link: int, hello: Hello) -> None:
+    def link_up(self, link: int, hello: PeerHello) -> None:
         self.peers.link_up(link, hello, self.now)
 
     def link_down(self, link: int, reason: str, *, refused: bool = False) -> None:
@@ -122,7 +121,7 @@ class DeskCore:
 
     # what the peers' watch says
 
-    def peer_up(self, hello: Hello, *, outgoing: bool) -> None:
+    def peer_up(self, hello: PeerHello, *, outgoing: bool) -> None:
         incarnation = hello.address.incarnation
         ranks = PeerRanks(
             incarnation=incarnation, fingerprint=hello.layout.fingerprint, tp=hello.layout.tp, ranks=hello.ranks
