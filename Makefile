@@ -30,6 +30,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@$(INSTALL) "Installing what the tests need" $(VENV)/install-test.log --editable '.[test]'
 	@touch $@
 
+$(VENV)/.installed-plots: $(VENV)/.installed
+	@$(INSTALL) "Installing what draws plots" $(VENV)/install-plots.log --editable '.[plots]'
+	@touch $@
+
 install: $(VENV)/.installed ## Make .venv and install the project
 install-test: $(VENV)/.installed-test
 
@@ -78,8 +82,8 @@ bench: install-test model ## Measure all that needs no other system and no GPU: 
 bench-peers: model ## Manta, vLLM, Transformers and llama.cpp in one run; installs them into .peers (ARGS="--quick")
 	@$(BIN)/python -m benchmarks.peers --json bench_results/peers.json $(ARGS)
 
-simulate: $(VENV)/.installed ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
-	@$(BIN)/python -m benchmarks.simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \
+simulate: $(VENV)/.installed-plots ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
+	@$(BIN)/python -m benchmarks router simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \
 		--policy round_robin --policy power_of_two --policy least_tokens --policy prefix_threshold \
 		--policy estimated_ttft --policy oracle \
 		--json bench_results/simulate.json --plot bench_results/simulate.svg

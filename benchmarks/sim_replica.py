@@ -1,28 +1,168 @@
 """A simulated replica: a queue, one prompt at a time at a fixed rate, a decode batch, a pool with a prefix cache.
 
-Owns:      what the replica really does, and what it reports of itself.
+Owns:      what the replica does, and what it reports of itself.
 Never:     sees another replica or the router.
-Invariant: first come, first served; every job is started once and ended once; the pool is never over its capacity.
+Invariant: first come, first served; every job is started once and ended once. Cached + private == used <= capacity; a
+           page in use is never evicted, and a page is evicted before the page in front of it: what is cached is
+           prefixes.
 
     submit ──> waiting ──(pages for prompt and answer are free)──> prefill ──started──> decode ──ended──> released
                                                                       └─(it only prefills)──hand_off──> released
 
 Simplifications: prefill and decode do not slow each other (the rates are those of a replica that does both); pages for
-the whole answer are taken at the start, so nothing is ever retracted. One that only prefills (sim_split.py) takes
-pages for the prompt and keeps them until `handed_off`.
+the whole answer are taken at the start, so nothing is ever retracted. A replica that only prefills takes pages for the
+prompt and keeps them until `handed_off`.
 """
 
-from collections import deque
+import heapq
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.sim_decode import SimDecode
-from benchmarks.sim_events import Events
-from benchmarks.sim_pool import SimPool
-from benchmarks.sim_requests import SimRequest
+from benchmarks.sim_load import Events, SimRequest
 from kvtransfer.pages import PageKey, page_keys
 from routing.types import ReplicaView
+
+Change = tuple[bool, tuple[PageKey, ...]]  # stored (else removed), keys in order
+
+
+class SimPool:
+    """A prefix cache of ``capacity`` pages. Keys are chained hashes: a key stands for its page and all before it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_private = 0  # pages being computed, or not whole
+        self._idle: OrderedDict[PageKey, None] = OrderedDict()  # evictable, least recently used first
+        self._users: dict[PageKey, int] = {}  # cached and in use: by how many requests
+        self._changes: list[Change] = []
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._idle) + len(self._users)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_cached + self.num_private
+
+    @property
+    def utilization(self) -> float:
+        """Share of the pool that a new request cannot have."""
+        return (len(self._users) + self.num_private) / self.capacity
+
+    def match_len(self, keys: Sequence[PageKey]) -> int:
+        """How many of the first ``keys`` are cached. Changes nothing."""
+        for index, key in enumerate(keys):
+            if key not in self._users and key not in self._idle:
+                return index
+        return len(keys)
+
+    def take(self, keys: Sequence[PageKey], extra: int) -> bool:
+        """Use the cached ``keys`` and take ``extra`` private pages, evicting what must go: all of it or nothing."""
+        revived = sum(key not in self._users for key in keys)
+        if len(self._users) + revived + self.num_private + extra > self.capacity:
+            return False
+        for key in keys:
+            self._use(key)
+        self._evict(self.num_used + extra - self.capacity)
+        self.num_private += extra
+        return True
+
+    def store(self, keys: Sequence[PageKey]) -> None:
+        """Private pages, one for each of ``keys``, become cached and stay in use; those there already are freed."""
+        new: list[PageKey] = []
+        for key in keys:
+            if key not in self._users and key not in self._idle:
+                new.append(key)
+            self._use(key)
+        self.num_private -= len(keys)
+        if new:
+            self._changes.append((True, tuple(new)))
+
+    def release(self, keys: Sequence[PageKey], extra: int) -> None:
+        """A request ends: its cached ``keys`` (from the first page on) may be evicted, ``extra`` pages are free."""
+        for key in reversed(keys):
+            users = self._users[key] - 1
+            if users:
+                self._users[key] = users
+            else:
+                del self._users[key]
+                self._idle[key] = None
+        self.num_private -= extra
+
+    def drain(self) -> list[Change]:
+        """What changed since the last drain, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def cached_keys(self) -> tuple[PageKey, ...]:
+        """All cached pages; those in use count as the most recently used."""
+        return (*self._idle, *self._users)
+
+    def check(self) -> None:
+        """Raises AssertionError if pages do not add up."""
+        assert self.num_used <= self.capacity, f"{self.num_used} pages in a pool of {self.capacity}"
+        assert self.num_private >= 0, "more private pages were given back than taken"
+        assert not self._idle.keys() & self._users.keys(), "a page is both in use and evictable"
+        assert all(users > 0 for users in self._users.values())
+
+    def _use(self, key: PageKey) -> None:
+        self._idle.pop(key, None)
+        self._users[key] = self._users.get(key, 0) + 1
+
+    def _evict(self, num: int) -> None:
+        if num > 0:
+            self._changes.append((False, tuple(self._idle.popitem(last=False)[0] for _ in range(num))))
+
+
+class SimDecode:
+    """Steps are not simulated one by one: between two changes of the batch their duration is constant."""
+
+    def __init__(self, events: Events, *, base_s: float, per_request_s: float) -> None:
+        self._events = events
+        self._base_s = base_s
+        self._per_request_s = per_request_s
+        self._ends: list[tuple[float, int, Callable[[], None]]] = []  # by the step at which it ends, order of joining
+        self._joined = 0
+        self._steps = 0.0  # since the start
+        self._steps_at_s = 0.0  # when ``_steps`` was right
+        self._version = 0  # of the batch; an end that was scheduled for another is void
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def step_s(self) -> float:
+        """Duration of a step of the batch as it is; 0 while it is empty."""
+        return self._base_s + self._per_request_s * len(self._ends) if self._ends else 0.0
+
+    def join(self, num_steps: int, ended: Callable[[], None]) -> None:
+        """Decode ``num_steps`` >= 1 tokens, then call ``ended``."""
+        self._advance()
+        heapq.heappush(self._ends, (self._steps + num_steps, self._joined, ended))
+        self._joined += 1
+        self._schedule()
+
+    def _advance(self) -> None:
+        if self._ends and self.step_s > 0:
+            self._steps += (self._events.now_s - self._steps_at_s) / self.step_s
+        self._steps_at_s = self._events.now_s
+
+    def _schedule(self) -> None:
+        self._version += 1
+        if self._ends:
+            version = self._version
+            left = max(0.0, self._ends[0][0] - self._steps)
+            self._events.after(left * self.step_s, lambda: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._steps, _, ended = heapq.heappop(self._ends)
+        self._steps_at_s = self._events.now_s
+        self._schedule()
+        ended()
+
 
 SMOOTHING = 0.2  # weight of the newest measurement of the prefill rate: the last five or so prompts decide
 

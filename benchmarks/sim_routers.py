@@ -1,8 +1,12 @@
 """Production routers side by side, as router replicas are: each has its share of the requests, and all the reports.
 
-Owns:      the routers, what carries reports to them, and how far apart they are found to be.
+Owns:      the routers; the limits of what they know: reports and page events come late, in batches, and not always.
 Never:     tells a router what another decided; that shows only in what the replicas report.
-Invariant: a decision ends at the router that made it. Comparing changes nothing: with or without it the same run.
+Invariant: a decision ends at the router that made it. The numbers of a replica's page events grow by one an event, lost
+           ones included, so that a loss shows as a gap; then one snapshot is asked for. Each router is sent all events.
+           Comparing routers changes nothing: with or without it the run is the same.
+
+    every period: replica ──report, page events──(delay)──> router.update, router.apply ──gap──> ask ──> apply_snapshot
 
 Requests go to the routers in turn. Each hears at a period of its own, evenly shifted against the others', as routers
 that were not started together do. With one router there is nothing to compare, and nothing is.
@@ -10,15 +14,120 @@ that were not started together do. With one router there is nothing to compare, 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
-from benchmarks.sim_events import Events
+import numpy as np
+
+from benchmarks.sim_load import Events
 from benchmarks.sim_replica import SimReplica
-from benchmarks.sim_reports import Limits, Outbox, Reports
-from benchmarks.sim_soonest import SOONEST, SoonestRouter
+from routing.policies import PolicyChoice, Turn, estimated_ttft
 from routing.router import Router
-from routing.types import Decision, Reason, RouteOutcome, RouteQuery
+from routing.ttft import Candidates
+from routing.types import (
+    Decision,
+    IndexEvent,
+    IndexSnapshot,
+    KeysRemoved,
+    KeysStored,
+    Reason,
+    RouteOutcome,
+    RouteQuery,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How late and how incomplete a router's information is."""
+
+    period_s: float = 0.1  # between two reports, and two batches of page events
+    delay_s: float = 0.02  # from a replica to a router
+    event_loss: float = 0.0  # share of the batches of page events that never arrive
+
+
+class Outbox:
+    """A replica's page events, numbered once, kept for each router until it has fetched them."""
+
+    def __init__(self, replica: SimReplica, num_routers: int = 1) -> None:
+        self.replica = replica
+        self._seq = 0  # of the last event numbered
+        self._waiting: list[list[IndexEvent]] = [[] for _ in range(num_routers)]
+
+    def take(self, router: int) -> list[IndexEvent]:
+        """What router number ``router`` has not fetched yet."""
+        for stored, keys in self.replica.pool.drain():
+            self._seq += 1
+            event = (KeysStored if stored else KeysRemoved)(seq=self._seq, keys=np.array(keys, dtype=np.uint64))
+            for waiting in self._waiting:
+                waiting.append(event)
+        batch, self._waiting[router] = self._waiting[router], []
+        return batch
+
+    def snapshot(self, router: int) -> IndexSnapshot:
+        """What the replica holds now, and the number of the last event that is in it; those before are not sent."""
+        self.take(router)
+        return IndexSnapshot(seq=self._seq, keys=np.array(self.replica.pool.cached_keys(), dtype=np.uint64))
+
+
+class Reports:
+    """Carries reports and page events from the replicas to one router."""
+
+    def __init__(
+        self,
+        router: Router,
+        outboxes: Sequence[Outbox],
+        *,
+        limits: Limits,
+        events: Events,
+        rng: Random,
+        number: int = 0,
+    ) -> None:
+        """``number`` is the router's own, from 0."""
+        self.num_lost = 0  # batches
+        self.num_snapshots = 0
+        self._router = router
+        self._number = number
+        self._outboxes = {outbox.replica.replica_id: outbox for outbox in outboxes}
+        self._limits = limits
+        self._events = events
+        self._rng = rng
+        self._asked: set[str] = set()
+
+    def start(self, late_s: float = 0.0) -> None:
+        """The router hears of every replica now, and then every period; its periods begin ``late_s`` later."""
+        self._router.update([outbox.replica.view(self._events.now_s) for outbox in self._outboxes.values()])
+        self._events.after(late_s + self._limits.period_s, self._report)
+
+    def _report(self) -> None:
+        heard_s = self._events.now_s + self._limits.delay_s
+        views = [outbox.replica.view(heard_s) for outbox in self._outboxes.values()]
+        self._events.at(heard_s, lambda: self._router.update(views))
+        for replica_id, outbox in self._outboxes.items():
+            batch = outbox.take(self._number)
+            if batch and self._rng.random() < self._limits.event_loss:
+                self.num_lost += 1
+            elif batch:
+                self._events.at(heard_s, partial(self._apply, replica_id, batch))
+        self._events.after(self._limits.period_s, self._report)
+
+    def _apply(self, replica_id: str, batch: Sequence[IndexEvent]) -> None:
+        if not self._router.apply(replica_id, batch) and replica_id not in self._asked:
+            self._asked.add(replica_id)
+            self._events.after(self._limits.delay_s, lambda: self._take_snapshot(replica_id))
+
+    def _take_snapshot(self, replica_id: str) -> None:
+        snapshot = self._outboxes[replica_id].snapshot(self._number)
+        self._events.after(self._limits.delay_s, lambda: self._heal(replica_id, snapshot))
+
+    def _heal(self, replica_id: str, snapshot: IndexSnapshot) -> None:
+        self._asked.discard(replica_id)
+        self.num_snapshots += 1
+        self._router.apply_snapshot(replica_id, snapshot)
+
+
+
+
 
 SAMPLE_S = 10.0  # between two comparisons of the indexes: long against a report, short against a trace
 SAMPLED_REPLICAS = 8  # at most, evenly spaced: a comparison walks the whole index once a replica and router
@@ -151,3 +260,22 @@ def _router(policy: str, rng: Random, clock: Callable[[], float], page_size: int
     if policy == SOONEST:
         return SoonestRouter(rng, clock, page_size)
     return Router(policy, rng, clock, page_size=page_size)
+
+
+SOONEST = "soonest"
+
+
+class SoonestRouter(Router):
+    """Chooses the soonest first token, whatever that costs those who wait."""
+
+    def __init__(self, rng: Random, clock: Callable[[], float], page_size: int) -> None:
+        super().__init__("estimated_ttft", rng, clock, page_size)
+        self.policy = SOONEST
+        self._policy = soonest
+
+
+def soonest(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
+    """As `estimated_ttft` where nobody waits."""
+    estimates = candidates.estimates
+    selfish = replace(estimates, behind_s=np.zeros(len(candidates)), cost_s=estimates.ttft_s)
+    return estimated_ttft(query, replace(candidates, estimates=selfish), turn)

@@ -146,7 +146,7 @@ async def test_two_routers_of_the_same_replicas_agree(house: House) -> None:
 
 
 async def test_a_router_that_starts_learns_all_pages_from_one_snapshot_a_replica(house: House) -> None:
-    """Eight replicas of 10,000 pages each; how long it takes is `python -m benchmarks.index_rebuild`'s to say."""
+    """Eight replicas of 10,000 pages each."""
     replicas = [full_replica(f"r{number}", 10_000, seed=number) for number in range(8)]
     await add(house, *replicas)
     assert [house.router.num_pages(replica.replica_id) for replica in replicas] == [(10_000, 0)] * 8

@@ -1,8 +1,9 @@
-"""What the simulated users send: requests of a recorded trace, or of a generated workload.
+"""What the simulated users send and when: the simulator's clock, and requests of a trace or of a workload.
 
-Owns:      which tokens a request's prompt and answer consist of, and when it comes.
-Invariant: two prompts share a prefix of token ids exactly where the trace gives them the same blocks; copies of a
-           request share nothing with each other.
+Owns:      the queue of events; which tokens a prompt and its answer consist of.
+Invariant: time never runs back, and events that are due at one time happen in the order in which they were scheduled,
+           so that a run is the same each time. Two prompts share a prefix of token ids exactly where the trace gives
+           them the same blocks; copies of a request share nothing with each other.
 
 A trace in Mooncake's format names blocks of 512 tokens, not tokens. Block b stands here for 512 tokens of id b, so that
 the production code hashes prompts of the real length, and equal chains of blocks give equal page keys. Which tokens
@@ -10,9 +11,10 @@ an answer had is not recorded: it gets an id of its own, takes up the pool, and 
 Source: Qin et al. 2024, "Mooncake" (arXiv:2407.00079), section 4 (the trace and its format).
 """
 
+import heapq
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -20,6 +22,35 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.workloads import Workload
+
+Action = Callable[[], None]
+
+
+class Events:
+    """A discrete-event queue."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._queue: list[tuple[float, int, Action]] = []
+        self._num_scheduled = 0
+
+    def at(self, time_s: float, action: Action) -> None:
+        """Do ``action`` at ``time_s``. Raises ValueError if that is in the past."""
+        if time_s < self.now_s:
+            raise ValueError(f"an event at {time_s} s was wanted, it is {self.now_s} s: schedule it for now or later")
+        heapq.heappush(self._queue, (time_s, self._num_scheduled, action))
+        self._num_scheduled += 1
+
+    def after(self, delay_s: float, action: Action) -> None:
+        """Do ``action`` in ``delay_s`` >= 0."""
+        self.at(self.now_s + delay_s, action)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Do what is due until ``until()`` holds or nothing is left."""
+        while self._queue and not until():
+            self.now_s, _, action = heapq.heappop(self._queue)
+            action()
+
 
 Ids = npt.NDArray[np.int32]
 

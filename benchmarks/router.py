@@ -1,0 +1,324 @@
+"""The production router: policy against policy over simulated replicas, and what a decision costs.
+
+    python -m benchmarks router simulate --trace FILE --policy estimated_ttft --policy oracle --plot OUT.svg
+    python -m benchmarks router cost --tokens 1024 8192
+
+`simulate` is deterministic but for the CPU time of decisions: load of sim_load, a run of sim_cluster.
+`cost` times `Router.choose` alone, on one thread. A request shares three quarters of its prompt with one of 50
+prefixes, as chats with long histories do; `choose` hashes it, looks it up, scores every replica, and takes its pages
+into the index. With events, as in the app, each replica tells what it stored and removed (not timed: that is off the
+request path); without, the index keeps the order of use itself. Pools are full at 8 replicas. Every replica reports
+each 0.1 s of simulated time (not timed, but the choice after it takes the new numbers in).
+"""
+
+import argparse
+import itertools
+import pathlib
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.progress import Progress, TimeElapsedColumn
+
+from benchmarks import harness, workloads
+from benchmarks.harness import Part, Row, Table, percentile
+from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
+from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_trace
+from benchmarks.sim_replica import Speed
+from benchmarks.sim_routers import SOONEST, Apart, Limits
+from routing.policies import POLICIES
+from routing.router import Router
+from routing.types import Decision, Ending, IndexEvent, KeysRemoved, KeysStored, ReplicaView, RouteOutcome, RouteQuery
+
+WORKLOADS = ("shared-prefix", "multi-turn")
+PAGE_SIZE, POOL_PAGES = 16, 8_192
+REPORT_S = 0.1
+INF = float("inf")
+NUM_PREFIXES = 50
+VOCABULARY = 49_152
+WARM_UP = 400  # decisions
+TARGETS_MS = {(8, 8_192): 0.3, (1_000, 8_192): 2.0}  # p50
+FINISHED = RouteOutcome(ending=Ending.FINISHED, ttft_s=0.1)
+COST_SECTION = "what `choose` costs"
+
+
+def simulate(options: argparse.Namespace) -> list[Row]:
+    """Return a line for each policy. Raises: SystemExit that says which option or line of the trace is wrong."""
+    if options.plot:
+        harness.need_plots()
+    try:
+        requests = copies(jittered(_load(options), options.jitter, seed=options.seed), options.copies)
+        return _run_all(options, requests)
+    except (OSError, ValueError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _run_all(options: argparse.Namespace, requests: list[SimRequest]) -> list[Row]:
+    setup = _setup(options)
+    replicas = f"{options.replicas} replicas"
+    if setup.split:
+        replicas = f"{setup.num_replicas} prefill and {setup.split.num_decoders} decode replicas"
+    source = options.trace or options.workload
+    title = f"{source}: {len(requests):,} requests at rate {options.rate:g}, {replicas}"
+    rows: list[Row] = []
+    lines: dict[str, list[tuple[float, float]]] = {}
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), disable=not sys.stderr.isatty()) as progress:
+        for policy in options.policy or ["estimated_ttft"]:
+            task = progress.add_task(policy, total=len(requests))
+            cluster = Cluster(policy, requests, setup, progress=partial(progress.advance, task))
+            records = cluster.run()
+            cluster.check()
+            apart = cluster.routers.apart() if cluster.routers else None
+            num = setup.num_replicas
+            rows += summary(title, policy, records, num_replicas=num, objective_s=options.objective, apart=apart)
+            ttfts = sorted(record.ttft_s for record in records)
+            mean_s = sum(ttfts) / len(ttfts)
+            shares = range(101)
+            lines[f"{policy} ({mean_s:.2f} s)"] = [(max(percentile(ttfts, q), 0.01), q) for q in shares]
+    if options.plot:
+        x = "time to first token, s (mean in brackets)"
+        harness.draw(options.plot, lines, title=title, x=x, y="% of the requests", log_x=True)
+    return rows
+
+
+def summary(
+    section: str, policy: str, records: Sequence[Record], *, num_replicas: int, objective_s: float,
+    apart: Apart | None = None,
+) -> list[Row]:  # fmt: skip
+    """Return the line of a run of at least one request; all but the choice's time depends on the arguments alone.
+
+    hit: prompt tokens that were cached where the request went, of all; within x s: requests whose first token
+    came by then, a second from the first arrival to the last end; skew: prompt tokens computed by the busiest replica
+    over the mean of all (1 is even); choice: CPU time on this machine.
+    """
+    table = Table(section)
+    computed: Counter[str] = Counter()
+    for record in records:
+        computed[record.replica_id] += record.input_len - record.cached_tokens
+    took_s = max(record.ended_s for record in records) - min(record.arrival_s for record in records)
+    ttfts, choices = [each.ttft_s for each in records], [1e6 * each.decision_s for each in records]
+    prompt_tokens = sum(record.input_len for record in records)
+
+    def add(figure: str, value: float, unit: str = "", note: str = "") -> None:
+        table.add(policy, [value], unit, figure=figure, note=note)
+
+    reasons = Counter(record.reason for record in records).most_common()
+    decided = ", ".join(f"{reason} {count:,}" for reason, count in reasons)
+    add("hit", 100 * sum(record.cached_tokens for record in records) / prompt_tokens, "%", decided)
+    add("TTFT mean", sum(ttfts) / len(ttfts), "s")
+    for q in (50, 90, 99):
+        add(f"TTFT p{q}", percentile(ttfts, q), "s")
+    add(f"within {objective_s:g} s", sum(each <= objective_s for each in ttfts) / took_s, "1/s")
+    add("skew", max(computed.values()) * num_replicas / computed.total())
+    for q in (50, 99):
+        add(f"choice p{q}", percentile(choices, q), "us")
+    if apart is not None:
+        routers = f"{apart.routers} routers"
+        add("pages apart, mean", 100 * apart.pages_mean, "%", f"{routers}, {apart.samples} samples")
+        add("most", 100 * apart.pages_max, "%")
+        add("at the end", 100 * apart.pages_at_end, "%")
+        add("decisions apart", 100 * apart.decisions, "%")
+    return table.rows
+
+
+def _setup(options: argparse.Namespace) -> Setup:
+    base_s, per_request_s = options.decode_step
+    split = None
+    if options.split:
+        _, num_decoders = options.split
+        split = Split(
+            num_decoders=num_decoders, bytes_per_token=options.kv_bytes, bytes_per_s=options.transfer_rate
+        )
+    return Setup(
+        num_replicas=options.split[0] if options.split else options.replicas,
+        pool_tokens=options.pool_tokens,
+        page_size=options.page_size,
+        speed=Speed(
+            prefill_tokens_per_s=options.prefill_rate,
+            decode_base_s=base_s,
+            decode_per_request_s=per_request_s,
+            rate_error=options.rate_error,
+            rate_noise=options.rate_noise,
+        ),
+        erring=options.erring,
+        split=split,
+        num_routers=options.routers,
+        limits=Limits(period_s=options.stats_period, delay_s=options.event_delay, event_loss=options.event_loss),
+        seed=options.seed,
+    )
+
+
+def _load(options: argparse.Namespace) -> list[SimRequest]:
+    num, seed = options.requests or (200 if options.quick else 2000), options.seed
+    if options.trace is not None:
+        return read_trace(options.trace, rate=options.rate, limit=num if options.quick else options.requests)
+    if options.workload == "shared-prefix":
+        workload = workloads.shared_prefix(
+            num_groups=max(1, num // 20), per_group=min(num, 20), prefix_len=8192, question_len=512, output_len=256,
+            vocab_size=32_000, seed=seed,
+        )  # fmt: skip
+    else:
+        workload = workloads.multi_turn(
+            num_users=max(1, num // 8), num_turns=min(num, 8), turn_len=1024, output_len=256, vocab_size=32_000,
+            seed=seed,
+        )  # fmt: skip
+    return of_workload(workload, requests_per_s=options.rate * options.replicas, think_s=options.think, seed=seed)
+
+
+def prompts(prompt_len: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int32]]:
+    """Yield endless prompts [prompt_len], three quarters of each one of `NUM_PREFIXES` prefixes."""
+    shared_len = prompt_len * 3 // 4
+    prefixes = rng.integers(0, VOCABULARY, (NUM_PREFIXES, shared_len), dtype=np.int32)
+    while True:
+        own = rng.integers(0, VOCABULARY, prompt_len - shared_len, dtype=np.int32)
+        yield np.concatenate([prefixes[rng.integers(NUM_PREFIXES)], own])
+
+
+class Pool:
+    """A replica's cache as far as its events tell: pages in order of use, the oldest evicted first."""
+
+    def __init__(self) -> None:
+        self._pages: OrderedDict[int, None] = OrderedDict()
+        self._seq = 0
+
+    def serve(self, decision: Decision) -> list[IndexEvent]:
+        """Take in the prompt's pages; return what that stored and removed."""
+        keys = decision.keys.tolist()
+        new = [key for key in keys if key not in self._pages]
+        for key in reversed(keys):  # the deepest is the oldest
+            self._pages[key] = None
+            self._pages.move_to_end(key)
+        gone = [self._pages.popitem(last=False)[0] for _ in range(len(self._pages) - POOL_PAGES)]
+        self._seq += 2
+        return [
+            KeysRemoved(self._seq - 1, np.array(gone, dtype=np.uint64)),
+            KeysStored(self._seq, np.array(new, dtype=np.uint64)),
+        ]
+
+
+def decision_ms(policy: str, num_replicas: int, prompt_len: int, *, events: bool, runs: int) -> list[float]:
+    """Warm the index up with a few hundred decisions, then time each of ``runs``."""
+    now_s = reported_s = 0.0
+    router = Router(policy, Random(0), lambda: now_s, page_size=PAGE_SIZE)
+    router.update(_views(num_replicas, now_s))
+    pools = {view.replica_id: Pool() for view in router.views}
+    source = prompts(prompt_len, np.random.default_rng(0))
+    times_ms = []
+    for at in range(WARM_UP + runs):
+        query = RouteQuery(rid=str(at), token_ids=next(source))
+        now_s += 1.6 * prompt_len / 5_000.0 / num_replicas
+        if now_s - reported_s >= REPORT_S:
+            router.update(_views(num_replicas, now_s))
+            reported_s = now_s
+        begun_s = time.perf_counter()
+        decision = router.choose(query)
+        times_ms.append(1e3 * (time.perf_counter() - begun_s))
+        if events:
+            router.apply(decision.replica_id, pools[decision.replica_id].serve(decision))
+        router.done(decision, FINISHED)
+    return times_ms[WARM_UP:]
+
+
+def _views(num_replicas: int, now_s: float) -> list[ReplicaView]:
+    return [
+        ReplicaView(
+            replica_id=f"replica-{at:04}", time_s=now_s, pool_pages=POOL_PAGES, page_size=PAGE_SIZE,
+            prefill_tokens_per_s=5_000.0, decode_step_s=0.03, max_running_requests=256,
+        )
+        for at in range(num_replicas)
+    ]  # fmt: skip
+
+
+def cost(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield p50 and p99 of a decision at each size, with events and without."""
+    [policy, *_] = options.policy or ["estimated_ttft"]
+    replicas, tokens = ([8], [1_024]) if options.quick else ([8, 64, 1_000], options.tokens)
+    for events, num_replicas, prompt_len in itertools.product((True, False), replicas, tokens):
+        times_ms = decision_ms(policy, num_replicas, prompt_len, events=events, runs=50 if options.quick else 600)
+        name = f"{policy}, {num_replicas:,} replicas, {prompt_len:,} tokens, events {'on' if events else 'off'}"
+        target = TARGETS_MS.get((num_replicas, prompt_len))
+        for q in (50, 99):
+            asked = f"< {target} ms" if q == 50 and target else None
+            value = percentile(times_ms, q)
+            yield Row(
+                section=COST_SECTION, name=f"{name}: p{q}", value=value, unit="ms", runs=len(times_ms), target=asked
+            )
+
+
+def _number(least: float, *, most: float = INF, above: bool = False) -> Callable[[str], float]:
+    """Return what parses a number of at least (or above) ``least``."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not (value > least if above else value >= least) or value > most:
+            bound = f"above {least:g}" if above else f"at least {least:g}"
+            raise argparse.ArgumentTypeError(f"{text} must be {bound}" + (f", at most {most:g}" if most < INF else ""))
+        return value
+
+    return parse
+
+
+def _split(text: str) -> tuple[int, int]:
+    prefill, _, decode = text.partition(":")
+    if not (prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode)):
+        raise argparse.ArgumentTypeError(f"{text} must be two counts above 0, as 6:2")
+    return int(prefill), int(decode)
+
+
+def _options(parse: argparse.ArgumentParser) -> None:
+    positive = _number(0, above=True)
+
+    def add(name: str, default: Any, help: str, **more: Any) -> None:
+        more.setdefault("type", type(default))
+        parse.add_argument(name, default=default, help=f"{help} ({default})", **more)
+
+    parse.add_argument(
+        "--policy", action="append", choices=(*POLICIES, SOONEST, ORACLE),
+        help="repeat to compare (estimated_ttft); soonest is that without behind_s; oracle sees every replica",
+    )  # fmt: skip
+    parse.add_argument("--tokens", type=int, nargs="+", default=[1_024, 8_192, 32_768], help="cost: prompt lengths")
+    load = parse.add_mutually_exclusive_group()
+    load.add_argument("--trace", type=pathlib.Path, help="a trace in Mooncake's format")
+    load.add_argument("--workload", choices=WORKLOADS, default="multi-turn", help="generate the load instead")
+    parse.add_argument("--requests", type=int, help="the first so many of a trace; about so many of a workload (2000)")
+    parse.add_argument("--plot", type=pathlib.Path, help="write the distribution of TTFT there, as SVG")
+    parse.add_argument("--split", type=_split, metavar="P:D", help="P replicas prefill, D others decode")
+    parse.add_argument(
+        "--decode-step", type=float, nargs=2, default=(0.02, 0.0002), metavar=("BASE", "EACH"),
+        help="s of a decode step, and s that each request of the batch adds (0.02 0.0002)",
+    )  # fmt: skip
+    add("--rate", 1.0, "of a trace: times as fast; of a workload: requests/s a replica", type=positive)
+    add("--copies", 1, "so many groups of users do the same, a little later each")
+    add("--think", 10.0, "s between an answer and the next turn")
+    add("--jitter", 0.0, "requests come up to so many s later, at random", type=_number(0))
+    add("--replicas", 8, "simulated replicas")
+    add("--routers", 1, "so many side by side take the requests in turn")
+    add("--transfer-rate", 25e9, "bytes/s from a prefill to a decode replica", type=positive)
+    add("--kv-bytes", 131_072, "K/V bytes of a token that travel")
+    add("--pool-tokens", 1_024_000, "KV pool of a replica")
+    add("--page-size", 512, "tokens a page")
+    add("--prefill-rate", 5000.0, "prompt tokens/s of a replica", type=positive)
+    add("--stats-period", 0.1, "s between two reports of a replica", type=positive)
+    add("--event-delay", 0.02, "s that reports and page events travel")
+    add("--event-loss", 0.0, "share of the batches of page events that get lost")
+    add("--rate-error", 1.0, "replicas measure their prefill rate so many times too high", type=positive)
+    add("--erring", 1.0, "the share of the replicas that do", type=_number(0, most=1))
+    add("--rate-noise", 0.1, "each measurement varies by this share")
+    add("--objective", 5.0, "TTFT in s within which a request counts as goodput")
+
+
+PARTS = {
+    "simulate": Part(about="policies over simulated replicas", measure=simulate),
+    "cost": Part(about="`Router.choose` at 8, 64 and 1,000 replicas", measure=cost),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    harness.run("router", __doc__, PARTS, argv, options=_options)

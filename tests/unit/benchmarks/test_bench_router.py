@@ -1,0 +1,72 @@
+"""The command line of the router's measurements: rows of every policy, refusals in one line, and what a decision
+costs."""
+
+import json
+import pathlib
+
+import pytest
+
+from benchmarks import router
+
+TRACE = pathlib.Path(__file__).resolve().parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
+
+
+def values(out: pathlib.Path, figure: str) -> dict[str, float]:
+    """The figure of each policy."""
+    return {row["name"]: row["value"] for row in json.loads(out.read_text())["rows"] if row["figure"] == figure}
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
+def test_on_the_beginning_of_the_conversation_trace_estimated_ttft_beats_turns(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out.json"
+    argv = f"simulate --trace {TRACE} --replicas 2 --pool-tokens 1024000 --prefill-rate 20000 --requests 500"
+    router.main([*argv.split(), "--policy", "round_robin", "--policy", "estimated_ttft", "--json", str(out)])
+    ttft_s, hit = values(out, "TTFT mean"), values(out, "hit")
+    assert ttft_s["estimated_ttft"] < ttft_s["round_robin"]
+    assert hit["estimated_ttft"] > hit["round_robin"]
+
+
+def test_the_json_holds_every_figure_of_every_policy_of_a_trace(tmp_path: pathlib.Path) -> None:
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "deep" / "out.json"
+    line = {"timestamp": 0, "input_length": 1000, "output_length": 2, "hash_ids": [0, 1]}
+    trace.write_text((json.dumps(line) + "\n") * 10)
+    policies = ["round_robin", "least_tokens", "soonest"]
+    asked = [word for policy in policies for word in ("--policy", policy)]
+    router.main(["simulate", "--trace", str(trace), "--jitter", "2", *asked, "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert list(dict.fromkeys(row["name"] for row in rows)) == policies
+    figures = {"hit", "TTFT mean", "TTFT p50", "TTFT p90", "TTFT p99", "within 5 s", "skew", "choice p50", "choice p99"}
+    assert {row["figure"] for row in rows} == figures
+    assert rows[0]["note"] == "next_in_turn 10"
+
+
+@pytest.mark.parametrize("options", ["--routers 2", "--split 2:1 --workload shared-prefix"])
+def test_the_table_says_what_was_simulated(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    router.main(["simulate", "--requests", "80", "--replicas", "2", *options.split()])
+    said = capsys.readouterr().out
+    assert ("2 routers, " in said) == ("--routers" in options)
+    assert ("2 prefill and 1 decode replicas" in said) == ("--split" in options)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--trace /nowhere.jsonl", "simulate: [Errno 2] No such file or directory: '/nowhere.jsonl'"),
+        ("--split 6", "6 must be two counts above 0, as 6:2"),
+        ("--jitter -1", "-1 must be at least 0"),
+        ("--rate 0", "0 must be above 0"),
+        ("--erring 2", "2 must be at least 0, at most 1"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_line(
+    options: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        router.main(["simulate", *options.split()])
+    assert why in capsys.readouterr().err
+
+
+def test_decisions_are_timed_with_events_and_without() -> None:
+    times_ms = {events: router.decision_ms("estimated_ttft", 2, 64, events=events, runs=5) for events in (True, False)}
+    assert [len(each) for each in times_ms.values()] == [5, 5]
+    assert min(times_ms[True] + times_ms[False]) > 0
