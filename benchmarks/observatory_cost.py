@@ -19,9 +19,9 @@ from typing import Any
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.fleet.seen import SeenReplica
+from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import Listed, ServeDetails
 from deployments.watch.observatory.state import State
-from deployments.watch.observatory.view import RouterView
 from deployments.watch.observatory.viewers import Viewers, event
 from replicas.types import EngineStats, PoolStats
 from routing.types import Role

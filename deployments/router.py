@@ -46,11 +46,10 @@ from deployments.settings.keys import NO_KEYS, KeyDigests
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig, parse
 from deployments.settings.transfer_settings import without_token
-from deployments.watch.metrics.process import ServedMetrics
 from deployments.watch.metrics.router_metrics import RouterMetrics
-from deployments.watch.observatory import ask_serve
-from deployments.watch.observatory.router_view import request_body, router_view
-from deployments.watch.observatory.view import RouterView
+from deployments.watch.metrics.server import ServedMetrics
+from deployments.watch.observatory import serve_details
+from deployments.watch.observatory.router_view import RouterView, request_body, router_view
 from replicas.cache.tree_view import CacheTree
 from replicas.text.tokenizer import Tokenizer
 from routing.router import Router
@@ -116,7 +115,7 @@ class RouterIngress:
         self._tracing = tracing.of_router(
             config.observability, model=config.model.name, router_id=router_id, version=self._service.version
         )
-        self._listens_on = await asyncio.to_thread(ask_serve.listens_on)
+        self._listens_on = await asyncio.to_thread(serve_details.listens_on)
         log.info("%s", logs.WAITS_FOR_REPLICA)
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())

@@ -9,8 +9,7 @@ import hashlib
 import random
 from typing import Any
 
-from deployments.watch.observatory.deltas import changes
-from deployments.watch.observatory.history import History
+from deployments.watch.observatory.deltas import History, changes
 from tests.fake_route import explained
 
 Json = dict[str, Any]

@@ -25,9 +25,8 @@ from deployments.replica.tp import RayWorkers
 from deployments.settings.places import local_path
 from deployments.settings.roles import config_of
 from deployments.settings.schema import AppConfig, parse
-from deployments.watch.metrics.process import ServedMetrics
 from deployments.watch.metrics.replica_metrics import replica_emitter
-from deployments.watch.metrics.server import MetricsServer
+from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from kvtransfer.types import TransferSettings
 from replicas.cache.tree_view import CacheTree
 from replicas.engine.engine import Engine

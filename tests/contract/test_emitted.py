@@ -18,10 +18,9 @@ from deployments.http.service import Service
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.schema import ModelSettings, parse
 from deployments.watch.metrics.emitter import Emitter
-from deployments.watch.metrics.process import ServedMetrics
 from deployments.watch.metrics.replica_metrics import replica_emitter
 from deployments.watch.metrics.router_metrics import RouterMetrics
-from deployments.watch.metrics.server import MetricsServer
+from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from routing.types import Role

@@ -205,7 +205,7 @@ def test_imports_go_down_only(unit: str) -> None:
         ("deployments.router", "from benchmarks.client import Client"),
         ("replicas.newcomer", "import replicas.types"),
         ("deployments.newcomer", "import replicas.types"),
-        ("deployments.fleet.fleet", "from deployments.watch.observatory.view import RouterView"),
+        ("deployments.fleet.fleet", "from deployments.watch.observatory.router_view import RouterView"),
         ("deployments.settings.schema", "from deployments.http import key_check"),
         ("deployments.replica.replica", "from deployments.router import RouterIngress"),
     ],

@@ -8,6 +8,7 @@ Invariant: a metric has one source: events (counter, gauge, histogram), a `Tally
 Thread:    the client's objects may be used on any; a `Tally` has one writer; functions run on the scrape's thread.
 """
 
+import importlib.metadata
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -208,3 +209,11 @@ def _cumulative(value: TallyCounts) -> list[tuple[str, float]]:
     """(upper bound, values up to it), as a histogram's series are."""
     bounds = [*map(floatToGoString, value.bounds), "+Inf"]
     return list(zip(bounds, map(float, itertools.accumulate(value.counts)), strict=True))
+
+
+def emitter_of(process: Process, identity: Identity, *, disaggregated: bool) -> Emitter:
+    """An emitter with what every process tells; the rest is to be bound to it."""
+    emitter = Emitter(process, identity, disaggregated=disaggregated)
+    versions = {name: importlib.metadata.version(name) for name in ("manta", "ray")}
+    emitter.gauge("build_info", version=versions["manta"], ray=versions["ray"]).set(1)
+    return emitter

@@ -1,18 +1,157 @@
-"""All metrics of one model replica, served.
+"""The metrics of one model replica: an engine's statistics, read at each scrape, so that a step costs nothing more.
 
-Owns:   which of the engine's settings are facts of the replica.
-Thread: any; scrapes read snapshots.
+Owns:      which number of EngineStats and EngineTallies is which metric, and which settings are facts of the replica.
+Never:     asks the engine thread: a scrape shows the snapshot of the last step.
+Invariant: the states of the pool sum to its capacity; every metric of a replica is emitted, those of hand-offs only if
+           the engine takes part in any.
+Thread:    made on any; read on the scrape's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
+from dashboards.catalog import POOL_STATES
 from dashboards.metric import Process
-from deployments.watch.metrics.emitter import Emitter, Identity
-from deployments.watch.metrics.process import emitter_of
-from deployments.watch.metrics.replica_figures import ReplicaFacts, tell_replica
+from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
+from kvtransfer.types import TransferStats
 from replicas.engine.engine import Engine
-from replicas.types import EngineStats, EngineTallies
+from replicas.types import EngineStats, EngineTallies, PoolStats
 from routing.types import Role
+
+Told = tuple[str, Mapping[str, str], Value]
+L1 = {"tier": "L1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """What does not change about a replica."""
+
+    node_id: str
+    accelerator: str  # cpu, or cuda
+    attention: str  # the backend that runs
+    tp: int
+    page_bytes: int  # of K and V, all ranks
+    page_size: int
+    kv_dtype: str
+    transfer_backend: str  # none, or nixl
+    start_times: Mapping[str, float]  # seconds by phase, as far as known
+
+
+def tell_replica(
+    emitter: Emitter,
+    facts: ReplicaFacts,
+    stats: Callable[[], EngineStats],
+    tallies: Callable[[], EngineTallies],
+) -> None:
+    """Have ``emitter`` tell all metrics of a replica. ``stats`` and ``tallies``: as of now, from any thread."""
+
+    def read() -> Iterator[Told]:
+        now, seen = stats(), tallies()
+        yield from _facts(facts)
+        yield from _scheduler(now, seen)
+        yield from _pool(now.pool, now, facts)
+        yield from _cache(now, seen)
+        if now.transfer is not None:
+            yield from _transfers(now.transfer, seen)
+
+    names = [metric.name for metric in emitter.metrics if metric.process is Process.REPLICA]
+    emitter.tell(names, read)
+
+
+def _facts(facts: ReplicaFacts) -> Iterator[Told]:
+    labels = {
+        "node": facts.node_id,
+        "accelerator": facts.accelerator,
+        "attention": facts.attention,
+        "tensor_parallel": str(facts.tp),
+        "page_size_tokens": str(facts.page_size),
+        "kv_dtype": facts.kv_dtype,
+        "transfer_backend": facts.transfer_backend,
+    }
+    yield "replica_info", labels, 1
+    for phase, seconds in facts.start_times.items():
+        yield "replica_start_seconds", {"phase": phase}, seconds
+
+
+def _scheduler(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
+    states = {
+        "waiting": stats.num_waiting,
+        "running": stats.num_running,
+        "preallocating": stats.num_preallocating,
+        "receiving": stats.num_receiving,
+        "handing_off": stats.num_handing_off,
+    }
+    yield from _each("scheduler_requests", "state", states)
+    yield "scheduler_running_limit_requests", {}, stats.max_running_requests
+    yield "scheduler_queued_tokens", {}, stats.waiting_uncached_tokens
+    yield from _each(
+        "scheduler_batch_requests",
+        "phase",
+        {"prefill": tallies.prefill_batch_requests, "decode": tallies.decode_batch_requests},
+    )
+    yield from _each(
+        "scheduler_batch_tokens",
+        "phase",
+        {"prefill": tallies.prefill_batch_tokens, "decode": tallies.decode_batch_tokens},
+    )
+    yield from _each(
+        "scheduler_step_duration_seconds", "phase", {"prefill": tallies.prefill_step_s, "decode": tallies.decode_step_s}
+    )
+    yield "scheduler_mixed_steps_total", {}, stats.num_mixed_steps
+    yield from _each("scheduler_busy_seconds_total", "phase", {"prefill": stats.extend_s, "decode": stats.decode_s})
+    kinds = {
+        "prefill_computed": stats.prefill_tokens,
+        "prefill_cached": stats.cached_tokens,
+        "decode": stats.decode_tokens,
+    }
+    yield from _each("scheduler_tokens_total", "kind", kinds)
+    yield "scheduler_retractions_total", {}, stats.num_retractions
+    yield "scheduler_retracted_tokens_total", {}, stats.retracted_tokens
+    ended = {"finished": stats.num_finished, "aborted": stats.num_aborted, "error": stats.num_errors}
+    yield from _each("scheduler_finished_requests_total", "outcome", ended)
+
+
+def _pool(pool: PoolStats, stats: EngineStats, facts: ReplicaFacts) -> Iterator[Told]:
+    yield "kv_pool_capacity_tokens", L1, pool.total_tokens
+    yield "kv_pool_capacity_bytes", L1, pool.num_pages * facts.page_bytes
+    for state in POOL_STATES:
+        yield "kv_pool_tokens", {**L1, "state": state}, getattr(pool, f"{state}_pages") * pool.page_size
+    yield "kv_pool_utilization_ratio", L1, pool.utilization
+    yield "kv_pool_alloc_failures_total", L1, stats.alloc_failures
+
+
+def _cache(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
+    yield "cache_lookup_tokens_total", {}, stats.lookup_tokens
+    yield "cache_hit_tokens_total", L1, stats.cached_tokens
+    yield "cache_evicted_tokens_total", {**L1, "reason": "capacity"}, stats.evicted_tokens
+    yield "cache_evicted_tokens_total", {**L1, "reason": "flush"}, stats.flushed_tokens
+    yield "cache_evicted_idle_seconds", L1, tallies.evicted_idle_s
+    yield "cache_nodes", L1, stats.cache_nodes
+
+
+def _transfers(stats: TransferStats, tallies: EngineTallies) -> Iterator[Told]:
+    ended = {
+        ("send", "ok"): stats.sends_done,
+        ("send", "failed"): stats.sends_failed,
+        ("receive", "ok"): stats.receives_done,
+        ("receive", "failed"): stats.receives_failed,
+    }
+    for (direction, outcome), count in ended.items():
+        yield "transfers_total", {"direction": direction, "outcome": outcome}, count
+    yield from _each("transfer_bytes_total", "direction", {"send": stats.sent_bytes, "receive": stats.received_bytes})
+    under_way = {"send": stats.rooms_sending, "receive": stats.rooms_receiving, "draining": stats.rooms_draining}
+    yield from _each("transfers_in_flight", "direction", under_way)
+    phases = {"grant": tallies.grant_s, "wait": tallies.wait_s, "post": tallies.post_s, "wire": tallies.wire_s}
+    yield from _each("transfer_duration_seconds", "phase", phases)
+    yield "transfer_oldest_drain_seconds", {}, stats.oldest_drain_s
+    yield "transfer_peers", {}, stats.peers
+    yield "transfer_digest_mismatches_total", {}, stats.digest_mismatches
+    yield "transfer_late_messages_total", {}, stats.late_messages
+
+
+def _each(name: str, label: str, values: Mapping[str, Value]) -> Iterator[Told]:
+    for key, value in values.items():
+        yield name, {label: key}, value
 
 
 def replica_emitter(

@@ -37,7 +37,7 @@ RETRIES: Mapping[type, str] = {
 
 
 class RouterEvents:
-    """A `RequestWatch`."""
+    """The metrics of requests, counted as a `RequestWatch`."""
 
     def __init__(
         self, emitter: Emitter, *, ttft_objective_s: float, itl_objective_s: float, disaggregated: bool
@@ -65,10 +65,10 @@ class RouterEvents:
         }
         self._decision_s = histogram("router_decision_duration_seconds")
         self._retries = {each: counter("router_retries_total", reason=each) for each in RETRIES.values()}
-        self._routed = counter("router_prompt_tokens_total")
-        self._best = counter("router_best_overlap_tokens_total")
-        self._predicted = counter("router_predicted_overlap_tokens_total")
-        self._actual = counter("router_actual_overlap_tokens_total")
+        self._tokens = {
+            kind: counter(f"router_{kind}_tokens_total")
+            for kind in ("prompt", "best_overlap", "predicted_overlap", "actual_overlap")
+        }
         self._overlap_error = {
             sign: histogram("router_overlap_error_ratio", sign=sign) for sign in ("over", "under", "exact")
         }
@@ -98,10 +98,10 @@ class RouterEvents:
             self._ttft[timeline.arrival.endpoint].observe(timeline.ttft_s)
         decision, actual = noted.decision, noted.cached_tokens or 0
         predicted = predicted_tokens(noted)
-        self._routed.inc(decision.num_tokens)
-        self._best.inc(decision.best_overlap[1])
-        self._predicted.inc(predicted)
-        self._actual.inc(actual)
+        self._tokens["prompt"].inc(decision.num_tokens)
+        self._tokens["best_overlap"].inc(decision.best_overlap[1])
+        self._tokens["predicted_overlap"].inc(predicted)
+        self._tokens["actual_overlap"].inc(actual)
         self._overlap_error[_sign(predicted - actual)].observe(abs(predicted - actual) / decision.num_tokens)
         if noted.ttft_s is not None:
             error_s = decision.predicted_ttft_s - noted.ttft_s

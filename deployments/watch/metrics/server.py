@@ -1,8 +1,9 @@
-"""A process's metrics over HTTP, on a port of their own: whoever scrapes must meet this process and no other.
+"""A process's metrics over HTTP, on a port of their own: a scrape must reach this process and no other.
 
-Owns:      one socket, taken before there is anything to show, and its thread; each scrape has a thread of its own for
-           as long as it lasts, and at most `MAX_SCRAPES` last.
-Never:     answers on an event loop: a scrape of a busy process waits for nobody, and nobody waits for it.
+Owns:      one socket, taken before there are metrics to show, and its thread; each scrape has a thread of its own for
+           as long as it lasts, and at most `MAX_SCRAPES` run at once.
+Never:     answers on an event loop: a scrape and a busy process never wait for each other. Serves before everything
+           that the process emits is bound: a first scrape that lacks a series looks like a loss.
 Invariant: after `close` nothing listens.
 
 Text format 0.0.4, or OpenMetrics where asked for; gzip where accepted (the client library's WSGI app).
@@ -22,7 +23,9 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from deployments.fleet.seen import Target
 from deployments.settings.keys import digest
+from deployments.watch.metrics.emitter import Emitter
 from replicas.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
@@ -129,3 +132,21 @@ def _guarded(app: WSGIApplication, guard: bytes) -> WSGIApplication:
 
 def _family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class ServedMetrics:
+    """``emitter``'s metrics on the port of ``server``, from now on."""
+
+    def __init__(self, emitter: Emitter, server: MetricsServer, *, node_id: str) -> None:
+        self._server = server
+        server.serve(emitter.registry)
+        self.target = Target(
+            address=self._server.address,
+            role=emitter.identity.role,
+            process_id=emitter.identity.replica,
+            node_id=node_id,
+        )
+
+    def close(self) -> None:
+        """May be called again."""
+        self._server.close()

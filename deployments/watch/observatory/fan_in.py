@@ -1,12 +1,14 @@
-"""The metrics of all processes in one answer, for who can open one port only.
+"""Where processes serve their metrics (``http_sd``), and the metrics of all of them in one answer.
 
-Owns:      how texts of the exposition format are merged: families keep together, and HELP and TYPE come once.
-Invariant: no series comes twice; a process that does not answer costs its own series alone, and is named in a comment.
+Owns:      how texts of the exposition format are merged: families stay together, and HELP and TYPE come once.
+Never:     writes a ``job`` label into ``http_sd``, which would override the name of the scrape job.
+Invariant: no series comes twice; a process that does not answer costs its own series alone, and a comment names it.
 Thread:    the observatory's event loop.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import aiohttp
 
@@ -66,3 +68,8 @@ def merge(texts: Iterable[str]) -> str:
         lines += [head[keyword] for keyword in ("HELP", "TYPE") if keyword in head]
         lines += found.values()
     return "".join(f"{line}\n" for line in lines)
+
+
+def service_discovery(targets: Iterable[Target]) -> list[dict[str, Any]]:
+    """An entry a process. What it is, its series say themselves; where it runs, the label says."""
+    return [{"targets": [each.address], "labels": {"node": each.node_id}} for each in targets]

@@ -1,19 +1,106 @@
-"""Puts the observatory's routes together, behind the admin key where one is set.
+"""The observatory's HTTP application: its JSON, Prometheus and page routes behind the admin key.
 
-Never: holds state of its own; everything is in ``app.state.parts``.
+Owns:      the form of the JSON answers (README.md); errors have the house's form (http_errors.py).
+Never:     holds state of its own (``app.state.parts`` does); asks a replica itself (a router does).
+Thread:    the observatory's event loop.
 """
 
-from fastapi import Depends, FastAPI
-from fastapi.responses import RedirectResponse
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http import http_errors
 from deployments.http.browsers import BrowserCheck, BrowserRules
+from deployments.http.http_errors import RETRY_AFTER_S, error_body
 from deployments.http.key_check import KeyNeeded
-from deployments.watch.observatory.admission import admit, ask_for_key
-from deployments.watch.observatory.api import api
+from deployments.watch.observatory.fan_in import CONTENT_TYPE, gather, service_discovery
 from deployments.watch.observatory.pages import open_pages, pages
-from deployments.watch.observatory.parts import Parts
+from deployments.watch.observatory.parts import Parts, admit, ask_for_key, parts_of
+from deployments.watch.observatory.routers import NoRouter
+from replicas.cache.tree_view import MAX_DEPTH
+from replicas.errors import InvalidRequest
+
+api = APIRouter()
+MOST_TOKENS = 1 << 40
+MOST_DIGITS = 20  # of a number that is given
+UNHEARD = "no router has answered in the last 30 s: who serves metrics is not known"
+NOT_KEPT = {"Cache-Control": "no-store"}
+EVENTS = {**NOT_KEPT, "X-Accel-Buffering": "no"}  # a proxy in front is not to collect events
+
+
+@api.get("/sd")
+async def sd(request: Request) -> list[dict[str, Any]]:
+    """Prometheus keeps the targets it has when this fails. Raises: NoRouter, since who there is, is not known."""
+    parts = parts_of(request)
+    if not parts.state.merged.heard_any:
+        raise NoRouter(UNHEARD)
+    return service_discovery(parts.targets())
+
+
+@api.get("/metrics")
+async def metrics(request: Request) -> Response:
+    parts = parts_of(request)
+    text = await gather(parts.targets(), parts.fetch)
+    if not parts.state.merged.heard_any:
+        text += f"# {UNHEARD}\n"
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+
+@api.get("/api/state")
+async def state(request: Request) -> Response:
+    return JSONResponse(parts_of(request).state.snapshot, headers=NOT_KEPT)
+
+
+@api.get("/api/events")
+async def events(request: Request) -> Response:
+    """Raises: TooManyViewers."""
+    return StreamingResponse(parts_of(request).viewers.watch(), media_type="text/event-stream", headers=EVENTS)
+
+
+@api.get("/api/tree")
+async def tree(request: Request) -> Response:
+    """Raises: InvalidRequest; NoRouter, ReplicaGone."""
+    parts = parts_of(request)
+    replica_id = request.query_params.get("replica", "")
+    depth = _number(request, "depth", 6, least=1, most=MAX_DEPTH)
+    min_tokens = _number(request, "min_tokens", 0, least=0, most=MOST_TOKENS)
+    if not parts.state.knows(replica_id):
+        known = ", ".join(parts.state.replica_ids) or "none"
+        message = f"replica: there is no replica {replica_id[:200]!r}; there are: {known}"
+        return JSONResponse(error_body(message, status=404, param="replica", code="replica_not_found"), status_code=404)
+    found = await parts.trees.get(replica_id, max_depth=depth, min_tokens=min_tokens)
+    return Response(found, media_type="application/json", headers=NOT_KEPT)
+
+
+@api.get("/api/requests/{rid:path}")
+async def request_(request: Request, rid: str) -> Response:
+    """The row is the newest known: a router may have forgotten what is still shown."""
+    parts = parts_of(request)
+    shown, found = parts.state.row(rid), await parts.routers.find_request(rid)
+    if found.body is not None:
+        keys = parts.trees.names.of_hex(found.body["page_keys"])
+        body = {"row": found.body["row"], "page_keys": keys, "route": found.body["route"]}
+        return JSONResponse(body, headers=NOT_KEPT)
+    if found.unanswered:
+        message = f"no request {rid[:200]!r} was found, but {found.unanswered}: try again in a moment"
+        silent, again = error_body(message, status=503, code="routers_silent"), {"Retry-After": str(RETRY_AFTER_S)}
+        return JSONResponse(silent, status_code=503, headers=again)
+    if shown is not None:
+        return JSONResponse({"row": shown, "page_keys": [], "route": None}, headers=NOT_KEPT)
+    message = f"no router keeps a request {rid[:200]!r}: each keeps its last router.decisions_kept until it ends"
+    return JSONResponse(error_body(message, status=404, code="request_not_found"), status_code=404)
+
+
+def _number(request: Request, name: str, default: int, *, least: int, most: int) -> int:
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    is_number = given.isascii() and given.isdecimal() and len(given) <= MOST_DIGITS
+    if not is_number or not least <= int(given) <= most:
+        raise InvalidRequest(f"{name}: must be a number from {least} to {most}, got {given[:40]!r}", param=name)
+    return int(given)
 
 
 def make_app(parts: Parts, *, browsers: BrowserRules | None = None) -> FastAPI:

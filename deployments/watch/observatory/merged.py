@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.fleet.seen import SeenReplica, Target
+from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ROUTER, Listed
-from deployments.watch.observatory.view import RouterView
 
 KEPT_S = 30.0
 DRIFT_S = 1.0  # an answer takes up to 0.8 s: clocks that differ by less cannot be told from it

@@ -40,7 +40,7 @@ SAFETY: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageFile:
-    """One file."""
+    """One file of the live view, as it is served."""
 
     body: bytes
     content_type: str

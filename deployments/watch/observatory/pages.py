@@ -12,10 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from deployments.http.http_errors import error_body
-from deployments.watch.observatory.admin_key import COOKIE, LASTS_S
-from deployments.watch.observatory.admission import admit, home
 from deployments.watch.observatory.page_files import INDEX, LOGIN, SAFETY, PageFile, login_needs
-from deployments.watch.observatory.parts import parts_of
+from deployments.watch.observatory.parts import COOKIE, LASTS_S, admit, home, parts_of
 
 MOST_LOGIN_BYTES = 4096
 MOST_WRONG, WRONG_S = 20, 60.0  # logins with a wrong key within so long; then nobody can log in until some have aged

@@ -1,11 +1,30 @@
-"""Rates per second from counters that only grow, over the last seconds.
+"""Rates per second from counters that only grow, over the last seconds; and numbers rounded as the state shows them.
 
 Owns:      the recent samples of each source.
-Invariant: no rate is negative: a counter that went back belongs to a new life of its source, and all begins anew.
+Invariant: no rate is negative: a counter that went back belongs to a restarted source, and its samples begin anew.
 """
 
+import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+DIGITS = 3
+
+
+def short(value: float) -> float:
+    """``value`` to three significant digits; what JSON cannot say is 0."""
+    if value == 0 or not math.isfinite(value):
+        return 0.0
+    places = DIGITS - 1 - math.floor(math.log10(abs(value)))
+    return round(value, places)
+
+
+def quantile(ranked: Sequence[float], share: float) -> float | None:
+    """The value that ``share`` of ``ranked`` does not exceed (nearest rank); None without values. In order."""
+    if not ranked:
+        return None
+    return ranked[max(math.ceil(share * len(ranked)) - 1, 0)]
+
 
 WINDOW_S = 5.0
 Counters = tuple[int, ...]

@@ -1,20 +1,66 @@
-"""The latest requests, and what the last seconds of them tell: totals and the links between replicas.
+"""The latest requests, and what is summed over the last seconds: totals, and the links between replicas.
 
-Owns:      the rows by rid, what is counted of each request, and the hand-offs of the last seconds.
+Owns:      the rows by rid, what has been counted of each request, and the hand-offs of the last seconds.
 Never:     shows what routers add to a row (router_view.py): ``key``, which no other request of that router has, and
-           ``hand_offs``, from, to, bytes and ok of each that ended.
-Invariant: at most MOST_ROWS rows are shown, of requests that are called alike the last; each request, first token and
-           hand-off counts once, however its request is called.
+           ``hand_offs``: from, to, bytes and ok of each that ended.
+Invariant: at most MOST_ROWS rows are shown, of requests with one rid the last; each request, first token and hand-off
+           counts once, even if another request has its rid. At most MOST_TTFTS times and TOTALS_S + 1 seconds are kept.
+Thread:    the observatory's event loop.
 """
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deployments.watch.observatory.deltas import newest
-from deployments.watch.observatory.figures import short
-from deployments.watch.observatory.totals import TOTALS_S, Totals
+from deployments.watch.observatory.rates import quantile, short
+
+TOTALS_S = 60.0
+MOST_TTFTS = 4096  # the quantiles are of the newest so many
+
+
+class Totals:
+    """Each event is told once; seconds are those of ``now_s``, which never goes back."""
+
+    def __init__(self) -> None:
+        self._came: Counter[int] = Counter()  # by second
+        self._cached: Counter[int] = Counter()  # tokens, by the second of the first token
+        self._prompt: Counter[int] = Counter()
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=MOST_TTFTS)  # when it came, after how long
+
+    def came(self, at_s: float) -> None:
+        self._came[math.floor(at_s)] += 1
+
+    def first_token(self, at_s: float, ttft_s: float) -> None:
+        self._ttfts.append((at_s, ttft_s))
+
+    def reused(self, at_s: float, cached_tokens: int, prompt_tokens: int) -> None:
+        self._cached[math.floor(at_s)] += cached_tokens
+        self._prompt[math.floor(at_s)] += prompt_tokens
+
+    def of(self, now_s: float) -> dict[str, float | None]:
+        """Of the last TOTALS_S; forgets what is older."""
+        since_s = now_s - TOTALS_S
+        for sums in (self._came, self._cached, self._prompt):
+            for second in [second for second in sums if second <= since_s]:
+                del sums[second]
+        ttfts = sorted(ttft_s for at_s, ttft_s in self._ttfts if at_s > since_s)
+        p50, p90 = quantile(ttfts, 0.5), quantile(ttfts, 0.9)
+        tokens = self._prompt.total()
+        return {
+            "requests_per_s": short(self._came.total() / TOTALS_S),
+            "ttft_p50_s": None if p50 is None else short(p50),
+            "ttft_p90_s": None if p90 is None else short(p90),
+            "reuse_ratio": short(self._cached.total() / tokens) if tokens else None,
+        }
+
+    def check(self) -> None:
+        """Raises AssertionError if tokens were reused in a second without a prompt."""
+        assert self._cached.keys() == self._prompt.keys()
+        assert all(0 <= self._cached[second] <= self._prompt[second] for second in self._prompt)
+
 
 LINKS_S = 10.0
 MOST_COUNTED = 100_000  # requests of which it is known what is counted

@@ -1,24 +1,45 @@
 """What a router answers when the observatory asks (`RouterIngress.observe`, `find_request`).
 
-Pure reading of one router: fleet, dispatcher, settings.
+Owns:   the form of the answers, which Ray pickles.
+Never:  changes the router (fleet, dispatcher, settings are read alone); holds a prompt's text or ids.
 Thread: the router's event loop.
 """
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deployments.dispatch.dispatch import Dispatcher
 from deployments.dispatch.route_log import MOST_TOLD, RouteRecord
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import Body
-from deployments.fleet.seen import Target
+from deployments.fleet.seen import SeenReplica, Target
 from deployments.http.request_row import request_row
 from deployments.http.routes import record_body
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
-from deployments.watch.observatory.tree_body import shown_keys
-from deployments.watch.observatory.view import RouterView
+from kvtransfer.pages import PageKeys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterView:
+    """The answer of `RouterIngress.observe(since)`; ``since``: by router, the ``seq`` of its last answer."""
+
+    router_id: str
+    node_id: str
+    target: Target | None  # None where metrics are off
+    model: str  # served name
+    mode: str  # unified, disaggregated
+    num_open: int
+    replicas: tuple[SeenReplica, ...]
+    requests: tuple[dict[str, Any], ...]  # rows (README.md of this folder) changed after ``since``, oldest first, the
+    # newest route_log.MOST_TOLD, each with its ``key`` and ``hand_offs`` (requests.py)
+    time_s: float | None  # by the router's clock, seconds since 1970; None: its clock is ours
+    seq: int  # to be given as ``since`` next; 0 asks for all that are kept
+    asks_for_key: bool = False  # it has an admin key, or API keys: the observatory is then not everybody's either
+    autoscaling: dict[str, dict[str, float]]  # role -> settings of its rule (min_replicas, max_replicas, objectives)
+
 
 RULE = ("min_replicas", "max_replicas", "ttft_objective_s", "pool_high", "running_high", "slack")
 
@@ -94,3 +115,8 @@ def scaling_rules(config: AppConfig) -> dict[str, dict[str, float]]:
         if settings is not None:
             found[role.value] = {name: float(getattr(settings, name)) for name in RULE}
     return found
+
+
+def shown_keys(keys: PageKeys) -> list[str]:
+    """Of a prompt's whole pages, in order, as routers tell the observatory."""
+    return [f"{key:016x}" for key in keys.tolist()]

@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 from deployments.fleet.peers import Found
 from deployments.fleet.ray_broadcast import Broadcast, NobodyAsked
 from deployments.fleet.ray_peers import RayPeers
-from deployments.watch.observatory.view import RouterView
+from deployments.watch.observatory.router_view import RouterView
 from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
 
@@ -51,7 +51,7 @@ class Routers(Protocol):
 
 
 class RayRouters:
-    """By Ray Serve."""
+    """The routers of one application, asked through Ray Serve."""
 
     def __init__(self, application: str) -> None:
         self._application = application

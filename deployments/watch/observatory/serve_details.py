@@ -1,11 +1,15 @@
-"""What Ray Serve says of the application: which replicas there are, and how many it wants of each deployment.
+"""What Ray Serve's controller reports: the application's replicas, and how many each deployment should have.
 
-Pure; ask_serve.py asks.
+Never:  keeps an answer; waits longer than ANSWER_S.
+Thread: `ask` and `listens_on` block: call them on a thread. The rest is pure.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import ray
+from ray.serve.context import _get_global_client
 
 from deployments.settings.roles import DEPLOYMENTS
 
@@ -25,7 +29,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeDetails:
-    """Of one application."""
+    """The replicas of one application, and how many are wanted."""
 
     replicas: tuple[Listed, ...] = ()
     desired: Mapping[str, int] = field(default_factory=dict)  # role -> replicas wanted; of model replicas alone
@@ -55,3 +59,22 @@ def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
             for each in deployment["replicas"]
         ]
     return ServeDetails(replicas=tuple(replicas), desired=desired)
+
+
+ANSWER_S = 5.0
+
+
+def listens_on() -> str:
+    """What clients connect to (http_options.host)."""
+    client = _get_global_client()
+    assert client is not None, "this process is one of Serve's"
+    return str(client.http_config.host)
+
+
+def ask(application: str) -> ServeDetails:
+    """As of now. `serve.status()` is public, but does not say how many replicas are wanted; what it is made of does."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return ServeDetails()
+    details = ray.get(client._controller.get_serve_instance_details.remote(), timeout=ANSWER_S)
+    return details_of(details, application)

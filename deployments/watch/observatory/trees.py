@@ -1,25 +1,76 @@
-"""Radix caches of replicas for who looks: however many look, a replica is asked for one tree once a second.
+"""The radix caches of replicas as ``GET /api/tree`` answers them (README.md has the form).
 
-Owns:      what was told in the last FRESH_S, and what is being asked.
-Never:     keeps a failure; lets one who leaves take the answer from the others that wait for it.
+Owns:      the answers of the last FRESH_S, and the questions in flight: however many clients look, a replica is asked
+           for one tree once a second.
+Never:     keeps a failure; lets a client that disconnects cancel the answer for the others.
 Invariant: at most one question in flight by (replica, depth, min_tokens).
 Thread:    the observatory's event loop.
 """
 
 import asyncio
+import dataclasses
+import hashlib
 import json
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from deployments.watch.observatory.routers import Routers
-from deployments.watch.observatory.tree_body import PageNames, tree_body
+from kvtransfer.pages import PageKey
+from replicas.cache.tree_view import CacheTree, NodeView
+
+
+class PageNames:
+    """What pages are called where people look: equal pages alike, and nobody who guesses a prompt can confirm it.
+
+    A page's key is a hash of tokens that anybody can compute; its name is made of that with a secret of this process.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(16)
+
+    def __call__(self, key: PageKey) -> str:
+        return hashlib.blake2b(key.to_bytes(8, "little"), digest_size=8, key=self._secret).hexdigest()
+
+    def of_hex(self, keys: list[str]) -> list[str]:
+        """Of keys as `shown_keys` writes them."""
+        return [self(int(key, 16)) for key in keys]
+
+
+def tree_body(tree: CacheTree, names: PageNames, *, replica_id: str, time_s: float) -> dict[str, Any]:
+    return {
+        "replica": replica_id,
+        "time": round(time_s, 3),
+        "page_size": tree.page_size,
+        "tokens": tree.tokens,
+        "nodes": tree.nodes,
+        "shown": tree.shown,
+        "root": node_body(tree.root, names),
+    }
+
+
+def node_body(node: NodeView, names: PageNames) -> dict[str, Any]:
+    """Trees are no deeper than tree_view.MAX_DEPTH."""
+    return {
+        "tokens": node.tokens,
+        "subtree_tokens": node.subtree_tokens,
+        "subtree_nodes": node.subtree_nodes,
+        "hits": node.hits,
+        "locked": node.locked,
+        "idle_s": round(node.idle_s, 1),
+        "key": None if node.key is None else names(node.key),
+        "children": [node_body(child, names) for child in node.children],
+        "left_out": None if node.left_out is None else dataclasses.asdict(node.left_out),
+    }
+
 
 FRESH_S = 1.0
 Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TreeAnswer:
     """One question, and its answer in time."""
 
     asked_s: float
@@ -35,7 +86,7 @@ class Trees:
         self._routers = routers
         self._clock = clock
         self._calendar = calendar
-        self._asked: dict[Key, Asked] = {}
+        self._asked: dict[Key, TreeAnswer] = {}
 
     async def get(self, replica_id: str, *, max_depth: int, min_tokens: int) -> bytes:
         """Raises: NoRouter, ReplicaGone."""
@@ -45,7 +96,7 @@ class Trees:
         if key not in self._asked:
             answer = asyncio.create_task(self._ask(*key))
             answer.add_done_callback(_heard)
-            self._asked[key] = Asked(asked_s=now_s, answer=answer)
+            self._asked[key] = TreeAnswer(asked_s=now_s, answer=answer)
         return await asyncio.shield(self._asked[key].answer)
 
     async def _ask(self, replica_id: str, max_depth: int, min_tokens: int) -> bytes:
@@ -54,7 +105,7 @@ class Trees:
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _is_good(asked: Asked, now_s: float) -> bool:
+def _is_good(asked: TreeAnswer, now_s: float) -> bool:
     answer = asked.answer
     if not answer.done():
         return True

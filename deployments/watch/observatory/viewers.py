@@ -32,7 +32,7 @@ class TooManyViewers(MantaError):
 
 
 class Viewers:
-    """All open streams."""
+    """All open streams of server-sent events."""
 
     def __init__(
         self,

@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable
 
+from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.routers import Routers
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.state import PERIOD_S, State
-from deployments.watch.observatory.view import RouterView
 from deployments.watch.observatory.viewers import Viewers
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ LOOK_S = 5.0  # how often Serve is asked: 5 ms of its controller each time
 
 
 class Watch:
-    """`run` until cancelled."""
+    """The poll of routers and of Serve; `run` it until cancelled."""
 
     def __init__(
         self,

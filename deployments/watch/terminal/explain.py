@@ -1,12 +1,156 @@
-"""``python -m deployments explain RID``: why a recent request went where it went, and where its time went."""
+"""``python -m deployments explain RID``: the answer of ``GET /route/{rid}`` in words and tables.
+
+In order: where the request went and why, its candidates, each try, and where its time went. What an answer lacks (an
+older router's, a request that still runs) is left out, never drawn as 0.
+"""
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
-from deployments.watch.terminal import ask, explain_view
+from deployments.watch.terminal import ask
+from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds
 from deployments.watch.terminal.top import on_terminal
+
+STAGES = (("route", "magenta"), ("queue", "yellow"), ("prefill", "blue"), ("transfer", "cyan"), ("decode", "green"))
+_BAR_WIDTH = 48
+_TERMS = ("queue_s", "own_s", "decode_s", "pressure_s")
+Part = str | Table
+
+
+def plain(body: Mapping[str, Any]) -> str:
+    """A block of lines without any escape sequence."""
+    return "\n\n".join(part if isinstance(part, str) else part.plain() for part in parts(body))
+
+
+def drawn(body: Mapping[str, Any]) -> RenderableType:
+    """The same for rich."""
+    pieces: list[RenderableType] = []
+    for part in parts(body):
+        pieces += [Text(part) if isinstance(part, str) else part, Text()]
+    return Group(*pieces[:-1])
+
+
+def parts(body: Mapping[str, Any]) -> list[Part]:
+    """In order: heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages."""
+    said: list[Part] = [_heading(body)]
+    for number, each in enumerate(body["tries"]):
+        sentence = each.get("sentence") or f"{body['rid']} went to {each['replica']} by {each['policy']}."
+        said.append(sentence if len(body["tries"]) == 1 else f"Try {number + 1}: {sentence}")
+        if each["candidates"]:
+            said.append(_candidates(each["candidates"]))
+        if each.get("pair"):
+            said += _pair(each)
+        said.append(_end(each))
+    waterfall = _waterfall(body)
+    return [*said, *([] if waterfall is None else [waterfall])]
+
+
+def _heading(body: Mapping[str, Any]) -> str:
+    at = datetime.fromtimestamp(body["time"], tz=UTC).astimezone()
+    tries = len(body["tries"])
+    return (
+        f"{body['rid']}: {body['outcome']}, {tries} {'try' if tries == 1 else 'tries'}, "
+        f"{at:%Y-%m-%d %H:%M:%S}, router {body['router']}"
+    )
+
+
+def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
+    columns = ("", "candidate", "role", ">cached", ">to do", ">queued", ">tok/s", ">queue", ">own", ">decode",
+               ">pressure", ">= TTFT", ">others", ">requests", ">pool")  # fmt: skip
+    rows: list[list[Cell]] = [
+        [
+            ">" if each["chosen"] else "",
+            each["replica"],
+            each["role"],
+            count(each["cached_tokens"]),
+            count(each["own_tokens"]),
+            count(each["queued_tokens"]),
+            count(each["prefill_tokens_per_s"]),
+            *(seconds(each[term]) for term in _TERMS),
+            seconds(each["ttft_s"]),
+            seconds(each["behind_s"]),
+            count(each["num_requests"]),
+            percent(each["pool_utilization"]),
+        ]
+        for each in candidates
+    ]
+    chosen = [index for index, each in enumerate(candidates) if each["chosen"]]
+    spare = (">tok/s", "role", ">pool", ">requests", ">queued", ">pressure", ">decode", ">to do")
+    return Table(columns=columns, rows=rows, marked=chosen[0] if chosen else None, spare=spare)
+
+
+def _pair(each: Mapping[str, Any]) -> list[Part]:
+    """Who computes the prompt and what that costs; then how the hand-off went."""
+    pair = each["pair"]
+    who = "computed where it decodes" if pair["prefill"] is None else f"handed over by {pair['prefill']}"
+    why = f"; {pair['why']}" if pair["why"] else ""
+    costs = f"handing over costs {seconds(pair['hand_off_cost_s'])}, computing in place {seconds(pair['local_cost_s'])}"
+    columns = ("", "decode replica", ">cached", ">to receive", ">transfer", ">stall", ">load", ">in place", ">received")
+    rows = [
+        [
+            ">" if terms["replica_id"] == pair["decode"] else "",
+            terms["replica_id"],
+            count(terms["cached_tokens"]),
+            f"{count(terms['transfer_bytes'])}B",
+            seconds(terms["transfer_s"]),
+            seconds(terms["stall_s"]),
+            seconds(terms["load_s"]),
+            seconds(terms["local_cost_s"]),
+            seconds(terms["receive_cost_s"]),
+        ]
+        for terms in pair["decode_replicas"]
+    ]
+    said: list[Part] = [f"The prompt is {who} ({pair['reason']}{why}): {costs}.", Table(columns=columns, rows=rows)]
+    return said + _hand_off(each)
+
+
+def _hand_off(each: Mapping[str, Any]) -> list[Part]:
+    report = each.get("hand_off")
+    lines = [f"Not asked: {replica}, {why}" for replica, why in sorted((each.get("held_out") or {}).items())]
+    if report is not None and report["transferred"]:
+        lines.append(
+            f"Hand-off: {report['num_pages']} pages, {count(report['num_bytes'])}B in {seconds(report['transfer_s'])} "
+            f"(room after {seconds(report['grant_s'])}, all there {seconds(report['wait_s'])} later)"
+        )
+    elif report is not None:
+        lines.append(f"Hand-off failed: {report['reason']}; the prompt was computed where it decodes")
+    return ["\n".join(lines)] if lines else []
+
+
+def _end(each: Mapping[str, Any]) -> str:
+    actual, predicted = each["actual"], each["predicted"]
+    if each["failure"]:
+        return f"It failed: {each['failure']}"
+    if actual["ttft_s"] is None:
+        return f"It {'is running' if each['outcome'] == 'running' else each['outcome']}; no token came yet."
+    return (
+        f"It {'is running' if each['outcome'] == 'running' else each['outcome']}. First token after "
+        f"{seconds(actual['ttft_s'])} ({seconds(predicted['ttft_s'])} predicted); {actual['cached_tokens']} of "
+        f"{each['num_tokens']} prompt tokens were cached ({predicted['cached_tokens']} predicted)."
+    )
+
+
+def _waterfall(body: Mapping[str, Any]) -> Table | None:
+    """Stages one after the other, each a bar from its start to its end."""
+    stages, total_s = body.get("stages"), body.get("total_s")
+    if not stages or not total_s:
+        return None
+    rows: list[list[Cell]] = []
+    start_s = 0.0
+    for name, colour in STAGES:
+        duration_s = stages.get(f"{name}_s") or 0.0
+        if duration_s or name != "transfer":  # most requests have none
+            parts = ((" ", "default", start_s / total_s), ("=", colour, duration_s / total_s))
+            words = f"{percent(duration_s / total_s):>5}"
+            rows.append([name, seconds(duration_s), Bar(parts=parts, words=words, width=_BAR_WIDTH)])
+        start_s += duration_s
+    return Table(columns=("stage", ">time", f"of {seconds(total_s)}"), rows=rows)
 
 
 def run(url: str, rid: str, key: str | None, *, as_json: bool) -> int:
@@ -19,7 +163,7 @@ def run(url: str, rid: str, key: str | None, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(body))
     elif on_terminal(sys.stdout):
-        Console().print(explain_view.drawn(body))
+        Console().print(drawn(body))
     else:
-        print(explain_view.plain(body))
+        print(plain(body))
     return 0

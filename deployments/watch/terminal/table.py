@@ -65,9 +65,7 @@ class Table:
         table, left_out = self.fitting(options.max_width)
         drawn = RichTable(box=None, padding=(0, len(GAP), 0, 0), pad_edge=False, header_style="bright_black")
         for name in table.columns:
-            drawn.add_column(
-                name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True
-            )
+            drawn.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
         for index, row in enumerate(table.rows):
             drawn.add_row(*(_rich(cell) for cell in row), style="bold" if index == self.marked else None)
         yield drawn

@@ -13,8 +13,7 @@ from deployments.http.model_face import read_face
 from deployments.http.service import Service
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.schema import ModelSettings
-from deployments.watch.metrics.emitter import Identity
-from deployments.watch.metrics.process import emitter_of
+from deployments.watch.metrics.emitter import Identity, emitter_of
 from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
 from replicas.launch import load_engine

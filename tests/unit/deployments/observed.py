@@ -5,8 +5,8 @@ from typing import Any
 
 from deployments.channel.frames import ReplicaReport
 from deployments.fleet.seen import SeenReplica, Target
+from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import Listed, ServeDetails
-from deployments.watch.observatory.view import RouterView
 from replicas.types import PoolStats
 from tests.unit.deployments.sample_values import info, stats
 

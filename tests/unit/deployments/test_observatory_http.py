@@ -13,16 +13,14 @@ from deployments.dispatch.leases import ReplicaGone
 from deployments.fleet.peers import Found
 from deployments.fleet.seen import Target
 from deployments.http.browsers import browser_rules
-from deployments.watch.observatory.admin_key import COOKIE, LASTS_S, AdminKey
-from deployments.watch.observatory.api import api
-from deployments.watch.observatory.http_app import make_app
+from deployments.watch.observatory.http_app import api, make_app
 from deployments.watch.observatory.page_files import FOLDER, read_files
 from deployments.watch.observatory.pages import open_pages, pages
-from deployments.watch.observatory.parts import Parts
+from deployments.watch.observatory.parts import COOKIE, LASTS_S, AdminKey, Parts
+from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.routers import NoRouter
 from deployments.watch.observatory.state import State
 from deployments.watch.observatory.trees import Trees
-from deployments.watch.observatory.view import RouterView
 from deployments.watch.observatory.viewers import Viewers
 from kvtransfer.pages import PageKey
 from replicas.cache.tree_view import CacheTree, LeftOut, NodeView

@@ -14,8 +14,8 @@ from deployments.command.announce import OBSERVATORY, Observatories, announce
 from deployments.command.serve import settle_key
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.settings.schema import RouterSettings
-from deployments.watch.observatory.admin_key import AdminKey
 from deployments.watch.observatory.app import build
+from deployments.watch.observatory.parts import AdminKey
 from deployments.watch.observatory.settings import check_one_key, key_sent, parse
 from replicas.errors import InvalidConfig
 

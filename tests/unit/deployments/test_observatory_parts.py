@@ -14,14 +14,14 @@ from deployments.fleet.seen import Target
 from deployments.settings.places import ROOT
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.observatory import fan_in
+from deployments.watch.observatory.app import Emission
 from deployments.watch.observatory.deltas import applied
-from deployments.watch.observatory.emission import Emission
 from deployments.watch.observatory.fan_in import merge
-from deployments.watch.observatory.figures import quantile, short
+from deployments.watch.observatory.rates import quantile, short
+from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.settings import key_moved, parse, with_key
 from deployments.watch.observatory.state import State
-from deployments.watch.observatory.view import RouterView
 from deployments.watch.observatory.viewers import MOST_WAITING, TooManyViewers, Viewers
 from deployments.watch.observatory.watch import Watch
 from replicas.errors import InvalidConfig
@@ -225,7 +225,7 @@ def test_its_own_metrics_are_those_of_the_catalogue_all_of_them() -> None:
         own = {"model": "tiny", "role": "observatory", "replica": "own", **labels}
         return emitter.registry.get_sample_value(f"manta_{name}", own)
 
-    assert {metric.name for metric in emitter.metrics} - emitter.bound == {"build_info"}  # metrics/process.py has it
+    assert {metric.name for metric in emitter.metrics} - emitter.bound == {"build_info"}  # metrics/emitter.py.py has it
     assert value("observatory_viewers") == 3
     assert value("observatory_poll_duration_seconds_count") == 1
     assert value("autoscaler_replicas", target_role="unified", kind="desired") == 2

@@ -2,10 +2,9 @@
 
 import pytest
 
-from deployments.watch.observatory.requests import Requests
+from deployments.watch.observatory.requests import MOST_TTFTS, Requests
 from deployments.watch.observatory.serve_details import ServeDetails
 from deployments.watch.observatory.state import State
-from deployments.watch.observatory.totals import MOST_TTFTS
 from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
 
 NOBODY = ServeDetails()

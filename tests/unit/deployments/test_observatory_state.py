@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.watch.observatory.history import History
+from deployments.watch.observatory.deltas import History
 from deployments.watch.observatory.rates import Rates
 from deployments.watch.observatory.requests import Requests
 from deployments.watch.observatory.scaling import Scaling

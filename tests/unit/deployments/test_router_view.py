@@ -10,8 +10,7 @@ from deployments.dispatch.route_log import RouteRecord, Try
 from deployments.dispatch.timeline import Arrival, Timeline
 from deployments.settings.schema import AppConfig, parse
 from deployments.watch.observatory import router_view as of_routers
-from deployments.watch.observatory.router_view import hand_offs, request_body, router_view, scaling_rules
-from deployments.watch.observatory.view import RouterView
+from deployments.watch.observatory.router_view import RouterView, hand_offs, request_body, router_view, scaling_rules
 from kvtransfer.pages import page_keys
 from replicas.types import HandOffReport
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica

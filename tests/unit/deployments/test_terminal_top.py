@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deployments.watch.terminal import ask, top, top_view
+from deployments.watch.terminal import ask, top
 from deployments.watch.terminal.table import Bar, count, percent, seconds
 
 pytestmark = pytest.mark.usefixtures("utc")
@@ -63,19 +63,19 @@ pool: # protected, % reserved, x quarantined, o evictable, . free"""  # noqa: E5
 
 
 def test_a_state_is_a_block_of_lines() -> None:
-    assert top_view.plain(state()) == BLOCK
+    assert top.plain(state()) == BLOCK
 
 
 def test_what_is_not_known_is_a_dash_and_no_replica_is_explained() -> None:
     starting = replica("s", state="starting", pools=[], rates=None, running=None, running_limit=None, waiting=None)
-    line = top_view.plain(state(replicas=[starting])).splitlines()[4]
+    line = top.plain(state(replicas=[starting])).splitlines()[4]
     assert line.split() == ["s", "unified", "01234567", "starting", "-/-", "-", "-", "-", "-", "-"]
-    assert "no replica yet" in top_view.plain(state(replicas=[]))
+    assert "no replica yet" in top.plain(state(replicas=[]))
 
 
 def test_links_are_shown_where_prefill_and_decode_are_apart() -> None:
     link = {"from": "p", "to": "d", "bytes_per_s": 2_500_000.0, "hand_offs_per_s": 1.5, "failed_per_s": 0.0}
-    text = top_view.plain(state(mode="disaggregated", links=[link]))
+    text = top.plain(state(mode="disaggregated", links=[link]))
     assert "from  to  hand-offs/s  failed/s  bytes/s\np     d           1.5         0     2.5M\n" in text
 
 
@@ -103,7 +103,7 @@ def test_times_and_shares_are_written_with_their_unit() -> None:
 
 def test_rich_draws_the_same_cells() -> None:
     out = Console(file=io.StringIO(), width=160, color_system=None)
-    out.print(top_view.drawn(state(), note="lost"))
+    out.print(top.drawn(state(), note="lost"))
     text = out.file.getvalue()  # type: ignore[attr-defined]
     for words in ("abc", "accepting", "3/64", "[#########%%%oooooo......]", "50 % of 1.6k", "lost"):
         assert words in text
@@ -111,13 +111,13 @@ def test_rich_draws_the_same_cells() -> None:
 
 def test_a_narrow_terminal_goes_without_what_matters_least_and_says_so() -> None:
     out = Console(file=io.StringIO(), width=80, color_system=None)
-    out.print(top_view.tables(state())[0])
+    out.print(top.tables(state())[0])
     assert [line.rstrip() for line in out.file.getvalue().splitlines()] == [  # type: ignore[attr-defined]
         "replica  state      running  waiting  pool",
         "abc      accepting     3/64        2  [#########%%%oooooo......]  50 % of 1.6k",
         "(a wider terminal shows: node, hit, prefill/s, decode/s, role)",
     ]
-    table, left_out = top_view.tables(state())[0].fitting(200)
+    table, left_out = top.tables(state())[0].fitting(200)
     assert (len(table.columns), left_out) == (10, [])
 
 

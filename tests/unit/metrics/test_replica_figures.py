@@ -7,7 +7,7 @@ import pytest
 from dashboards.catalog import POOL_STATES
 from dashboards.metric import Process
 from deployments.watch.metrics.emitter import Emitter, Identity
-from deployments.watch.metrics.replica_figures import ReplicaFacts, tell_replica
+from deployments.watch.metrics.replica_metrics import ReplicaFacts, tell_replica
 from kvtransfer.types import TransferStats
 from replicas.distributions import Distributions
 from replicas.types import EngineStats, EngineTallies, PoolStats

@@ -15,7 +15,7 @@ from deployments.http.http_errors import GenerationFailed
 from deployments.http.streaming import collected, merged
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RETRIES, RouterEvents
-from deployments.watch.metrics.router_figures import RouterFigures
+from deployments.watch.metrics.router_metrics import RouterFigures
 from replicas.errors import InvalidRequest, MantaError
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from routing.types import NoReplica, Role

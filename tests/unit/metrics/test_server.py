@@ -14,9 +14,8 @@ import pytest
 from dashboards.metric import Process
 from deployments.fleet.seen import Target
 from deployments.settings.keys import digest
-from deployments.watch.metrics.emitter import Identity
-from deployments.watch.metrics.process import ServedMetrics, emitter_of
-from deployments.watch.metrics.server import MetricsServer
+from deployments.watch.metrics.emitter import Identity, emitter_of
+from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from replicas.errors import InvalidConfig
 
 EMITTER = emitter_of(Process.ROUTER, Identity(model="m", role="router", replica="abc"), disaggregated=False)
