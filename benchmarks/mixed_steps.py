@@ -77,7 +77,7 @@ def measure(engine: Engine, load: Load, seed: int) -> Measured:
     vocab_size, found = engine.config.model.vocab_size, Measured()
     for i, ids in enumerate(_prompts(load.chats, CHAT_PROMPT, vocab_size, seed)):
         engine.submit(_ask(f"chat{i}", ids, 2000))
-    while len(engine.scheduler.running) < load.chats or len(engine.scheduler.waiting):
+    while len(engine.scheduler.queues.running) < load.chats or len(engine.scheduler.queues.waiting):
         engine.step()
     prompts = _prompts(load.prompts, load.prompt_len, vocab_size, seed + 1000)
     started_s = time.perf_counter()

@@ -130,7 +130,7 @@ def measure(
         request = GenerateRequest(rid=f"request-{number}", token_ids=prompt, sampling=params)
         sinks.open(request, lambda deltas: None, max_waiting=batch, max_running=batch)
         engine.submit(request)
-    while len(engine.scheduler.running) < batch:
+    while len(engine.scheduler.queues.running) < batch:
         engine.step()
     for owner, name, called in (
         (engine.scheduler, "schedule", "schedule"),

@@ -13,6 +13,7 @@ from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, Sche
 from replicas.disagg.rooms import HandOffTerms
 from replicas.engine.engine import Engine
 from replicas.request import Req
+from replicas.scheduler import decode
 from replicas.scheduler.plan import DoneStep, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
 from replicas.text.tokenizer import Tokenizer
@@ -89,7 +90,6 @@ class Bench:
     def step(self) -> StepPlan | None:
         self.clock.now_s += 0.01
         plan = self.scheduler.schedule()
-        self.scheduler.deadlines.take_expired()
         if plan is not None:
             self.scheduler.apply(plan, self.device.execute(plan))
             self.plans.append(plan)
@@ -102,7 +102,12 @@ class Bench:
             if not self.scheduler.has_work:
                 return
             self.step()
-        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.refusals}")
+        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.last.refusals}")
+
+
+def retract(scheduler: Scheduler, req: Req) -> None:
+    """Make ``req``, which runs, wait again, as when pages run out."""
+    decode.retract(req, scheduler.queues, scheduler.kv, scheduler.counters)
 
 
 def model_config(**changes: Any) -> ModelConfig:

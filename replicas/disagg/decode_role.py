@@ -1,7 +1,7 @@
 """The decode side of hand-offs: takes over a prompt that another replica computes, or computes it after all.
 
 Owns:      the rooms in which this engine receives, from arrival to the room's last event; siblings that wait.
-Never:     moves bytes (kvtransfer/) or decides who gets memory (scheduler/prealloc.py).
+Never:     moves bytes (kvtransfer/) or decides who gets memory (scheduler/grants.py).
 Invariant: pages of a room are read by nobody before `Received`, and freed only after the room's last event.
 Thread:    engine thread only.
 
@@ -86,7 +86,7 @@ class DecodeRole:
 
     def ask(self) -> None:
         """Have the K/V of those sent that got their pages."""
-        for req in self._scheduler.legs.take_granted():
+        for req in self._scheduler.queues.away.take_granted():
             leg, holding = leg_of(req), req.holding
             assert holding is not None
             leg.first_page = holding.prefix_len // self._kv.page_size
@@ -96,7 +96,7 @@ class DecodeRole:
     def stop_waiting(self) -> list[NewToken]:
         """Compute those here that had to wait for row and pages for too long. Returns: reports, as `on_failed`."""
         timeout_s = self._terms.open_timeout_s
-        late = self._scheduler.legs.prealloc.older_than(self._clock() - timeout_s)
+        late = self._scheduler.queues.prealloc.older_than(self._clock() - timeout_s)
         for req in late:
             self._dismiss(req)
         reason = f"no row and pages for it on the decode side within {timeout_s:.0f} s"

@@ -70,7 +70,7 @@ class HandOffs:
     def num_handing_off(self) -> int:
         """Prefill legs whose receiver has yet to open, whose prompt is computed, or that drain; one that is queued or
         computed is counted there."""
-        away = self._scheduler.legs.away
+        away = self._scheduler.queues.away
         return sum(req in away or req.state is ReqState.FINISHED for req in self._prefill.rooms)
 
     @property
@@ -123,7 +123,7 @@ class HandOffs:
 
     def settle(self) -> None:
         """Tell the transfer service of legs that have ended; after every call that may end a request."""
-        for req in self._scheduler.legs.take_left():
+        for req in self._scheduler.queues.away.take_ended():
             (self._prefill if req.is_prefill_leg else self._decode).leave(req)
 
     def stats(self) -> TransferStats:

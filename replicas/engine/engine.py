@@ -282,8 +282,7 @@ class Engine:
     def _start(self) -> list[TokenDelta]:
         """Schedule a step and launch it, if there is one. Returns: the ends of those for whom there will be none."""
         plan = self.scheduler.schedule()
-        ended = [*self.scheduler.deadlines.take_expired(), *self.scheduler.cramped.take_answered()]
-        deltas = [self._open.tell(req) for req in ended]
+        deltas = [self._open.tell(req) for req in self.scheduler.last.ended]
         if self._hand_offs is not None:
             self._hand_offs.before_step()
         if plan is not None:

@@ -169,7 +169,7 @@ class EngineLoop:
         self._step_started_s = None
         self._refresh_stats()
         self._sinks.deliver(deltas)
-        if not deltas and not self.engine.scheduler.made_progress:
+        if not deltas and not self.engine.scheduler.last.made_progress:
             idle_s = self.engine.idle_s
             self._wait(STALL_WAIT_S if idle_s is None else min(idle_s, IDLE_WAIT_S))
 

@@ -73,17 +73,17 @@ def _smooth(old: float, new: float) -> float:
 
 def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: float) -> EngineStats:
     """All that scheduler, pools and clock know; hand-offs under way are the caller's to add."""
-    counters = scheduler.counters
-    chunked = scheduler.prefill.chunked
-    parked = scheduler.legs.away.in_state(ReqState.WAITING)
+    counters, queues = scheduler.counters, scheduler.queues
+    chunked = queues.chunked
+    parked = queues.away.in_state(ReqState.WAITING)
     # prefill legs whose receivers have yet to open wait for pages there, not for this engine: nothing of them is queued
     num_legs = sum(req.is_prefill_leg for req in parked)
-    uncached = scheduler.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
+    uncached = queues.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
     return EngineStats(
         time_s=now_s,
         pool=kv.stats(),
-        num_waiting=len(scheduler.waiting) + len(parked) - num_legs,
-        num_running=len(scheduler.running) + (chunked is not None),
+        num_waiting=len(queues.waiting) + len(parked) - num_legs,
+        num_running=len(queues.running) + (chunked is not None),
         max_running_requests=scheduler.max_running,
         waiting_uncached_tokens=uncached,
         cache_nodes=kv.num_nodes,
@@ -106,9 +106,9 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
         alloc_failures=kv.alloc_failures,
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         decode_step_s=steps.decode_step_s,
-        num_preallocating=len(scheduler.legs.prealloc),
+        num_preallocating=len(queues.prealloc),
         num_mixed_steps=steps.num_mixed,
-        num_receiving=len(scheduler.legs.away.in_state(ReqState.RECEIVING)),
+        num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
         longest_step_s=steps.longest_s,
     )
 

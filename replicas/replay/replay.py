@@ -125,11 +125,11 @@ def restore_to_kvpool(engine: Engine, req: Req, meta: PayloadMeta, payload: Payl
 
 def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
     """Give ``req`` its K/V and bring it where it was in its life."""
-    scheduler, num_computed = engine.scheduler, snapshot.meta.num_tokens
+    queues, max_running, num_computed = engine.scheduler.queues, engine.scheduler.max_running, snapshot.meta.num_tokens
     answering = req.num_output > 0 and num_computed == req.num_tokens - 1
-    if len(scheduler.running) + (scheduler.prefill.chunked is not None) >= scheduler.max_running:
-        raise Overloaded(f"{scheduler.max_running} requests run, and no more may: restore it when one has ended")
-    if not answering and scheduler.prefill.chunked is not None:
+    if len(queues.running) + (queues.chunked is not None) >= max_running:
+        raise Overloaded(f"{max_running} requests run, and no more may: restore it when one has ended")
+    if not answering and queues.chunked is not None:
         raise Overloaded("another prompt is being computed, and one at a time is: restore it a few steps later")
     try:
         engine.kv.admit(req, reuse=False)
@@ -147,9 +147,9 @@ def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
     if answering:
         req.first_token_s = req.arrival_s
         req.move(ReqState.RUNNING)
-        scheduler.running.add(req)
+        queues.running.append(req)
     else:
-        scheduler.prefill.chunked = req
+        queues.chunked = req
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:

@@ -1,19 +1,19 @@
-"""How much a new request may take: tokens of this step, and memory for its whole life.
+"""Budgets: how many tokens of a step a request may take, and how much memory admission reserves for its output.
 
 The memory rule (SPEC F05): a request is admitted when the tokens it still has to run, plus the share
-``new_token_ratio`` of the output it may still make, fit what is free or evictable after the same share is set aside
-for everyone already running. The ratio decays while all goes well and jumps up when a request had to be retracted.
+``new_token_ratio`` of the output it may still make, fit what is free or evictable after the same share is reserved for
+each running request. The ratio decays from step to step, and jumps up when a request had to be retracted.
 """
 
 from collections.abc import Iterable
 
 from replicas.request import Req
 
-CLIP_NEW_TOKENS = 4096  # nobody reserves for more output than this: most stop long before a large limit (SGLang)
+CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
 
 
 class NewTokenRatio:
-    """The share of each request's possible output that admission sets aside."""
+    """The share of each request's possible output that admission reserves."""
 
     def __init__(self, *, initial: float, floor: float, decay: float) -> None:
         assert 0.0 <= floor <= initial <= 1.0
@@ -21,11 +21,11 @@ class NewTokenRatio:
         self.value = initial
 
     def decode_step(self) -> None:
-        """One more step in which nobody had to be retracted."""
+        """Decay by one step without a retraction."""
         self.value = max(self._floor, self.value - self._decay)
 
     def retracted(self, running: Iterable[Req]) -> None:
-        """Somebody had to be retracted: set aside what the survivors have used so far, and 20 steps more.
+        """Jump up after a retraction: reserve what the survivors have used so far, and 20 steps more.
 
         Source: SGLang retract_decode (SPEC F11).
         """
@@ -36,25 +36,25 @@ class NewTokenRatio:
         self.value = max(self.value, min(1.0, made / room)) if room else self._initial
 
     def idle(self) -> None:
-        """Nothing runs: start afresh."""
+        """Start afresh, as nothing runs."""
         self.value = self._initial
 
     def reserve(self, req: Req) -> int:
-        """Tokens to set aside for the output that ``req`` may still make; a prefill leg makes none here."""
+        """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here."""
         return 0 if req.is_prefill_leg else int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
 
 
 def least_prompt_tokens(chunk_size: int) -> int:
-    """What every step leaves to prompts, so that no number of running requests keeps a prompt out: a quarter."""
+    """Count the tokens that every step leaves to prompts (a quarter), however many requests run."""
     return -(-chunk_size // 4)
 
 
 def prompt_tokens(chunk_size: int, num_decode: int, *, page_size: int) -> int:
-    """What a step leaves to prompts of ``chunk_size`` tokens beside one for each of ``num_decode`` running requests.
+    """Count the tokens that a step leaves to prompts, beside one for each of ``num_decode`` running requests.
 
-    Beside any, a step has half as many tokens: they wait for the whole of it, and prompts lose little by it (measured:
-    docs/performance.md, Mixed steps). Prompts get whole pages, since their parts end with pages: the last is filled,
-    rather than left.
+    A step with running requests has half as many tokens: they wait for the whole step, and prompts lose little by it
+    (measured: docs/performance.md, Mixed steps). Prompts get whole pages, since their chunks end with pages: the last
+    page is filled rather than left.
     """
     if num_decode == 0:
         return chunk_size
@@ -63,14 +63,14 @@ def prompt_tokens(chunk_size: int, num_decode: int, *, page_size: int) -> int:
 
 
 class StepBudget:
-    """Tokens that one extend step may still run (SPEC F06: the chunk size)."""
+    """The tokens that one extend step may still run (SPEC F06: the chunk size)."""
 
     def __init__(self, num_tokens: int, *, page_size: int) -> None:
         self._left = num_tokens
         self._align = page_size if num_tokens >= page_size else 1
 
     def grant(self, want: int, *, prefix_len: int) -> int:
-        """How many of ``want`` tokens may run now; a part ends on a page boundary so that its pages can be shared.
+        """Count how many of ``want`` tokens may run now; a chunk ends on a page boundary, so its pages can be shared.
 
         Returns: ``want``, or fewer with (prefix_len + granted) a multiple of the page size (unless the whole step is
         smaller than a page), or 0.

@@ -1,18 +1,25 @@
-"""Which open requests have run out of time.
+"""Requests that the scheduler ends by the clock: their deadline has passed, or they can never start.
 
-Owns:      a heap of the deadlines of open requests. Those that it ended, until they are taken.
-Invariant: of a request that has ended nothing is kept; at most as many empty entries as open ones, and `FEW`.
+Owns:      a heap of the deadlines of open requests; how long the heads of the queues have been kept out.
+Never:     ends a request itself: the scheduler does. Frees a page, or judges when a peer lets go of one: a peer may
+           never do so.
+Invariant: no ended request is kept. The heap has at most as many empty entries as open ones, and `FEW`. A head is
+           reported as starved only while no request holds memory; otherwise an end may free enough.
 Thread:    scheduler thread only.
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from replicas.cache.kv import KvCache
 from replicas.request import Req
 from replicas.types import Finish, FinishReason
 
 FEW = 64
+# A live peer lets go within milliseconds of the request; the death of one is proven within its heartbeat (3 s) and the
+# grace after it (1 s). A peer that has not let go by then may never do so.
+PATIENCE_S = 5.0
 
 
 @dataclass(slots=True, order=True)
@@ -23,13 +30,12 @@ class _Entry:
 
 
 class Deadlines:
-    """On the scheduler's clock."""
+    """The deadlines of open requests, earliest first, on the scheduler's clock."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
         self._open: dict[Req, _Entry] = {}
         self._num_added = 0
-        self._expired: list[Req] = []
 
     def add(self, req: Req) -> None:
         if req.deadline_s is not None:
@@ -38,7 +44,7 @@ class Deadlines:
             heapq.heappush(self._heap, self._open[req])
 
     def remove(self, req: Req) -> None:
-        """``req`` has ended."""
+        """Forget ``req``, which has ended."""
         entry = self._open.pop(req, None)
         if entry is None:
             return
@@ -51,25 +57,45 @@ class Deadlines:
 
     @property
     def next_s(self) -> float | None:
-        """When to look again."""
+        """The earliest deadline, if there is one."""
         return self._heap[0].deadline_s if self._heap else None
 
-    def expire(self, now_s: float, finish: Callable[[Req, Finish], None]) -> None:
-        """End by ``finish`` every open request whose deadline has passed; it removes each from here."""
-        while self._heap and self._heap[0].deadline_s <= now_s:
-            req = self._heap[0].req
-            assert req is not None, "an ended request comes first"
-            message = f"deadline passed after {now_s - req.arrival_s:.1f} s, {req.num_output} tokens made"
-            finish(req, Finish(reason=FinishReason.ABORT, message=message, http_status=504))
-            self._expired.append(req)
-            assert req not in self._open, f"request {req.rid} has ended and is still due"
-
-    def take_expired(self) -> list[Req]:
-        """Requests whose deadline passed since the last call; they are finished."""
-        expired, self._expired = self._expired, []
-        return expired
+    def due(self, now_s: float) -> Req | None:
+        """Return the open request whose deadline passed first, if one has; end and `remove` it before the next call."""
+        return self._heap[0].req if self._heap and self._heap[0].deadline_s <= now_s else None
 
     def check(self) -> None:
-        """Raises AssertionError if an ended request is kept, or more empty entries than allowed."""
+        """Raise AssertionError if an ended request is kept, or more empty entries than allowed."""
         assert all(req.finish is None for req in self._open), "an ended request is kept"
         assert len(self._heap) <= 2 * len(self._open) + FEW, f"{len(self._heap)} entries of {len(self._open)} requests"
+
+
+def deadline_passed(req: Req, now_s: float) -> Finish:
+    message = f"deadline passed after {now_s - req.arrival_s:.1f} s, {req.num_output} tokens made"
+    return Finish(reason=FinishReason.ABORT, message=message, http_status=504)
+
+
+class StarvedHeads:
+    """Finds queue heads that found no memory for PATIENCE_S, so that requests behind them that fit can go on."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[Req, float] = {}  # when a head was first found without memory
+
+    def late(self, heads: Sequence[Req], now_s: float) -> list[Req]:
+        """Return those of ``heads``, which found no memory while no request holds any, that have waited too long."""
+        self._since_s = {head: self._since_s.get(head, now_s) for head in heads}
+        return [head for head in heads if now_s - self._since_s[head] >= PATIENCE_S]
+
+
+def cannot_start(head: Req, kv: KvCache) -> Finish | None:
+    """Tell why ``head`` can never be admitted: the pages that it needs stay in quarantine. None if none are there."""
+    pool = kv.stats()
+    detained = pool.quarantined_pages + pool.protected_pages  # no request holds a lock, so a peer reads what is locked
+    if not detained:
+        return None
+    message = (
+        f"{head.num_tokens} tokens need more than the {kv.available_tokens()} of {pool.total_tokens} that are "
+        f"available: {detained} pages are in quarantine until the peer of a failed hand-off lets go of them; try "
+        "again elsewhere, or later"
+    )
+    return Finish(reason=FinishReason.ERROR, message=message, http_status=503, retry_as="overloaded")

@@ -1,99 +1,80 @@
-"""The running batch: requests that make one token a step, and who gives way when the pool is full.
+"""Decode: the step that makes one token for each running request, and which request is retracted when pages run out.
 
-Owns:      the running requests.
-Invariant: every request in it is RUNNING and lacks exactly one token's K/V: that of its last token.
+Owns:      the prefix groups of the last batch: running requests that begin with the same pages, so that attention reads
+           those once for all of them. The groups hold until a request joins, leaves, or commits more of its tokens.
+Never:     changes the tree. A split of a node changes no group, since each request keeps the path that it locked. Takes
+           pages that a peer may read: a prefill leg that has begun is never retracted.
+Invariant: a running request lacks exactly one token's K/V: that of its last token. A retracted request waits again,
+           keeps its tokens and holds nothing; one request always keeps going. A group's members have the first
+           ``length`` slots in common, all within what each has locked; no request is in two groups.
 Thread:    scheduler thread only.
+Source:    SGLang retract_decode. Cascade attention, Ye et al. 2024 (flashinfer.ai/2024/02/02/cascade-inference.html);
+           Hydragen, Juravsky et al. 2024 (arXiv:2402.05099). One level: of nested groups, those that save most.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from replicas.cache.base import Lock
 from replicas.cache.kv import KvCache
+from replicas.cache.node import TreeNode
 from replicas.request import Req, ReqState
-from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, TableWrite
-from replicas.scheduler.shared import SharedPrefixes
+from replicas.scheduler.budget import NewTokenRatio
+from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, Slots, TableWrite
+from replicas.scheduler.queues import Queues
+from replicas.scheduler.tokens import Counters
+from replicas.types import TokenIds
+
+MIN_LEN = 256  # tokens; where sharing begins to pay on a CPU (docs/performance.md, Attention)
 
 
-class RunningBatch:
-    """Requests in decode, in the order in which they joined."""
+class DecodeRows(NamedTuple):
+    """The rows of a decode step, each [B] int32."""
 
-    def __init__(self, kv: KvCache, *, cascade: bool, cascade_saves: int) -> None:
-        """``cascade_saves``: tokens a step that a prefix group must save reading."""
-        self._kv = kv
-        self._shared = SharedPrefixes(min_saved=cascade_saves) if cascade else None
-        self.reqs: list[Req] = []
+    rows: npt.NDArray[np.int32]  # of the ReqToTokenPool
+    token_ids: TokenIds  # 0 in a step planned ahead, whose input is not known yet
+    seq_lens: npt.NDArray[np.int32]
+    slots: Slots
 
-    def __len__(self) -> int:
-        return len(self.reqs)
 
-    def __iter__(self) -> Iterator[Req]:
-        return iter(self.reqs)
+def decode_rows(reqs: Sequence[Req], kv: KvCache, *, ahead: bool = False) -> DecodeRows:
+    """Take a slot for the last token of each of ``reqs`` (SPEC F10); ``ahead``: for the token after it, which the step
+    under way samples."""
+    slots = kv.extend_decode(reqs)
+    held = [req.holding for req in reqs if req.holding is not None]
+    rows = np.array([holding.row for holding in held], dtype=np.int32)
+    seq_lens = np.array([holding.kv_len for holding in held], dtype=np.int32)
+    last = [0 if ahead else req.ids[req.num_tokens - 1] for req in reqs]
+    return DecodeRows(rows, np.array(last, dtype=np.int32), seq_lens, slots)
 
-    def add(self, req: Req) -> None:
-        assert req.state is ReqState.RUNNING
-        self.reqs.append(req)
 
-    def remove(self, req: Req) -> None:
-        self.reqs.remove(req)
-
-    def short_of_pages(self) -> bool:
-        """True when the next step needs more pages than are free or evictable."""
-        return self._kv.pages_needed_decode(self.reqs) * self._kv.page_size > self._kv.available_tokens()
-
-    def victim(self) -> Req:
-        """Who gives way first: lowest priority, least output, longest prompt (SPEC F11)."""
-        return min(self.reqs, key=lambda req: (req.priority, req.num_output, -req.prompt_len))
-
-    def prepare(
-        self, reqs: Sequence[Req], *, ahead: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Take a slot for the last token of each of ``reqs`` (SPEC F10); ``ahead``: for the one after it, which the
-        step under way makes.
-
-        Returns: rows, token_ids (0 where they are to come), seq_lens, slots, each [B] int32.
-        """
-        slots = self._kv.extend_decode(reqs)
-        held = [req.holding for req in reqs if req.holding is not None]
-        rows = np.array([holding.row for holding in held], dtype=np.int32)
-        seq_lens = np.array([holding.kv_len for holding in held], dtype=np.int32)
-        last = [0 if ahead else req.ids[req.num_tokens - 1] for req in reqs]
-        return rows, np.array(last, dtype=np.int32), seq_lens, slots
-
-    def prefix_groups(self, reqs: Sequence[Req], *, first: int = 0) -> tuple[PrefixGroup, ...]:
-        """Who of ``reqs``, the first of which is the step's row ``first``, begin with the same pages."""
-        return () if self._shared is None else self._shared.groups(reqs, first=first)
-
-    def plan(
-        self,
-        reqs: Sequence[Req],
-        table_writes: tuple[TableWrite, ...],
-        arrays: tuple[np.ndarray, ...],
-        *,
-        follows: npt.NDArray[np.int32] | None = None,
-    ) -> DecodePlan:
-        """A decode step of ``reqs``, from what `prepare` returned; ``follows``: it was prepared ahead."""
-        rows, token_ids, seq_lens, slots = arrays
-        return DecodePlan(
-            table_writes=table_writes,
-            rows=rows,
-            token_ids=token_ids,
-            seq_lens=seq_lens,
-            slots=slots,
-            sampling=tuple(sample_row(req, num_ahead=0 if follows is None else 1) for req in reqs),
-            prefix_groups=self.prefix_groups(reqs),
-            follows=follows,
-        )
-
-    def check(self) -> None:
-        for req in self.reqs:
-            assert req.state is ReqState.RUNNING, f"{req.rid} is {req.state}"
-            assert req.extend_len == 1, f"{req.rid} lacks the K/V of {req.extend_len} tokens"
+def decode_plan(
+    reqs: Sequence[Req],
+    rows: DecodeRows,
+    table_writes: tuple[TableWrite, ...],
+    groups: tuple[PrefixGroup, ...],
+    *,
+    follows: npt.NDArray[np.int32] | None = None,
+) -> DecodePlan:
+    """Plan a decode step of ``reqs``; ``follows``: it is planned ahead."""
+    return DecodePlan(
+        table_writes=table_writes,
+        rows=rows.rows,
+        token_ids=rows.token_ids,
+        seq_lens=rows.seq_lens,
+        slots=rows.slots,
+        sampling=tuple(sample_row(req, num_ahead=0 if follows is None else 1) for req in reqs),
+        prefix_groups=groups,
+        follows=follows,
+    )
 
 
 def sample_row(req: Req, num_ahead: int = 0) -> SampleRow:
-    """What the sampler needs to choose the next token of ``req``, or the one ``num_ahead`` after it."""
+    """Collect what the sampler needs to choose the next token of ``req``, or the one ``num_ahead`` after it."""
     num_tokens, prompt_len, ids = req.num_tokens, req.prompt_len, req.ids
     return SampleRow(
         req.sampling,
@@ -105,3 +86,138 @@ def sample_row(req: Req, num_ahead: int = 0) -> SampleRow:
         req.return_logprobs,
         req.top_logprobs,
     )
+
+
+def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Counters) -> bool:
+    """Free pages until each running request can have one more token (SPEC F11). Returns: whether any was retracted.
+
+    Running requests go first, but one stays, unless a prompt in progress can be retracted in its place. A prompt that
+    is a prefill leg cannot: its pages may be on their way.
+    """
+    retracted, running = False, queues.running
+    while running and kv.pages_needed_decode(running) * kv.page_size > kv.available_tokens():
+        chunked = queues.chunked
+        if len(running) == 1 and chunked is not None and not chunked.is_prefill_leg:
+            victim = chunked
+        else:
+            victim = min(running, key=_retracted_first)
+        retract(victim, queues, kv, counters)
+        retracted = True
+    if retracted:
+        ratio.retracted(running)
+    return retracted
+
+
+def _retracted_first(req: Req) -> tuple[int, int, int]:
+    """Lowest priority, then least output, then longest prompt (SPEC F11)."""
+    return (req.priority, req.num_output, -req.prompt_len)
+
+
+def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
+    """Take the pages of a request in prefill or decode back; it waits again and keeps its tokens."""
+    assert not req.is_prefill_leg, f"prefill leg {req.rid}: its pages may be on their way"
+    queues.remove(req)
+    counters.retractions += 1
+    counters.retracted_tokens += req.computed_len
+    req.num_retractions += 1
+    req.prompt_logprobs.clear()
+    kv.release(req, keep=True)
+    req.move(ReqState.WAITING)
+    queues.waiting.add(req)
+
+
+class SharedPrefixes:
+    """Finds the groups of a batch; nothing to do while it stays the same."""
+
+    def __init__(self, min_len: int = MIN_LEN, *, min_saved: int = 0) -> None:
+        """``min_saved``: tokens that a group must save reading; what that costs hangs on the device."""
+        self._min_len, self._min_saved = min_len, min_saved
+        self._locks: list[object] = []  # of the last batch
+        self._groups: tuple[PrefixGroup, ...] = ()
+
+    def groups(self, reqs: Sequence[Req], *, first: int = 0) -> tuple[PrefixGroup, ...]:
+        """The groups among ``reqs``, the first of which is the step's row ``first``.
+
+        Costs O(B) pointer comparisons, or, when somebody joined or left, O(B * nodes on a path).
+        """
+        locks = [req.holding.lock if req.holding is not None else None for req in reqs]
+        if locks != self._locks:
+            found = find_groups([_locked(lock) for lock in locks], self._min_len)
+            worth = (group for group in found if (len(group.members) - 1) * group.length >= self._min_saved)
+            self._locks, self._groups = locks, tuple(worth)
+        if not first:
+            return self._groups
+        return tuple(replace(group, members=group.members + np.int32(first)) for group in self._groups)
+
+
+def find_groups(nodes: Sequence[TreeNode], min_len: int) -> tuple[PrefixGroup, ...]:
+    """Groups of at least ``min_len`` tokens among requests that have locked ``nodes`` [B]."""
+    branches = _branches(nodes)
+    found: list[_Group] = []
+    for branch in sorted(branches.values(), key=lambda branch: branch.length, reverse=True):  # children first
+        if branch.length >= min_len:
+            branch.settle()
+        parent = branch.node.parent
+        assert parent is not None
+        if parent in branches:
+            branches[parent].loose += branch.loose
+            branches[parent].groups += branch.groups
+        else:
+            found += branch.groups
+    return tuple(
+        PrefixGroup(members=np.array(sorted(group.members), dtype=np.int32), length=group.length) for group in found
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    members: list[int]
+    length: int  # tokens
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be read."""
+        return (len(self.members) - 1) * self.length
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """A node of the paths: who in its subtree is in no group yet, and the groups there."""
+
+    node: TreeNode
+    length: int  # tokens from the root to the node's end
+    loose: list[int] = field(default_factory=list)
+    groups: list[_Group] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Make a group of those in none, and of those whose longer prefix saves less than reading this one once."""
+        absorbed = [group for group in self.groups if len(group.members) * self.length > group.saved]
+        joined = _Group([*self.loose, *(member for group in absorbed for member in group.members)], self.length)
+        if joined.saved > sum(group.saved for group in absorbed):
+            self.groups = [group for group in self.groups if group not in absorbed] + [joined]
+            self.loose = []
+        elif len(self.loose) > 1:
+            self.groups.append(_Group(self.loose, self.length))
+            self.loose = []
+
+
+def _branches(nodes: Sequence[TreeNode]) -> dict[TreeNode, _Branch]:
+    """Every node on the way from a root, which is left out, to one of ``nodes``."""
+    branches: dict[TreeNode, _Branch] = {}
+    for index, node in enumerate(nodes):
+        path, step = [], node
+        while step.parent is not None and step not in branches:
+            path.append(step)
+            step = step.parent
+        length = branches[step].length if step in branches else 0
+        for step in reversed(path):
+            length += len(step.key)
+            branches[step] = _Branch(step, length)
+        if node in branches:
+            branches[node].loose.append(index)
+    return branches
+
+
+def _locked(lock: object) -> TreeNode:
+    assert isinstance(lock, Lock), "a running request holds a locked path"
+    return lock.node

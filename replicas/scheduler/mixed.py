@@ -1,8 +1,8 @@
 """Extend steps, alone or mixed: chunks of prompts, and beside them one token of each running request.
 
-A mixed step runs the decode rows in the products of the prompts: who writes an answer goes on while prompts come, and
-the weights are read once for both. SPEC F01 and F08 let prompts go first, so that running requests make no token as
-long as prompts come; the scheduler departs from that here (``scheduler.mixed_steps``).
+A mixed step computes the decode rows together with the prompts. Running requests go on while prompts come, and the
+weights are read once for both. SPEC F01 and F08 let prompts go first, so that running requests make no token while
+prompts come; the scheduler departs from that here (``scheduler.mixed_steps``).
 
 Owns:      nothing; the layout of such a step.
 Never:     chooses requests or takes slots: prefill.py and decode.py have done both.
@@ -11,26 +11,26 @@ Thread:    scheduler thread only.
 Source:    Sarathi-Serve, Agrawal et al. 2024 (arXiv:2403.02310), "piggy-backed" decodes.
 """
 
-import numpy as np
+from collections.abc import Sequence
 
-from replicas.scheduler.decode import RunningBatch, sample_row
+from replicas.request import Req
+from replicas.scheduler.decode import DecodeRows, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, TableWrite
 from replicas.scheduler.prefill import ExtendBatch
 
 
 def extend_plan(
     batch: ExtendBatch,
-    running: RunningBatch,
-    decode: tuple[np.ndarray, ...] | None,
+    running: Sequence[Req],
+    decode: DecodeRows | None,
     table_writes: tuple[TableWrite, ...],
+    groups: tuple[PrefixGroup, ...],
 ) -> ExtendPlan:
-    """The step of ``batch`` and, unless ``decode`` (see `RunningBatch.prepare`) is None, of all of ``running``."""
-    groups: tuple[PrefixGroup, ...] = ()
+    """Plan a step of ``batch`` and, with ``decode``, of all ``running`` requests, whose rows and groups these are."""
     rows, sampled = list(batch.rows), [req for req, row in zip(batch.reqs, batch.rows, strict=True) if row.sample]
     if decode is not None:
         rows += _decode_rows(decode)
         sampled += running
-        groups = running.prefix_groups(running.reqs, first=len(batch.rows))
     return ExtendPlan(
         table_writes=table_writes,
         rows=tuple(rows),
@@ -40,15 +40,14 @@ def extend_plan(
     )
 
 
-def _decode_rows(decode: tuple[np.ndarray, ...]) -> list[ExtendRow]:
-    rows, token_ids, seq_lens, slots = decode
+def _decode_rows(decode: DecodeRows) -> list[ExtendRow]:
     return [
         ExtendRow(
-            row=int(rows[i]),
-            token_ids=token_ids[i : i + 1],
-            prefix_len=int(seq_lens[i]) - 1,
-            slots=slots[i : i + 1],
+            row=int(decode.rows[i]),
+            token_ids=decode.token_ids[i : i + 1],
+            prefix_len=int(decode.seq_lens[i]) - 1,
+            slots=decode.slots[i : i + 1],
             sample=True,
         )
-        for i in range(len(rows))
+        for i in range(len(decode.rows))
     ]

@@ -1,6 +1,6 @@
-"""Forms the next extend batch: which waiting requests start, and how much of each prompt runs now.
+"""Prefill: which waiting requests start in the next extend step, and how much of each prompt runs in it.
 
-Owns:      the request that is in the middle of its prompt (at most one, SPEC F06).
+Owns:      nothing; moves requests from the waiting queue to prefill, and sets which one is mid-prompt.
 Never:     runs or samples anything.
 Invariant: a refused request holds nothing; every refusal has a reason.
 Thread:    scheduler thread only.
@@ -16,9 +16,8 @@ from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.budget import NewTokenRatio, StepBudget, prompt_tokens
 from replicas.scheduler.plan import ExtendRow, Slots
-from replicas.scheduler.prealloc import Rank, rank
+from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
-from replicas.scheduler.waiting import WaitingQueue
 
 LOGITS_CHUNK = 512  # tokens a step of a prompt whose logprobs are wanted: each needs a row of vocabulary-wide logits
 
@@ -39,145 +38,135 @@ NO_ROOM = frozenset({Refusal.RUNNING_LIMIT, Refusal.MEMORY})
 
 @dataclass(slots=True)
 class ExtendBatch:
-    """The requests of one extend step, beside the rows that the device gets."""
+    """The requests of one extend step, the rows that the device gets, and which request was refused why."""
 
     reqs: list[Req] = field(default_factory=list)
     rows: list[ExtendRow] = field(default_factory=list)
     refusals: dict[tuple[str, int], Refusal] = field(default_factory=dict)
-    reserved: int = 0  # tokens that those in flight may still need, this batch included
-    barrier: Rank | None = None  # of the request that found no room
+    reserved: int = 0  # tokens that the requests in flight may still need, this batch included
+    barrier: float | None = None  # rank of the request that found no row or memory
     short: Req | None = None  # that request, if it was memory
 
 
-class PrefillScheduler:
-    """Picks from the waiting queue what fits the step and the pool."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds the next extend batch, beside the pool."""
 
-    def __init__(
-        self,
-        kv: KvCache,
-        waiting: WaitingQueue,
-        ratio: NewTokenRatio,
-        counters: Counters,
-        *,
-        chunk_size: int,
-        share_len: int,
-    ) -> None:
-        self._kv = kv
-        self._waiting = waiting
-        self._ratio = ratio
-        self._counters = counters
-        self._chunk_size = chunk_size
-        self._share_len = share_len
-        self.chunked: Req | None = None  # in the middle of its prompt; runs first in the next step
+    chunk_size: int  # most new tokens of a step
+    share_len: int  # a request that shares this many tokens with one of the batch waits for them
+    in_flight: list[Req]  # requests that have their pages and may need more: running, or waiting for their K/V
+    max_running: int
+    num_decode: int = 0  # running requests that make a token in the same step
 
-    def next_batch(
-        self, in_flight: list[Req], *, max_running: int, now_s: float, barrier: Rank | None = None, num_decode: int = 0
-    ) -> ExtendBatch:
-        """The next extend batch; without rows when nothing can start.
 
-        Args: in_flight: those that have their pages and may need more: running, and whose K/V is on its way.
-              barrier: waiting requests that rank after it may not start.
-              num_decode: running requests that make a token in the same step.
-        """
-        batch = ExtendBatch()
-        page_size = self._kv.page_size
-        budget = StepBudget(prompt_tokens(self._chunk_size, num_decode, page_size=page_size), page_size=page_size)
-        if self.chunked is not None and not self._extend(batch, self.chunked, budget):
-            return batch  # its next chunk finds no room: nobody may overtake it into the pool
-        batch.reserved = sum(self._ratio.reserve(req) for req in in_flight)
-        batch.reserved += sum(self._still_needs(req) for req in batch.reqs)
-        for req in self._waiting.ordered(now_s) if len(self._waiting) else ():
-            if barrier is not None and rank(req) > barrier:
-                refusal: Refusal | None = Refusal.OLDER_GRANT
-            else:
-                refusal = self._try(batch, req, budget, len(in_flight), max_running)
-            if refusal is None:
-                batch.reserved += self._still_needs(req)
-                self._count_start(req, now_s)
-                continue
-            batch.refusals[(req.rid, req.index)] = refusal
-            if refusal in NO_ROOM:
-                batch.barrier = rank(req)
-                batch.short = req if refusal is Refusal.MEMORY else None
-            if refusal not in PASSING:
-                break
-        return batch
+def next_batch(
+    queues: Queues, kv: KvCache, ratio: NewTokenRatio, counters: Counters, limits: Limits, *, now_s: float
+) -> ExtendBatch:
+    """Form the next extend batch; it has no rows when nothing can start."""
+    batch = ExtendBatch()
+    budget = StepBudget(
+        prompt_tokens(limits.chunk_size, limits.num_decode, page_size=kv.page_size), page_size=kv.page_size
+    )
+    if queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
+        return batch  # the next chunk finds no memory: no request may take it first
+    batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
+    batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
+    barrier = queues.prealloc.barrier
+    for req in queues.waiting.ordered(now_s) if len(queues.waiting) else ():
+        if barrier is not None and req.ranks_from_s > barrier:
+            refusal: Refusal | None = Refusal.OLDER_GRANT
+        else:
+            refusal = _start(batch, req, queues, kv, ratio, limits, budget)
+        if refusal is None:
+            batch.reserved += _still_needs(req, ratio)
+            if req.admitted_s is None:  # once for each request, however often it is retracted
+                req.admitted_s = now_s
+                counters.lookup_tokens += req.prompt_len
+                counters.cached_tokens += req.cached_tokens
+            continue
+        batch.refusals[(req.rid, req.index)] = refusal
+        if refusal in NO_ROOM:
+            batch.barrier = req.ranks_from_s
+            batch.short = req if refusal is Refusal.MEMORY else None
+        if refusal not in PASSING:
+            break
+    return batch
 
-    def forget(self, req: Req) -> None:
-        """``req`` leaves the prefill stage: finished, running, aborted or retracted."""
-        if self.chunked is req:
-            self.chunked = None
 
-    def _try(
-        self, batch: ExtendBatch, req: Req, budget: StepBudget, num_running: int, max_running: int
-    ) -> Refusal | None:
-        if num_running + len(batch.reqs) >= max_running:
-            return Refusal.RUNNING_LIMIT
-        if budget.empty or (self.chunked is not None and self.chunked is not req):
-            return Refusal.STEP_BUDGET
-        if self._leader_computes_prefix(batch, req):
-            return Refusal.SHARED_PREFIX
-        reused = self._kv.admit(req)  # locks the prefix: what it holds no longer counts as evictable
-        alone = num_running + len(batch.reqs) == 0
-        need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else self._ratio.reserve(req))
-        if need + (0 if alone else batch.reserved) > self._kv.available_tokens():
-            self._kv.release(req, keep=True)
-            return Refusal.MEMORY
-        if not self._extend(batch, req, budget):
-            self._kv.release(req, keep=True)
-            return Refusal.STEP_BUDGET
-        self._waiting.remove(req)
-        req.move(ReqState.PREFILLING)
-        if req.admitted_s is None:
-            req.cached_tokens = min(reused, req.prompt_len)
-        return None
+def _start(
+    batch: ExtendBatch,
+    req: Req,
+    queues: Queues,
+    kv: KvCache,
+    ratio: NewTokenRatio,
+    limits: Limits,
+    budget: StepBudget,
+) -> Refusal | None:
+    """Start waiting request ``req`` in the batch, or tell why not."""
+    num_running = len(limits.in_flight) + len(batch.reqs)
+    if num_running >= limits.max_running:
+        return Refusal.RUNNING_LIMIT
+    if budget.empty or (queues.chunked is not None and queues.chunked is not req):
+        return Refusal.STEP_BUDGET
+    if _prefix_is_computed(batch, req, kv, limits.share_len):
+        return Refusal.SHARED_PREFIX
+    reused = kv.admit(req)  # locks the prefix: its pages no longer count as evictable
+    alone = num_running == 0
+    need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req))
+    if need + (0 if alone else batch.reserved) > kv.available_tokens():
+        kv.release(req, keep=True)
+        return Refusal.MEMORY
+    if not _extend(batch, req, queues, kv, budget):
+        kv.release(req, keep=True)
+        return Refusal.STEP_BUDGET
+    queues.waiting.remove(req)
+    req.move(ReqState.PREFILLING)
+    if req.admitted_s is None:
+        req.cached_tokens = min(reused, req.prompt_len)
+    return None
 
-    def _count_start(self, req: Req, now_s: float) -> None:
-        """Once for each request, however often it is retracted."""
-        if req.admitted_s is None:
-            req.admitted_s = now_s
-            self._counters.lookup_tokens += req.prompt_len
-            self._counters.cached_tokens += req.cached_tokens
 
-    def _extend(self, batch: ExtendBatch, req: Req, budget: StepBudget) -> bool:
-        """Add the next chunk of ``req`` to the batch; False when neither budget nor pages allow one."""
-        start = req.computed_len
-        want = req.num_tokens - start
-        if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
-            want = max(1, (start + LOGITS_CHUNK) // self._kv.page_size * self._kv.page_size - start)
-        length = budget.grant(want, prefix_len=start)
-        if length == 0:
-            return False
-        try:
-            slots = self._kv.extend(req, start + length)
-        except PagesExhausted:
-            return False
-        budget.spend(length)
-        last = start + length == req.num_tokens
-        self.chunked = None if last else req
-        batch.reqs.append(req)
-        batch.rows.append(_row(req, start, length, slots, sample=last))
-        return True
-
-    def _leader_computes_prefix(self, batch: ExtendBatch, req: Req) -> bool:
-        """True when waiting a step would let ``req`` reuse at least ``share_len`` more tokens (SPEC F04)."""
-        ids = req.ids[: req.num_tokens - 1]
-        own = -1
-        for leader in batch.reqs:
-            if leader.salt != req.salt:
-                continue
-            common = _common_prefix_len(leader.ids[: leader.num_tokens], ids) // self._kv.page_size * self._kv.page_size
-            if common < self._share_len:
-                continue
-            own = self._kv.peek_len(ids, req.salt) if own < 0 else own
-            if self._kv.reuses_prefixes and common - own >= self._share_len:
-                return True
+def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: StepBudget) -> bool:
+    """Add the next chunk of ``req`` to the batch; False when budget or pages allow none."""
+    start = req.computed_len
+    want = req.num_tokens - start
+    if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
+        want = max(1, (start + LOGITS_CHUNK) // kv.page_size * kv.page_size - start)
+    length = budget.grant(want, prefix_len=start)
+    if length == 0:
         return False
+    try:
+        slots = kv.extend(req, start + length)
+    except PagesExhausted:
+        return False
+    budget.spend(length)
+    last = start + length == req.num_tokens
+    queues.chunked = None if last else req
+    batch.reqs.append(req)
+    batch.rows.append(_row(req, start, length, slots, sample=last))
+    return True
 
-    def _still_needs(self, req: Req) -> int:
-        """Tokens that a request of the batch will or may need beyond those that it has."""
-        assert req.holding is not None
-        return req.num_tokens - req.holding.kv_len + self._ratio.reserve(req)
+
+def _prefix_is_computed(batch: ExtendBatch, req: Req, kv: KvCache, share_len: int) -> bool:
+    """Whether ``req`` could reuse at least ``share_len`` more tokens if it waited for this batch (SPEC F04)."""
+    ids = req.ids[: req.num_tokens - 1]
+    own = -1
+    for leader in batch.reqs:
+        if leader.salt != req.salt:
+            continue
+        common = _common_prefix_len(leader.ids[: leader.num_tokens], ids) // kv.page_size * kv.page_size
+        if common < share_len:
+            continue
+        own = kv.peek_len(ids, req.salt) if own < 0 else own
+        if kv.reuses_prefixes and common - own >= share_len:
+            return True
+    return False
+
+
+def _still_needs(req: Req, ratio: NewTokenRatio) -> int:
+    """Count the tokens that a request of the batch will or may need beyond those that it has."""
+    assert req.holding is not None
+    return req.num_tokens - req.holding.kv_len + ratio.reserve(req)
 
 
 def _row(req: Req, start: int, length: int, slots: Slots, *, sample: bool) -> ExtendRow:

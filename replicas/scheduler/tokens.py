@@ -1,12 +1,19 @@
-"""What a step made of a request: its new token, why it ended, and the counts of all of them.
+"""The result of a step, request by request: computed tokens counted, pages to the tree, new tokens and what ends there.
 
-Owns:      nothing; values, and the rule by which a token ends a request.
+Owns:      nothing; moves requests from prefill to the running batch, or to the hand-off queue.
+Never:     chooses what runs, or ends a request: the scheduler does.
+Invariant: a request of the step gets at most one token; the tokens come in the order of the plan's rows.
+Thread:    scheduler thread only.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from replicas.request import Req
+from replicas.cache.kv import KvCache
+from replicas.request import Req, ReqState
+from replicas.scheduler.plan import BROKEN, ExtendPlan, StepPlan, StepResult
+from replicas.scheduler.queues import Queues
 from replicas.types import Finish, FinishReason, TokenLogprob
 
 BROKEN_LOGITS = (
@@ -19,7 +26,7 @@ class NewToken(NamedTuple):
     """One sampled token of one request; ``req.finish`` is set when it was its last."""
 
     req: Req
-    token_id: int | None  # None: no output was wanted, its logits are broken, or only a hand-off is to be told of
+    token_id: int | None  # None: no output was wanted, its logits are broken, or only news of a hand-off is reported
     logprob: TokenLogprob | None
 
 
@@ -47,8 +54,67 @@ class Counters:
                 self.finished += 1
 
 
+def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: Queues, kv: KvCache) -> tuple[int, int]:
+    """Take in what a step computed: lengths, logprobs of prompts, whole pages to the tree; finished prompts move on.
+
+    Args:    reqs: [B] of the plan's rows, in order. A request that has ended since the step was planned is passed over.
+    Returns: tokens of prompts and of running requests that were computed.
+    """
+    num_prompts = num_prompt_tokens = num_decode_tokens = 0
+    if isinstance(plan, ExtendPlan):
+        num_prompts = len(reqs) - plan.num_decode
+        for index in range(num_prompts):
+            req, row = reqs[index], plan.rows[index]
+            if req.finish is None:
+                num_prompt_tokens += len(row.token_ids)
+                req.computed_len += len(row.token_ids)
+                req.prompt_logprobs += result.prompt_logprobs.get(index, ())
+                kv.commit(req)
+                if row.sample:
+                    _end_prompt(req, queues)
+    for req in reqs[num_prompts:]:
+        if req.finish is None:
+            req.computed_len += 1
+            num_decode_tokens += 1
+    return num_prompt_tokens, num_decode_tokens
+
+
+def _end_prompt(req: Req, queues: Queues) -> None:
+    """Move ``req``, whose prompt is computed, to where it goes on."""
+    req.prompt_logprobs_from = None  # all made; a retracted request need not make them again
+    if req.is_prefill_leg:
+        req.move(ReqState.HANDING_OFF)
+        queues.away.add(req)
+    else:
+        req.move(ReqState.RUNNING)
+        queues.running.append(req)
+
+
+def sampled(plan: StepPlan, result: StepResult, reqs: list[Req]) -> Iterator[tuple[Req, int, TokenLogprob | None]]:
+    """Pair each open request of the step that was sampled with its token; ``reqs`` as in `count_computed`."""
+    rows = reqs
+    if isinstance(plan, ExtendPlan):
+        rows = [req for req, row in zip(reqs, plan.rows, strict=True) if row.sample]
+    logprobs = result.logprobs or (None,) * len(rows)
+    for req, token_id, logprob in zip(rows, result.token_ids.tolist(), logprobs, strict=True):
+        if req.finish is None:
+            yield req, token_id, logprob
+
+
+def take_token(req: Req, token_id: int, logprob: TokenLogprob | None) -> tuple[NewToken, Finish | None]:
+    """Give ``req`` its next token, sampled here or elsewhere. Returns: what its caller gets; why it ends, if so."""
+    if req.max_remaining <= 0:
+        return NewToken(req, None, None), Finish(reason=FinishReason.LENGTH)
+    if token_id == BROKEN:
+        return NewToken(req, None, None), Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500)
+    if req.state is ReqState.HANDING_OFF:
+        return NewToken(req, token_id, logprob), None  # the receiver appends it
+    req.append(token_id)
+    return NewToken(req, token_id, logprob), stop_reason(req)
+
+
 def stop_reason(req: Req) -> Finish | None:
-    """Whether the last token of ``req`` ends it by id or by length; stop strings are the detokenizer's."""
+    """Tell whether the last token of ``req`` ends it by id or by length; stop strings are the detokenizer's."""
     num_output, stop_ids = req.num_output, req.stop_ids
     if stop_ids and num_output >= max(1, req.sampling.min_new_tokens):
         last = int(req.ids[req.num_tokens - 1])

@@ -15,6 +15,7 @@ from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+from tests import harness
 from tests.embedded import MODEL
 
 pytestmark = pytest.mark.model
@@ -62,10 +63,10 @@ def answer(engine: Engine, asked: list[GenerateRequest], *, retract: str | None 
         if late and steps % 3 == 2:
             engine.submit(late.pop(0))
         deltas = engine.step()
-        num_ahead += len(engine.scheduler.under_way)
+        num_ahead += len(engine.scheduler.queues.under_way)
         if retract is not None and steps == 10:
             deltas += engine.land()
-            engine.scheduler.retraction.retract(next(r for r in engine.scheduler.running if r.rid == retract))
+            harness.retract(engine.scheduler, next(r for r in engine.scheduler.queues.running if r.rid == retract))
         steps += 1
         engine.scheduler.check()
         for delta in deltas:

@@ -17,6 +17,7 @@ from replicas.config import CacheConfig, ParallelConfig, ProductSetting, Schedul
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams
+from tests import harness
 from tests.embedded import MODEL
 
 pytestmark = pytest.mark.model
@@ -116,7 +117,7 @@ def run(
             rid, (ids, sampling) = late.popitem()
             engine.submit(GenerateRequest(rid=rid, token_ids=ids, sampling=sampling))
         if retract is not None and len(made[retract]) == NUM_NEW // 2:
-            engine.scheduler.retraction.retract(next(req for req in engine.scheduler.running if req.rid == retract))
+            harness.retract(engine.scheduler, next(r for r in engine.scheduler.queues.running if r.rid == retract))
             retract = None
     assert retract is None, "the request was never in a state to be retracted"
     engine.scheduler.check()

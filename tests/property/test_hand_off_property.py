@@ -134,7 +134,8 @@ def settle(pair: Pair) -> None:
             break
         pair.turn()
         for room in list(pair.wire.rooms.values()):
-            alone = room.sender is None or (room.order is None and not len(pair.decode.engine.scheduler.legs.prealloc))
+            prealloc = pair.decode.engine.scheduler.queues.prealloc
+            alone = room.sender is None or (room.order is None and not len(prealloc))
             if alone and not room.due:
                 pair.wire.fail(room.number, "nobody came")
     else:

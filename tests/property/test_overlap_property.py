@@ -62,7 +62,7 @@ class Run:
     def step(self) -> None:
         self.clock.now_s += 0.01
         self.take(self.engine.step())
-        self.num_ahead += len(self.engine.scheduler.under_way)
+        self.num_ahead += len(self.engine.scheduler.queues.under_way)
         self.engine.scheduler.check()
 
     def take(self, deltas: list[TokenDelta]) -> None:

@@ -27,7 +27,7 @@ actions = st.lists(
 
 def step(bench: Bench, *, mixed: bool) -> None:
     """With mixing nobody starves: whoever runs makes a token in every step, or it is the one that gives way."""
-    before = [(req, req.num_output, req.num_retractions) for req in bench.scheduler.running]
+    before = [(req, req.num_output, req.num_retractions) for req in bench.scheduler.queues.running]
     bench.step()
     for req, num_output, num_retractions in before if mixed else ():
         timed_out = req.finish is not None and req.finish.reason is FinishReason.ABORT
@@ -89,7 +89,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     for _ in range(2000):
         if bench.scheduler.has_work:
             step(bench, mixed=mixed)
-    assert not bench.scheduler.has_work, f"still busy: {bench.scheduler.refusals}"
+    assert not bench.scheduler.has_work, f"still busy: {bench.scheduler.last.refusals}"
     for req in reqs:
         assert req.finish is not None
         made = req.output_ids.tolist()

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req
-from replicas.scheduler.shared import SharedPrefixes
+from replicas.scheduler.decode import SharedPrefixes
 from replicas.types import GenerateRequest, SamplingParams
 
 MIN_LEN = 3

@@ -99,7 +99,7 @@ def test_those_who_find_no_place_do_not_keep_steps_from_being_made_ahead() -> No
     ahead = 0
     while engine.find("b") is not None and engine.find("b").state is ReqState.WAITING:  # type: ignore[union-attr]
         engine.step()
-        ahead += len(engine.scheduler.under_way)
+        ahead += len(engine.scheduler.queues.under_way)
     assert ahead == 10  # of 11 decode steps all but the last, whose end makes room
     finish_all(engine)
 
@@ -130,7 +130,7 @@ def steps_ahead(request: GenerateRequest) -> int:
     made = 0
     while engine.has_work:
         engine.step()
-        made += len(engine.scheduler.under_way)
+        made += len(engine.scheduler.queues.under_way)
     return made
 
 

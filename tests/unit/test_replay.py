@@ -15,7 +15,7 @@ from replicas.request import ReqState
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from tests.fake_kv_bytes import FakeKvBytes
 from tests.fakes import continuation
-from tests.harness import ask, fake_engine, finish_all
+from tests.harness import ask, fake_engine, finish_all, retract
 
 pytestmark = pytest.mark.model
 PROMPT = list(range(10, 33))  # 23 tokens: two chunks of at most 16
@@ -125,7 +125,7 @@ def test_a_restored_request_can_be_retracted_and_aborted() -> None:
     req = other.find("a")
     assert req is not None
     assert req.state is ReqState.RUNNING
-    other.scheduler.retraction.retract(req)
+    retract(other.scheduler, req)
     assert ids(finish_all(other)) == continuation(PROMPT, 8)[2:]
     restore(other, snapshot)
     assert other.abort("a")[-1].finish is not None

@@ -7,7 +7,7 @@ import pytest
 
 from kvtransfer.types import Received, SendReady
 from replicas.request import ReqState
-from replicas.scheduler.cramped import PATIENCE_S
+from replicas.scheduler.deadlines import PATIENCE_S
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
 from replicas.types import FinishReason
 from tests.fakes import continuation
@@ -115,7 +115,7 @@ def test_a_decode_leg_whose_hand_off_fails_is_computed_here_and_one_that_is_gone
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_a_decode_leg_that_waits_for_its_grant_just_ends(how: str) -> None:
     pair = started(how)
-    assert pair.decode.engine.scheduler.legs.prealloc
+    assert pair.decode.engine.scheduler.queues.prealloc
     if how == "deadline":
         pair.clock.now_s += 100
     else:

@@ -9,7 +9,7 @@ from replicas.errors import InvalidRequest
 from replicas.request import ReqState
 from replicas.types import FinishReason, HandOff, HandOffReport, PdLeg
 from tests.fakes import continuation
-from tests.harness import ask, fake_engine
+from tests.harness import ask, fake_engine, retract
 from tests.pair import Pair
 
 pytestmark = pytest.mark.model
@@ -235,7 +235,7 @@ def test_a_handed_over_request_may_be_retracted_like_any_other() -> None:
     pair.until(pair.decode, "a", ReqState.RUNNING)
     req = pair.decode.engine.find("a")
     assert req is not None
-    pair.decode.engine.scheduler.retraction.retract(req)
+    retract(pair.decode.engine.scheduler, req)
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
 

@@ -99,7 +99,7 @@ def test_a_request_that_ends_in_a_mixed_step_leaves_and_its_prompt_stays_reusabl
     plan = bench.step()
     assert isinstance(plan, ExtendPlan)
     assert writer.finish == Finish(reason=FinishReason.LENGTH)
-    assert bench.scheduler.prefill.chunked is long
+    assert bench.scheduler.queues.chunked is long
     again = bench.submit([1, 2, 3, 4, 9], max_new_tokens=1)
     bench.run()
     assert again.cached_tokens == 4

@@ -27,7 +27,7 @@ def test_a_long_prompt_runs_in_chunks_and_nobody_overtakes_it() -> None:
     long = bench.submit(list(range(40)), max_new_tokens=2)
     short = bench.submit([900, 901], max_new_tokens=2)
     bench.step()
-    assert bench.scheduler.prefill.chunked is long
+    assert bench.scheduler.queues.chunked is long
     assert long.computed_len == 16
     assert short.state is ReqState.WAITING
     bench.run()
@@ -63,7 +63,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     bench = Bench(page_size=4, chunked_prefill_size=256, context_len=256, num_pages=128, in_batch_prefix_len=32)
     reqs = [bench.submit([*range(64), 500 + i], max_new_tokens=2) for i in range(4)]
     bench.step()
-    assert set(bench.scheduler.refusals.values()) == {Refusal.SHARED_PREFIX}
+    assert set(bench.scheduler.last.refusals.values()) == {Refusal.SHARED_PREFIX}
     bench.run()
     assert [req.cached_tokens for req in reqs] == [0, 64, 64, 64]
     assert bench.scheduler.counters.prefill_tokens == 65 + 3
@@ -91,7 +91,7 @@ def test_admission_sets_output_aside_so_that_nobody_need_be_retracted() -> None:
     second = bench.submit([5, 6, 7, 8], max_new_tokens=20)
     bench.step()
     assert second.state is ReqState.WAITING
-    assert list(bench.scheduler.refusals.values()) == [Refusal.MEMORY]
+    assert list(bench.scheduler.last.refusals.values()) == [Refusal.MEMORY]
     bench.run()
     assert first.num_retractions + second.num_retractions == 0
     assert second.output_ids.tolist() == continuation([5, 6, 7, 8], 20)
@@ -148,7 +148,7 @@ def test_of_ended_requests_no_deadline_is_kept_whatever_is_open_before_them() ->
     assert deadlines.next_s == 10.0
     bench.clock.now_s = 11.0
     bench.scheduler.schedule()
-    assert (len(deadlines.take_expired()), deadlines.next_s) == (1, None)
+    assert (len(bench.scheduler.last.ended), deadlines.next_s) == (1, None)
     bench.scheduler.check()
 
 
@@ -158,7 +158,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     bench.step()
     bench.clock.now_s = 1.0
     bench.scheduler.schedule()
-    assert bench.scheduler.deadlines.take_expired() == [running]
+    assert bench.scheduler.last.ended == [running]
     assert running.finish is not None
     assert running.finish.reason is FinishReason.ABORT
     assert running.finish.http_status == 504
@@ -171,7 +171,7 @@ def test_higher_priority_starts_first_and_gives_way_last() -> None:
     high = bench.submit([4, 5, 6], max_new_tokens=2, priority=5)
     bench.step()
     assert (high.state, low.state) == (ReqState.RUNNING, ReqState.WAITING)
-    assert bench.scheduler.refusals == {(low.rid, 0): Refusal.RUNNING_LIMIT}
+    assert bench.scheduler.last.refusals == {(low.rid, 0): Refusal.RUNNING_LIMIT}
     bench.run()
 
 
@@ -182,10 +182,10 @@ def test_ageing_crosses_priorities_a_point_is_worth_ageing_s(queue: dict[str, ob
     old = bench.submit([1, 2, 3])
     bench.clock.now_s = 49.0
     soon = bench.submit([4, 5, 6], priority=10)
-    assert bench.scheduler.waiting.ordered(bench.clock()) == [soon, old]
+    assert bench.scheduler.queues.waiting.ordered(bench.clock()) == [soon, old]
     bench.clock.now_s = 51.0
     late = [bench.submit([7, 8, i], priority=10) for i in range(3)]
-    assert bench.scheduler.waiting.ordered(bench.clock()) == [soon, old, *late]
+    assert bench.scheduler.queues.waiting.ordered(bench.clock()) == [soon, old, *late]
     bench.run()
 
 
@@ -194,7 +194,7 @@ def test_priorities_are_off_unless_asked_for() -> None:
     bench = Bench(max_running=1)
     first = bench.submit([1, 2, 3], max_new_tokens=2)
     pushy = bench.submit([4, 5, 6], max_new_tokens=2, priority=1000)
-    assert bench.scheduler.waiting.ordered(bench.clock()) == [first, pushy]
+    assert bench.scheduler.queues.waiting.ordered(bench.clock()) == [first, pushy]
     bench.step()
     assert (first.state, pushy.state, pushy.priority) == (ReqState.RUNNING, ReqState.WAITING, 0)
     bench.run()
@@ -207,8 +207,8 @@ def test_longest_prefix_match_goes_first_until_another_has_aged() -> None:
     bench.run()
     stranger = bench.submit([700] * 12)
     cached = bench.submit([*range(12), 5])
-    assert bench.scheduler.waiting.ordered(bench.clock()) == [cached, stranger]
-    assert bench.scheduler.waiting.ordered(bench.clock() + 6.0) == [stranger, cached]
+    assert bench.scheduler.queues.waiting.ordered(bench.clock()) == [cached, stranger]
+    assert bench.scheduler.queues.waiting.ordered(bench.clock() + 6.0) == [stranger, cached]
     bench.run()
 
 
@@ -219,7 +219,7 @@ def test_a_long_queue_is_taken_in_arrival_order() -> None:
     bench.run()
     reqs = [bench.submit([700 + i] * 12) for i in range(2)]
     reqs.append(bench.submit([*range(12), 5]))
-    assert bench.scheduler.waiting.ordered(bench.clock()) == reqs
+    assert bench.scheduler.queues.waiting.ordered(bench.clock()) == reqs
     bench.run()
 
 

@@ -48,8 +48,8 @@ def test_a_grant_gives_a_row_and_the_pages_of_the_whole_prompt() -> None:
     bench.run()
     req = leg(bench, "a", [1, 2, 3, 4, *range(10, 16)])
     bench.step()
-    assert bench.scheduler.legs.take_granted() == [req]
-    assert bench.scheduler.legs.take_granted() == []
+    assert bench.scheduler.queues.away.take_granted() == [req]
+    assert bench.scheduler.queues.away.take_granted() == []
     assert req.state is ReqState.RECEIVING
     assert req.holding is not None
     assert (req.holding.prefix_len, req.holding.kv_len) == (4, 10)
@@ -132,7 +132,7 @@ def test_higher_priority_first_then_first_come() -> None:
     order = []
     for _ in range(3):
         bench.step()
-        (granted,) = bench.scheduler.legs.take_granted()
+        (granted,) = bench.scheduler.queues.away.take_granted()
         order.append(granted.rid)
         granted.leg = replace(granted.leg, exposed=False) if granted.leg is not None else None
         bench.scheduler.finish(granted, DONE)
@@ -157,7 +157,8 @@ def test_a_leg_that_finds_no_room_is_not_overtaken_by_later_local_requests() -> 
     assert req.state is ReqState.RECEIVING
     assert old.state is ReqState.FINISHED
     assert [r.state for r in later] == [ReqState.WAITING] * len(later)
-    assert Refusal.OLDER_GRANT in bench.scheduler.refusals.values() or bench.scheduler.legs.prealloc.barrier is None
+    refusals = bench.scheduler.last.refusals.values()
+    assert Refusal.OLDER_GRANT in refusals or bench.scheduler.queues.prealloc.barrier is None
     receive(bench, req)
     bench.run()
     assert all(r.num_output == 4 for r in later)
@@ -193,5 +194,5 @@ def test_an_older_local_request_still_starts_before_a_leg_that_finds_no_room() -
     assert req.state is ReqState.WAITING
     for _ in range(3):
         bench.step()
-    assert bench.scheduler.running.reqs[-1].prompt_len == 8
+    assert bench.scheduler.queues.running[-1].prompt_len == 8
     assert req.state is ReqState.WAITING

@@ -3,8 +3,8 @@
 import numpy as np
 
 from replicas.cache.radix import RadixCache
+from replicas.scheduler.decode import find_groups
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
-from replicas.scheduler.shared import find_groups
 from tests.harness import Bench
 
 PAGE = 4
@@ -70,7 +70,7 @@ def started(*, cascade: bool = True) -> Bench:
 def test_a_decode_plan_says_who_reads_a_prefix_together() -> None:
     bench = started()
     assert decode_groups(bench) == [([0, 2], 256)]
-    bench.scheduler.running.reqs.reverse()
+    bench.scheduler.queues.running.reverse()
     assert decode_groups(bench) == [([0, 2], 256)]
 
 

@@ -1,0 +1,236 @@
+"""Queues: every open request of one engine, by what it waits for or what runs it.
+
+Owns:      the membership and the order of each queue. These values only hold; what moves a request from one queue to
+           another is in prefill.py, grants.py, decode.py, tokens.py and scheduler.py.
+Never:     touches pages; the waiting queue asks how long a cached prefix is.
+Invariant: an open request is in exactly one queue, or only in a step under way (a prompt whose last chunk is being
+           computed); see each `check`.
+Thread:    scheduler thread only.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from replicas.request import Req, ReqState
+from replicas.types import TokenIds
+
+PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
+
+
+class ReqQueue:
+    """Requests in the order in which they were added, each at most once."""
+
+    def __init__(self) -> None:
+        self._reqs: dict[Req, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __iter__(self) -> Iterator[Req]:
+        return iter(self._reqs)
+
+    def __contains__(self, req: Req) -> bool:
+        return req in self._reqs
+
+    def add(self, req: Req) -> None:
+        self._reqs[req] = None
+
+    def remove(self, req: Req) -> None:
+        del self._reqs[req]
+
+
+class WaitingQueue(ReqQueue):
+    """Requests that hold nothing yet: aged requests are tried first; then highest priority; then by policy.
+
+    A request ranks by ``Req.ranks_from_s``: its arrival, earlier by ``ageing_s`` for each point of its priority. So
+    ageing crosses priorities: a request that arrives more than ``ageing_s`` per point of difference later ranks behind.
+    ``lpm`` tries the longest cached prefix first (SPEC F03, "SGLang longest prefix match"), because a prefix in use is
+    not evicted meanwhile. Ageing bounds the wait of requests without any prefix. Queues longer than ``lpm_max_queue``
+    are taken by rank: peeking at every prompt would cost more than it gains.
+    """
+
+    def __init__(self, *, policy: str, lpm_max_queue: int, ageing_s: float, peek_len: PeekLen) -> None:
+        super().__init__()
+        self._policy = policy
+        self._lpm_max_queue = lpm_max_queue
+        self._ageing_s = ageing_s
+        self._peek_len = peek_len
+
+    def ordered(self, now_s: float) -> list[Req]:
+        """List the requests in the order in which to try them. Stable: ties keep their rank."""
+        reqs = sorted(self._reqs, key=lambda req: req.ranks_from_s)
+        if self._policy == "fcfs" or len(reqs) > self._lpm_max_queue:
+            return reqs
+
+        def key(req: Req) -> tuple[int, int, int]:
+            if now_s - req.ranks_from_s >= self._ageing_s:
+                return (0, 0, 0)
+            return (1, -req.priority, -self._cached_len(req))
+
+        return sorted(reqs, key=key)
+
+    def uncached_tokens(self) -> int:
+        """Count the tokens to compute if every request started now; an upper bound for long queues."""
+        if len(self._reqs) > self._lpm_max_queue:
+            return sum(req.num_tokens for req in self._reqs)
+        return sum(req.num_tokens - self._cached_len(req) for req in self._reqs)
+
+    def _cached_len(self, req: Req) -> int:
+        return self._peek_len(req.ids[: req.num_tokens - 1], req.salt)
+
+
+class PreallocQueue(ReqQueue):
+    """Decode legs that hold nothing yet: they need row and pages before their K/V may be sent.
+
+    No request overtakes its head: a head that found no memory bars later local requests (`barrier`), and itself waits
+    for an older local request that found none.
+
+    Source: SPEC H07; SGLang's DecodePreallocQueue.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short: Req | None = None  # the head, if it found no memory when grants were last made
+
+    def remove(self, req: Req) -> None:
+        super().remove(req)
+        if self.short is req:
+            self.short = None
+
+    @property
+    def barrier(self) -> float | None:
+        """The rank after which local requests must wait, because the head needs the memory that they would take."""
+        return None if self.short is None else self.short.ranks_from_s
+
+    def older_than(self, time_s: float) -> list[Req]:
+        """List the legs that arrived by ``time_s``."""
+        return list(itertools.takewhile(lambda req: req.arrival_s <= time_s, self._reqs))
+
+
+class HandOffQueue(ReqQueue):
+    """Requests that wait for another replica; no step runs them. Also the news for replicas/disagg: grants and ends.
+
+    Each is WAITING (parked until its peer is ready) and holds nothing, or RECEIVING or HANDING_OFF with row and pages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.granted: list[Req] = []  # decode legs that got row and pages, until `take_granted`
+        self.ended: list[Req] = []  # legs that ended, until `take_ended`
+
+    @property
+    def holding(self) -> list[Req]:
+        """The requests that hold row and pages."""
+        return [req for req in self._reqs if req.state is not ReqState.WAITING]
+
+    def in_state(self, state: ReqState) -> list[Req]:
+        return [req for req in self._reqs if req.state is state]
+
+    def take_granted(self) -> list[Req]:
+        """Return the decode legs that got row and pages since the last call: their K/V may be requested."""
+        granted, self.granted = self.granted, []
+        return granted
+
+    def take_ended(self) -> list[Req]:
+        """Return the legs that ended since the last call, for whatever reason: their peers must hear of it."""
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class UnderWay:
+    """The steps that were planned and not applied, oldest first, two at most; and what ended requests still hold there.
+
+    A request of a step under way keeps its row and pages until that step is applied: a kernel may still write to them.
+    """
+
+    def __init__(self) -> None:
+        self.steps: deque[list[Req]] = deque()
+        self._ended: list[tuple[Req, bool]] = []
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __contains__(self, req: Req) -> bool:
+        return any(req in step for step in self.steps)
+
+    @property
+    def newest(self) -> list[Req]:
+        """The requests of the newest step, in the order of its rows."""
+        return self.steps[-1]
+
+    @property
+    def ended(self) -> list[Req]:
+        """The requests that are finished and hold pages to which a step under way still writes."""
+        return [req for req, _ in self._ended]
+
+    def begin(self, reqs: list[Req]) -> None:
+        self.steps.append(reqs)
+
+    def end(self) -> list[Req]:
+        """Remove the oldest step. Returns: its requests, ended or not."""
+        return self.steps.popleft()
+
+    def hold(self, req: Req, *, keep: bool) -> None:
+        """Keep what ``req``, which ended, holds until no step has it; ``keep``: its pages then go to the cache."""
+        self._ended.append((req, keep))
+
+    def take_released(self) -> list[tuple[Req, bool]]:
+        """Return what `hold` was given for requests that no step has."""
+        if not self._ended:
+            return []
+        released = [(req, keep) for req, keep in self._ended if req not in self]
+        self._ended = [(req, keep) for req, keep in self._ended if req in self]
+        return released
+
+
+@dataclass(slots=True, kw_only=True)
+class Queues:
+    """All open requests of one engine; what the functions of the scheduler read and change."""
+
+    waiting: WaitingQueue
+    chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
+    running: list[Req] = field(default_factory=list)  # one token a step each, in the order in which they joined
+    prealloc: PreallocQueue = field(default_factory=PreallocQueue)
+    away: HandOffQueue = field(default_factory=HandOffQueue)
+    under_way: UnderWay = field(default_factory=UnderWay)
+
+    @property
+    def holding(self) -> list[Req]:
+        """The open requests that hold row and pages and are not in the last chunk of their prompt."""
+        return [*self.running, *self.away.holding, *([self.chunked] if self.chunked is not None else [])]
+
+    def remove(self, req: Req) -> None:
+        """Take ``req`` out of the queue that has it, if one has."""
+        if req in self.away:
+            self.away.remove(req)
+        elif req in self.prealloc:
+            self.prealloc.remove(req)
+        elif req.state is ReqState.WAITING:
+            self.waiting.remove(req)
+        elif req.state is ReqState.RUNNING:
+            self.running.remove(req)
+        elif self.chunked is req:
+            self.chunked = None
+
+    def check(self) -> None:
+        """Raise AssertionError where a request is in a queue that does not fit its state."""
+        for req in (*self.waiting, *self.prealloc):
+            assert req.state is ReqState.WAITING, f"{req.rid} waits but is {req.state}"
+            assert req.holding is None, f"{req.rid} waits but holds {req.holding}"
+        for req in self.prealloc:
+            assert req.leg is not None, f"{req.rid} waits for a grant and is no decode leg"
+        assert self.prealloc.short is None or self.prealloc.short in self.prealloc, "the head that bars others has left"
+        for req in self.away:
+            assert req.state in (ReqState.WAITING, ReqState.RECEIVING, ReqState.HANDING_OFF), f"{req.rid}: {req.state}"
+            assert (req.holding is None) == (req.state is ReqState.WAITING), f"{req.rid} is {req.state}: {req.holding}"
+        for req in self.running:
+            assert req.state is ReqState.RUNNING, f"{req.rid} is {req.state}"
+            assert req.extend_len == 1, f"{req.rid} lacks the K/V of {req.extend_len} tokens"
+        for req in self.holding:
+            assert req.holding is not None, f"{req.rid} is {req.state} and holds nothing"
+        for req in (req for step in self.under_way.steps for req in step):
+            assert req.holding is not None, f"{req.rid} is in a step under way and holds nothing"
+        for req in self.under_way.ended:
+            assert req in self.under_way, f"{req.rid} ended, no step has it, and it holds pages"
