@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from benchmarks.token_source import paced_engine, request
 from deployments.app import build_of
-from deployments.replica.replica import ModelReplica
+from deployments.replica.model_replica import ModelReplica
 from deployments.settings.places import local_path
 from deployments.settings.schema import AppConfig
 from replicas.engine.engine import Engine

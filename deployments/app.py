@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from deployments import logs
 from deployments.replica.feasible import checked, device_of
-from deployments.replica.replica import ModelReplica
+from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
 from deployments.settings.capacity import Capacity, auto_count, shortages
 from deployments.settings.keys import KEY_VARIABLE, without_keys

@@ -2,9 +2,9 @@
 
 Owns:      one channel server, one fleet, one dispatcher, one routing router; the ASGI app over them (http_app.py).
 Never:     asks another process where a request should go; other routers only where one went (peers.py).
-Thread:    Serve's event loop for this replica; Serve's own router runs on another and speaks through membership.py.
+Thread:    Serve's event loop for this replica; Serve's own router runs on another and speaks through ray_leases.py.
 
-    Serve: members ──> membership.py ──> fleet ──attach──> replicas ──reports──> views ──> routing.router
+    Serve: members ──> ray_leases.py ──> fleet ──attach──> replicas ──reports──> views ──> routing.router
     HTTP ──> http_app ──> dispatcher ──choose──> lease (Serve) + stream (channel)
 """
 
@@ -28,14 +28,13 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import logs
 from deployments.channel.channel_server import ChannelServer
-from deployments.dispatch import membership
-from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch import ray_leases
+from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.leases import ReplicaGone
 from deployments.dispatch.ray_leases import RayLeases
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.fleet import Fleet
-from deployments.fleet.peers import Alone, Peers
-from deployments.fleet.ray_peers import RayPeers
+from deployments.fleet.peers import NoPeers, RayPeers, RouterPeers
 from deployments.http import tracing
 from deployments.http.browsers import browser_rules
 from deployments.http.http_app import make_app
@@ -139,7 +138,7 @@ class RouterIngress:
         )
 
     async def find_route(self, name: str) -> dict[str, Any] | None:
-        """Called by the other routers (ray_peers.py)."""
+        """Called by the other routers (peers.py)."""
         return own_route(self._service.dispatcher, name)
 
     async def find_request(self, name: str) -> dict[str, Any] | None:
@@ -173,12 +172,12 @@ class RouterIngress:
     def _listen(self, handle: DeploymentHandle, leases: RayLeases) -> None:
         """Hear of the running replicas. Serve's router of the handle is made here, before the first request."""
         loop = asyncio.get_running_loop()
-        deployment = membership.key(handle.app_name, handle.deployment_name)
+        deployment = ray_leases.key(handle.app_name, handle.deployment_name)
 
         def set_members(members: frozenset[str]) -> None:
             self._fleet.set_members(leases.set_members(deployment, handle, members))
 
-        membership.listen(deployment, functools.partial(_call_on, loop, set_members))
+        ray_leases.listen(deployment, functools.partial(_call_on, loop, set_members))
         handle.options(method_name="report")
 
 
@@ -196,10 +195,10 @@ def _lost_error(replica_id: str) -> ReplicaGone:
     return ReplicaGone(f"replica {replica_id} died, or its connection was lost")
 
 
-def _peers(config: AppConfig) -> Peers:
+def _peers(config: AppConfig) -> RouterPeers:
     context = serve.get_replica_context()
     if config.router.count == 1:
-        return Alone()
+        return NoPeers()
     return RayPeers(app_name=context.app_name, deployment_name=context.deployment)
 
 
@@ -209,7 +208,7 @@ def _service(
     dispatcher: Dispatcher,
     fleet: Fleet,
     leases: RayLeases,
-    peers: Peers,
+    peers: RouterPeers,
     registry: CollectorRegistry,
 ) -> Service:
     return Service(

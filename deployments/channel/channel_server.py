@@ -1,8 +1,8 @@
 """The router's end of the token channel: replicas connect to it, and their deltas are sorted into streams.
 
 Owns:      the listening sockets (Unix for this node, TCP for others) and the open streams.
-Never:     chooses replicas or retries (dispatch.py); trusts a connection before its HELLO carried the token: until then
-           it may send 4 KiB within 5 s, and there are at most 64 such.
+Never:     chooses replicas or retries (dispatcher.py); trusts a connection before its hello has carried the
+           token: until then it may send 4 KiB within 5 s, and there are at most 64 such.
 Invariant: a stream holds at most one delta per choice, merged while its consumer is slow, so that memory is bounded by
            the output itself; a delta for a stream that is closed or unknown is dropped.
 Thread:    the router's event loop.

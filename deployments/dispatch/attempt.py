@@ -1,24 +1,69 @@
-"""One try of a request: its parts on one replica, or its two legs on a pair, from the first call to the last delta.
+"""One try of a request, and how often a request is tried.
 
-Owns:      the streams and leases of the try.
-Never:     tries again (dispatch.py).
-Invariant: however it ends, nothing of it is left open but leases about to return, its outcome is noted, and its
-           decision is reported done.
+Owns:      the stream and the leases of the try; the number of the try, and which replicas later tries leave out.
+Never:     chooses a replica or starts another try (dispatcher.py).
+Invariant: however a try ends, nothing of it is left open but leases about to return, its outcome is noted, and its
+           decision is reported done. Between two stretches of STEADY_S in which tokens came, at most ``max_tries``
+           tries fail: a stream that outlives many replicas goes on, and a request that kills each replica after a few
+           tokens kills ``max_tries``.
 Thread:    the router's event loop.
 """
 
 from collections.abc import AsyncGenerator, Callable
 
 from deployments.channel.channel_server import ChannelServer, Stream
-from deployments.dispatch.holder import LeaseHolder
+from deployments.dispatch.leases import LeaseHolder, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLeg
 from deployments.dispatch.progress import Part, Progress
 from deployments.dispatch.route_log import Try
-from deployments.dispatch.tries import Tries
 from replicas.errors import EngineDead, MantaError, Overloaded
 from replicas.types import HandOffReport, TokenDelta
 from routing.router import Router
 from routing.types import Ending, RouteOutcome
+
+STEADY_S = 10.0  # a replica that brought tokens for so long was no failed try
+
+
+class Tries:
+    """The tries of one request."""
+
+    def __init__(self, max_tries: int, clock: Callable[[], float]) -> None:
+        self._max_tries = max_tries
+        self._clock = clock
+        self.number = 0  # of the try, over all: names differ by it
+        self.excluded: frozenset[str] = frozenset()
+        self._num_failed = 0  # since a replica served it for a while
+        self._first_s: float | None = None  # when this try brought its first and last tokens
+        self._last_s = 0.0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request has failed if this try does."""
+        return self._num_failed + 1 >= self._max_tries and not self._steady
+
+    @property
+    def is_last_of_several(self) -> bool:
+        return self.is_last and self._num_failed > 0
+
+    def brought_tokens(self) -> None:
+        self._last_s = self._clock()
+        if self._first_s is None:
+            self._first_s = self._last_s
+
+    def failed(self, replica_id: str, error: MantaError) -> bool:
+        """This try failed at ``replica_id``. Returns: whether there is another one."""
+        if self._steady:
+            self._num_failed, self.excluded = 0, frozenset()
+        if not isinstance(error, ReplicaHangs):  # one that hangs is out of choice for as long as it does (fleet.py)
+            self.excluded |= {replica_id}
+        self._num_failed += 1
+        self.number += 1
+        self._first_s = None
+        return self._num_failed < self._max_tries
+
+    @property
+    def _steady(self) -> bool:
+        return self._first_s is not None and self._last_s - self._first_s >= STEADY_S
 
 
 class Attempt:

@@ -1,6 +1,6 @@
 """Follows one request from its first decision to its end: its record, its times, and who wants to hear of it.
 
-Owns:      nothing of the request itself: what happens there happens in dispatch.py and attempt.py, and is told here.
+Owns:      nothing of the request itself: what happens there happens in dispatcher.py and attempt.py, and is told here.
 Never:     changes what a client gets; raises, whatever a watch does: what fails there stands in the log.
 Invariant: a watch hears ``opened`` and ``ended`` once each for a request, however it ends.
 Thread:    the router's event loop.
@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import ParamSpec, Protocol
 
 from deployments.dispatch.route_log import RouteLog, RouteRecord, Try
-from deployments.dispatch.route_request import Saturated
 from deployments.dispatch.timeline import Arrival, Timeline
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
@@ -169,7 +168,7 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
         return "ok"
     if error is None or isinstance(error, GeneratorExit | asyncio.CancelledError):
         return "cancelled"
-    if isinstance(error, Saturated | Overloaded):
+    if isinstance(error, Overloaded):
         return "shed"
     return outcome_of_status(getattr(error, "http_status", 500))
 

@@ -1,12 +1,16 @@
-"""The prefill leg of a request that two replicas compute: its lease, its own stream, and what its end means.
+"""The prefill leg of a request that two replicas compute, and the prefill replicas that are held out after a failure.
 
-Owns:      the tickets, and one open leg: a request on the prefill replica that yields no token to the client.
-Never:     decides about another try (dispatch.py): it fails the decode leg's stream, once, and that ends the try.
-Invariant: the leg's end is noted once; after `stop` nothing of it is open but a lease that is about to return.
+Owns:      the tickets, and one open leg: a request on the prefill replica that yields no token to the client. Until
+           when each prefill replica whose hand-off failed is held out of choice, and why.
+Never:     decides about another try (dispatcher.py): it fails the decode leg's stream, once, and that ends the try.
+           Judges replicas by anything but hand-offs: those that die or hang are the fleet's (fleet.py). The fault may
+           lie between a replica and a single peer, and then neither of them is unhealthy.
+Invariant: the leg's end is noted once; after `stop` nothing of it is open but a lease that is about to return. One
+           hand-off that succeeds ends the hold; a hold grows only by failures after it.
 Thread:    the router's event loop.
 
     start ─> waits for its end ─┬─ handed off ──────────────────────────> noted
-                                ├─ refused, its replica gone or crashed ─> noted; unless the decode side has told of
+                                ├─ refused, its replica gone or crashed ─> noted; unless the decode side has reported
                                 │                                          the hand-off, its leg is failed with
                                 │                                          `PrefillLost`
                                 └─ ended by the engines themselves ──────> noted; the decode side knows, and goes on
@@ -15,14 +19,16 @@ Thread:    the router's event loop.
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from deployments.channel.channel_server import ChannelServer, Stream
 from deployments.dispatch.progress import Part
 from deployments.dispatch.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
 from replicas.errors import EngineDead, MantaError, Overloaded
-from replicas.types import Finish, FinishReason, HandOff, PdLeg
+from replicas.types import Finish, FinishReason, HandOff, HandOffReport, PdLeg
 
 TRY_ENDED = "not known: the try ended first"
 TRANSFERRED = "handed off, says the decode replica: the try ended first"
@@ -114,3 +120,41 @@ def _lost(finish: Finish) -> MantaError | None:
 
 def _words(finish: Finish) -> str:
     return f"{finish.reason.value}: {finish.message}" if finish.message else finish.reason.value
+
+
+FIRST_S = 2.0
+MOST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    until_s: float
+    length_s: float
+    reason: str
+
+
+class HoldOut:
+    """Told of every hand-off's report."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._holds: dict[str, _Hold] = {}  # by prefill replica
+
+    def take(self, prefill_id: str, report: HandOffReport) -> None:
+        """Of a hand-off from ``prefill_id``."""
+        now_s, before = self._clock(), self._holds.get(prefill_id)
+        if report.transferred:
+            self._holds.pop(prefill_id, None)
+        elif before is None or before.until_s <= now_s:  # those that were under way together fail together, once
+            length_s = FIRST_S if before is None else min(2 * before.length_s, MOST_S)
+            self._holds[prefill_id] = _Hold(now_s + length_s, length_s, report.reason or "no reason was told")
+
+    def now(self) -> Mapping[str, str]:
+        """Replicas that are held out, and why."""
+        now_s = self._clock()
+        self._holds = {each: hold for each, hold in self._holds.items() if now_s < hold.until_s + 2 * MOST_S}
+        return {
+            each: f"a hand-off from it failed ({hold.reason}); not asked for another {hold.until_s - now_s:.1f} s"
+            for each, hold in self._holds.items()
+            if now_s < hold.until_s
+        }

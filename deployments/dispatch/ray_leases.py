@@ -1,11 +1,16 @@
-"""`Leases` by Ray Serve: unary calls to exactly one replica, and Ray's failures in our words.
+"""Calls to exactly one replica by Ray Serve, with Ray's failures as our errors; and which replicas Serve runs.
 
-Owns:   which deployment's handle reaches which replica, where there is more than one deployment.
-Never:  retries; dispatch.py does.
-Thread: the router's event loop.
+Owns:   the last published members of each deployment and their listeners; which deployment's handle reaches a replica.
+Never:  retries (dispatcher.py).
+Thread: the router's event loop; `publish` and `listen` any. Serve's router runs on a thread of its own, and listeners
+        are called on the publisher's thread.
+
+Serve pickles request_router.py by value, so the globals there are copies. It shares this module's by import.
 """
 
 import asyncio
+import threading
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
@@ -15,31 +20,56 @@ from ray.serve.handle import DeploymentHandle
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
-from deployments.dispatch.request_router import PIN
 from deployments.settings.roles import DEPLOYMENTS
 from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
 from replicas.types import GenerateRequest
 from routing.types import Role
 
+PIN = "pin:"  # before a replica's id: the session id of a call to that replica and no other
+Listener = Callable[[frozenset[str]], None]
 T = TypeVar("T")
+_lock = threading.Lock()
+_members: dict[str, frozenset[str]] = {}  # by "application/deployment"
+_listeners: dict[str, list[Listener]] = {}
+
+
+def publish(deployment: str, members: frozenset[str]) -> None:
+    """Tell the listeners that ``members`` are the running replicas of ``deployment`` now."""
+    with _lock:
+        _members[deployment] = members
+        listeners = list(_listeners.get(deployment, ()))
+    for listener in listeners:
+        listener(members)
+
+
+def listen(deployment: str, listener: Listener) -> None:
+    """Call ``listener`` with the members as of now and after every change."""
+    with _lock:
+        _listeners.setdefault(deployment, []).append(listener)
+        members = _members.get(deployment, frozenset())
+    listener(members)
+
+
+def key(app_name: str, deployment_name: str) -> str:
+    return f"{app_name}/{deployment_name}"
 
 
 class RayLeases:
-    """Calls through the handles of the model replicas' deployments."""
+    """`Leases` through the handles of the model replicas' deployments."""
 
     def __init__(self) -> None:
         self._handles: dict[str, DeploymentHandle] = {}  # by deployment
         self._members: dict[str, frozenset[str]] = {}  # by deployment
 
     def set_members(self, deployment: str, handle: DeploymentHandle, members: frozenset[str]) -> frozenset[str]:
-        """The running replicas of one deployment now; returns those of all."""
+        """Set the running replicas of one deployment. Returns: those of all deployments."""
         self._handles[deployment] = handle
         self._members[deployment] = members
         return frozenset().union(*self._members.values())
 
     def role_of(self, replica_id: str) -> Role:
-        """Of a replica that runs, by the deployment it is of."""
+        """Return the role of a running replica, by its deployment."""
         at = next((name for name, members in self._members.items() if replica_id in members), "")
         return next((role for role, name in DEPLOYMENTS.items() if at.endswith(f"/{name}")), Role.UNIFIED)
 

@@ -1,10 +1,10 @@
-"""Ray Serve's request router for model replicas: exactly the replica that our router chose, or an error at once.
+"""Ray Serve's request router for model replicas: the exact replica that our router chose, or an error at once.
 
 The choice travels as the call's session id, "pin:<replica>". Overriding `_choose_replica_for_request` leaves Serve its
 accounting, draining and failure signals, and avoids the four ways in which `choose_replicas` can hang (notes/ray.md).
 
-Owns:   the index from a replica's id to Serve's wrapper of it; tells membership.py of every change.
-Thread: Serve's router thread. Serve pickles this module by value: share state through membership.py only.
+Owns:   the index from a replica's id to Serve's wrapper of it; publishes every change to ray_leases.py.
+Thread: Serve's router thread. Serve pickles this module by value: share state through ray_leases.py only.
 """
 
 import asyncio
@@ -14,9 +14,8 @@ from typing import Any
 from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.request_router import RequestRouter
 
-from deployments.dispatch import membership
+from deployments.dispatch import ray_leases
 
-PIN = "pin:"
 FULL_WAIT_S = 0.01  # the replica is at max_ongoing_requests: ask it again after so long
 
 
@@ -49,13 +48,13 @@ class ExactReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes 
 
     def _pick(self, pending_request: Any) -> Any:
         session: str = pending_request.metadata.session_id
-        if not session.startswith(PIN):
+        if not session.startswith(ray_leases.PIN):
             return random.choice(self._replicas_list)
-        replica = self._by_unique_id.get(session.removeprefix(PIN))
+        replica = self._by_unique_id.get(session.removeprefix(ray_leases.PIN))
         if replica is None:
-            raise ReplicaUnavailableError(session.removeprefix(PIN))
+            raise ReplicaUnavailableError(session.removeprefix(ray_leases.PIN))
         return replica
 
     def _publish(self) -> None:
-        deployment = membership.key(self._deployment_id.app_name, self._deployment_id.name)
-        membership.publish(deployment, frozenset(self._by_unique_id))
+        deployment = ray_leases.key(self._deployment_id.app_name, self._deployment_id.name)
+        ray_leases.publish(deployment, frozenset(self._by_unique_id))

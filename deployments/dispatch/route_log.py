@@ -32,7 +32,7 @@ class Try:
     outcome: RouteOutcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
     hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
-    held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replicas not asked then -> why (hold_out.py)
+    held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replicas not asked then -> why (prefill_leg.py)
     prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one
     times: LegTimes = field(default_factory=LegTimes)  # as the engines told them
 

@@ -1,13 +1,21 @@
-"""The replicas as one router knows them: attached, reporting, or gone.
+"""The replicas as one router knows them: attached, reporting, hanging, or gone.
 
-Owns:      which replicas are members, what each said on attaching, and its last report.
-Never:     chooses (routing/router.py), sends requests (dispatch.py) or follows caches (cache_sync.py).
-Invariant: the routing router's views are the attached replicas, after every change.
+Owns:      which replicas are members, what each said on attaching, and its last report; of every connected replica,
+           also one that drains and is no longer a member, whether it hangs.
+Never:     chooses (routing/router.py), sends requests (dispatcher.py), fails streams (channel_server.py) or follows
+           caches (cache_sync.py).
+Invariant: the routing router's views are the attached replicas, after every change. None hangs while no other one
+           speaks: then the machine is busy, or there is nowhere to go.
 Thread:    the router's event loop; `set_members` is called from any thread through `call_soon_threadsafe`.
 
     member ──attach (retried)──> attached ──reports──> view        an error, or silent for SILENT_S: not healthy
        └── left, silent for STALE_S, or the connection ended ──────> gone; attached anew while it is a member
-    one that hangs (hangs.py) keeps its connection; its open requests go on elsewhere
+    hanging: silent, or in a step that does not end, while another one could go on. It keeps its connection; its open
+             requests go on elsewhere
+
+A step counts as hung after ``hang_s``, but not before SLOWER times the longest recent step of any replica: where such
+a step has ended, such steps are slow. Nor does one of an engine's first steps, which may compile. A request that is
+only slow is left at most ``max_tries`` - 1 times, since the last try stays (attempt.py).
 """
 
 import asyncio
@@ -15,19 +23,67 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import Leases, ReplicaHangs, ReplicaInfo
 from deployments.fleet.cache_sync import CacheSync
-from deployments.fleet.hangs import Hangs
 from deployments.fleet.seen import SeenReplica, view_of
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from routing.router import Router
 from routing.types import IndexEvent, IndexSnapshot, Role
+
+SETTLED_STEPS = 16  # before these a long step may be one that compiles
+SLOWER = 4.0
+
+
+class Hangs:
+    """Told of every report."""
+
+    def __init__(self, *, hang_s: float, silent_s: float, clock: Callable[[], float]) -> None:
+        """``hang_s``: silent, or in one step, for so long, it hangs; ``silent_s``: for so long, it does not speak."""
+        self._hang_s = max(hang_s, silent_s)
+        self._silent_s = silent_s
+        self._clock = clock
+        self._said: dict[str, tuple[float, ReplicaReport]] = {}
+
+    def heard(self, replica_id: str, report: ReplicaReport) -> None:
+        self._said[replica_id] = (self._clock(), report)
+
+    def lost(self, replica_id: str) -> None:
+        """Its connection has ended, and its streams with it."""
+        self._said.pop(replica_id, None)
+
+    def stood_still(self, seconds: float) -> None:
+        """This process has not run for ``seconds``, in which nobody could be heard."""
+        now_s = self._clock()
+        self._said = {each: (min(s + seconds, now_s), report) for each, (s, report) in self._said.items()}
+
+    def find(self, able: Iterable[str], *, prefill: Container[str] = ()) -> dict[str, str]:
+        """The replicas that hang, and how; none where none of ``able`` speaks, which could go on with a request.
+
+        Args: prefill: prefill replicas. A silent one hangs after twice ``hang_s``: the heartbeats of the decode side
+              find its silence first, and the decode side then computes the prompt without another try.
+        """
+        now_s = self._clock()
+        longest_s = max((report.stats.longest_step_s for _, report in self._said.values()), default=0.0)
+        step_s = max(self._hang_s, SLOWER * longest_s)
+        found = {}
+        for each, (heard_s, report) in self._said.items():
+            settled = report.stats.num_extend_steps + report.stats.num_decode_steps >= SETTLED_STEPS
+            if now_s - heard_s >= self._hang_s * (2 if each in prefill else 1):
+                found[each] = f"it has said nothing for {now_s - heard_s:.1f} s"
+            elif settled and report.step_age_s >= step_s:
+                found[each] = f"its step has been running for {report.step_age_s:.1f} s"
+        return found if any(self._speaks(each, now_s) for each in able if each not in found) else {}
+
+    def _speaks(self, replica_id: str, now_s: float) -> bool:
+        said = self._said.get(replica_id)
+        return said is not None and now_s - said[0] < self._silent_s and said[1].error is None
+
 
 log = logging.getLogger(__name__)
 
@@ -181,9 +237,7 @@ class Fleet:
             age_s = None if report is None else ages_s[each]
             state = states.get(each, "starting")
             found.append(
-                SeenReplica(
-                    replica_id=each, role=role.value, state=state, info=info, report=report, report_age_s=age_s
-                )
+                SeenReplica(replica_id=each, role=role.value, state=state, info=info, report=report, report_age_s=age_s)
             )
         return tuple(found)
 
@@ -287,9 +341,7 @@ class Fleet:
         limit_s = self._stale_s if all_silent else self._silent_s
         hanging = self._hanging_now()
         self._router.update(
-            view_of(
-                self._infos[each], report, heard_s=heard_s, hangs=now_s - heard_s >= limit_s or each in hanging
-            )
+            view_of(self._infos[each], report, heard_s=heard_s, hangs=now_s - heard_s >= limit_s or each in hanging)
             for each, (heard_s, report) in heard.items()
         )
         self._changed.set()

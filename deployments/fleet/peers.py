@@ -1,42 +1,49 @@
-"""What one router asks of the others, as a protocol: Ray answers it in production (ray_peers.py), a list in tests.
+"""What one router asks of the others: a protocol, and its implementation by one Ray Serve call to every router.
 
-Never:     on a request's way to its tokens; only for showing.
-Invariant: whoever does not answer in time costs its own answer alone, and is spoken of.
-Thread:    the router's event loop.
+Owns:      the handle of the routers' deployment, asked for once.
+Never:     stands on a request's way to its tokens; raises for a router that is dying; waits longer than twice ANSWER_S
+           for one that hangs.
+Invariant: a router that does not answer in time costs its own answer alone, and the answer names it as missing.
+Thread:    the event loop of a router, or of the observatory; asking Serve for the handle blocks, so a thread does it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import logging
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from ray import serve
+from ray.exceptions import ActorDiedError, RayError
+from ray.serve.exceptions import RayServeException
 
 Body = dict[str, Any]  # an answer of ``GET /route/{name}``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundRoute:
     """What the others said."""
 
     body: Body | None = None  # the newest; None: nobody who answered knows the name
     unanswered: str = ""  # who did not answer, as a clause; empty if all did
 
 
-class Peers(Protocol):
+class RouterPeers(Protocol):
     """The other routers of the application."""
 
-    async def find_route(self, name: str) -> Found:
+    async def find_route(self, name: str) -> FoundRoute:
         """The answer of ``GET /route/{name}`` by the router that was the last to decide for that name."""
         ...
 
 
-class Alone:
+class NoPeers:
     """There is one router."""
 
-    async def find_route(self, name: str) -> Found:
-        return Found()
+    async def find_route(self, name: str) -> FoundRoute:
+        return FoundRoute()
 
 
-async def newest(asked: Sequence[Awaitable[Body | None]], *, within_s: float) -> Found:
+async def newest(asked: Sequence[Awaitable[Body | None]], *, within_s: float) -> FoundRoute:
     """Wait for each of ``asked``, all at once, up to ``within_s``; one that fails or is late has not answered."""
     answers = await asyncio.gather(*(asyncio.wait_for(each, within_s) for each in asked), return_exceptions=True)
     failed = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -45,10 +52,85 @@ async def newest(asked: Sequence[Awaitable[Body | None]], *, within_s: float) ->
     if failed:
         kinds = ", ".join(sorted({type(each).__name__ for each in failed}))
         unanswered = f"{len(failed)} of {len(asked)} routers did not answer within {within_s:g} s ({kinds})"
-    return Found(body=newer(*found), unanswered=unanswered)
+    return FoundRoute(body=newer(*found), unanswered=unanswered)
 
 
 def newer(*bodies: Body | None) -> Body | None:
     """A name can come twice, and then means its last bearer."""
     found = [body for body in bodies if body is not None]
     return max(found, key=lambda body: float(body["time"]), default=None)
+
+
+class NobodyAsked(Exception):
+    """The call could not be sent; the message is the kind of error that came instead."""
+
+
+class Broadcast:
+    """Calls to all replicas of one deployment."""
+
+    def __init__(self, *, app_name: str, deployment_name: str) -> None:
+        self._names = deployment_name, app_name
+        self.handle: Any = None  # serve.DeploymentHandle; Ray's classes are untyped
+
+    async def ask(self, method: str, *args: Any, within_s: float) -> list[Coroutine[Any, Any, Any]]:
+        """Call ``method`` of each replica that runs; one answer each, to be awaited.
+
+        Args:   within_s: to reach them all.
+        Raises: NobodyAsked.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                if self.handle is None:
+                    self.handle = await asyncio.to_thread(serve.get_deployment_handle, *self._names)
+                # Serve's public results_async gives all answers or none: one that hangs would take the others'.
+                calls = await self.handle.broadcast(method, *args)._fetch_replica_results_async()
+        except (TimeoutError, KeyError, RayError, RayServeException) as error:  # KeyError: it is not deployed yet
+            raise NobodyAsked(type(error).__name__) from error
+        return [_answer(call) for call in calls]
+
+
+async def _answer(call: Any) -> Any:
+    """Of one replica (ray.serve's ReplicaResult)."""
+    try:
+        return await call.get_async()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+
+
+log = logging.getLogger(__name__)
+ANSWER_S = 2.0  # to reach all routers, and then for each to answer
+
+
+class RayPeers:
+    """All routers, ourselves among them: who has looked already finds nothing more at home."""
+
+    def __init__(self, *, app_name: str, deployment_name: str, answer_s: float = ANSWER_S) -> None:
+        self._routers = Broadcast(app_name=app_name, deployment_name=deployment_name)
+        self._answer_s = answer_s
+
+    async def find_route(self, name: str) -> FoundRoute:
+        return await self._find("find_route", name)
+
+    async def find_request(self, name: str) -> FoundRoute:
+        """As `find_route`, with the request's row and page keys (observatory/router_view.py)."""
+        return await self._find("find_request", name)
+
+    async def _find(self, method: str, name: str) -> FoundRoute:
+        try:
+            answers = await self._routers.ask(method, name, within_s=self._answer_s)
+        except NobodyAsked as error:
+            log.warning("the other routers were not asked about %r: %s", name, error)
+            return FoundRoute(unanswered=f"the other routers could not be asked ({error})")
+        found = await newest([_body_of(each) for each in answers], within_s=self._answer_s)
+        if found.unanswered:
+            log.warning("about %r: %s", name, found.unanswered)
+        return found
+
+
+async def _body_of(answer: Awaitable[Body | None]) -> Body | None:
+    """Of one router; one that has died knows nothing any more."""
+    try:
+        return await answer
+    except ActorDiedError:
+        return None

@@ -7,7 +7,7 @@ Never:  holds a prompt's text or ids.
 import dataclasses
 from typing import Any
 
-from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.route_log import RouteRecord
 
 

@@ -16,9 +16,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.dispatch.dispatcher import NO_HINTS, RouteHints
 from deployments.dispatch.rids import check_name
 from deployments.dispatch.route_log import RouteLog, RouteRecord, Try
-from deployments.dispatch.route_request import NO_HINTS, RouteHints
 from deployments.dispatch.timeline import Arrival
 from deployments.http.arrivals import arrival_of
 from deployments.http.key_check import caller_of, scoped

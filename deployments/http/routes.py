@@ -9,10 +9,9 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
-from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.dispatcher import Dispatcher, query_of
 from deployments.dispatch.rids import new_rid
 from deployments.dispatch.route_log import RouteRecord, Try
-from deployments.dispatch.route_request import query_of
 from deployments.fleet.peers import newer
 from deployments.http.body import Items, WireType, read_body
 from deployments.http.convert import check_model, prompts_of_ids, salt_of

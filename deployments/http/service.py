@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
-from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.leases import Leases
 from deployments.fleet.fleet import Fleet
-from deployments.fleet.peers import Alone, Peers
+from deployments.fleet.peers import NoPeers, RouterPeers
 from deployments.http.http_errors import Busy
 from replicas.errors import PromptTooLong
 from replicas.text.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class Service:
     fleet: Fleet
     leases: Leases
     settings: dict[str, Any]  # the configuration as given, for /get_server_info
-    peers: Peers = field(default_factory=Alone)
+    peers: RouterPeers = field(default_factory=NoPeers)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)  # what GET /metrics shows
     max_body_bytes: int = 4 << 20
     isolates_keys: bool = True  # requests of different API keys share no cached prefix

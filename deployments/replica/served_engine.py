@@ -2,7 +2,7 @@
 
 Owns:      the engine loop, the channel to each router, and the open leases. One report for all routers every period:
            the cache's events since the last and the statistics; nothing of it happens on a request's way.
-Never:     imports Ray (replica.py puts this into an actor; tests run it in their own process).
+Never:     imports Ray (model_replica.py puts this into an actor; tests run it in their own process).
 Invariant: a lease ends exactly when its request has; a router has one connection, and when that ends, the requests
            that came over it are aborted.
 Thread:    the replica's event loop; the sinks run on the engine thread and only hand over.

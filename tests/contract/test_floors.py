@@ -207,7 +207,7 @@ def test_imports_go_down_only(unit: str) -> None:
         ("deployments.newcomer", "import replicas.types"),
         ("deployments.fleet.fleet", "from deployments.watch.observatory.router_view import RouterView"),
         ("deployments.settings.schema", "from deployments.http import key_check"),
-        ("deployments.replica.replica", "from deployments.router import RouterIngress"),
+        ("deployments.replica.model_replica", "from deployments.router import RouterIngress"),
     ],
 )
 def test_an_import_that_goes_up_is_found(unit: str, source: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve import Application
 
 from deployments.app import build_of
-from deployments.replica.replica import ModelReplica
+from deployments.replica.model_replica import ModelReplica
 from deployments.settings.schema import AppConfig
 from replicas.engine.engine import Engine
 from replicas.scheduler.plan import PendingStep, StepPlan

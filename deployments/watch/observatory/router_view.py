@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.route_log import MOST_TOLD, RouteRecord
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import Body

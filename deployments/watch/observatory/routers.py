@@ -13,9 +13,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from deployments.fleet.peers import Found
-from deployments.fleet.ray_broadcast import Broadcast, NobodyAsked
-from deployments.fleet.ray_peers import RayPeers
+from deployments.fleet.peers import Broadcast, FoundRoute, NobodyAsked, RayPeers
 from deployments.watch.observatory.router_view import RouterView
 from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
@@ -45,7 +43,7 @@ class Routers(Protocol):
         """Through any router. Raises: NoRouter; ReplicaGone."""
         ...
 
-    async def find_request(self, name: str) -> Found:
+    async def find_request(self, name: str) -> FoundRoute:
         """Row, page keys and route of the last request called so (router_view.request_body)."""
         ...
 
@@ -80,5 +78,5 @@ class RayRouters:
         except (TimeoutError, KeyError, RayError, RayServeException) as error:  # KeyError: none is deployed yet
             raise NoRouter(f"no router answered ({type(error).__name__}): try again in a moment") from error
 
-    async def find_request(self, name: str) -> Found:
+    async def find_request(self, name: str) -> FoundRoute:
         return await self._peers.find_request(name)

@@ -15,7 +15,7 @@ import numpy as np
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
 from deployments.channel.frames import CacheChanges, CacheKeys, ReplicaReport, encode
-from deployments.dispatch.dispatch import Dispatcher
+from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.fleet.fleet import Fleet
 from kvtransfer.pages import PageKeys, page_keys

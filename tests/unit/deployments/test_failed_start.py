@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from deployments import logs
-from deployments.replica import replica
-from deployments.replica.replica import ModelReplica
+from deployments.replica import model_replica
+from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
@@ -30,9 +30,9 @@ class Started(ModelReplica):
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"), get_node_id=lambda: "n0")
-    monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(replica.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(replica.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(model_replica.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(model_replica.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(model_replica.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(logs, "into_serve", lambda: None)
 
 
@@ -52,7 +52,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         engines.append(fake_engine()[0])
         return engines[-1]
 
-    monkeypatch.setattr(replica, "load_engine", load)
+    monkeypatch.setattr(model_replica, "load_engine", load)
     return engines
 
 
@@ -71,7 +71,7 @@ def test_a_replica_whose_metrics_cannot_be_made_stops_its_engine_and_gives_its_p
 ) -> None:
     stopped = []
 
-    class Loop(replica.EngineLoop):
+    class Loop(model_replica.EngineLoop):
         def stop(self) -> None:
             stopped.append(self)
             super().stop()
@@ -81,8 +81,8 @@ def test_a_replica_whose_metrics_cannot_be_made_stops_its_engine_and_gives_its_p
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    monkeypatch.setattr(replica, "EngineLoop", Loop)
-    monkeypatch.setattr(replica, "replica_emitter", broken)
+    monkeypatch.setattr(model_replica, "EngineLoop", Loop)
+    monkeypatch.setattr(model_replica, "replica_emitter", broken)
     with pytest.raises(RuntimeError, match="no metrics"):
         Started(settings(port))
     assert len(loaded) == len(stopped) == 1

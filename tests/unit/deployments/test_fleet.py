@@ -7,7 +7,7 @@ import pytest
 
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import ReplicaReport
-from deployments.dispatch import membership
+from deployments.dispatch import ray_leases
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.fleet.fleet import STALE_S, Fleet
 from tests.harness import Clock
@@ -192,11 +192,11 @@ async def test_one_that_does_not_answer_is_left_out_of_what_all_are_asked(house:
 
 def test_membership_tells_what_is_and_what_changes() -> None:
     heard: list[frozenset[str]] = []
-    deployment = membership.key("app", "a deployment of this test")
-    membership.publish(deployment, frozenset({"r0"}))
-    membership.listen(deployment, heard.append)
-    membership.publish(deployment, frozenset({"r0", "r1"}))
-    membership.publish(membership.key("app", "another"), frozenset({"x"}))
+    deployment = ray_leases.key("app", "a deployment of this test")
+    ray_leases.publish(deployment, frozenset({"r0"}))
+    ray_leases.listen(deployment, heard.append)
+    ray_leases.publish(deployment, frozenset({"r0", "r1"}))
+    ray_leases.publish(ray_leases.key("app", "another"), frozenset({"x"}))
     assert heard == [frozenset({"r0"}), frozenset({"r0", "r1"})]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from deployments.channel.channel_client import ChannelClient
+from deployments.dispatch.dispatcher import NO_HINTS, query_of
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.route_log import Try
-from deployments.dispatch.route_request import NO_HINTS, query_of
 from deployments.http.admin import load_of
 from deployments.http.pair_body import hand_off_body, pair_body
 from deployments.http.routed import header_part

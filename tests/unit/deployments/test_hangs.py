@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from deployments.channel.frames import ReplicaReport
+from deployments.dispatch.attempt import STEADY_S, Tries
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
-from deployments.dispatch.tries import STEADY_S, Tries
-from deployments.fleet.fleet import Fleet
-from deployments.fleet.hangs import SETTLED_STEPS, Hangs
+from deployments.fleet.fleet import SETTLED_STEPS, Fleet, Hangs
 from replicas.types import TokenDelta
 from routing.types import Role
 from tests.harness import Clock

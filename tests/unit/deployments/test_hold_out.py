@@ -1,6 +1,6 @@
 """How long a prefill replica whose hand-offs fail is not asked."""
 
-from deployments.dispatch.hold_out import HoldOut
+from deployments.dispatch.prefill_leg import HoldOut
 from replicas.types import HandOffReport
 from tests.harness import Clock
 

@@ -10,7 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from deployments.dispatch.leases import ReplicaGone
-from deployments.fleet.peers import Found
+from deployments.fleet.peers import FoundRoute
 from deployments.fleet.seen import Target
 from deployments.http.browsers import browser_rules
 from deployments.watch.observatory.http_app import api, make_app
@@ -45,7 +45,7 @@ class ListedRouters:
     """`Routers` that know one request and one tree."""
 
     def __init__(self) -> None:
-        self.found = Found()
+        self.found = FoundRoute()
         self.error: Exception | None = None
         self.asked: list[tuple[str, int, int]] = []
 
@@ -59,7 +59,7 @@ class ListedRouters:
         root = node(0, node(64, key=2**63 + 5, left_out=LeftOut(nodes=2, tokens=32)))
         return CacheTree(page_size=16, tokens=96, nodes=3, shown=1, root=root)
 
-    async def find_request(self, name: str) -> Found:
+    async def find_request(self, name: str) -> FoundRoute:
         return self.found
 
 
@@ -202,7 +202,8 @@ async def test_a_tree_without_a_router_or_replica_to_tell_it_is_503(
 
 async def test_a_request_comes_with_row_keys_and_route(site: Site, client: httpx.AsyncClient) -> None:
     keys = [f"{2**63 + 5:016x}"]  # of the page that the tree has
-    site.routers.found = Found(body={"time": 1.0, "row": {"rid": "x"}, "page_keys": keys, "route": {"replica": "a"}})
+    body = {"time": 1.0, "row": {"rid": "x"}, "page_keys": keys, "route": {"replica": "a"}}
+    site.routers.found = FoundRoute(body=body)
     [child] = (await client.get("/api/tree", params={"replica": "a"})).json()["root"]["children"]
     told = {"row": {"rid": "x"}, "page_keys": [child["key"]], "route": {"replica": "a"}}
     assert (await client.get("/api/requests/x")).json() == told
@@ -215,7 +216,7 @@ async def test_a_request_that_routers_forgot_is_told_as_far_as_it_is_shown(
     assert (body["row"]["rid"], body["page_keys"], body["route"]) == ("x", [], None)
     gone = await client.get("/api/requests/other")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
-    site.routers.found = Found(unanswered="1 of 2 routers did not answer within 2 s (TimeoutError)")
+    site.routers.found = FoundRoute(unanswered="1 of 2 routers did not answer within 2 s (TimeoutError)")
     silent = await client.get("/api/requests/other")
     assert (silent.status_code, silent.json()["error"]["code"]) == (503, "routers_silent")
 

@@ -13,8 +13,7 @@ from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from deployments.dispatch.route_log import RouteLog
-from deployments.fleet.peers import Body, Found, newer, newest
-from deployments.fleet.ray_peers import RayPeers
+from deployments.fleet.peers import Body, FoundRoute, RayPeers, newer, newest
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from tests.unit.deployments.in_process import House, ScriptedReplica
@@ -76,19 +75,19 @@ async def test_a_router_that_hangs_does_not_lose_the_answer_of_one_that_does_not
 
 
 async def test_the_newest_of_several_answers_counts() -> None:
-    assert await peers(Call(OLD), Call(NEW), Call(None)).find_route("mine") == Found(body=NEW)
+    assert await peers(Call(OLD), Call(NEW), Call(None)).find_route("mine") == FoundRoute(body=NEW)
     assert (newer(NEW, OLD), newer(None, OLD), newer(None, None)) == (NEW, OLD, None)
 
 
 async def test_a_router_that_died_knows_nothing_and_one_that_fails_has_not_answered() -> None:
-    assert await peers(Call(ActorDiedError()), Call(None)).find_route("mine") == Found()
+    assert await peers(Call(ActorDiedError()), Call(None)).find_route("mine") == FoundRoute()
     found = await peers(Call(RayError("the network is down")), Call(None)).find_route("mine")
-    assert found == Found(unanswered="1 of 2 routers did not answer within 0.05 s (RayError)")
+    assert found == FoundRoute(unanswered="1 of 2 routers did not answer within 0.05 s (RayError)")
 
 
 async def test_when_no_router_can_be_asked_that_is_said() -> None:
     found = await peers(error=RayError("no controller")).find_route("mine")
-    assert found == Found(unanswered="the other routers could not be asked (RayError)")
+    assert found == FoundRoute(unanswered="the other routers could not be asked (RayError)")
 
 
 async def test_routers_are_asked_at_once_and_not_one_after_the_other() -> None:
@@ -98,7 +97,7 @@ async def test_routers_are_asked_at_once_and_not_one_after_the_other() -> None:
         await both.wait()  # nobody answers before both were asked
         return body
 
-    assert await newest([answer(OLD), answer(NEW)], within_s=5.0) == Found(body=NEW)
+    assert await newest([answer(OLD), answer(NEW)], within_s=5.0) == FoundRoute(body=NEW)
 
 
 def test_ray_still_has_what_is_used_of_its_inside() -> None:
@@ -111,11 +110,11 @@ def test_ray_still_has_what_is_used_of_its_inside() -> None:
 
 @dataclasses.dataclass
 class Told:
-    """Peers that all say the same."""
+    """RouterPeers that all say the same."""
 
-    found: Found
+    found: FoundRoute
 
-    async def find_route(self, name: str) -> Found:
+    async def find_route(self, name: str) -> FoundRoute:
         return self.found
 
 
@@ -137,7 +136,7 @@ async def ours() -> AsyncIterator[House]:
     await house.stop()
 
 
-async def get(service: Service, house: House, name: str, told: Found) -> httpx.Response:
+async def get(service: Service, house: House, name: str, told: FoundRoute) -> httpx.Response:
     app = make_app(dataclasses.replace(service, dispatcher=house.dispatcher, fleet=house.fleet, peers=Told(told)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://manta") as client:
         return await client.get(f"/route/{name}")
@@ -148,17 +147,17 @@ async def test_a_newer_decision_of_another_router_goes_before_our_own(service: S
     def router(answer: httpx.Response) -> Any:
         return answer.json()["router"]
 
-    assert router(await get(service, ours, "mine", Found(body=OLD))) == "router"
-    assert router(await get(service, ours, "mine", Found(body=NEW))) == "two"
-    assert router(await get(service, ours, "a1.0-mine", Found(body=NEW))) == "router"  # that name is ours alone
-    assert router(await get(service, ours, "mine", Found(unanswered="one hangs"))) == "router"
+    assert router(await get(service, ours, "mine", FoundRoute(body=OLD))) == "router"
+    assert router(await get(service, ours, "mine", FoundRoute(body=NEW))) == "two"
+    assert router(await get(service, ours, "a1.0-mine", FoundRoute(body=NEW))) == "router"  # that name is ours alone
+    assert router(await get(service, ours, "mine", FoundRoute(unanswered="one hangs"))) == "router"
 
 
 @pytest.mark.model
 async def test_not_found_is_said_only_when_every_router_has_answered(service: Service, ours: House) -> None:
     ours.dispatcher.routes = RouteLog(capacity=7)
-    assert (await get(service, ours, "mine", Found())).status_code == 404
-    silent = await get(service, ours, "mine", Found(unanswered="1 of 2 routers did not answer within 2 s"))
+    assert (await get(service, ours, "mine", FoundRoute())).status_code == 404
+    silent = await get(service, ours, "mine", FoundRoute(unanswered="1 of 2 routers did not answer within 2 s"))
     assert (silent.status_code, silent.headers["retry-after"]) == (503, "1")
     error = silent.json()["error"]
     assert (error["code"], error["type"]) == ("routers_silent", "service_unavailable")

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
+from deployments.dispatch.dispatcher import NO_HINTS, RouteHints, Saturated
 from deployments.dispatch.route_log import RouteLog
-from deployments.dispatch.route_request import NO_HINTS, RouteHints, Saturated
-from deployments.fleet.peers import Found
+from deployments.fleet.peers import FoundRoute
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import error_response
 from deployments.http.routed import header_part, hints_of
@@ -171,8 +171,8 @@ async def test_a_route_that_another_router_decided_is_told_by_whichever_is_asked
     await run(other, "c.0-theirs")
 
     class One:
-        async def find_route(self, name: str) -> Found:
-            return Found(body=own_route(other.dispatcher, name))
+        async def find_route(self, name: str) -> FoundRoute:
+            return FoundRoute(body=own_route(other.dispatcher, name))
 
     app = make_app(dataclasses.replace(service, peers=One()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://manta") as client:

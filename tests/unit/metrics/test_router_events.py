@@ -9,7 +9,7 @@ import pytest
 
 from dashboards.catalog import ANSWERING, STAGES
 from dashboards.metric import Process
-from deployments.dispatch.route_request import Saturated
+from deployments.dispatch.dispatcher import Saturated
 from deployments.dispatch.timeline import Arrival
 from deployments.http.http_errors import GenerationFailed
 from deployments.http.streaming import collected, merged

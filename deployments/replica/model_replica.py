@@ -1,18 +1,25 @@
-"""The model replica: an engine in a Ray Serve actor; rank 0 here, further ranks as child actors (tp.py).
+"""The model replica: an engine in a Ray Serve actor; rank 0 here, further ranks as child actors.
 
 Owns:      the engine and its life in Ray: start, health, drain.
 Never:     sees HTTP; sends tokens through Ray (they go over the channel, served_engine.py).
 Invariant: while a request runs, its lease call runs, so that Serve counts it and waits for it when draining.
 Thread:    Serve's event loop for this replica; the engine has its own thread.
+
+The actors of tensor-parallel ranks above 0 live in the replica's placement group, and as long as the replica: Ray owns
+children. Plans go to them over rank 0's plan channel, never as actor calls. The engine's start-up thread makes them,
+the watchdog asks `dead`.
 """
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray import serve
 from ray.util import get_current_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments import logs
 from deployments.autoscaling import replica_stats
@@ -21,7 +28,6 @@ from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaInfo
 from deployments.replica.feasible import num_threads
 from deployments.replica.served_engine import ServedEngine
-from deployments.replica.tp import RayWorkers
 from deployments.settings.places import local_path
 from deployments.settings.roles import config_of
 from deployments.settings.schema import AppConfig, parse
@@ -34,6 +40,7 @@ from replicas.engine.loop import EngineLoop
 from replicas.engine.ranks import WorkerLauncher
 from replicas.errors import MantaError
 from replicas.launch import load_engine
+from replicas.runner.worker import WorkerSpec, run_worker
 from replicas.types import GenerateRequest
 from routing.types import Role
 
@@ -166,3 +173,50 @@ def _workers(config: AppConfig) -> WorkerLauncher | None:
     assert group is not None, "app.py gives replicas with tp > 1 a placement group"
     host = ray.util.get_node_ip_address()
     return RayWorkers(group, host=host, cpus=config.replicas.cpus, gpus=config.replicas.gpus)
+
+
+class RankActor:
+    """One follower; its only method lasts as long as the rank does."""
+
+    def run(self, spec: WorkerSpec) -> None:
+        run_worker(spec)
+
+
+class RayWorkers:
+    """Starts one actor per rank, rank r in bundle r of ``group``. A `WorkerLauncher`, and the handles it returns."""
+
+    def __init__(self, group: PlacementGroup, *, host: str, cpus: float, gpus: float) -> None:
+        self.host = host  # address of rank 0 that other nodes can reach
+        self._group = group
+        self._cpus = cpus
+        self._gpus = gpus
+        self._actors: list[Any] = []
+        self._runs: dict[Any, int] = {}  # running call -> rank
+
+    def start(self, specs: Sequence[WorkerSpec]) -> "RayWorkers":
+        actor_class = ray.remote(RankActor)
+        for spec in specs:
+            strategy = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=spec.rank, placement_group_capture_child_tasks=True
+            )
+            options = {"num_cpus": self._cpus, "num_gpus": self._gpus, "scheduling_strategy": strategy}
+            actor = actor_class.options(**options).remote()
+            self._actors.append(actor)
+            self._runs[actor.run.remote(spec)] = spec.rank
+        return self
+
+    def dead(self) -> str | None:
+        """A sentence when a rank is gone: `run` returns only when rank 0 hangs up."""
+        ended, _ = ray.wait(list(self._runs), num_returns=1, timeout=0)
+        if not ended:
+            return None
+        rank = self._runs[ended[0]]
+        try:
+            ray.get(ended[0])
+        except ray.exceptions.RayError as error:
+            return f"tensor-parallel rank {rank} died: {type(error).__name__}"
+        return f"tensor-parallel rank {rank} has ended"
+
+    def stop(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)

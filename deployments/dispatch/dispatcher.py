@@ -1,7 +1,7 @@
 """Brings one request to an end: choose, lease, stream; and when a replica dies, go on with another one.
 
-Owns:      the tries of each open request, what was decided for each and why it failed (route_log.py). Whoever wants
-           to know of requests is told by following.py.
+Owns:      the tries of each open request, the decision for each and why it failed (route_log.py). following.py passes
+           on what happens to a request.
 Never:     parses HTTP; keeps a request open that its client has left.
 Invariant: the deltas of `stream` are those of one undisturbed generation: no id lost, doubled or reordered; every
            decision is reported done; the tries are bounded. A request that was sent is never refused afterwards.
@@ -9,7 +9,7 @@ Thread:    the router's event loop.
 
     parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done      queue too long: Saturated
             ^                              │ replica gone, engine dead, overloaded: excluded, reason kept; or it hangs
-            └──────────────────────────────┘ at most ``max_tries`` times (tries.py)
+            └──────────────────────────────┘ at most ``max_tries`` times (attempt.py)
 
 A pair's decode leg is the request; its prefill leg runs beside it (prefill_leg.py) and can only end the try.
 """
@@ -24,22 +24,73 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from deployments.channel.channel_server import ChannelServer
-from deployments.dispatch.attempt import Attempt
+from deployments.dispatch.attempt import Attempt, Tries
 from deployments.dispatch.following import Following, RequestWatch, Unwatched
-from deployments.dispatch.hold_out import HoldOut
-from deployments.dispatch.holder import LeaseHolder
-from deployments.dispatch.leases import Leases
-from deployments.dispatch.prefill_leg import PrefillLost, legs_of
+from deployments.dispatch.leases import LeaseHolder, Leases
+from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress
 from deployments.dispatch.route_log import RouteLog, Try
-from deployments.dispatch.route_request import NO_HINTS, RouteHints, Saturated, query_of
 from deployments.dispatch.timeline import Arrival
-from deployments.dispatch.tries import Tries
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta
 from routing.router import Router
 from routing.types import Decision, Ending, NoReplica, RouteOutcome, RouteQuery
+
+
+class Saturated(MantaError):
+    """Every replica's queue is longer than ``router.max_wait_s``."""
+
+    http_status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteHints:
+    """What a client may wish for about the choice of a replica."""
+
+    session_id: str = ""
+    allowed: frozenset[str] | None = None  # None: every replica
+
+
+NO_HINTS = RouteHints()
+
+
+def query_of(
+    request: GenerateRequest,
+    hints: RouteHints,
+    excluded: frozenset[str] = frozenset(),
+    *,
+    one_replica: str = "",
+) -> RouteQuery:
+    """``request`` as the routing router sees it; ``one_replica``: why prefill and decode must not be apart."""
+    return RouteQuery(
+        rid=request.rid,
+        token_ids=request.token_ids,
+        salt=request.cache_salt,
+        max_new_tokens=request.sampling.max_new_tokens,
+        priority=request.priority,
+        session_id=hints.session_id,
+        allowed=hints.allowed,
+        excluded=excluded,
+        one_replica=one_replica or why_one_replica(request),
+    )
+
+
+def why_one_replica(request: GenerateRequest) -> str:
+    """What in ``request`` a hand-off cannot carry; "" if nothing."""
+    sampling = request.sampling
+    if sampling.n > 1:
+        return f"its {sampling.n} choices share one prompt"
+    if sampling.max_new_tokens == 0:
+        return "no token is to be made"
+    if request.prompt_logprobs_from is not None:
+        return "logprobs of the prompt come from where it is computed"
+    return ""
+
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +229,7 @@ class Dispatcher:
         if prefill_id is not None:
             address = self._transfer_address(prefill_id)
             assert address is not None, f"prefill replica {prefill_id} told no transfer address"
-            [whole] = parts  # what has several parts is never handed over (route_request.py)
+            [whole] = parts  # what has several parts is never handed over (dispatcher.py)
             before, decode = legs_of(whole, generation=tries.number, prefill=address)
             parts = [decode]
         return Attempt(
