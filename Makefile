@@ -88,7 +88,7 @@ simulate: $(VENV)/.installed-plots ## Every routing policy over simulated replic
 		--policy estimated_ttft --policy oracle \
 		--json bench_results/simulate.json --plot bench_results/simulate.svg
 
-dashboards: install-test ## Write the boards, the rules and docs/metrics.md anew, from dashboards/catalog.py
+dashboards: install-test ## Write the boards and docs/metrics.md anew, from dashboards/catalog.py and dashboards/boards
 	@$(BIN)/python -m dashboards build
 	@$(BIN)/python -m dashboards docs
 

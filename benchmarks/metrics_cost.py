@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from prometheus_client import generate_latest
 
-from dashboards.metric import Process
+from dashboards.catalog import Process
 from deployments.dispatch.following import Following, RequestWatch, Unwatched
 from deployments.dispatch.route_log import RouteLog
 from deployments.dispatch.timeline import Arrival

@@ -1,28 +1,93 @@
-"""What a board is: rows of panels, each with its queries, before it becomes Grafana's JSON.
+"""Grafana's boards: PromQL over the catalogue's names, panels in rows, and their JSON.
 
-Invariant: a panel says what it shows and what to do when it looks bad; its legends name labels that its queries return;
-           titles, and so ids, are unique in a board.
+Owns:      how a panel looks and what every board has (variables, links, the time range).
+Never:     knows what a panel is about (boards/), or asks a server (check.py).
+Invariant: a panel says what it shows and what to do when it looks bad. Titles, and so ids, are unique in a board. What
+           queries name is checked where they are parsed (tests/contract/test_promql.py).
 """
 
-import re
+import json
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
+from typing import Any
 
-from dashboards.query import Kit, Query, QueryError
+from dashboards.catalog import CATALOG, IDENTITY, Process
 
-WIDTH = 24  # of Grafana's grid
-KIT = Kit()  # what boards make their queries with
+WIDTH = 24  # columns of Grafana's grid
+WINDOW = "$__rate_interval"  # Grafana's: long enough for a rate at the board's zoom
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 QUANTILES = ((0.5, "p50"), (0.9, "p90"), (0.99, "p99"))
-LEGEND_LABEL = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+NARROWING = {"model": "build_info", "role": "replica_info", "replica": "replica_info"}  # variable -> metric it is from
+Where = Mapping[str, str]  # label -> value; "a|b" is one of, "!a|b" is none of
+
+
+def gauge(name: str, *, by: Sequence[str] = (), where: Where | None = None, over: str = "sum") -> str:
+    """Aggregate a gauge with ``over`` (sum, max, min, count)."""
+    return _aggregate(over, by, _series(name, "", where))
+
+
+def rate(name: str, *, by: Sequence[str] = (), where: Where | None = None) -> str:
+    """Sum a counter's increase per second."""
+    return _aggregate("sum", by, f"rate({_series(name, '', where)}[{WINDOW}])")
+
+
+def quantile(share: float, name: str, *, by: Sequence[str] = (), where: Where | None = None) -> str:
+    """Estimate a histogram's quantile over all series that ``by`` does not keep apart."""
+    buckets = _aggregate("sum", (*by, "le"), f"rate({_series(name, '_bucket', where)}[{WINDOW}])")
+    return f"histogram_quantile({share:g}, {buckets})"
+
+
+def quantiles(name: str) -> dict[str, str]:
+    """Query each of QUANTILES of the histogram ``name``."""
+    return {legend: quantile(share, name) for share, legend in QUANTILES}
+
+
+def heatmap(name: str, *, where: Where | None = None) -> str:
+    """Sum a histogram's cumulative buckets; Grafana's heatmap takes the differences."""
+    return _aggregate("sum", ("le",), f"increase({_series(name, '_bucket', where)}[{WINDOW}])")
+
+
+def mean(name: str, *, by: Sequence[str] = (), where: Where | None = None) -> str:
+    """Divide a histogram's sum by its count."""
+    parts = (_aggregate("sum", by, f"rate({_series(name, each, where)}[{WINDOW}])") for each in ("_sum", "_count"))
+    return ratio(*parts)
+
+
+def ratio(part: str, whole: str, *, of_all: bool = False) -> str:
+    """Divide two sums (ratios are never averaged); no value while the whole is 0.
+
+    Both have the same labels, or the whole has none (``of_all``).
+    """
+    return f"({part} /{' on () group_left ()' if of_all else ''} ({whole} > 0))"
+
+
+def _series(name: str, part: str, where: Where | None) -> str:
+    """Select a metric's series, narrowed by the board's variables."""
+    metric = CATALOG[name]
+    matchers = []
+    for label, value in (where or {}).items():
+        values = value.removeprefix("!")
+        operator = ("!" if values != value else "") + ("=~" if "|" in values else "=")
+        matchers.append(f'{label}{operator.replace("!=~", "!~")}"{values}"')
+    narrowed = IDENTITY if metric.process is Process.REPLICA else ("model",)
+    matchers += [f'{label}=~"${label}"' for label in narrowed if label not in (where or {})]
+    return f"{metric.full_name}{part}{{{','.join(matchers)}}}"
+
+
+def _aggregate(function: str, by: Sequence[str], inner: str) -> str:
+    clause = f" by ({', '.join(by)}) " if by else ""
+    return f"{function}{clause}({inner})"
 
 
 class Shape(StrEnum):
-    LINES = "lines"
-    STACKED = "stacked"  # lines that add up to something
+    """Forms of a panel; the value is Grafana's type, after a slash what makes it another one."""
+
+    LINES = "timeseries"
+    STACKED = "timeseries/stacked"  # lines that add up to something
     STAT = "stat"
-    BARS = "bars"  # one bar a series, its newest value
+    BARS = "bargauge"  # one bar per series, its newest value
     HEATMAP = "heatmap"
 
 
@@ -40,7 +105,7 @@ class Unit(StrEnum):
 
 
 class Needs(StrEnum):
-    """What must be the case before a panel shows anything."""
+    """Conditions without which a panel shows nothing."""
 
     TRAFFIC = "traffic"
     APART = "prefill and decode apart"
@@ -49,38 +114,23 @@ class Needs(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A query and how its series are called: text with ``{{label}}``."""
-
-    query: Query
-    legend: str
-
-    def __post_init__(self) -> None:
-        if unknown := set(LEGEND_LABEL.findall(self.legend)) - self.query.labels:
-            has = sorted(self.query.labels)
-            raise QueryError(f"legend {self.legend!r} names {sorted(unknown)}; {self.query} has only {has}")
-
-
-def quantiles(name: str) -> tuple[Line, ...]:
-    """Of the histogram ``name``: QUANTILES, over all its series."""
-    return tuple(Line(KIT.quantile(share, name), legend) for share, legend in QUANTILES)
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a value turns orange, then red; falling: low values are the bad ones."""
+    """Values at which a panel turns orange, then red; falling: low values are the bad ones."""
 
     warn: float
     bad: float
     falling: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
+    """One panel of a board: its texts, its queries, and how it draws them."""
+
     title: str
-    shows: str  # what it shows
-    act: str  # what to do when it looks bad
-    lines: tuple[Line, ...]
+    _: KW_ONLY
+    shows: str  # what it shows: a sentence
+    act: str  # what to do when it looks bad: a sentence
+    queries: Mapping[str, str]  # legend (text with ``{{label}}``) -> PromQL
     shape: Shape = Shape.LINES
     unit: Unit = Unit.COUNT
     limits: Limits | None = None
@@ -88,63 +138,167 @@ class Panel:
     height: int = 8
     needs: Needs = Needs.TRAFFIC
 
-    def __post_init__(self) -> None:
-        assert self.lines, f"{self.title}: a panel has queries"
-        assert 1 <= self.width <= WIDTH, f"{self.title}: width {self.width} of {WIDTH}"
-        assert self.shows.endswith("."), f"{self.title}: shows is a sentence"
-        assert self.act.endswith("."), f"{self.title}: act is a sentence"
-        apart = all(line.query.disaggregated for line in self.lines)
-        assert apart == (self.needs is Needs.APART), f"{self.title}: needs {self.needs}, but its metrics say otherwise"
-
-    @property
-    def description(self) -> str:
-        return f"{self.shows} {self.act}"
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """Panels under one heading, from left to right."""
+
     title: str
     panels: tuple[Panel, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Place of a panel in the grid."""
-
-    x: int
-    y: int
-    w: int
-    h: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
+    """One page of Grafana."""
+
     uid: str
     title: str
     description: str
     rows: tuple[Row, ...]
 
-    def __post_init__(self) -> None:
-        titles = [panel.title for panel in self.panels] + [row.title for row in self.rows]
-        assert len({self.id_of(title) for title in titles}) == len(titles), f"{self.uid}: a title is there twice"
-
     @property
     def panels(self) -> tuple[Panel, ...]:
+        """The panels of all rows."""
         return tuple(panel for row in self.rows for panel in row.panels)
 
-    def id_of(self, title: str) -> int:
-        """Stable while the title is: links to a panel survive what is added around it."""
-        return zlib.crc32(f"{self.uid}/{title}".encode()) % 1_000_000 + 1
+    def to_json(self, boards: Sequence["Board"]) -> str:
+        """Write the board's file, with links to the others of ``boards``."""
+        document = {
+            "annotations": {},
+            "description": self.description,
+            "editable": True,
+            "fiscalYearStartMonth": 0,
+            "graphTooltip": 1,  # a shared crosshair
+            "links": [_link(each) for each in boards if each is not self],
+            "panels": list(self._placed()),
+            "refresh": "10s",
+            "schemaVersion": 42,
+            "tags": ["manta"],
+            "templating": {"list": _variables()},
+            "time": {"from": "now-30m", "to": "now"},
+            "timezone": "browser",
+            "title": self.title,
+            "uid": self.uid,
+        }
+        return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def places(self) -> Iterator[tuple[Row | Panel, Box]]:
-        """Rows and panels from the top, panels filled from left to right."""
+    def _placed(self) -> Iterator[dict[str, Any]]:
+        """Lay rows out from the top, and their panels from left to right."""
         y = 0
         for row in self.rows:
-            yield row, Box(0, y, WIDTH, 1)
+            yield self._at(0, y, WIDTH, 1, {"title": row.title, "type": "row", "collapsed": False, "panels": []})
             x, y, line_height = 0, y + 1, 0
             for panel in row.panels:
                 if x + panel.width > WIDTH:
                     x, y, line_height = 0, y + line_height, 0
-                yield panel, Box(x, y, panel.width, panel.height)
+                yield self._at(x, y, panel.width, panel.height, _panel(panel))
                 x, line_height = x + panel.width, max(line_height, panel.height)
             y += line_height
+
+    def _at(self, x: int, y: int, w: int, h: int, content: dict[str, Any]) -> dict[str, Any]:
+        """Add place and id; the id is stable while the title is, so links to a panel survive changes around it."""
+        number = zlib.crc32(f"{self.uid}/{content['title']}".encode()) % 1_000_000 + 1
+        return {"id": number, "gridPos": {"x": x, "y": y, "w": w, "h": h}, **content}
+
+
+def _link(other: Board) -> dict[str, Any]:
+    return {
+        "type": "link", "title": other.title, "url": f"/d/{other.uid}", "tooltip": other.description,
+        "icon": "dashboard", "includeVars": True, "keepTime": True, "asDropdown": False, "targetBlank": False,
+        "placement": "inControlsMenu", "tags": [],
+    }  # fmt: skip
+
+
+def _variables() -> list[dict[str, Any]]:
+    """Make datasource, then model, role and replica, each narrowed by those before it."""
+    common = {"allowCustomValue": True, "skipUrlSync": False}
+    found: list[dict[str, Any]] = [
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "multi": False,
+         "includeAll": False, **common}
+    ]  # fmt: skip
+    chosen: list[str] = []
+    for name, metric in NARROWING.items():
+        matchers = ",".join(f'{label}=~"${label}"' for label in chosen)
+        series = CATALOG[metric].full_name + (f"{{{matchers}}}" if matchers else "")
+        found.append({
+            "name": name, "label": name.capitalize(), "type": "query", "query": f"label_values({series}, {name})",
+            "datasource": SOURCE, "refresh": 2, "sort": 1, "multi": True, "includeAll": True, "allValue": ".*",
+            "current": {"selected": True, "text": "All", "value": "$__all"}, **common,
+        })  # fmt: skip
+        chosen.append(name)
+    return found
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit.value, "thresholds": _thresholds(panel.limits)}
+    own, options = _look(panel)
+    return {
+        "title": panel.title,
+        "description": f"{panel.shows} {panel.act}",
+        "type": panel.shape.value.partition("/")[0],
+        "datasource": SOURCE,
+        "fieldConfig": {"defaults": {**defaults, **own}, "overrides": []},
+        "options": options,
+        "repeatDirection": "h",
+        "transparent": False,
+        "targets": [
+            {
+                "refId": chr(ord("A") + number),
+                "expr": query,
+                "legendFormat": legend,
+                "datasource": SOURCE,
+                "format": "heatmap" if panel.shape is Shape.HEATMAP else "time_series",
+                "instant": panel.shape is Shape.BARS,
+                "range": panel.shape is not Shape.BARS,
+            }
+            for number, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def _thresholds(limits: Limits | None) -> dict[str, Any]:
+    steps: list[tuple[str, float | None]] = [("green", None)]
+    if limits and limits.falling:
+        steps = [("red", None), ("orange", limits.bad), ("green", limits.warn)]
+    elif limits:
+        steps += [("orange", limits.warn), ("red", limits.bad)]
+    return {"mode": "absolute", "steps": [{"color": color, "value": value} for color, value in steps]}
+
+
+def _look(panel: Panel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Pick the defaults of a panel's fields and its options, by its shape."""
+    legend = {"calcs": [], "displayMode": "list", "placement": "bottom"}
+    last = {"calcs": ["lastNotNull"], "values": False}
+    match panel.shape:
+        case Shape.LINES | Shape.STACKED:
+            custom: dict[str, Any] = {"lineWidth": 1, "showPoints": "never", "spanNulls": False, "fillOpacity": 5}
+            if panel.shape is Shape.STACKED:
+                custom |= {"fillOpacity": 50, "stacking": {"group": "A", "mode": "normal"}}
+            if panel.limits:
+                custom["thresholdsStyle"] = {"mode": "dashed"}
+            return {"min": 0, "custom": custom}, {
+                "legend": {**legend, "showLegend": True}, "tooltip": {"mode": "multi", "sort": "desc"},
+            }  # fmt: skip
+        case Shape.STAT:
+            return {"noValue": "no traffic"}, {
+                "colorMode": "value", "graphMode": "area", "justifyMode": "auto", "orientation": "auto",
+                "percentChangeColorMode": "standard", "reduceOptions": last, "showPercentChange": False,
+                "textMode": "auto", "wideLayout": True,
+            }  # fmt: skip
+        case Shape.BARS:
+            return {"min": 0, **({"max": 1} if panel.unit is Unit.RATIO else {})}, {
+                "displayMode": "basic", "legend": {**legend, "showLegend": False}, "maxVizHeight": 300,
+                "minVizHeight": 16, "minVizWidth": 8, "namePlacement": "auto", "orientation": "horizontal",
+                "reduceOptions": last, "showUnfilled": True, "sizing": "auto", "valueMode": "color",
+            }  # fmt: skip
+        case Shape.HEATMAP:
+            color = {
+                "exponent": 0.5, "fill": "", "mode": "scheme", "reverse": False, "scale": "exponential",
+                "scheme": "Oranges", "steps": 64,
+            }  # fmt: skip
+            return {"custom": {}}, {
+                "calculate": False, "cellGap": 1, "color": color, "exemplars": {"color": "rgba(255,0,255,0.7)"},
+                "filterValues": {"le": 1e-9}, "legend": {"show": True}, "rowsFrame": {"layout": "auto"},
+                "selectionMode": "x", "showValue": "auto", "tooltip": {"mode": "single", "yHistogram": True},
+                "yAxis": {"axisPlacement": "left", "unit": panel.unit.value},
+            }  # fmt: skip

@@ -1,17 +1,87 @@
-"""Every metric of Manta, once. What is not here can be neither emitted nor plotted.
+"""Every metric of Manta, once. A metric that is not here can be neither emitted nor plotted.
 
-Owns:      the names. Emission (deployments/watch/metrics), docs/metrics.md, boards, rules and tests derive from it.
+Owns:      names, kinds, units, labels with their values, and which process emits each metric. Emission
+           (deployments/watch/metrics), docs/metrics.md, the boards and the tests derive from it.
 Never:     imports a metrics client.
-Invariant: no label whose values grow with requests, users, prompts or time: no ids of requests, salts, texts or paths.
-           ``replica`` and ``target`` name processes; the series of one that left are removed.
+Invariant: names follow Prometheus' conventions (base units, ``_total`` on counters alone). A closed set of label values
+           is listed, so series exist from the first scrape. No label has values that grow with requests, users, prompts
+           or time: no request ids, salts, texts or paths. ``replica`` and ``target`` name processes; the series of a
+           process that left are removed.
 
 Capacity of a pool = free + evictable + protected + reserved + quarantined. Utilisation counts what a new request cannot
-have: (protected + reserved + quarantined) / capacity; occupancy is 1 - free / capacity.
+take: (protected + reserved + quarantined) / capacity; occupancy is 1 - free / capacity.
 """
 
+import re
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from enum import StrEnum
 
-from dashboards.metric import OPEN, Kind, Metric, Process
+PREFIX = "manta_"
+OPEN: tuple[str, ...] = ()  # a label whose values are known only when the system runs
+IDENTITY = ("model", "role", "replica")  # on every series, besides its own labels
+UNITS = {"seconds", "bytes", "tokens", "pages", "requests", "replicas", "ratio", "info", ""}
+
+
+class Kind(StrEnum):
+    """Prometheus' types of metrics that Manta uses."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Process(StrEnum):
+    """Kinds of processes that emit metrics; EVERY: each of them."""
+
+    REPLICA = "replica"
+    ROUTER = "router"
+    OBSERVATORY = "observatory"
+    EVERY = "every"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One entry of the catalogue."""
+
+    process: Process
+    kind: Kind
+    name: str  # without PREFIX; a counter's ends in _total
+    help: str  # one sentence
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # own label -> its values, or OPEN
+    _: KW_ONLY
+    unit: str = ""
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram, rising, +Inf left out
+    disaggregated: bool = False  # emitted only where prefill and decode are apart
+
+    def __post_init__(self) -> None:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", self.name), self.name
+        assert self.name.endswith("_total") == (self.kind is Kind.COUNTER), f"{self.name}: _total is for counters"
+        assert bool(self.buckets) == (self.kind is Kind.HISTOGRAM), f"{self.name}: buckets are for histograms"
+        assert list(self.buckets) == sorted(set(self.buckets)), f"{self.name}: bounds must rise"
+        assert self.unit in UNITS, f"{self.name}: unit {self.unit!r} is none of {sorted(UNITS)}"
+        assert not set(self.labels) & set(IDENTITY), f"{self.name}: {IDENTITY} are on every series"
+        assert self.help.endswith("."), f"{self.name}: help is a sentence"
+        if self.unit:
+            assert f"_{self.unit}" in f"_{self.name}", f"{self.name}: its unit, {self.unit}, is part of the name"
+
+    @property
+    def full_name(self) -> str:
+        """Name on the wire and in PromQL; a histogram's series add _bucket, _sum and _count."""
+        return PREFIX + self.name
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """IDENTITY, then the metric's own labels."""
+        return (*IDENTITY, *self.labels)
+
+    @property
+    def series_names(self) -> tuple[str, ...]:
+        """Names that PromQL may use."""
+        if self.kind is not Kind.HISTOGRAM:
+            return (self.full_name,)
+        return tuple(f"{self.full_name}_{part}" for part in ("bucket", "sum", "count"))
+
 
 COUNTER, GAUGE, HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 REPLICA, ROUTER, OBSERVATORY = Process.REPLICA, Process.ROUTER, Process.OBSERVATORY
@@ -38,169 +108,146 @@ ROLES = ("unified", "prefill", "decode")
 SIGNALS = ("queue", "kv_pool", "slots")
 
 
-def _metric(
-    process: Process,
-    kind: Kind,
-    name: str,
-    help: str,
-    labels: Mapping[str, tuple[str, ...]] | None = None,
-    *,
-    unit: str = "",
-    buckets: tuple[float, ...] = (),
-    disaggregated: bool = False,
-) -> Metric:
-    return Metric(
-        name=name,
-        kind=kind,
-        help=help,
-        process=process,
-        unit=unit,
-        labels=labels or {},
-        buckets=buckets,
-        disaggregated=disaggregated,
-    )
-
-
 _EVERY = [
-    _metric(Process.EVERY, GAUGE, "build_info", "Always 1; versions as labels.", {"version": OPEN, "ray": OPEN},
+    Metric(Process.EVERY, GAUGE, "build_info", "Always 1; versions as labels.", {"version": OPEN, "ray": OPEN},
             unit="info"),
 ]  # fmt: skip
 
 _REPLICA = [
-    _metric(REPLICA, GAUGE, "replica_info", "Always 1; static facts of this replica, for joins.",
+    Metric(REPLICA, GAUGE, "replica_info", "Always 1; static facts of this replica, for joins.",
             {"node": OPEN, "accelerator": OPEN, "attention": OPEN, "tensor_parallel": OPEN, "page_size_tokens": OPEN,
              "kv_dtype": OPEN, "transfer_backend": OPEN}, unit="info"),
-    _metric(REPLICA, GAUGE, "replica_start_seconds", "How long this replica's start took, by phase.",
+    Metric(REPLICA, GAUGE, "replica_start_seconds", "How long this replica's start took, by phase.",
             {"phase": ("load_weights", "warm_up", "total")}, unit="seconds"),
-    _metric(REPLICA, GAUGE, "scheduler_requests", "Requests in this replica, by state; each is in one. "
+    Metric(REPLICA, GAUGE, "scheduler_requests", "Requests in this replica, by state; each is in one. "
             "preallocating and receiving: decode legs that wait for pages, and for K/V. handing_off: prefill legs "
             "whose receiver is not ready yet, whose last pages are on their way, or that drain.",
             {"state": ("waiting", "running", "preallocating", "receiving", "handing_off")}, unit="requests"),
-    _metric(REPLICA, GAUGE, "scheduler_running_limit_requests", "Most requests that can run at once.", unit="requests"),
-    _metric(REPLICA, GAUGE, "scheduler_queued_tokens", "Prompt tokens that wait to be computed and no cache holds.",
+    Metric(REPLICA, GAUGE, "scheduler_running_limit_requests", "Most requests that can run at once.", unit="requests"),
+    Metric(REPLICA, GAUGE, "scheduler_queued_tokens", "Prompt tokens that wait to be computed and no cache holds.",
             unit="tokens"),
-    _metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", f"Requests of one forward step. {BY_PHASE}",
+    Metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", f"Requests of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="requests", buckets=BATCH),
-    _metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", f"New tokens of one forward step. {BY_PHASE}",
+    Metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", f"New tokens of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="tokens", buckets=TOKENS),
-    _metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", f"Duration of one forward step. {BY_PHASE}",
+    Metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", f"Duration of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="seconds", buckets=STAGE),
-    _metric(REPLICA, COUNTER, "scheduler_mixed_steps_total",
+    Metric(REPLICA, COUNTER, "scheduler_mixed_steps_total",
             "Forward steps of prompts in which running requests made a token too."),
-    _metric(REPLICA, COUNTER, "scheduler_tokens_total", "Tokens computed, reused from the cache, and generated.",
+    Metric(REPLICA, COUNTER, "scheduler_tokens_total", "Tokens computed, reused from the cache, and generated.",
             {"kind": ("prefill_computed", "prefill_cached", "decode")}),
-    _metric(REPLICA, COUNTER, "scheduler_busy_seconds_total",
+    Metric(REPLICA, COUNTER, "scheduler_busy_seconds_total",
             f"Time in forward steps; its rate is the busy share. {BY_PHASE}", {"phase": PHASES}),
-    _metric(REPLICA, COUNTER, "scheduler_retractions_total",
+    Metric(REPLICA, COUNTER, "scheduler_retractions_total",
             "Running requests that went back to the queue because the pool was full."),
-    _metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V retractions gave up."),
-    _metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by how.",
+    Metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V retractions gave up."),
+    Metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by how.",
             {"outcome": ("finished", "aborted", "error")}),
-    _metric(REPLICA, GAUGE, "kv_pool_capacity_tokens", "Size of the pool in tokens.", {"tier": TIERS}, unit="tokens"),
-    _metric(REPLICA, GAUGE, "kv_pool_capacity_bytes", "Size of the pool in bytes, all ranks.", {"tier": TIERS},
+    Metric(REPLICA, GAUGE, "kv_pool_capacity_tokens", "Size of the pool in tokens.", {"tier": TIERS}, unit="tokens"),
+    Metric(REPLICA, GAUGE, "kv_pool_capacity_bytes", "Size of the pool in bytes, all ranks.", {"tier": TIERS},
             unit="bytes"),
-    _metric(REPLICA, GAUGE, "kv_pool_tokens", "Token slots by state; the states sum to the capacity.",
+    Metric(REPLICA, GAUGE, "kv_pool_tokens", "Token slots by state; the states sum to the capacity.",
             {"tier": TIERS, "state": POOL_STATES}, unit="tokens"),
-    _metric(REPLICA, GAUGE, "kv_pool_utilization_ratio",
+    Metric(REPLICA, GAUGE, "kv_pool_utilization_ratio",
             "Share of the pool that a new request cannot have: protected, reserved and quarantined.", {"tier": TIERS},
             unit="ratio"),
-    _metric(REPLICA, COUNTER, "kv_pool_alloc_failures_total", "Allocations that failed even after eviction.",
+    Metric(REPLICA, COUNTER, "kv_pool_alloc_failures_total", "Allocations that failed even after eviction.",
             {"tier": TIERS}),
-    _metric(REPLICA, COUNTER, "cache_lookup_tokens_total", "Prompt tokens looked up in the prefix cache."),
-    _metric(REPLICA, COUNTER, "cache_hit_tokens_total", "Prompt tokens that were reused, by tier.", {"tier": TIERS}),
-    _metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left the prefix cache, by why.",
+    Metric(REPLICA, COUNTER, "cache_lookup_tokens_total", "Prompt tokens looked up in the prefix cache."),
+    Metric(REPLICA, COUNTER, "cache_hit_tokens_total", "Prompt tokens that were reused, by tier.", {"tier": TIERS}),
+    Metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left the prefix cache, by why.",
             {"tier": TIERS, "reason": ("capacity", "flush")}),
-    _metric(REPLICA, HISTOGRAM, "cache_evicted_idle_seconds",
+    Metric(REPLICA, HISTOGRAM, "cache_evicted_idle_seconds",
             "Time since the last use of nodes evicted for room; small values mean that the pool is too small.",
             {"tier": TIERS}, unit="seconds", buckets=AGE),
-    _metric(REPLICA, GAUGE, "cache_nodes", "Nodes of the prefix tree.", {"tier": TIERS}),
+    Metric(REPLICA, GAUGE, "cache_nodes", "Nodes of the prefix tree.", {"tier": TIERS}),
 ]  # fmt: skip
 
 _TRANSFER = [
-    _metric(REPLICA, COUNTER, "transfers_total", "Hand-offs that ended in this replica, by how.",
+    Metric(REPLICA, COUNTER, "transfers_total", "Hand-offs that ended in this replica, by how.",
             {"direction": ("send", "receive"), "outcome": ("ok", "failed")}, disaggregated=True),
-    _metric(REPLICA, COUNTER, "transfer_bytes_total", "K/V bytes moved.", {"direction": ("send", "receive")},
+    Metric(REPLICA, COUNTER, "transfer_bytes_total", "K/V bytes moved.", {"direction": ("send", "receive")},
             disaggregated=True),
-    _metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
+    Metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
             "Parts of a hand-off: grant (until the receiver had row and pages, or gave up), wait (from then until all "
             "had come, or it failed), post and wire (one NIXL write, as its telemetry says).",
             {"phase": ("grant", "wait", "post", "wire")}, unit="seconds", buckets=STAGE, disaggregated=True),
-    _metric(REPLICA, GAUGE, "transfers_in_flight", "Hand-offs in progress; draining ones have failed and their pages "
+    Metric(REPLICA, GAUGE, "transfers_in_flight", "Hand-offs in progress; draining ones have failed and their pages "
             "are not yet safe to reuse.", {"direction": ("send", "receive", "draining")}, disaggregated=True),
-    _metric(REPLICA, GAUGE, "transfer_oldest_drain_seconds", "How long the oldest draining hand-off has been waiting.",
+    Metric(REPLICA, GAUGE, "transfer_oldest_drain_seconds", "How long the oldest draining hand-off has been waiting.",
             unit="seconds", disaggregated=True),
-    _metric(REPLICA, GAUGE, "transfer_peers", "Replicas that this one is connected to for hand-offs.",
+    Metric(REPLICA, GAUGE, "transfer_peers", "Replicas that this one is connected to for hand-offs.",
             disaggregated=True),
-    _metric(REPLICA, COUNTER, "transfer_digest_mismatches_total", "Pages that came and were not what was sent.",
+    Metric(REPLICA, COUNTER, "transfer_digest_mismatches_total", "Pages that came and were not what was sent.",
             disaggregated=True),
-    _metric(REPLICA, COUNTER, "transfer_late_messages_total", "Messages of rooms that had ended, or that could "
+    Metric(REPLICA, COUNTER, "transfer_late_messages_total", "Messages of rooms that had ended, or that could "
             "not be read; dropped.", disaggregated=True),
 ]  # fmt: skip
 
 _REQUESTS = [
-    _metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; invalid: the client's mistake; shed: "
+    Metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; invalid: the client's mistake; shed: "
             "refused because all queues are too long.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
-    _metric(ROUTER, GAUGE, "requests_in_flight", "Prompts whose answers are open.", {"endpoint": ANSWERING}),
-    _metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to its first output token, "
+    Metric(ROUTER, GAUGE, "requests_in_flight", "Prompts whose answers are open.", {"endpoint": ANSWERING}),
+    Metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to its first output token, "
             "counted when that comes.", {"endpoint": ANSWERING}, unit="seconds", buckets=TTFT),
-    _metric(ROUTER, HISTOGRAM, "inter_token_latency_seconds", "Gap between deltas of one answer, per token.",
+    Metric(ROUTER, HISTOGRAM, "inter_token_latency_seconds", "Gap between deltas of one answer, per token.",
             unit="seconds", buckets=ITL),
-    _metric(ROUTER, HISTOGRAM, "request_duration_seconds", "From a request's arrival to its end, of those that "
+    Metric(ROUTER, HISTOGRAM, "request_duration_seconds", "From a request's arrival to its end, of those that "
             "ended ok.", {"endpoint": ENDPOINTS}, unit="seconds", buckets=DURATION),
-    _metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "What a request that ended ok spent in each "
+    Metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "What a request that ended ok spent in each "
             "stage.", {"stage": STAGES}, unit="seconds", buckets=STAGE),
-    _metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Length of prompts of requests that ended ok.",
+    Metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Length of prompts of requests that ended ok.",
             unit="tokens", buckets=TOKENS),
-    _metric(ROUTER, HISTOGRAM, "request_output_tokens", "Length of answers of requests that ended ok.",
+    Metric(ROUTER, HISTOGRAM, "request_output_tokens", "Length of answers of requests that ended ok.",
             unit="tokens", buckets=TOKENS),
-    _metric(ROUTER, COUNTER, "slo_requests_total", "Requests judged against each objective. Met: the "
+    Metric(ROUTER, COUNTER, "slo_requests_total", "Requests judged against each objective. Met: the "
             "first token, or the mean gap, came in time. Not met also: what ended in an error, a timeout, or was shed, "
             "before its first token (ttft) or after it (itl). Not judged: what clients cancelled, or asked wrongly.",
             {"slo": ("ttft", "itl"), "met": ("true", "false")}),
 ]  # fmt: skip
 
 _ROUTING = [
-    _metric(ROUTER, COUNTER, "router_decisions_total", "Decisions, by policy and why the winner won.",
+    Metric(ROUTER, COUNTER, "router_decisions_total", "Decisions, by policy and why the winner won.",
             {"policy": OPEN, "reason": OPEN}),
-    _metric(ROUTER, HISTOGRAM, "router_decision_duration_seconds", "Time of one decision.", unit="seconds",
+    Metric(ROUTER, HISTOGRAM, "router_decision_duration_seconds", "Time of one decision.", unit="seconds",
             buckets=FAST),
-    _metric(ROUTER, COUNTER, "router_prompt_tokens_total", "Prompt tokens of requests that had their first token; this "
+    Metric(ROUTER, COUNTER, "router_prompt_tokens_total", "Prompt tokens of requests that had their first token; this "
             "and the three that follow are counted with it."),
-    _metric(ROUTER, COUNTER, "router_best_overlap_tokens_total", "Longest prefix known at any candidate."),
-    _metric(ROUTER, COUNTER, "router_predicted_overlap_tokens_total", "Prefix expected at the chosen replica."),
-    _metric(ROUTER, COUNTER, "router_actual_overlap_tokens_total", "Prefix that the chosen replica then reused."),
-    _metric(ROUTER, HISTOGRAM, "router_overlap_error_ratio", "Difference of predicted and actual prefix over the "
+    Metric(ROUTER, COUNTER, "router_best_overlap_tokens_total", "Longest prefix known at any candidate."),
+    Metric(ROUTER, COUNTER, "router_predicted_overlap_tokens_total", "Prefix expected at the chosen replica."),
+    Metric(ROUTER, COUNTER, "router_actual_overlap_tokens_total", "Prefix that the chosen replica then reused."),
+    Metric(ROUTER, HISTOGRAM, "router_overlap_error_ratio", "Difference of predicted and actual prefix over the "
             "prompt's tokens; sign: what was predicted was over, under, or exact.",
             {"sign": ("over", "under", "exact")}, unit="ratio", buckets=RATIO),
-    _metric(ROUTER, HISTOGRAM, "router_ttft_error_seconds", "Difference of predicted and actual time to first token.",
+    Metric(ROUTER, HISTOGRAM, "router_ttft_error_seconds", "Difference of predicted and actual time to first token.",
             {"sign": ("over", "under")}, unit="seconds", buckets=STAGE),
-    _metric(ROUTER, GAUGE, "router_index_tokens", "Tokens that the prefix index holds for a replica: told by its "
+    Metric(ROUTER, GAUGE, "router_index_tokens", "Tokens that the prefix index holds for a replica: told by its "
             "events, or expected from decisions.", {"target": OPEN, "source": ("confirmed", "expected")},
             unit="tokens"),
-    _metric(ROUTER, GAUGE, "router_report_age_seconds", "How long ago a replica was as it last told, a step "
+    Metric(ROUTER, GAUGE, "router_report_age_seconds", "How long ago a replica was as it last told, a step "
             "in progress included; of one that has not told anything, how long it has been known.", {"target": OPEN},
             unit="seconds"),
-    _metric(ROUTER, COUNTER, "router_cache_event_gaps_total", "Times that a replica's cache events were missed."),
-    _metric(ROUTER, COUNTER, "router_cache_snapshots_total", "Snapshots of replicas' caches that came."),
-    _metric(ROUTER, GAUGE, "router_replicas", "Replicas that this router knows, by state.",
+    Metric(ROUTER, COUNTER, "router_cache_event_gaps_total", "Times that a replica's cache events were missed."),
+    Metric(ROUTER, COUNTER, "router_cache_snapshots_total", "Snapshots of replicas' caches that came."),
+    Metric(ROUTER, GAUGE, "router_replicas", "Replicas that this router knows, by state.",
             {"target_role": ROLES, "state": ("starting", "accepting", "draining", "unhealthy")}, unit="replicas"),
-    _metric(ROUTER, COUNTER, "router_retries_total", "Tries that failed and were made again elsewhere, by error.",
+    Metric(ROUTER, COUNTER, "router_retries_total", "Tries that failed and were made again elsewhere, by error.",
             {"reason": ("replica_gone", "replica_hangs", "engine_dead", "overloaded", "prefill_lost")}),
-    _metric(ROUTER, COUNTER, "router_pair_decisions_total", "Whether the prompt was to be handed over, by why.",
+    Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Whether the prompt was to be handed over, by why.",
             {"reason": OPEN}, disaggregated=True),
-    _metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished tries; failed: computed at the decode "
+    Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished tries; failed: computed at the decode "
             "replica instead.", {"outcome": ("transferred", "failed")}, disaggregated=True),
 ]  # fmt: skip
 
 _OBSERVATORY = [
-    _metric(OBSERVATORY, GAUGE, "autoscaler_replicas", "Replicas: running, wanted, and the bounds.",
+    Metric(OBSERVATORY, GAUGE, "autoscaler_replicas", "Replicas: running, wanted, and the bounds.",
             {"target_role": ROLES, "kind": ("running", "desired", "minimum", "maximum")}, unit="replicas"),
-    _metric(OBSERVATORY, GAUGE, "autoscaler_pressure_ratio", "Load over what the replicas carry within the limits; "
+    Metric(OBSERVATORY, GAUGE, "autoscaler_pressure_ratio", "Load over what the replicas carry within the limits; "
             "above 1 asks for more.", {"target_role": ROLES, "signal": SIGNALS}, unit="ratio"),
-    _metric(OBSERVATORY, COUNTER, "autoscaler_decisions_total", "Changes of the wanted number of replicas.",
+    Metric(OBSERVATORY, COUNTER, "autoscaler_decisions_total", "Changes of the wanted number of replicas.",
             {"target_role": ROLES, "direction": ("up", "down")}),
-    _metric(OBSERVATORY, GAUGE, "observatory_viewers", "Live views that are open."),
-    _metric(OBSERVATORY, HISTOGRAM, "observatory_poll_duration_seconds", "Time to ask all routers for their state.",
+    Metric(OBSERVATORY, GAUGE, "observatory_viewers", "Live views that are open."),
+    Metric(OBSERVATORY, HISTOGRAM, "observatory_poll_duration_seconds", "Time to ask all routers for their state.",
             unit="seconds", buckets=STAGE),
 ]  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""Asks a running Prometheus every query of boards and rules: does data come back?
+"""Checks that a running Prometheus returns data for every query of boards and rules.
 
-Invariant: a query that shows data only under a condition (prefill and decode apart, an autoscaler, an event) may be
-           empty without it, and must never fail.
+Never:     parses a query; tests/contract/test_promql.py does.
+Invariant: a query that has data only under a condition (prefill and decode apart, an autoscaler, an event) may be empty
+           without it, and must never fail.
 """
 
 import json
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from dashboards.board import Needs
-from dashboards.boards.all import BOARDS
-from dashboards.query import BOARD_WINDOW
-from dashboards.rules import ALERTS, RECORDINGS
+import yaml
+
+from dashboards.board import WINDOW, Needs
+from dashboards.boards import BOARDS
+from dashboards.files import rules_text
 
 SPAN_S = 120.0  # of the range that is asked for, up to now
 STEP_S = 5
@@ -27,33 +29,35 @@ VARIABLES = {"$model": ".*", "$role": ".*", "$replica": ".*"}  # as All on the b
 Ask = Callable[[str], list[Any]]  # a query -> its series, each {"metric", "values": [[time, "number"], ...]}
 
 
-class Answer(StrEnum):
+class Returned(StrEnum):
+    """Kinds of results of a query."""
+
     DATA = "data"
-    QUIET = "only NaN"  # series are there, but nothing happened that they could tell
+    QUIET = "only NaN"  # there are series, but nothing happened that they count
     EMPTY = "no series"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One query and what came back."""
+class QueryResult:
+    """One query and what Prometheus returned for it."""
 
     where: str
     query: str
     needs: Needs | None  # None: an alert, which is silent when all is well
-    answer: Answer
+    returned: Returned
     detail: str  # how many series, or the error
 
     def problem(self, *, disaggregated: bool, autoscaled: bool) -> str | None:
-        """Why this answer is not what a fleet of this kind under load gives; None: all is well."""
-        if self.answer is Answer.FAILED:
+        """Explain why a fleet of this kind under load should return something else; None: all is well."""
+        if self.returned is Returned.FAILED:
             return f"{self.where}: {self.detail}\n    {self.query}"
         silent = {Needs.APART: not disaggregated, Needs.AUTOSCALING: not autoscaled}
-        if self.answer is Answer.DATA or self.needs is None or silent.get(self.needs, False):
+        if self.returned is Returned.DATA or self.needs is None or silent.get(self.needs, False):
             return None
-        if self.needs is Needs.EVENT and self.answer is Answer.QUIET:
+        if self.needs is Needs.EVENT and self.returned is Returned.QUIET:
             return None
-        return f"{self.where}: {self.answer.value}, wanted data ({self.needs.value})\n    {self.query}"
+        return f"{self.where}: {self.returned.value}, wanted data ({self.needs.value})\n    {self.query}"
 
 
 class PrometheusError(Exception):
@@ -63,34 +67,40 @@ class PrometheusError(Exception):
 def check_live(
     prometheus_url: str, *, disaggregated: bool, autoscaled: bool = False, window: str = "1m"
 ) -> list[str]:
-    """Problems of boards and rules against a Prometheus that scrapes a fleet under load; none is what one wants."""
-    found = survey(prometheus(prometheus_url), window=window)
-    problems = (each.problem(disaggregated=disaggregated, autoscaled=autoscaled) for each in found)
-    return [problem for problem in problems if problem]
+    """Return the problems of boards and rules on a Prometheus that scrapes a fleet under load."""
+    return problems(survey(prometheus(prometheus_url), window=window), disaggregated, autoscaled)
 
 
-def survey(ask: Ask, *, window: str = "1m") -> list[Asked]:
-    """Every query of boards and rules, asked once; ``window`` stands for Grafana's $__rate_interval."""
-    return [_asked(ask, where, query, needs) for where, query, needs in queries(window)]
+def problems(results: list[QueryResult], disaggregated: bool, autoscaled: bool) -> list[str]:
+    """Return what is wrong with the results of a fleet of this kind under load."""
+    found = (each.problem(disaggregated=disaggregated, autoscaled=autoscaled) for each in results)
+    return [problem for problem in found if problem]
+
+
+def survey(ask: Ask, *, window: str = "1m") -> list[QueryResult]:
+    """Ask every query of boards and rules once, with ``window`` for Grafana's $__rate_interval."""
+    return [_result(ask, where, query, needs) for where, query, needs in queries(window)]
 
 
 def queries(window: str) -> Iterator[tuple[str, str, Needs | None]]:
-    """Where it stands, the query with its variables filled in, and what it needs."""
+    """Yield each query's place, its text with the variables filled in, and what it needs."""
     for board in BOARDS:
         for panel in board.panels:
-            for number, line in enumerate(panel.lines):
-                text = line.query.text.replace(BOARD_WINDOW, window)
+            for number, query in enumerate(panel.queries.values()):
+                text = query.replace(WINDOW, window)
                 for variable, value in VARIABLES.items():
                     text = text.replace(f'"{variable}"', f'"{value}"')
                 yield f"{board.title} / {panel.title} [{chr(ord('A') + number)}]", text, panel.needs
-    for recording in RECORDINGS:
-        yield recording.name, recording.query.text, Needs.APART if recording.query.disaggregated else Needs.TRAFFIC
-    for alert in ALERTS:
-        yield f"alert {alert.name}", alert.query.text, None
+    for group in yaml.safe_load(rules_text())["groups"]:
+        for rule in group["rules"]:
+            if "record" in rule:
+                yield rule["record"], rule["expr"], Needs.TRAFFIC
+            else:
+                yield f"alert {rule['alert']}", rule["expr"], None
 
 
 def prometheus(url: str, clock: Callable[[], float] = time.time) -> Ask:
-    """Asks the server at ``url`` for the last two minutes."""
+    """Make a function that asks the server at ``url`` for the last two minutes."""
 
     def ask(query: str) -> list[Any]:
         now = clock()
@@ -108,21 +118,21 @@ def prometheus(url: str, clock: Callable[[], float] = time.time) -> Ask:
     return ask
 
 
-def table(found: list[Asked]) -> str:
-    """One line a query."""
-    rows = [(each.answer.value, each.detail, each.where) for each in found]
+def table(found: list[QueryResult]) -> str:
+    """Format one line per query."""
+    rows = [(each.returned.value, each.detail, each.where) for each in found]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{answer:{widths[0]}}  {detail:>{widths[1]}}  {where}" for answer, detail, where in rows)
 
 
-def _asked(ask: Ask, where: str, query: str, needs: Needs | None) -> Asked:
+def _result(ask: Ask, where: str, query: str, needs: Needs | None) -> QueryResult:
     try:
         series = ask(query)
     except PrometheusError as error:
-        return Asked(where, query, needs, Answer.FAILED, str(error))
+        return QueryResult(where, query, needs, Returned.FAILED, str(error))
     numbers = [float(value) for each in series for _, value in each["values"]]
     if any(not math.isnan(number) for number in numbers):
-        answer = Answer.DATA
+        answer = Returned.DATA
     else:
-        answer = Answer.QUIET if numbers else Answer.EMPTY
-    return Asked(where, query, needs, answer, f"{len(series)} series")
+        answer = Returned.QUIET if numbers else Returned.EMPTY
+    return QueryResult(where, query, needs, answer, f"{len(series)} series")

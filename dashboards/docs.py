@@ -3,8 +3,7 @@
 Invariant: what the file says of a metric is what the catalogue says; a test compares the two.
 """
 
-from dashboards.catalog import METRICS, POOL_STATES, STAGES
-from dashboards.metric import IDENTITY, OPEN, Kind, Metric, Process
+from dashboards.catalog import IDENTITY, METRICS, OPEN, POOL_STATES, STAGES, Kind, Metric, Process
 
 HEADINGS = {
     Process.EVERY: "Every process",

@@ -9,8 +9,7 @@ import json
 import threading
 from collections.abc import Iterator
 
-from dashboards.catalog import METRICS
-from dashboards.metric import Kind, Metric, Process
+from dashboards.catalog import METRICS, Kind, Metric, Process
 
 ROLES = {Process.REPLICA: "unified", Process.OBSERVATORY: "observatory"}  # else: router
 

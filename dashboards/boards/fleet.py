@@ -1,184 +1,258 @@
 """The board to look at first: is every request answered, how fast, and where does its time go."""
 
-from dashboards.board import KIT, QUANTILES, Board, Limits, Line, Panel, Row, Shape, Unit, quantiles
-from dashboards.boards.replicas import ENGINE, REPLICAS
-from dashboards.query import Query, none_of, ratio
-
-
-def share_without(*outcomes: str) -> Query:
-    """Of the requests that ended: those that ended in none of ``outcomes``."""
-    return ratio(KIT.rate("requests_total", where={"outcome": none_of(*outcomes)}), KIT.rate("requests_total"))
-
-
-NOW = Row(
-    "Now",
-    (
-        Panel(
-            title="Requests per second",
-            shows="Requests that ended, of all endpoints and outcomes.",
-            act="Zero while clients are sending: look at Replicas by state, then at the routers' logs.",
-            lines=(Line(KIT.rate("requests_total"), "all"),),
-            shape=Shape.STAT, unit=Unit.REQUESTS_PER_S, width=4, height=5,
-        ),
-        Panel(
-            title="Failed or refused",
-            shows="Share of requests that ended neither well nor by their client's wish or mistake.",
-            act="Requests by outcome says which kind: shed wants more replicas, error wants a look into the logs.",
-            lines=(Line(share_without("ok", "cancelled", "invalid"), "share"),),
-            shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.01, 0.05), width=4, height=5,
-        ),
-        Panel(
-            title="Time to first token, p90",
-            shows="Nine of ten requests had their first token after this time.",
-            act="Where the time goes before the first token names the stage; queue wants replicas, prefill wants cache "
-                "hits.",
-            lines=(Line(KIT.quantile(0.9, "time_to_first_token_seconds"), "p90"),),
-            shape=Shape.STAT, unit=Unit.SECONDS, limits=Limits(1, 5), width=4, height=5,
-        ),
-        Panel(
-            title="Within the first-token objective",
-            shows="Share of requests whose first token came within the configured objective; what failed or was "
-                "refused before it missed it.",
-            act="Below the target: Requests by outcome says whether requests fail; if not, add replicas, or find out "
-                "with the routing board why prefixes are not reused.",
-            lines=(
-                Line(
-                    ratio(
-                        KIT.rate("slo_requests_total", where={"slo": "ttft", "met": "true"}),
-                        KIT.rate("slo_requests_total", where={"slo": "ttft"}),
-                    ),
-                    "met",
-                ),
-            ),
-            shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.99, 0.95, falling=True), width=4, height=5,
-        ),
-        Panel(
-            title="Prompt tokens reused",
-            shows="Share of looked-up prompt tokens that the prefix cache had; 0 is normal when prompts share nothing.",
-            act="A fall without a change of traffic: look for evictions and for spread prefixes on the other two "
-                "boards.",
-            lines=(Line(ratio(KIT.rate("cache_hit_tokens_total"), KIT.rate("cache_lookup_tokens_total")), "reused"),),
-            shape=Shape.STAT, unit=Unit.RATIO, width=4, height=5,
-        ),
-        Panel(
-            title="Fullest pool",
-            shows="The highest share of a replica's KV pool that a new request cannot have.",
-            act="Above 95 % requests wait and running ones go back: add replicas, or give the pool more memory.",
-            lines=(Line(KIT.gauge("kv_pool_utilization_ratio", over="max", where={"tier": "L1"}), "fullest"),),
-            shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.8, 0.95), width=4, height=5,
-        ),
-    ),
+from dashboards.board import (
+    QUANTILES,
+    Board,
+    Limits,
+    Needs,
+    Panel,
+    Row,
+    Shape,
+    Unit,
+    gauge,
+    heatmap,
+    mean,
+    quantile,
+    quantiles,
+    rate,
+    ratio,
 )  # fmt: skip
 
-LATENCY = Row(
-    "Latency",
-    (
-        Panel(
-            title="Time to first token",
-            shows="From a request's arrival to its first output token.",
-            act="p99 far above p90: a few long prompts or one slow replica; compare Waiting requests by replica.",
-            lines=quantiles("time_to_first_token_seconds"), unit=Unit.SECONDS,
-        ),
-        Panel(
-            title="Inter-token latency",
-            shows="Gap between the deltas of an answer, per token.",
-            act="Rises with Requests of one step: batches are large. Peaks alone: long prompts run between decode "
-                "steps; prefill and decode apart would keep them out.",
-            lines=quantiles("inter_token_latency_seconds"), unit=Unit.SECONDS,
-        ),
-        Panel(
-            title="Whole requests",
-            shows="From a request's arrival to its last token.",
-            act="Follows the length of answers; if Length of prompts and answers did not change, look at the two "
-                "before.",
-            lines=quantiles("request_duration_seconds"), unit=Unit.SECONDS,
-        ),
-        Panel(
-            title="Time to first token, all of them",
-            shows="How many requests had their first token after how long; two bands are cache hits and misses.",
-            act="When the upper band grows, prefixes are lost: see the evictions on the KV pool board.",
-            lines=(Line(KIT.heatmap("time_to_first_token_seconds"), "{{le}}"),),
-            shape=Shape.HEATMAP, unit=Unit.SECONDS,
-        ),
-        Panel(
-            title="Where the time goes",
-            shows="Mean time of a finished request in each stage; the stages add up to the whole.",
-            act="The widest band is what to work on. Decode is the answer itself and usually the widest.",
-            lines=(Line(KIT.mean("request_stage_duration_seconds", by=["stage"]), "{{stage}}"),),
-            shape=Shape.STACKED, unit=Unit.SECONDS,
-        ),
-        Panel(
-            title="Where the time goes before decode",
-            shows="The same without decode, which dwarfs the rest.",
-            act="Queue: too few replicas (apart: of decode if grant among Parts of a hand-off is long, else of "
-                "prefill). Prefill: long prompts or few hits. Transfer: see the routing board. Route: the router's "
-                "process has too little CPU.",
-            lines=(
-                Line(
-                    KIT.mean("request_stage_duration_seconds", by=["stage"], where={"stage": none_of("decode")}),
-                    "{{stage}}",
-                ),
-            ),
-            shape=Shape.STACKED, unit=Unit.SECONDS,
-        ),
-    ),
-)  # fmt: skip
+FAILED = {"outcome": "!ok|cancelled|invalid"}
 
-TRAFFIC = Row(
-    "Traffic",
-    (
-        Panel(
-            title="Requests by outcome",
-            shows="Requests that ended, by how; shed: refused with 429, as all queues are too long.",
-            act="Shed asks for more replicas; error and timeout for the logs of the replica that x-manta-route names.",
-            lines=(Line(KIT.rate("requests_total", by=["outcome"]), "{{outcome}}"),),
-            shape=Shape.STACKED, unit=Unit.REQUESTS_PER_S,
-        ),
-        Panel(
-            title="Open requests",
-            shows="Prompts that have come and whose answers have not ended, by endpoint.",
-            act="Grows while Requests per second stands still: replicas are saturated or stuck; see Busy share.",
-            lines=(Line(KIT.gauge("requests_in_flight", by=["endpoint"]), "{{endpoint}}"),), shape=Shape.STACKED,
-        ),
-        Panel(
-            title="Tokens per second",
-            shows="Prompt tokens computed, prompt tokens reused, and tokens generated.",
-            act="Computed high and reused low for chats: routing or eviction loses prefixes; see the other boards.",
-            lines=(Line(KIT.rate("scheduler_tokens_total", by=["kind"]), "{{kind}}"),),
-            shape=Shape.STACKED, unit=Unit.PER_S,
-        ),
-        Panel(
-            title="Waiting requests by replica",
-            shows="Requests in each replica's queue.",
-            act="One replica far above the others: the router prefers it for its prefixes; see Decisions on the "
-                "routing board. All of them: add replicas.",
-            lines=(
-                Line(KIT.gauge("scheduler_requests", by=["role", "replica"], where={"state": "waiting"}),
-                     "{{role}} {{replica}}"),
-            ),
-        ),
-        Panel(
-            title="Busy share",
-            shows="Share of time that a replica spends in forward steps, by phase.",
-            act="Near 100 % everywhere: more replicas. Low with full queues: the pool is the limit; see the KV pool "
-                "board.",
-            lines=(
-                Line(KIT.rate("scheduler_busy_seconds_total", by=["replica", "phase"]), "{{replica}} {{phase}}"),
-            ),
-            unit=Unit.RATIO,
-        ),
-        Panel(
-            title="Length of prompts and answers",
-            shows="Median and p90 of the tokens of prompts and answers.",
-            act="A jump explains most changes of the latencies above; nothing is broken.",
-            lines=tuple(
-                Line(KIT.quantile(share, f"request_{side}_tokens"), f"{side} {legend}")
-                for side in ("prompt", "output") for share, legend in QUANTILES[:2]
-            ),
-            unit=Unit.NUMBER,
-        ),
+NOW = Row("Now", (
+    Panel("Requests per second",
+        shows="Requests that ended, of all endpoints and outcomes.",
+        act="Zero while clients are sending: look at Replicas by state, then at the routers' logs.",
+        queries={"all": rate("requests_total")}, shape=Shape.STAT, unit=Unit.REQUESTS_PER_S, width=4, height=5,
     ),
-)  # fmt: skip
+    Panel("Failed or refused",
+        shows="Share of requests that ended neither well nor by their client's wish or mistake.",
+        act="Requests by outcome says which kind: shed wants more replicas, error wants a look into the logs.",
+        queries={"share": ratio(rate("requests_total", where=FAILED), rate("requests_total"))},
+        shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.01, 0.05), width=4, height=5,
+    ),
+    Panel("Time to first token, p90",
+        shows="Nine of ten requests had their first token after this time.",
+        act="Where the time goes before the first token names the stage; queue wants replicas, prefill wants cache "
+            "hits.",
+        queries={"p90": quantile(0.9, "time_to_first_token_seconds")},
+        shape=Shape.STAT, unit=Unit.SECONDS, limits=Limits(1, 5), width=4, height=5,
+    ),
+    Panel("Within the first-token objective",
+        shows="Share of requests whose first token came within the configured objective; what failed or was refused "
+              "before it missed it.",
+        act="Below the target: Requests by outcome says whether requests fail; if not, add replicas, or find out with "
+            "the routing board why prefixes are not reused.",
+        queries={
+            "met": ratio(
+                rate("slo_requests_total", where={"slo": "ttft", "met": "true"}),
+                rate("slo_requests_total", where={"slo": "ttft"}),
+            ),
+        },
+        shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.99, 0.95, falling=True), width=4, height=5,
+    ),
+    Panel("Prompt tokens reused",
+        shows="Share of looked-up prompt tokens that the prefix cache had; 0 is normal when prompts share nothing.",
+        act="A fall without a change of traffic: look for evictions and for spread prefixes on the other two boards.",
+        queries={"reused": ratio(rate("cache_hit_tokens_total"), rate("cache_lookup_tokens_total"))},
+        shape=Shape.STAT, unit=Unit.RATIO, width=4, height=5,
+    ),
+    Panel("Fullest pool",
+        shows="The highest share of a replica's KV pool that a new request cannot have.",
+        act="Above 95 % requests wait and running ones go back: add replicas, or give the pool more memory.",
+        queries={"fullest": gauge("kv_pool_utilization_ratio", over="max", where={"tier": "L1"})},
+        shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.8, 0.95), width=4, height=5,
+    ),
+))  # fmt: skip
+
+LATENCY = Row("Latency", (
+    Panel("Time to first token",
+        shows="From a request's arrival to its first output token.",
+        act="p99 far above p90: a few long prompts or one slow replica; compare Waiting requests by replica.",
+        queries=quantiles("time_to_first_token_seconds"), unit=Unit.SECONDS,
+    ),
+    Panel("Inter-token latency",
+        shows="Gap between the deltas of an answer, per token.",
+        act="Rises with Requests of one step: batches are large. Peaks alone: long prompts run between decode steps; "
+            "prefill and decode apart would keep them out.",
+        queries=quantiles("inter_token_latency_seconds"), unit=Unit.SECONDS,
+    ),
+    Panel("Whole requests",
+        shows="From a request's arrival to its last token.",
+        act="Follows the length of answers; if Length of prompts and answers did not change, look at the two before.",
+        queries=quantiles("request_duration_seconds"), unit=Unit.SECONDS,
+    ),
+    Panel("Time to first token, all of them",
+        shows="How many requests had their first token after how long; two bands are cache hits and misses.",
+        act="When the upper band grows, prefixes are lost: see the evictions on the KV pool board.",
+        queries={"{{le}}": heatmap("time_to_first_token_seconds")}, shape=Shape.HEATMAP, unit=Unit.SECONDS,
+    ),
+    Panel("Where the time goes",
+        shows="Mean time of a finished request in each stage; the stages add up to the whole.",
+        act="The widest band is what to work on. Decode is the answer itself and usually the widest.",
+        queries={"{{stage}}": mean("request_stage_duration_seconds", by=["stage"])},
+        shape=Shape.STACKED, unit=Unit.SECONDS,
+    ),
+    Panel("Where the time goes before decode",
+        shows="The same without decode, which dwarfs the rest.",
+        act="Queue: too few replicas (apart: of decode if grant among Parts of a hand-off is long, else of prefill). "
+            "Prefill: long prompts or few hits. Transfer: see the routing board. Route: the router's process has too "
+            "little CPU.",
+        queries={
+            "{{stage}}": mean("request_stage_duration_seconds", by=["stage"], where={"stage": "!decode"}),
+        },
+        shape=Shape.STACKED, unit=Unit.SECONDS,
+    ),
+))  # fmt: skip
+
+TRAFFIC = Row("Traffic", (
+    Panel("Requests by outcome",
+        shows="Requests that ended, by how; shed: refused with 429, as all queues are too long.",
+        act="Shed asks for more replicas; error and timeout for the logs of the replica that x-manta-route names.",
+        queries={"{{outcome}}": rate("requests_total", by=["outcome"])},
+        shape=Shape.STACKED, unit=Unit.REQUESTS_PER_S,
+    ),
+    Panel("Open requests",
+        shows="Prompts that have come and whose answers have not ended, by endpoint.",
+        act="Grows while Requests per second stands still: replicas are saturated or stuck; see Busy share.",
+        queries={"{{endpoint}}": gauge("requests_in_flight", by=["endpoint"])}, shape=Shape.STACKED,
+    ),
+    Panel("Tokens per second",
+        shows="Prompt tokens computed, prompt tokens reused, and tokens generated.",
+        act="Computed high and reused low for chats: routing or eviction loses prefixes; see the other boards.",
+        queries={"{{kind}}": rate("scheduler_tokens_total", by=["kind"])}, shape=Shape.STACKED, unit=Unit.PER_S,
+    ),
+    Panel("Waiting requests by replica",
+        shows="Requests in each replica's queue.",
+        act="One replica far above the others: the router prefers it for its prefixes; see Decisions on the routing "
+            "board. All of them: add replicas.",
+        queries={
+            "{{role}} {{replica}}": gauge("scheduler_requests", by=["role", "replica"], where={"state": "waiting"}),
+        },
+    ),
+    Panel("Busy share",
+        shows="Share of time that a replica spends in forward steps, by phase.",
+        act="Near 100 % everywhere: more replicas. Low with full queues: the pool is the limit; see the KV pool board.",
+        queries={"{{replica}} {{phase}}": rate("scheduler_busy_seconds_total", by=["replica", "phase"])},
+        unit=Unit.RATIO,
+    ),
+    Panel("Length of prompts and answers",
+        shows="Median and p90 of the tokens of prompts and answers.",
+        act="A jump explains most changes of the latencies above; nothing is broken.",
+        queries={
+            f"{side} {legend}": quantile(share, f"request_{side}_tokens")
+            for side in ("prompt", "output") for share, legend in QUANTILES[:2]
+        },
+        unit=Unit.NUMBER,
+    ),
+))  # fmt: skip
+
+ENGINE = Row("Engine steps", (
+    Panel("Requests of one step",
+        shows="Mean number of requests in a forward step, by phase.",
+        act="Decode well below the running requests: they are retracted or wait for pages; see the KV pool board.",
+        queries={"{{phase}}": mean("scheduler_batch_requests", by=["phase"])}, unit=Unit.NUMBER,
+    ),
+    Panel("New tokens of one step",
+        shows="Mean number of new tokens in a forward step, by phase.",
+        act="Prefill far below chunked_prefill_size under load: prompts are short or mostly cached; nothing to do.",
+        queries={"{{phase}}": mean("scheduler_batch_tokens", by=["phase"])}, unit=Unit.NUMBER,
+    ),
+    Panel("Duration of one step, p90",
+        shows="Nine of ten forward steps took at most this long, by role and phase.",
+        act="Prefill steps bound the inter-token latency of a unified replica: lower chunked_prefill_size.",
+        queries={"{{role}} {{phase}}": quantile(0.9, "scheduler_step_duration_seconds", by=["role", "phase"])},
+        unit=Unit.SECONDS,
+    ),
+    Panel("Mixed steps",
+        shows="Steps of prompts in which running requests made a token too, per second, by role. They count as "
+              "prefill here, with all their requests, tokens and time.",
+        act="None while prompts come to a unified replica that is writing: scheduler.mixed_steps is off.",
+        queries={"{{role}}": rate("scheduler_mixed_steps_total", by=["role"])}, unit=Unit.PER_S,
+    ),
+    Panel("Running requests and their limit",
+        shows="Requests in forward steps, and the most that can be, of all replicas.",
+        act="At the limit with a pool that is not full: raise max_running_requests.",
+        queries={
+            "running": gauge("scheduler_requests", where={"state": "running"}),
+            "limit": gauge("scheduler_running_limit_requests"),
+        },
+    ),
+    Panel("Prompt tokens that wait",
+        shows="Prompt tokens in queues that no cache holds: the work that is ahead, by replica.",
+        act="Over Tokens per second it is the time that the next request will wait; above the objective, add replicas.",
+        queries={"{{replica}}": gauge("scheduler_queued_tokens", by=["replica"])}, unit=Unit.NUMBER,
+    ),
+    Panel("Requests that replicas ended",
+        shows="Tries that ended in replicas, by how; a request that was tried twice counts twice.",
+        act="error: the replica's log says why. aborted: clients left, or a retry took over.",
+        queries={"{{outcome}}": rate("scheduler_finished_requests_total", by=["outcome"])},
+        shape=Shape.STACKED, unit=Unit.REQUESTS_PER_S,
+    ),
+))  # fmt: skip
+
+REPLICAS = Row("Replicas", (
+    Panel("Replicas by state",
+        shows="Replicas that the routers know, by role and state; the highest count of any router.",
+        act="unhealthy: Serve replaces them; see `serve status`. starting for long: the replica's log says what it "
+            "waits for.",
+        queries={"{{target_role}} {{state}}": gauge("router_replicas", over="max", by=["target_role", "state"])},
+    ),
+    Panel("Autoscaler",
+        shows="Replicas that run, and that the autoscaler wants.",
+        act="Wanted above running for minutes: the cluster has no room; see `ray status`.",
+        queries={"{{target_role}} {{kind}}": gauge("autoscaler_replicas", over="max", by=["target_role", "kind"])},
+        needs=Needs.AUTOSCALING,
+    ),
+    Panel("Pressure",
+        shows="Load over what the replicas carry within the limits, by signal; above 1 asks for more.",
+        act="The highest signal is the cause: queue (prefill speed), kv_pool (memory), slots (max_running_requests).",
+        queries={
+            "{{target_role}} {{signal}}": gauge("autoscaler_pressure_ratio", over="max", by=["target_role", "signal"]),
+        },
+        unit=Unit.RATIO, needs=Needs.AUTOSCALING,
+    ),
+    Panel("Changes of the wanted number",
+        shows="What the autoscaler decided, per second.",
+        act="Up and down in turns: raise downscale_delay_s.",
+        queries={
+            "{{target_role}} {{direction}}": rate("autoscaler_decisions_total", by=["target_role", "direction"]),
+        },
+        unit=Unit.PER_S, needs=Needs.AUTOSCALING,
+    ),
+    Panel("How long starts took",
+        shows="The start of each replica, by phase.",
+        act="load_weights: put the model on local disk. total far above the rest: other ranks, or the transfer desk.",
+        queries={"{{replica}} {{phase}}": gauge("replica_start_seconds", over="max", by=["replica", "phase"])},
+        shape=Shape.BARS, unit=Unit.SECONDS,
+    ),
+    Panel("Versions",
+        shows="Processes by the version that they run.",
+        act="More than one after a deployment has ended: restart what is old.",
+        queries={"{{role}} {{version}}": gauge("build_info", by=["role", "version"])}, shape=Shape.BARS,
+    ),
+    Panel("Live view",
+        shows="Live views that are open, and how long asking all routers for their state takes (p90).",
+        act="Above 1 s the live view lags: the routers have too little CPU.",
+        queries={
+            "viewers": gauge("observatory_viewers"),
+            "poll p90, s": quantile(0.9, "observatory_poll_duration_seconds"),
+        },
+    ),
+    Panel("What replicas are",
+        shows="Replicas by node, accelerator, attention backend and how they hand over K/V.",
+        act="An unexpected accelerator or node: check the placement in serve_config.yaml. triton or torch_native on a "
+            "GPU: GET /get_server_info says why.",
+        queries={
+            "{{replica}}: {{node}}, {{accelerator}}, {{attention}}, TP {{tensor_parallel}}, {{kv_dtype}}, "
+            "{{transfer_backend}}": gauge("replica_info", over="max", by=[
+                "replica", "node", "accelerator", "attention", "tensor_parallel", "kv_dtype", "transfer_backend",
+            ]),
+        },
+        shape=Shape.BARS, width=16,
+    ),
+))  # fmt: skip
 
 FLEET = Board(
     uid="manta-fleet",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dashboards.generated import BOARD_FILES, committed_board
+from dashboards.files import BOARD_FILES, committed_board
 from tools.debian import REQUIRED, ROOT
 
 SOURCES = pathlib.Path("tests/grafana")

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from dashboards.board import Needs
-from dashboards.boards.all import BOARDS
+from dashboards.boards import BOARDS
 from dashboards.catalog import METRICS
 from dashboards.check import PrometheusError, check_live, prometheus
-from dashboards.export import Export, export
+from dashboards.files import Export, export
 from tests.fake_exporter import FakeExporter
 from tools import debian
 
@@ -72,6 +72,6 @@ def test_every_query_returns_data_and_what_is_missing_is_missed(tmp_path: pathli
     finally:
         exporter.stop()
     panels = [panel for board in BOARDS for panel in board.panels if panel.needs is Needs.APART]
-    wanted = sum(len(panel.lines) for panel in panels)
+    wanted = sum(len(panel.queries) for panel in panels)
     assert len(missed) == wanted == 12
     assert all("no series, wanted data (prefill and decode apart)" in problem for problem in missed)

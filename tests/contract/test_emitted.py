@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from dashboards.catalog import CATALOG, METRICS
-from dashboards.metric import IDENTITY, OPEN, Kind, Metric, Process
+from dashboards.catalog import CATALOG, IDENTITY, METRICS, OPEN, Kind, Metric, Process
 from deployments.http.http_app import make_app
 from deployments.http.model_face import read_face
 from deployments.http.service import Service

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
-from dashboards.catalog import METRICS
+from dashboards.catalog import METRICS, PREFIX, Metric, Process
 from dashboards.check import check_live
-from dashboards.metric import PREFIX, Metric, Process
-from dashboards.rules import RECORDINGS
+from dashboards.files import rules_text
 from tests.scraped import Scraped
 from tests.serve.prometheus import Prometheus, complaints, prometheus
 from tests.serve.running import Running, serving
@@ -155,10 +155,9 @@ def check_pools(watched: Watched, num_replicas: int) -> None:
 
 
 def check_recordings(watched: Watched) -> None:
-    """Prometheus has recorded every rule that this mode can have data for."""
-    disaggregated = watched.state()["mode"] == "disaggregated"
-    names = [each.name for each in RECORDINGS if disaggregated or not each.query.disaggregated]
-    missing = set(names)
+    """Wait until Prometheus has recorded every recording rule; each has data in both modes."""
+    rules = [rule for group in yaml.safe_load(rules_text())["groups"] for rule in group["rules"]]
+    missing = {rule["record"] for rule in rules if "record" in rule}
 
     def recorded() -> bool:
         missing.difference_update({name for name in missing if watched.prometheus.series(name)})

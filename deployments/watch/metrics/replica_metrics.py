@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dashboards.catalog import POOL_STATES
-from dashboards.metric import Process
+from dashboards.catalog import Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
 from replicas.engine.engine import Engine

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from dashboards.board import Needs
-from dashboards.check import Answer, Asked, PrometheusError, prometheus, queries, survey, table
+from dashboards.check import PrometheusError, QueryResult, Returned, prometheus, queries, survey, table
 
 
 def series(*values: str) -> dict[str, Any]:
     return {"metric": {}, "values": [[1.0, value] for value in values]}
 
 
-def answers_of(reply: list[Any]) -> set[Answer]:
-    return {each.answer for each in survey(lambda query: reply)}
+def answers_of(reply: list[Any]) -> set[Returned]:
+    return {each.returned for each in survey(lambda query: reply)}
 
 
 def test_numbers_are_data_and_nan_alone_is_quiet_and_nothing_is_empty() -> None:
-    assert answers_of([series("NaN"), series("NaN", "0")]) == {Answer.DATA}
-    assert answers_of([series("NaN", "NaN")]) == {Answer.QUIET}
-    assert answers_of([]) == {Answer.EMPTY}
+    assert answers_of([series("NaN"), series("NaN", "0")]) == {Returned.DATA}
+    assert answers_of([series("NaN", "NaN")]) == {Returned.QUIET}
+    assert answers_of([]) == {Returned.EMPTY}
 
 
 def test_a_refused_query_is_failed_with_the_servers_own_words() -> None:
@@ -35,26 +35,26 @@ def test_a_refused_query_is_failed_with_the_servers_own_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "answer", "disaggregated", "autoscaled", "fine"),
+    ("needs", "returned", "disaggregated", "autoscaled", "fine"),
     [
-        (Needs.TRAFFIC, Answer.DATA, True, True, True),
-        (Needs.TRAFFIC, Answer.QUIET, False, False, False),
-        (Needs.TRAFFIC, Answer.EMPTY, False, False, False),
-        (Needs.APART, Answer.EMPTY, False, True, True),
-        (Needs.APART, Answer.EMPTY, True, False, False),
-        (Needs.APART, Answer.FAILED, False, False, False),
-        (Needs.AUTOSCALING, Answer.EMPTY, True, False, True),
-        (Needs.AUTOSCALING, Answer.EMPTY, False, True, False),
-        (Needs.EVENT, Answer.QUIET, False, False, True),
-        (Needs.EVENT, Answer.EMPTY, False, False, False),
-        (None, Answer.EMPTY, True, True, True),  # an alert is silent when all is well
-        (None, Answer.FAILED, True, True, False),
+        (Needs.TRAFFIC, Returned.DATA, True, True, True),
+        (Needs.TRAFFIC, Returned.QUIET, False, False, False),
+        (Needs.TRAFFIC, Returned.EMPTY, False, False, False),
+        (Needs.APART, Returned.EMPTY, False, True, True),
+        (Needs.APART, Returned.EMPTY, True, False, False),
+        (Needs.APART, Returned.FAILED, False, False, False),
+        (Needs.AUTOSCALING, Returned.EMPTY, True, False, True),
+        (Needs.AUTOSCALING, Returned.EMPTY, False, True, False),
+        (Needs.EVENT, Returned.QUIET, False, False, True),
+        (Needs.EVENT, Returned.EMPTY, False, False, False),
+        (None, Returned.EMPTY, True, True, True),  # an alert is silent when all is well
+        (None, Returned.FAILED, True, True, False),
     ],
 )
 def test_an_answer_is_fine_or_a_problem(
-    needs: Needs | None, answer: Answer, disaggregated: bool, autoscaled: bool, fine: bool
+    needs: Needs | None, returned: Returned, disaggregated: bool, autoscaled: bool, fine: bool
 ) -> None:
-    asked = Asked("board / panel [A]", "up", needs, answer, "0 series")
+    asked = QueryResult("board / panel [A]", "up", needs, returned, "0 series")
     assert (asked.problem(disaggregated=disaggregated, autoscaled=autoscaled) is None) == fine
 
 
@@ -65,7 +65,10 @@ def test_queries_are_asked_with_their_variables_filled_in() -> None:
 
 
 def test_the_table_has_a_line_a_query() -> None:
-    found = [Asked("a", "up", None, Answer.DATA, "12 series"), Asked("b", "up", None, Answer.EMPTY, "0 series")]
+    found = [
+        QueryResult("a", "up", None, Returned.DATA, "12 series"),
+        QueryResult("b", "up", None, Returned.EMPTY, "0 series"),
+    ]
     assert table(found).splitlines() == ["data       12 series  a", "no series   0 series  b"]
 
 

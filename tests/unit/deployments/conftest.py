@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from dashboards.metric import Process
+from dashboards.catalog import Process
 from deployments.http.http_app import make_app
 from deployments.http.model_face import read_face
 from deployments.http.service import Service

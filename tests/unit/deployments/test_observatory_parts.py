@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dashboards.metric import Process
+from dashboards.catalog import Process
 from deployments.command.check import read
 from deployments.fleet.seen import Target
 from deployments.settings.places import ROOT

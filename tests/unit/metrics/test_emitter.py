@@ -2,7 +2,7 @@
 
 import pytest
 
-from dashboards.metric import Process
+from dashboards.catalog import Process
 from deployments.watch.metrics.emitter import Emitter, Identity
 from tests.scraped import Scraped
 

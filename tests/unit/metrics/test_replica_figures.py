@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from dashboards.catalog import POOL_STATES
-from dashboards.metric import Process
+from dashboards.catalog import POOL_STATES, Process
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.replica_metrics import ReplicaFacts, tell_replica
 from kvtransfer.types import TransferStats

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dashboards.metric import Process
+from dashboards.catalog import Process
 from deployments.fleet.seen import Target
 from deployments.settings.keys import digest
 from deployments.watch.metrics.emitter import Identity, emitter_of

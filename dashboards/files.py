@@ -1,29 +1,65 @@
-"""A folder with all that Prometheus and Grafana need to watch a running Manta.
+"""Every file of the boards and rules: those that are committed, and a folder for a Prometheus and a Grafana.
 
-Owns:      the settings of both: what is scraped how often, where the boards come from.
-Never:     starts or changes a server; needs Grafana's SDK (the boards come from dashboards/grafana, as committed).
-Invariant: `promtool check config` accepts the folder's prometheus.yml.
+Owns:      what is written where; what Prometheus scrapes how often.
+Never:     starts or changes a server.
+Invariant: a committed file that is generated has the text that this module gives (a test compares them; `python -m
+           dashboards build` mends them). `promtool check config` accepts the folder's prometheus.yml.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dashboards.generated import BOARD_FILES, rules_text
-from dashboards.rules import JOB
+from dashboards import docs
+from dashboards.boards import BOARDS
 
-# Prometheus takes up to two rounds of 5 s of its own to act on what it was told: with 5 s for both of these a replica
-# that joined was first scraped after 9 to 12 s (6 tries); like this after 1.3 to 8.9 s, median 4.9 (18 tries).
+HERE = Path(__file__).parent
+METRICS_DOC = HERE.parent / "docs" / "metrics.md"
+RULES = HERE / "prometheus" / "rules.yml"  # written by hand
+BOARD_FILES = {board.uid: HERE / "grafana" / f"{board.uid}.json" for board in BOARDS}
+JOB = "manta"  # of Prometheus; the alert TargetDown names it
+# Prometheus takes up to two rounds of 5 s of its own to act on new targets: with 5 s for both of these a replica that
+# joined was first scraped after 9 to 12 s (6 tries); like this after 1.3 to 8.9 s, median 4.9 (18 tries).
 REFRESH = "1s"  # between questions for targets
 SCRAPE = "3s"
 SOURCE_UID = "manta-prometheus"
 
 
+def board_texts() -> dict[Path, str]:
+    """Return the generated boards by path."""
+    return {BOARD_FILES[board.uid]: board.to_json(BOARDS) for board in BOARDS}
+
+
+def rules_text(docs_url: str = "") -> str:
+    """Read the rules; each alert's runbook_url begins with ``docs_url``, where docs/ can be read."""
+    return RULES.read_text().replace("runbook_url: docs/", f"runbook_url: {docs_url}docs/")
+
+
+def generated() -> dict[Path, str]:
+    """Return every generated file of the repository by path."""
+    return {**board_texts(), METRICS_DOC: docs.markdown()}
+
+
+def committed_board(uid: str) -> Any:
+    """Read a board as it is on disk."""
+    return json.loads(BOARD_FILES[uid].read_text())
+
+
+def write(texts: dict[Path, str]) -> list[Path]:
+    """Write each file whose text differs from what is on disk; returns those."""
+    changed = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
+    for path in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(texts[path])
+    return changed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What the files depend on."""
+    """Settings of an exported folder."""
 
     url: str = "http://127.0.0.1:8000/manta"  # of the observatory
     key_file: Path | None = None  # holds the admin key, where one is configured
@@ -32,7 +68,7 @@ class Export:
 
 
 def export(folder: Path, settings: Export) -> list[Path]:
-    """Write the files; returns them. Files of the same names are replaced, others stay."""
+    """Write the folder's files; returns them. Files of the same names are replaced, others stay."""
     folder = folder.resolve()
     texts = {
         "prometheus.yml": _yaml(prometheus_settings(settings)),
@@ -42,15 +78,13 @@ def export(folder: Path, settings: Export) -> list[Path]:
         "README.md": _readme(settings),
         **{f"grafana/boards/{path.name}": path.read_text() for path in BOARD_FILES.values()},
     }
-    for name, text in texts.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return [folder / name for name in texts]
+    paths = {folder / name: text for name, text in texts.items()}
+    write(paths)
+    return list(paths)
 
 
 def prometheus_settings(settings: Export) -> dict[str, Any]:
-    """prometheus.yml: one job, its targets asked from the observatory; the key is shown to it and to the targets."""
+    """Make prometheus.yml: one job whose targets the observatory lists; it and the targets get the admin key."""
     discovery: dict[str, Any] = {"url": f"{settings.url.rstrip('/')}/sd", "refresh_interval": REFRESH}
     key = {}
     if settings.key_file is not None:

@@ -1,7 +1,0 @@
-"""Every board, in the order of the links between them."""
-
-from dashboards.boards.fleet import FLEET
-from dashboards.boards.pool import POOL
-from dashboards.boards.routing import ROUTING
-
-BOARDS = (FLEET, POOL, ROUTING)
