@@ -3,6 +3,9 @@ PYTHON ?= python3
 CONFIG ?= serve_config.yaml
 TRACE ?= ../shared/traces/conversation_trace.jsonl
 VENV := .venv
+# programs that tests run, and the packages of Debian that have them
+PROGRAMS := prometheus promtool chromium chromedriver
+DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m tools.install # WHAT LOG ARGS: pip's output goes to the log, a line of progress is shown
 # after `python -m benchmarks`, in this order: those that serve come last, the longest at the end
@@ -37,11 +40,14 @@ $(VENV)/.installed-plots: $(VENV)/.installed
 install: $(VENV)/.installed ## Make .venv and install the project
 install-test: $(VENV)/.installed-test
 
-tools-test: $(VENV)/.installed-test # Prometheus (a Debian package) and LiteLLM; tests of what cannot be had are skipped
-	@$(BIN)/python -m tools.debian promtool prometheus >/dev/null
+# installs only as root; a program that is missing skips its tests
+tools-test: $(VENV)/.installed-test
+	@which $(PROGRAMS) >/dev/null || { test "$$(id -u)" = 0 && which apt-get >/dev/null && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(DEBIAN) >/dev/null; } || \
+		echo "not all of these are on PATH: $(PROGRAMS). Their tests are skipped; apt-get install $(DEBIAN)" >&2
 	@test -d .tools/litellm || { $(BIN)/python -m venv .tools/litellm.new && .tools/litellm.new/bin/python -m \
 		tools.install "Installing LiteLLM" .tools/litellm.log 'litellm>=1.100,<2' && \
-		mv .tools/litellm.new .tools/litellm; } || echo "LiteLLM cannot be had: its test is skipped" >&2
+		mv .tools/litellm.new .tools/litellm; } || echo "LiteLLM could not be installed: its test is skipped" >&2
 
 model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 	@$(BIN)/python -m tools.embedded_model

@@ -1,4 +1,4 @@
-"""Debian's headless Chromium under selenium, and what the tests of pages ask of it. Fetched without root if need be.
+"""Debian's headless Chromium under selenium, and what the tests of pages ask of it.
 
 Owns:      the driver's flags, and pictures under the git-ignored ``test_artifacts/``.
 Never:     lets a page reach another host than this one.
@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tools.debian import ensure, environment
+from tests.programs import program
 
 PICTURES = pathlib.Path(__file__).parents[2] / "test_artifacts"
 FONTS = {"system-ui": "DejaVu Sans", "sans-serif": "DejaVu Sans", "monospace": "DejaVu Sans Mono"}
@@ -27,29 +27,22 @@ FLAGS = (
 )  # fmt: skip
 
 
-def open_chromium(profile: pathlib.Path) -> "Page | None":
-    """None where Chromium or its driver is not to be had (an error with MANTA_REQUIRE_TOOLS set)."""
-    packages = ("chromium", "chromium-common", "fonts-dejavu-core")
-    browser = ensure(packages, "chromium", dependencies=True)
-    driver = ensure(("chromium-driver",), "chromedriver", dependencies=True)
-    if browser is None or driver is None:
-        return None
+def open_chromium(profile: pathlib.Path) -> "Page":
+    """Start the browser; skips the test where Chromium or its driver is missing."""
     options = webdriver.ChromeOptions()
-    options.binary_location = str(browser)
+    options.binary_location = program("chromium", "chromium")
     for flag in (*FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    base = dict(os.environ) | {"FONTCONFIG_FILE": str(_fonts(browser, profile))}
-    values = environment(browser, environment(driver, base))
-    service = Service(str(driver), env=values)
+    values = dict(os.environ) | {"FONTCONFIG_FILE": str(_fonts(profile))}
+    service = Service(program("chromedriver", "chromium-driver"), env=values)
     return Page(webdriver.Chrome(options=options, service=service))
 
 
-def _fonts(browser: pathlib.Path, profile: pathlib.Path) -> pathlib.Path:
-    """fontconfig's settings: the machine's own, and fonts that were unpacked beside the browser."""
-    folders = ["/usr/share/fonts", *(str(each / "share/fonts") for each in browser.parents if each.name == "usr")]
+def _fonts(profile: pathlib.Path) -> pathlib.Path:
+    """Write fontconfig's settings: the machine's own, with FONTS preferred."""
     lines = ["<include ignore_missing='yes'>/etc/fonts/fonts.conf</include>"]
-    lines += [*(f"<dir>{each}</dir>" for each in folders), f"<cachedir>{profile / 'fonts'}</cachedir>"]
+    lines.append(f"<cachedir>{profile / 'fonts'}</cachedir>")
     lines += [
         f"<alias binding='same'><family>{name}</family><prefer><family>{font}</family></prefer></alias>"
         for name, font in FONTS.items()

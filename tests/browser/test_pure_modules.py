@@ -1,16 +1,14 @@
 """The page's modules that need no browser, under node; and that server and page agree on what a delta means."""
 
 import json
-import os
 import pathlib
-import shutil
 import subprocess
 from typing import Any
 
 import pytest
 
 from deployments.watch.observatory.deltas import applied
-from tools.debian import REQUIRED
+from tests.programs import program
 
 HERE = pathlib.Path(__file__).parent
 CASES: list[dict[str, Any]] = json.loads((HERE / "delta_cases.json").read_text())
@@ -18,10 +16,7 @@ WHOLE = {"model": "", "mode": "", "period_s": 1.0, "routers": [], "links": [], "
 
 
 def test_the_pages_pure_modules_under_node() -> None:
-    node = shutil.which("node")
-    if node is None:
-        assert not os.environ.get(REQUIRED), f"{REQUIRED} is set and there is no node on PATH: install nodejs"
-        pytest.skip("needs node on PATH (Debian: nodejs)")
+    node = program("node", "nodejs")
     done = subprocess.run([node, "--test", str(HERE / "pure.test.mjs")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
 

@@ -1,7 +1,6 @@
 """The boards have the types that Grafana publishes: what it does not know is found before somebody opens a board."""
 
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from dashboards.files import BOARD_FILES, committed_board
-from tools.debian import REQUIRED, ROOT
+from tests.programs import program
 
 SOURCES = pathlib.Path("tests/grafana")
 TSC = ("--noEmit", "--strict", "--skipLibCheck", "--module", "nodenext", "--moduleResolution", "nodenext")
@@ -20,12 +19,9 @@ TSC = ("--noEmit", "--strict", "--skipLibCheck", "--module", "nodenext", "--modu
 @pytest.fixture(scope="module")
 def folder() -> pathlib.Path:
     """A folder with TypeScript and Grafana's types in the versions of the lock file."""
-    if shutil.which("npm") is None or shutil.which("node") is None:
-        message = "node and npm are not on PATH: install Node 18 or later to check the boards' types"
-        if os.environ.get(REQUIRED):
-            pytest.fail(message)
-        pytest.skip(message)
-    place = ROOT / "grafana-types"
+    for name, package in (("node", "nodejs"), ("npm", "npm")):
+        program(name, package)  # Node 18 or later
+    place = pathlib.Path(".tools/grafana-types")
     place.mkdir(parents=True, exist_ok=True)
     for name in ("package.json", "package-lock.json", ".npmrc", "shapes.ts"):
         shutil.copy(SOURCES / name, place / name)

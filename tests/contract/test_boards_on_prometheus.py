@@ -19,7 +19,7 @@ from dashboards.catalog import METRICS
 from dashboards.check import PrometheusError, check_live, prometheus
 from dashboards.files import Export, export
 from tests.fake_exporter import FakeExporter
-from tools import debian
+from tests.programs import program
 
 APART = frozenset(metric.name for metric in METRICS if metric.disaggregated)
 DEADLINE_S = 60.0
@@ -28,9 +28,7 @@ DEADLINE_S = 60.0
 @contextlib.contextmanager
 def running_prometheus(folder: pathlib.Path, exporter: FakeExporter) -> Iterator[str]:
     """Prometheus over what is exported, but scraping each second; yields its URL after four scrapes."""
-    program = debian.ensure(["prometheus"], "prometheus")
-    if program is None:
-        pytest.skip("Prometheus is not to be had here; `python -m tools.debian prometheus prometheus` says why")
+    binary = program("prometheus", "prometheus")
     export(folder, Export(url=f"http://127.0.0.1:{exporter.port}/manta"))
     settings = yaml.safe_load((folder / "prometheus.yml").read_text())
     settings["global"].update(scrape_interval="1s", scrape_timeout="1s")
@@ -38,7 +36,7 @@ def running_prometheus(folder: pathlib.Path, exporter: FakeExporter) -> Iterator
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    command = [binary, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
     try:

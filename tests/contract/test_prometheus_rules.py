@@ -9,19 +9,16 @@ import pytest
 import yaml
 
 from dashboards.files import RULES, Export, export
+from tests.programs import program
 from tests.rule_cases import CASES, RECORDED, Case
-from tools import debian
 
 RUNBOOK = "docs/runbook.md"
 RECORDINGS, ALERTS = ([*group["rules"]] for group in yaml.safe_load(RULES.read_text())["groups"])
 
 
 @pytest.fixture(scope="module")
-def promtool() -> pathlib.Path:
-    found = debian.ensure(["prometheus"], "promtool")
-    if found is None:
-        pytest.skip("promtool is not to be had here; `python -m tools.debian promtool prometheus` says why")
-    return found
+def promtool() -> str:
+    return program("promtool", "prometheus")
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -72,13 +69,13 @@ def test_every_rule_has_a_test_in_which_it_fires_or_records() -> None:
     assert set(RECORDED) == {recording["record"] for recording in RECORDINGS}
 
 
-def test_every_rule_does_what_it_is_for(promtool: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_every_rule_does_what_it_is_for(promtool: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "tests.yml").write_text(yaml.safe_dump(unit_tests()))
     done = run(promtool, "test", "rules", tmp_path / "tests.yml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_promtool_finds_a_threshold_that_was_changed(promtool: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_promtool_finds_a_threshold_that_was_changed(promtool: str, tmp_path: pathlib.Path) -> None:
     spoilt = RULES.read_text().replace("> 0.95", "> 0.99")
     assert spoilt != RULES.read_text()
     (tmp_path / "rules.yml").write_text(spoilt)
@@ -89,7 +86,7 @@ def test_promtool_finds_a_threshold_that_was_changed(promtool: pathlib.Path, tmp
 
 
 @pytest.mark.parametrize("with_key", [False, True])
-def test_promtool_accepts_what_is_exported(promtool: pathlib.Path, tmp_path: pathlib.Path, with_key: bool) -> None:
+def test_promtool_accepts_what_is_exported(promtool: str, tmp_path: pathlib.Path, with_key: bool) -> None:
     key_file = tmp_path / "key"
     key_file.write_text("secret")
     export(tmp_path / "watch", Export(key_file=key_file if with_key else None))

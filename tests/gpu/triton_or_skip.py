@@ -10,7 +10,7 @@ import os
 import pytest
 
 from tests.gpu.device_steps import DEVICE
-from tools.debian import REQUIRED
+from tests.programs import REQUIRED
 
 if DEVICE == "cpu" and importlib.util.find_spec("triton") is None and not os.environ.get(REQUIRED):
     pytest.skip("triton is not installed, so that its kernels cannot even be interpreted", allow_module_level=True)

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from deployments.settings.places import ROOT
+from tests.programs import program
 from tests.serve.running import free_port
-from tools import debian
 
 
 class Prometheus:
@@ -61,13 +60,11 @@ class Prometheus:
 @contextmanager
 def prometheus(folder: Path, observatory_url: str) -> Iterator[Prometheus]:
     """Started, and answering; it has scraped nothing yet."""
-    program = debian.ensure(["prometheus"], "prometheus")
-    if program is None:
-        pytest.skip("Prometheus is not to be had here; `python -m tools.debian prometheus prometheus` says why")
+    binary = program("prometheus", "prometheus")
     exported = [sys.executable, "-m", "dashboards", "export", str(folder), "--url", observatory_url]
     subprocess.run(exported, cwd=ROOT, check=True, capture_output=True)
     address = f"127.0.0.1:{free_port()}"
-    command = [program, "--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={address}"]
+    command = [binary, "--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={address}"]
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     try:
@@ -79,7 +76,6 @@ def prometheus(folder: Path, observatory_url: str) -> Iterator[Prometheus]:
 
 def complaints(text: str) -> str:
     """What `promtool check metrics` says against an exposition; empty: it is clean."""
-    promtool = debian.ensure(["prometheus"], "promtool")
-    assert promtool is not None
+    promtool = program("promtool", "prometheus")
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr

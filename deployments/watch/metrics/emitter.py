@@ -20,14 +20,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-<<<<<<< HEAD
-from dashboards.catalog import CATALOG
-from dashboards.metric import OPEN, Kind, Metric, Process
-from replicas.distributions import Tally
-=======
 from dashboards.catalog import CATALOG, OPEN, Kind, Metric, Process
-from replicas.tally import Tally
->>>>>>> 6411fa9 (Rules are YAML by hand and boards one layer over Grafana's JSON: dashboards 19 files, 2,507 lines -> 11, 1,617)
+from replicas.distributions import Tally
 from replicas.types import TallyCounts
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ Thread:    made on any; read on the scrape's.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dashboards.catalog import POOL_STATES
-from dashboards.catalog import Process
+from dashboards.catalog import POOL_STATES, Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
 from replicas.engine.engine import Engine

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from dashboards.catalog import ROLES
-from dashboards.catalog import Process
+from dashboards.catalog import ROLES, Process
 from deployments.dispatch.following import RequestWatch, Unwatched
 from deployments.fleet.fleet import Fleet
 from deployments.settings.roles import config_of, roles_of

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 
-from dashboards.metric import Process
+from dashboards.catalog import Process
 from deployments import logs
 from deployments.http.browsers import browser_rules
 from deployments.settings.keys import KEY_VARIABLE, digest

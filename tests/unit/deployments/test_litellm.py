@@ -12,7 +12,7 @@ import uvicorn
 
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
-from tools.debian import REQUIRED
+from tests.programs import REQUIRED
 
 PYTHON = Path(__file__).parents[3] / ".tools/litellm/bin/python"
 pytestmark = [
