@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from dashboards.catalog import ANSWERING, STAGES
-from dashboards.catalog import Process
+from dashboards.catalog import ANSWERING, STAGES, Process
 from deployments.dispatch.dispatcher import Saturated
 from deployments.dispatch.timeline import Arrival
 from deployments.http.http_errors import GenerationFailed
