@@ -19,8 +19,7 @@ from typing import Any
 import yaml
 
 from dashboards.board import WINDOW, Needs
-from dashboards.boards import BOARDS
-from dashboards.files import rules_text
+from dashboards.files import BOARDS, rules_text
 
 SPAN_S = 120.0  # of the range that is asked for, up to now
 STEP_S = 5

@@ -14,8 +14,11 @@ from typing import Any
 import yaml
 
 from dashboards import docs
-from dashboards.boards import BOARDS
+from dashboards.boards.fleet import FLEET
+from dashboards.boards.pool import POOL
+from dashboards.boards.routing import ROUTING
 
+BOARDS = (FLEET, POOL, ROUTING)  # in the order of the links between them
 HERE = Path(__file__).parent
 METRICS_DOC = HERE.parent / "docs" / "metrics.md"
 RULES = HERE / "prometheus" / "rules.yml"  # written by hand

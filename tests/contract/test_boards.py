@@ -10,8 +10,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from dashboards.board import Board, Needs, Panel, Row
-from dashboards.boards import BOARDS
-from dashboards.files import BOARD_FILES, committed_board, generated
+from dashboards.files import BOARD_FILES, BOARDS, committed_board, generated
 
 TEXTS = generated()
 ADDED_BY_SDK = ("auto", "auto_count", "auto_min")  # to every variable, where only interval variables have them

@@ -14,10 +14,9 @@ import pytest
 import yaml
 
 from dashboards.board import Needs
-from dashboards.boards import BOARDS
 from dashboards.catalog import METRICS
 from dashboards.check import PrometheusError, check_live, prometheus
-from dashboards.files import Export, export
+from dashboards.files import BOARDS, Export, export
 from tests.fake_exporter import FakeExporter
 from tests.programs import program
 

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from dashboards.board import NARROWING, Needs, Panel
-from dashboards.boards import BOARDS
 from dashboards.catalog import CATALOG, METRICS, OPEN
-from dashboards.files import BOARD_FILES, RULES, committed_board
+from dashboards.files import BOARD_FILES, BOARDS, RULES, committed_board
 from tests.rule_cases import CASES, RECORDED
 
 TARGET_LABELS = frozenset({"job", "instance", "node"})  # that Prometheus and http_sd put on every series
