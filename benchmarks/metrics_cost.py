@@ -14,7 +14,7 @@ import numpy as np
 from prometheus_client import generate_latest
 
 from dashboards.catalog import Process
-from deployments.dispatch.following import Following, RequestWatch, Unwatched
+from deployments.dispatch.following import Following, RequestWatch
 from deployments.dispatch.route_log import RouteLog
 from deployments.dispatch.timeline import Arrival
 from deployments.watch.metrics.emitter import Emitter, Identity
@@ -66,7 +66,7 @@ def best_us(work: Callable[[], object], *, number: int) -> float:
 
 def main() -> None:
     emitter, watch = watched()
-    for name, each in (("metrics", watch), ("none", Unwatched())):
+    for name, each in (("metrics", watch), ("none", RequestWatch())):
         print(f"{name:8} a token {token_us(each):5.2f} us   a request {request_us(each):6.1f} us")
     num_lines = generate_latest(emitter.registry).count(b"\n")
     print(f"a router's scrape {scrape_ms(emitter):.1f} ms for {num_lines} lines")

@@ -29,8 +29,9 @@ from ray.serve.handle import DeploymentHandle
 from deployments import logs
 from deployments.channel.channel_server import ChannelServer
 from deployments.dispatch import ray_leases
+from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import Dispatcher
-from deployments.dispatch.leases import ReplicaGone
+from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone
 from deployments.dispatch.ray_leases import RayLeases
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.fleet import Fleet
@@ -99,13 +100,13 @@ class RouterIngress:
         for handle in replicas:
             self._listen(handle, leases)
         dispatcher = Dispatcher(
-            router=router,
-            router_id=router_id,
-            channel=self._channel,
-            leases=leases,
-            max_tries=config.router.max_tries,
-            retry_wait_s=config.router.retry_wait_s,
-            max_wait_s=config.router.max_wait_s,
+            router,
+            LeaseHolder(leases, self._channel, router_id=router_id),
+            limits=TryLimits(
+                max_tries=config.router.max_tries,
+                retry_wait_s=config.router.retry_wait_s,
+                max_wait_s=config.router.max_wait_s,
+            ),
             routes=RouteLog(config.router.decisions_kept),
             transfer_address=self._fleet.transfer_address,
             watch=metrics.watch,
@@ -157,7 +158,7 @@ class RouterIngress:
         )
 
     async def cache_tree(self, replica_id: str, max_depth: int, min_tokens: int) -> CacheTree:
-        return await self._service.leases.cache_tree(replica_id, max_depth=max_depth, min_tokens=min_tokens)
+        return await self._service.leases.call(replica_id, ReplicaCalls.cache_tree, max_depth, min_tokens)
 
     async def __del__(self) -> None:
         """Called by Serve, also where the constructor has failed and not all is there."""

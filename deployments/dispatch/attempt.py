@@ -9,9 +9,10 @@ Invariant: however a try ends, nothing of it is left open but leases about to re
 Thread:    the router's event loop.
 """
 
+import math
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
-from deployments.channel.channel_server import ChannelServer, Stream
 from deployments.dispatch.leases import LeaseHolder, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLeg
 from deployments.dispatch.progress import Part, Progress
@@ -21,7 +22,16 @@ from replicas.types import HandOffReport, TokenDelta
 from routing.router import Router
 from routing.types import Ending, RouteOutcome
 
-STEADY_S = 10.0  # a replica that brought tokens for so long was no failed try
+STEADY_S = 10.0  # a try that brought tokens for this long does not count as failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TryLimits:
+    """How often a request is tried, and how long it may wait for a replica."""
+
+    max_tries: int = 3
+    retry_wait_s: float = 30.0  # for a replica to take over after a failed try
+    max_wait_s: float = math.inf  # of the queue before a new request, as estimated
 
 
 class Tries:
@@ -51,7 +61,7 @@ class Tries:
             self._first_s = self._last_s
 
     def failed(self, replica_id: str, error: MantaError) -> bool:
-        """This try failed at ``replica_id``. Returns: whether there is another one."""
+        """Note that this try failed at ``replica_id``. Returns: whether there is another one."""
         if self._steady:
             self._num_failed, self.excluded = 0, frozenset()
         if not isinstance(error, ReplicaHangs):  # one that hangs is out of choice for as long as it does (fleet.py)
@@ -67,43 +77,43 @@ class Tries:
 
 
 class Attempt:
-    """One try; `run` is called once."""
+    """One try of a request; `run` is called once."""
 
     def __init__(
         self,
         *,
-        channel: ChannelServer,
         router: Router,
         holder: LeaseHolder,
         clock: Callable[[], float],
         noted: Try,
         parts: list[Part],
-        before: Part | None,
         progress: Progress,
         tries: Tries,
         on_report: Callable[[str, HandOffReport], None],
     ) -> None:
-        """``before``: the prefill leg, where the decision has one; ``parts`` is its decode leg then.
-        ``on_report``: told how the hand-off from that replica went."""
-        self._channel = channel
+        """``parts``: of the request; on a pair, its prefill leg and its decode leg. ``on_report``: called with a
+        prefill replica and how the hand-off from it went.
+        """
         self._router = router
         self._holder = holder
         self._clock = clock
         self._noted = noted
         self._decision = noted.decision
-        self._parts = {part.request.rid: part for part in parts}
-        self._before = before
+        self._prefill = next((part for part in parts if part.is_prefill), None)
+        self._parts = {part.request.rid: part for part in parts if not part.is_prefill}
         self._progress = progress
         self._tries = tries
         self._on_report = on_report
 
     async def run(self) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas, as the client's own. Raises: what the try failed with."""
-        replica_id = self._decision.replica_id
+        """Yield the deltas, as the client's own. Raises: the error that the try failed with."""
         # on the last try waiting for a replica that hangs can only be better than failing
-        stream = self._channel.open(self._parts, replica_id=replica_id, stays=lambda: self._tries.is_last)
-        leases = [self._holder.hold(replica_id, part, stream) for part in self._parts.values()]
-        prefill = self._start_prefill(stream)
+        stream, leases = self._holder.begin(
+            self._decision.replica_id, self._parts.values(), stays=lambda: self._tries.is_last
+        )
+        prefill: PrefillLeg | None = None
+        if self._prefill is not None:
+            prefill = PrefillLeg(self._holder, self._noted, self._prefill, decode=stream, on_end=self._prefill_done)
         ending = Ending.ABORTED
         try:
             while not self._progress.done:
@@ -118,11 +128,11 @@ class Attempt:
             ending = Ending.FAILED
             raise
         finally:
-            self._channel.close(stream)
+            self._holder.channel.close(stream)
             if prefill is not None:
                 prefill.stop()
                 if self._noted.hand_off is None or not self._noted.hand_off.transferred:
-                    prefill.lease.cancel()  # also where the decode leg ended well: nobody waits for its pages
+                    prefill.lease.cancel()  # also where the decode leg ended well: its pages have no receiver
                 leases.append(prefill.lease)
             for lease in leases:
                 if ending is not Ending.FINISHED:
@@ -137,19 +147,8 @@ class Attempt:
             )
             self._router.done(self._decision, self._noted.outcome)
 
-    def _start_prefill(self, decode: Stream) -> PrefillLeg | None:
-        if self._before is None:
-            return None
-        assert self._decision.prefill_id is not None
-        return PrefillLeg(
-            self._channel,
-            self._noted,
-            self._before,
-            replica_id=self._decision.prefill_id,
-            decode=decode,
-            hold=self._holder.hold,
-            on_end=lambda: self._router.prefill_done(self._decision),
-        )
+    def _prefill_done(self) -> None:
+        self._router.prefill_done(self._decision)
 
     def _note(self, delta: TokenDelta, prefill: PrefillLeg | None) -> None:
         if delta.token_ids:
@@ -173,7 +172,7 @@ class Attempt:
 
 
 def _raise_if_retryable(delta: TokenDelta) -> None:
-    """Raises: the error that another replica may mend, as the engine says; every other finish is the client's."""
+    """Raise the error of a finish that another replica may mend; every other finish is the client's."""
     finish = delta.finish
     if finish is None or finish.retry_as is None:
         return

@@ -18,15 +18,13 @@ import asyncio
 import collections
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from deployments.channel.channel_server import ChannelServer
-from deployments.dispatch.attempt import Attempt, Tries
-from deployments.dispatch.following import Following, RequestWatch, Unwatched
-from deployments.dispatch.leases import LeaseHolder, Leases
+from deployments.dispatch.attempt import Attempt, Tries, TryLimits
+from deployments.dispatch.following import Following, RequestWatch
+from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress
 from deployments.dispatch.route_log import RouteLog, Try
@@ -114,34 +112,28 @@ class Dispatcher:
 
     def __init__(
         self,
-        *,
         router: Router,
-        router_id: str,
-        channel: ChannelServer,
-        leases: Leases,
-        max_tries: int = 3,
-        retry_wait_s: float = 30.0,
-        max_wait_s: float = math.inf,
+        holder: LeaseHolder,
+        *,
+        limits: TryLimits,
         routes: RouteLog | None = None,
         watch: RequestWatch | None = None,
         transfer_address: Callable[[str], PeerAddress | None] = lambda replica_id: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``transfer_address``: of the transfer service of a prefill replica."""
+        self.router_id = holder.router_id
         self._router = router
-        self.router_id = router_id
-        self._channel = channel
-        self._holder = LeaseHolder(leases, router_id)
-        self._max_tries = max_tries
-        self._retry_wait_s = retry_wait_s  # how long a request waits for a replica to take over
-        self._max_wait_s = max_wait_s  # of the queue before a new request, as estimated
-        self._transfer_address = transfer_address  # of the transfer service of a prefill replica
+        self._holder = holder
+        self._limits = limits
+        self._transfer_address = transfer_address
         self._clock = clock
         self._hold_out = HoldOut(clock)
         self.routes = routes if routes is not None else RouteLog()
         self.retries: collections.deque[Retry] = collections.deque(maxlen=100)
         self.num_retries = 0
         self.num_open = 0
-        self.watch: RequestWatch = watch if watch is not None else Unwatched()
+        self.watch = watch if watch is not None else RequestWatch()
 
     async def stream(
         self, request: GenerateRequest, hints: RouteHints = NO_HINTS, arrival: Arrival | None = None
@@ -152,7 +144,7 @@ class Dispatcher:
         Raises: what the replica refused it with; NoReplica; Saturated; the last try's error when all failed.
         """
         progress, started_s = Progress(request), self._clock()
-        tries = Tries(self._max_tries, self._clock)
+        tries = Tries(self._limits.max_tries, self._clock)
         failure: MantaError | None = None
         self.num_open += 1
         try:
@@ -194,15 +186,16 @@ class Dispatcher:
 
     def check(self) -> None:
         """Raises AssertionError if, with no request open, anything is still held for one."""
-        self._channel.check()
+        self._holder.channel.check()
         self._router.check()
         self.routes.check()
         if self.num_open == 0:
-            assert self._channel.num_streams == 0, f"{self._channel.num_streams} streams are open, no request is"
+            num_streams = self._holder.channel.num_streams
+            assert num_streams == 0, f"{num_streams} streams are open, no request is"
             assert self._router.num_open == 0, f"{self._router.num_open} decisions are open, no request is"
 
     def _bounded(self, query: RouteQuery, held_out: Mapping[str, str]) -> RouteQuery:
-        return replace(query, max_wait_s=self._max_wait_s, excluded=query.excluded | held_out.keys())
+        return replace(query, max_wait_s=self._limits.max_wait_s, excluded=query.excluded | held_out.keys())
 
     def _follow(self, request: GenerateRequest, arrival: Arrival | None, now_s: float) -> Following:
         came = arrival if arrival is not None else Arrival(endpoint="generate", arrived_s=now_s)
@@ -210,7 +203,7 @@ class Dispatcher:
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
         """A decision, and when it was begun; a request that a dying replica left undone waits for one to take over."""
-        give_up_s = self._clock() + self._retry_wait_s
+        give_up_s = self._clock() + self._limits.retry_wait_s
         while True:
             since_s = self._clock()
             try:
@@ -224,22 +217,19 @@ class Dispatcher:
 
     def _attempt(self, noted: Try, progress: Progress, tries: Tries, *, deadline_s: float | None) -> Attempt:
         """What is left of the request, on the replicas of the decision."""
-        parts, before = progress.parts(number=tries.number, deadline_s=deadline_s), None
+        parts = progress.parts(number=tries.number, deadline_s=deadline_s)
         prefill_id = noted.decision.prefill_id
         if prefill_id is not None:
             address = self._transfer_address(prefill_id)
             assert address is not None, f"prefill replica {prefill_id} told no transfer address"
             [whole] = parts  # what has several parts is never handed over (dispatcher.py)
-            before, decode = legs_of(whole, generation=tries.number, prefill=address)
-            parts = [decode]
+            parts = legs_of(whole, generation=tries.number, prefill=address)
         return Attempt(
-            channel=self._channel,
             router=self._router,
             holder=self._holder,
             clock=self._clock,
             noted=noted,
             parts=parts,
-            before=before,
             progress=progress,
             tries=tries,
             on_report=self._hold_out.take,
@@ -250,18 +240,16 @@ class Dispatcher:
 
         A prompt that is itself long to compute is no reason: trying again later would not help it.
         """
-        decision = noted.decision
-        if decision.predicted_ttft_s <= self._max_wait_s:
-            return
+        decision, most_s = noted.decision, self._limits.max_wait_s
         wait_s = decision.shortest_wait_s
-        if wait_s <= self._max_wait_s:
+        if decision.predicted_ttft_s <= most_s or wait_s <= most_s:
             return
         noted.outcome = RouteOutcome(ending=Ending.ABORTED)
         self._router.done(decision, noted.outcome)
         error = Saturated(
             f"every replica's queue is too long: the shortest wait is estimated at {wait_s:.1f} s, at most "
-            f"{self._max_wait_s:g} s are allowed (router.max_wait_s): try again later",
-            retry_after_s=wait_s - self._max_wait_s,
+            f"{most_s:g} s are allowed (router.max_wait_s): try again later",
+            retry_after_s=wait_s - most_s,
         )
         noted.failure = f"{type(error).__name__}: {error}"
         raise error

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import ParamSpec, Protocol
+from typing import ParamSpec
 
 from deployments.dispatch.route_log import RouteLog, RouteRecord, Try
 from deployments.dispatch.timeline import Arrival, Timeline
@@ -33,47 +33,28 @@ ENDINGS: Mapping[str, str] = {
 }
 
 
-class RequestWatch(Protocol):
-    """Hears of every request of this router. Each call is short: it runs between tokens."""
+class RequestWatch:
+    """An observer of every request of one router; this one ignores all. Each call is short: it runs between tokens."""
 
-    @property
-    def on_gap(self) -> Callable[[float, int], None] | None:
-        """Told of each delta: seconds per token since the one before, and tokens."""
-        ...
+    on_gap: Callable[[float, int], None] | None = None  # with each delta: seconds per token since the last, and tokens
 
-    def opened(self, endpoint: str) -> None: ...
+    def opened(self, endpoint: str) -> None:
+        """Note that a request has come."""
+
     def decided(self, decision: Decision, *, took_s: float, failure: Exception | None) -> None:
-        """``failure``: of the try before, whose request goes elsewhere now."""
-        ...
+        """Note a decision. ``failure``: of the try before, if there was one."""
 
     def began(self, noted: Try, timeline: Timeline) -> None:
-        """The first token has come."""
-        ...
+        """Note the first token."""
 
     def tried(self, noted: Try) -> None:
-        """A try has ended, well or not."""
-        ...
+        """Note that a try has ended, well or not."""
 
     def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None:
-        """``outcome`` is one of the catalogue's OUTCOMES."""
-        ...
+        """Note the end of a request; ``outcome`` is one of the catalogue's OUTCOMES."""
 
     def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None:
-        """An HTTP request that came to no prompt: refused before, or asked for no generation."""
-        ...
-
-
-class Unwatched:
-    """Nobody listens."""
-
-    on_gap: Callable[[float, int], None] | None = None
-
-    def opened(self, endpoint: str) -> None: ...
-    def decided(self, decision: Decision, *, took_s: float, failure: Exception | None) -> None: ...
-    def began(self, noted: Try, timeline: Timeline) -> None: ...
-    def tried(self, noted: Try) -> None: ...
-    def ended(self, timeline: Timeline, *, prompt_tokens: int, outcome: str) -> None: ...
-    def answered(self, endpoint: str, *, outcome: str, total_s: float) -> None: ...
+        """Note an HTTP request without a prompt: refused before, or for no generation."""
 
 
 def tell(hear: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

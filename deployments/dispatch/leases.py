@@ -11,10 +11,11 @@ Thread:    the router's event loop.
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from deployments.channel.channel_server import ChannelAddress, Stream
+from deployments.channel.channel_server import ChannelAddress, ChannelServer, Stream
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.progress import Part
 from kvtransfer.types import PeerAddress
@@ -23,9 +24,15 @@ from replicas.errors import MantaError
 from replicas.types import GenerateRequest
 from routing.types import Role
 
+log = logging.getLogger(__name__)
+
+FRAMES_LATE_S = 5.0  # a lease has returned, its last deltas have not come: the channel is broken
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class ReplicaGone(MantaError):
-    """The replica that had the request is dead, unreachable or not there any more; another one can go on."""
+    """The replica of the request is dead, unreachable or no longer running; another one can go on."""
 
     http_status = 503
     retryable = True
@@ -37,7 +44,7 @@ class ReplicaHangs(ReplicaGone):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInfo:
-    """What does not change about a replica; answered when a router attaches."""
+    """The facts about a replica that never change: its answer when a router attaches."""
 
     replica_id: str
     node_id: str
@@ -61,62 +68,86 @@ class ReplicaInfo:
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
 
 
+class ReplicaCalls(Protocol):
+    """The calls that a model replica answers."""
+
+    async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+        """Connect to the router's channel at ``address`` and report there from now on. Raises: ReplicaGone."""
+        ...
+
+    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
+        """Return when the request has ended, or an error if it is refused. Cancelling the call aborts the request."""
+        ...
+
+    async def send_snapshot(self, router_id: str) -> None:
+        """Send the keys of the prefix cache over the channel to that router. Raises: ReplicaGone, EngineDead."""
+        ...
+
+    async def report(self) -> ReplicaReport:
+        """Return the statistics as of now; those of the last step if the engine is dead or in a long step."""
+        ...
+
+    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
+        """Return the largest subtrees of the prefix cache, without token ids. Raises: EngineDead."""
+        ...
+
+    async def flush_cache(self, timeout_s: float) -> bool:
+        """Forget every cached prefix. Waits ``timeout_s`` for requests to end, and returns False if they do not."""
+        ...
+
+    async def abort(self, name: str | None, owner: str | None) -> int:
+        """Abort the open requests that clients call ``name`` (None: all). Returns: how many there were.
+
+        Args: owner: abort only this owner's requests (rids.py); None: every owner's.
+        """
+        ...
+
+
 class Leases(Protocol):
-    """Calls to exactly one replica. Every method raises ReplicaGone when it is not there."""
+    """Calls to replicas by their ids."""
 
-    async def attach(self, replica_id: str, address: ChannelAddress) -> ReplicaInfo:
-        """Have the replica connect to the router's channel and report there."""
+    async def call(
+        self,
+        replica_id: str,
+        method: Callable[Concatenate[ReplicaCalls, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call ``method``, one of `ReplicaCalls`, of exactly that replica.
+
+        Raises: ReplicaGone if the replica is not running, or dies meanwhile; the replica's own errors as they are.
+        """
         ...
-
-    async def generate(self, replica_id: str, router_id: str, request: GenerateRequest) -> MantaError | None:
-        """Returns when the request has ended; an error if the replica refused it. Cancelling aborts the request."""
-        ...
-
-    async def send_snapshot(self, replica_id: str, router_id: str) -> None:
-        """Have the replica send what its prefix cache holds over the channel to that router."""
-        ...
-
-    async def report(self, replica_id: str) -> ReplicaReport:
-        """Its statistics as of now."""
-        ...
-
-    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
-        """The largest subtrees of its prefix cache, for people; no token ids."""
-        ...
-
-    async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
-        """Forget every cached prefix; False while requests run, after waiting ``timeout_s`` for them."""
-        ...
-
-    async def abort(self, replica_id: str, client_rid: str | None, owner: str | None) -> int:
-        """Abort the requests of that name, or all, if they are ``owner``'s (None: whosever); how many there were."""
-        ...
-
-
-log = logging.getLogger(__name__)
-FRAMES_LATE_S = 5.0  # a lease has returned, its last deltas have not come: the channel is broken
 
 
 class LeaseHolder:
-    """The leases of one router."""
+    """The leases of one router, each with the stream of its tokens."""
 
-    def __init__(self, leases: Leases, router_id: str) -> None:
+    def __init__(self, leases: Leases, channel: ChannelServer, *, router_id: str) -> None:
+        self.router_id = router_id
+        self.channel = channel
         self._leases = leases
-        self._router_id = router_id
         self._ending: set[asyncio.Task[None]] = set()  # leases whose request has ended, about to return
 
-    def hold(self, replica_id: str, part: Part, stream: Stream) -> "asyncio.Task[None]":
-        """The lease of ``part``; cancelling it aborts the request there."""
-        return asyncio.create_task(self._lease(replica_id, part, stream))
+    def begin(
+        self, replica_id: str, parts: Iterable[Part], *, stays: Callable[[], bool]
+    ) -> "tuple[Stream, list[asyncio.Task[None]]]":
+        """Send ``parts``. Returns: their stream, and a lease for each; cancelling it aborts the request there.
+
+        Args: stays: whether the stream waits for a replica that hangs (`ChannelServer.leave`).
+        """
+        parts = list(parts)
+        stream = self.channel.open([part.request.rid for part in parts], replica_id=replica_id, stays=stays)
+        return stream, [asyncio.create_task(self._lease(replica_id, part, stream)) for part in parts]
 
     def let_end(self, lease: "asyncio.Task[None]") -> None:
-        """The request has ended and its lease is about to return: hold the task until it does."""
+        """Hold the task of a lease whose request has ended until it returns."""
         self._ending.add(lease)
         lease.add_done_callback(self._ending.discard)
 
     async def _lease(self, replica_id: str, part: Part, stream: Stream) -> None:
         try:
-            error = await self._leases.generate(replica_id, self._router_id, part.request)
+            error = await self._leases.call(replica_id, ReplicaCalls.generate, self.router_id, part.request)
         except MantaError as raised:
             error = raised
         except Exception as raised:  # the edge: the request must be answered

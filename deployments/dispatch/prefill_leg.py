@@ -23,7 +23,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from deployments.channel.channel_server import ChannelServer, Stream
+from deployments.channel.channel_server import Stream
+from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.progress import Part
 from deployments.dispatch.route_log import Try
 from kvtransfer.types import PdTicket, PeerAddress
@@ -41,14 +42,13 @@ class PrefillLost(MantaError):
     retryable = True
 
 
-def legs_of(part: Part, *, generation: int, prefill: PeerAddress) -> tuple[Part, Part]:
-    """(prefill leg, decode leg) of ``part``: the same request twice, with one ticket of a new room."""
+def legs_of(part: Part, *, generation: int, prefill: PeerAddress) -> list[Part]:
+    """Return the prefill leg and the decode leg of ``part``: the same request twice, with one ticket of a new room."""
     ticket = PdTicket(room=secrets.randbits(63), generation=generation, prefill=prefill)
-    legs = [
+    return [
         dataclasses.replace(part, request=dataclasses.replace(part.request, hand_off=HandOff(leg=leg, ticket=ticket)))
         for leg in (PdLeg.PREFILL, PdLeg.DECODE)
     ]
-    return legs[0], legs[1]
 
 
 class PrefillLeg:
@@ -56,24 +56,23 @@ class PrefillLeg:
 
     def __init__(
         self,
-        channel: ChannelServer,
+        holder: LeaseHolder,
         noted: Try,
         part: Part,
         *,
-        replica_id: str,
         decode: Stream,
-        hold: Callable[[str, Part, Stream], "asyncio.Task[None]"],
         on_end: Callable[[], object],
     ) -> None:
-        """``decode``: the other leg's stream; this one stays where that does. ``hold``: `LeaseHolder.hold`. ``on_end``
-        tells the routing router."""
-        self._channel = channel
+        """``decode``: the stream of the decode leg; this leg waits for a replica that hangs if that one does.
+        ``on_end``: called when this leg has ended.
+        """
+        assert noted.decision.prefill_id is not None
+        self._channel = holder.channel
         self._noted = noted
-        self._replica_id = replica_id
+        self._replica_id = noted.decision.prefill_id
         self._decode = decode
         self._on_end = on_end
-        self._stream = channel.open([part.request.rid], replica_id=replica_id, stays=decode.stays)
-        self.lease = hold(replica_id, part, self._stream)
+        self._stream, [self.lease] = holder.begin(self._replica_id, [part], stays=decode.stays)
         self._watch = asyncio.create_task(self._wait())
 
     def stop(self) -> None:

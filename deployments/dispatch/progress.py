@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from deployments.dispatch.rids import with_try
-from replicas.types import GenerateRequest, TokenDelta
+from replicas.types import GenerateRequest, PdLeg, TokenDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,11 @@ class Part:
 
     request: GenerateRequest
     choice: int | None  # None: the whole request, whose deltas carry their own index
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is the prefill leg of a pair, which yields no token."""
+        return self.request.hand_off is not None and self.request.hand_off.leg is PdLeg.PREFILL
 
 
 class Progress:

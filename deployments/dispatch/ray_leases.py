@@ -10,24 +10,21 @@ Serve pickles request_router.py by value, so the globals there are copies. It sh
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import ReplicaReport
-from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
+from deployments.dispatch.leases import ReplicaCalls, ReplicaGone
 from deployments.settings.roles import DEPLOYMENTS
-from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
-from replicas.types import GenerateRequest
 from routing.types import Role
 
 PIN = "pin:"  # before a replica's id: the session id of a call to that replica and no other
 Listener = Callable[[frozenset[str]], None]
+P = ParamSpec("P")
 T = TypeVar("T")
 _lock = threading.Lock()
 _members: dict[str, frozenset[str]] = {}  # by "application/deployment"
@@ -73,36 +70,21 @@ class RayLeases:
         at = next((name for name, members in self._members.items() if replica_id in members), "")
         return next((role for role, name in DEPLOYMENTS.items() if at.endswith(f"/{name}")), Role.UNIFIED)
 
-    async def attach(self, replica_id: str, address: ChannelAddress) -> ReplicaInfo:
-        return cast(ReplicaInfo, await self._call(replica_id, "attach", address))
-
-    async def generate(self, replica_id: str, router_id: str, request: GenerateRequest) -> MantaError | None:
-        return cast(MantaError | None, await self._call(replica_id, "generate", router_id, request))
-
-    async def send_snapshot(self, replica_id: str, router_id: str) -> None:
-        await self._call(replica_id, "send_snapshot", router_id)
-
-    async def report(self, replica_id: str) -> ReplicaReport:
-        return cast(ReplicaReport, await self._call(replica_id, "report"))
-
-    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
-        return cast(CacheTree, await self._call(replica_id, "cache_tree", max_depth, min_tokens))
-
-    async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
-        return cast(bool, await self._call(replica_id, "flush_cache", timeout_s))
-
-    async def abort(self, replica_id: str, client_rid: str | None, owner: str | None) -> int:
-        return cast(int, await self._call(replica_id, "abort", client_rid, owner))
-
-    async def _call(self, replica_id: str, method: str, *args: Any) -> Any:
-        """Raises: ReplicaGone when the replica is not there, or dies meanwhile; our own errors as they are."""
+    async def call(
+        self,
+        replica_id: str,
+        method: Callable[Concatenate[ReplicaCalls, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call ``method`` of exactly that replica. Raises: as `Leases.call`."""
         at = next((name for name, members in self._members.items() if replica_id in members), None)
         if at is None:
             raise ReplicaGone(f"replica {replica_id} is not running any more")
-        handle = self._handles[at].options(method_name=method, session_id=f"{PIN}{replica_id}")
-        response = handle.remote(*args)
+        handle = self._handles[at].options(method_name=method.__name__, session_id=f"{PIN}{replica_id}")
+        response = handle.remote(*args, **kwargs)
         try:
-            return await response
+            return cast(T, await response)
         except asyncio.CancelledError:
             response.cancel()
             raise

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deployments.dispatch.leases import Leases
+from deployments.dispatch.leases import Leases, ReplicaCalls
 from replicas.errors import MantaError
 from routing.router import Router
 from routing.types import IndexEvent, IndexSnapshot
@@ -113,7 +113,7 @@ class CacheSync:
             arrived.clear()
             wait_s = SNAPSHOT_LATE_S
             try:
-                await self._leases.send_snapshot(replica_id, router_id)
+                await self._leases.call(replica_id, ReplicaCalls.send_snapshot, router_id)
             except MantaError as error:
                 log.info("replica %s sends no snapshot yet: %s", replica_id, error)
                 wait_s = ASK_AGAIN_S

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import ReplicaReport
-from deployments.dispatch.leases import Leases, ReplicaHangs, ReplicaInfo
+from deployments.dispatch.leases import Leases, ReplicaCalls, ReplicaHangs, ReplicaInfo
 from deployments.fleet.cache_sync import CacheSync
 from deployments.fleet.seen import SeenReplica, view_of
 from kvtransfer.types import PeerAddress
@@ -293,7 +293,7 @@ class Fleet:
     async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
         while True:
             try:
-                info = await self._leases.attach(replica_id, address)
+                info = await self._leases.call(replica_id, ReplicaCalls.attach, address)
                 break
             except MantaError as error:
                 log.info("replica %s is not attached yet: %s", replica_id, error)

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from deployments.channel.frames import ReplicaReport
-from deployments.dispatch.leases import ReplicaInfo
+from deployments.dispatch.leases import ReplicaCalls, ReplicaInfo
 from deployments.fleet.fleet import ANSWER_S
 from deployments.http.body import read_body
 from deployments.http.http_errors import error_body
@@ -103,7 +103,7 @@ async def model_info(request: Request) -> dict[str, Any]:
 async def server_info(request: Request) -> dict[str, Any]:
     """The settings, and each replica's state as of now."""
     service = service_of(request)
-    reports = await service.fleet.ask_all(service.leases.report)
+    reports = await service.fleet.ask_all(lambda replica_id: service.leases.call(replica_id, ReplicaCalls.report))
     states = [
         _state_body(info, reports[info.replica_id]) for info in service.fleet.infos if info.replica_id in reports
     ]
@@ -170,7 +170,8 @@ async def flush_cache(request: Request) -> Response:
 
 async def _flush(service: Service, wait_s: float) -> Response:
     flushed = await service.fleet.ask_all(
-        lambda replica_id: service.leases.flush_cache(replica_id, wait_s), timeout_s=wait_s + ANSWER_S
+        lambda replica_id: service.leases.call(replica_id, ReplicaCalls.flush_cache, wait_s),
+        timeout_s=wait_s + ANSWER_S,
     )
     busy = sorted(replica_id for replica_id, ok in flushed.items() if not ok)
     missing = len(service.fleet.infos) - len(flushed)
@@ -205,7 +206,9 @@ async def abort_request(request: Request) -> dict[str, Any]:
         admin_only(request)
     name, caller = None if body.abort_all else body.rid, caller_of(request)
     owner = None if caller.is_admin or not request.app.state.keys.exist else caller.name
-    counts = await service.fleet.ask_all(lambda replica_id: service.leases.abort(replica_id, name, owner))
+    counts = await service.fleet.ask_all(
+        lambda replica_id: service.leases.call(replica_id, ReplicaCalls.abort, name, owner)
+    )
     return {"success": True, "num_aborted": sum(counts.values())}
 
 

@@ -15,9 +15,10 @@ failed after it: an overload that refuses or times out must not look like one th
 that leaves, or asks for what cannot be, says nothing of either.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from dashboards.catalog import ANSWERING, ENDPOINTS, OUTCOMES, STAGES
+from deployments.dispatch.following import RequestWatch
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLost
 from deployments.dispatch.route_log import Try
@@ -36,7 +37,7 @@ RETRIES: Mapping[type, str] = {
 }
 
 
-class RouterEvents:
+class RouterEvents(RequestWatch):
     """The metrics of requests, counted as a `RequestWatch`."""
 
     def __init__(
@@ -46,7 +47,7 @@ class RouterEvents:
         self._ttft_objective_s = ttft_objective_s
         self._itl_objective_s = itl_objective_s
         counter, histogram = emitter.counter, emitter.histogram
-        self.on_gap: Callable[[float, int], None] | None = emitter.tally("inter_token_latency_seconds").add_many
+        self.on_gap = emitter.tally("inter_token_latency_seconds").add_many
         self._ended = {
             (endpoint, outcome): counter("requests_total", endpoint=endpoint, outcome=outcome)
             for endpoint in ENDPOINTS

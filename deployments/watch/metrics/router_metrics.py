@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from dashboards.catalog import ROLES, Process
-from deployments.dispatch.following import RequestWatch, Unwatched
+from deployments.dispatch.following import RequestWatch
 from deployments.fleet.fleet import Fleet
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
@@ -113,7 +113,7 @@ class RouterMetrics:
         identity = Identity(model=config.model.name, role=ROLE, replica=router_id)
         self._settings = config.observability
         self._emitter: Emitter | None = None
-        self.watch: RequestWatch = Unwatched()  # to be told of requests
+        self.watch = RequestWatch()  # to be told of requests
         if self._settings.metrics:
             self._emitter = self._bind(config, identity, fleet)
         #  what a scrape through Serve's proxy may see: it meets any one of the routers

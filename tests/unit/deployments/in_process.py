@@ -6,18 +6,20 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Protocol
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
 from deployments.channel.frames import CacheChanges, CacheKeys, ReplicaReport, encode
+from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import Dispatcher
-from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
+from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone, ReplicaInfo
 from deployments.fleet.fleet import Fleet
+from deployments.replica.served_engine import ServedEngine
 from kvtransfer.pages import PageKeys, page_keys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.tree_view import CacheTree, empty_tree
@@ -27,54 +29,27 @@ from routing.router import Router
 from tests.unit.deployments.sample_values import info, stats, token
 
 PAGE_SIZE = 16
-
-
-class Replica(Protocol):
-    """What `ServedEngine` and `ScriptedReplica` have in common."""
-
-    replica_id: str
-
-    async def attach(self, address: ChannelAddress) -> ReplicaInfo: ...
-    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None: ...
-    async def send_snapshot(self, router_id: str) -> None: ...
-    async def report(self) -> ReplicaReport: ...
-    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree: ...
-    async def flush_cache(self, timeout_s: float) -> bool: ...
-    async def abort(self, name: str | None, owner: str | None) -> int: ...
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class LocalLeases:
     """`Leases` by method calls."""
 
     def __init__(self) -> None:
-        self.replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, ReplicaCalls] = {}
 
-    def _find(self, replica_id: str) -> Replica:
+    async def call(
+        self,
+        replica_id: str,
+        method: Callable[Concatenate[ReplicaCalls, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         replica = self.replicas.get(replica_id)
         if replica is None:
             raise ReplicaGone(f"replica {replica_id} is not there")
-        return replica
-
-    async def attach(self, replica_id: str, address: ChannelAddress) -> ReplicaInfo:
-        return await self._find(replica_id).attach(address)
-
-    async def generate(self, replica_id: str, router_id: str, request: GenerateRequest) -> MantaError | None:
-        return await self._find(replica_id).generate(router_id, request)
-
-    async def send_snapshot(self, replica_id: str, router_id: str) -> None:
-        await self._find(replica_id).send_snapshot(router_id)
-
-    async def report(self, replica_id: str) -> ReplicaReport:
-        return await self._find(replica_id).report()
-
-    async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
-        return await self._find(replica_id).cache_tree(max_depth, min_tokens)
-
-    async def flush_cache(self, replica_id: str, timeout_s: float) -> bool:
-        return await self._find(replica_id).flush_cache(timeout_s)
-
-    async def abort(self, replica_id: str, client_rid: str | None, owner: str | None) -> int:
-        return await self._find(replica_id).abort(client_rid, owner)
+        return cast(T, await getattr(replica, method.__name__)(*args, **kwargs))
 
 
 class House:
@@ -105,13 +80,9 @@ class House:
             self.fleet, lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost")
         )
         self.dispatcher = Dispatcher(
-            router=self.router,
-            router_id=router_id,
-            channel=self.channel,
-            leases=self.leases,
-            max_tries=max_tries,
-            retry_wait_s=retry_wait_s,
-            max_wait_s=max_wait_s,
+            self.router,
+            LeaseHolder(self.leases, self.channel, router_id=router_id),
+            limits=TryLimits(max_tries=max_tries, retry_wait_s=retry_wait_s, max_wait_s=max_wait_s),
             transfer_address=self.fleet.transfer_address,
         )
         self.address: ChannelAddress | None = None
@@ -120,7 +91,7 @@ class House:
         self.address = await self.channel.start(router_id=self.router_id, node_id="here", host="127.0.0.1")
         self.fleet.start(self.address, leave=self.channel.leave)
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: "ServedEngine | ScriptedReplica") -> None:
         self.leases.replicas[replica.replica_id] = replica
         self.fleet.set_members(self.leases.replicas)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from deployments.dispatch.following import Unwatched
+from deployments.dispatch.following import RequestWatch
 from deployments.http.body import check_shape
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import Busy
@@ -94,7 +94,7 @@ LONG: dict[str, tuple[str, Callable[[], bytes], int]] = {
 }
 
 
-class Heard(Unwatched):
+class Heard(RequestWatch):
     """Hears of HTTP requests that came to no prompt."""
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from deployments.dispatch.leases import ReplicaCalls
 from deployments.replica.served_engine import ServedEngine
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, Overloaded
@@ -53,7 +54,7 @@ async def test_a_replica_shows_its_cache_as_a_tree(house: House, served: ServedE
     house.add(served)
     assert await house.fleet.wait_ready(5)
     [delta async for delta in house.dispatcher.stream(ask(num_tokens=9, max_new_tokens=4))]  # 12 tokens are computed
-    tree = await house.leases.cache_tree("r0", max_depth=1, min_tokens=1)
+    tree = await house.leases.call("r0", ReplicaCalls.cache_tree, 1, 1)
     (node,) = tree.root.children
     assert (tree.page_size, tree.tokens, node.subtree_tokens) == (4, 12, 12)
 
