@@ -1,12 +1,14 @@
 """Same answer from two replicas as from one: ids, text, logprobs, usage, the cut into deltas (SPEC H16; DESIGN.md
 section 3). Here by memcpy within one process; test_hand_off_nixl.py compares processes.
 
-{miss, D holds part, D holds all, P holds part} x {one chunk, many} x {page 1, 16} x {greedy, seeded}; tiny MHA and GQA
-models and SmolLM2: 256 + 16 prompts.
+{miss, D holds part, D holds all, P holds part} x {one chunk, many} x {page 1, 16} x {greedy, seeded} x tiny {MHA, GQA}
+models: every two of these values meet (tests/pairwise.py), with prompts of four lengths; and SmolLM2.
 """
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +34,11 @@ from tests.numerics.handing_over import (
     tiny_prompt,
     warm_part,
 )
+from tests.pairwise import cases
 
+pytestmark = pytest.mark.model
+
+SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
 LENGTHS = (1, 37, 64, 80)  # tokens; 64 and 80 are whole pages of 16
 
 
@@ -67,16 +73,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(
-    scope="module",
-    params=list(itertools.product(("mha", "gqa"), (1, 16), (16, 512))),
-    ids=lambda p: f"{p[0]}-page{p[1]}-{'chunked' if p[2] < 512 else 'whole'}",
-)
-def tiny_trio(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Trio]:
-    model, page, chunk = request.param
-    made = trio(str(folders[model]), page, chunk)
-    yield made
-    made.close()
+@pytest.fixture(scope="module")
+def trios(folders: dict[str, Path]) -> Iterator[Callable[..., Trio]]:
+    """Makes those that a test asks for, each once; model "mha", "gqa", or a folder."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def of(model: str, page: int, chunk: int, kv_dtype: KvDType | None = None) -> Trio:
+            made = trio(str(folders.get(model, model)), page, chunk, kv_dtype=kv_dtype)
+            stack.callback(made.close)
+            return made
+
+        yield of
 
 
 def check_pair(of: Trio, prompt: np.ndarray, cached: str, sampling: SamplingParams) -> None:
@@ -102,65 +110,46 @@ def check_pair(of: Trio, prompt: np.ndarray, cached: str, sampling: SamplingPara
         assert pool.free_pages + pool.evictable_pages == pool.num_pages
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("cached", CACHED)
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_two_tiny_replicas_answer_as_one(tiny_trio: Trio, sampling: SamplingParams, cached: str) -> None:
-    """Four prompts for each of 8 engines x 8 cases: 256."""
+@cases(
+    model=["mha", "gqa"], page=[1, 16], chunk={"chunked": 16, "whole": 512}, sampling=SAMPLINGS, cached=CACHED
+)
+def test_two_tiny_replicas_answer_as_one(
+    trios: Callable[..., Trio], model: str, page: int, chunk: int, sampling: SamplingParams, cached: str
+) -> None:
     for seed, length in enumerate(LENGTHS):
-        check_pair(tiny_trio, tiny_prompt(length, seed), cached, sampling)
+        check_pair(trios(model, page, chunk), tiny_prompt(length, seed), cached, sampling)
 
 
-@pytest.mark.model
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("page", [1, 16])
-def test_two_replicas_with_narrow_pages_answer_as_one(
-    folders: dict[str, Path], kv_dtype: KvDType, page: int
-) -> None:
+def test_two_replicas_with_narrow_pages_answer_as_one(trios: Callable[..., Trio], kv_dtype: KvDType, page: int) -> None:
     """Pages go over with the scales of their numbers."""
-    of = trio(str(folders["gqa"]), page, 16, kv_dtype=kv_dtype)
-    try:
-        for seed, (length, cached) in enumerate(itertools.product(LENGTHS, CACHED)):
-            check_pair(of, tiny_prompt(length, seed), cached, GREEDY)
-    finally:
-        of.close()
+    for seed, (length, cached) in enumerate(itertools.product(LENGTHS, CACHED)):
+        check_pair(trios("gqa", page, 16, kv_dtype), tiny_prompt(length, seed), cached, GREEDY)
 
 
-@pytest.mark.model
 @pytest.mark.parametrize("cached", CACHED)
-def test_masked_tokens_are_made_on_neither_side(folders: dict[str, Path], cached: str) -> None:
+def test_masked_tokens_are_made_on_neither_side(trios: Callable[..., Trio], cached: str) -> None:
     """The first token is the prefill side's, and begins a word that must not end."""
-    of = trio(str(folders["gqa"]), 16, 16)
+    of = trios("gqa", 16, 16)
 
     def made(prompt: np.ndarray, sampling: SamplingParams) -> list[int]:
         request = GenerateRequest(rid="alone", token_ids=prompt, sampling=sampling)
         return [token for delta in alone(of.unified, request) for token in delta.token_ids]
 
-    try:
-        for seed, length in enumerate(LENGTHS):
-            prompt = tiny_prompt(length, seed)
-            first, second = made(prompt, SEEDED)[:2]
-            masked = replace(SEEDED, bad_words=((first, second),), allowed_token_ids=(*range(5, 90), first, second))
-            check_pair(of, prompt, cached, masked)
-            assert made(prompt, masked)[0] == first
-            assert made(prompt, masked)[1] != second
-    finally:
-        of.close()
+    for seed, length in enumerate(LENGTHS):
+        prompt = tiny_prompt(length, seed)
+        first, second = made(prompt, SEEDED)[:2]
+        masked = replace(SEEDED, bad_words=((first, second),), allowed_token_ids=(*range(5, 90), first, second))
+        check_pair(of, prompt, cached, masked)
+        assert made(prompt, masked)[0] == first
+        assert made(prompt, masked)[1] != second
 
 
-@pytest.fixture(
-    scope="module", params=[(1, 512), (16, 32)], ids=lambda p: f"page{p[0]}-{'chunked' if p[1] < 512 else 'whole'}"
-)
-def smol_trio(request: pytest.FixtureRequest) -> Iterator[Trio]:
-    made = trio(MODEL, *request.param)
-    yield made
-    made.close()
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("cached", CACHED)
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_two_smollm2_replicas_answer_as_one(smol_trio: Trio, sampling: SamplingParams, cached: str) -> None:
+@cases(page_and_chunk={"page1-whole": (1, 512), "page16-chunked": (16, 32)}, sampling=SAMPLINGS, cached=CACHED)
+def test_two_smollm2_replicas_answer_as_one(
+    trios: Callable[..., Trio], page_and_chunk: tuple[int, int], sampling: SamplingParams, cached: str
+) -> None:
+    of = trios(MODEL, *page_and_chunk)
     text = "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
-    prompt = smol_trio.unified.tokenizer.encode(text * 2)[:48]
-    check_pair(smol_trio, prompt, cached, sampling)
+    check_pair(of, of.unified.tokenizer.encode(text * 2)[:48], cached, sampling)

@@ -1,12 +1,12 @@
 """Same answer on every path: SmolLM2's greedy ids and seeded samples do not depend on how the engine got there.
 
 {miss, hit, partial hit} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed,
-not} (DESIGN.md section 3), whole for one rank and in its corners for three; with our own products, and with BLAS for
+not} (DESIGN.md section 3): every two of these values meet (tests/pairwise.py). With our own products, and with BLAS for
 steps of 64 rows and more. In a busy batch some of the answer's tokens are made in steps that mix: prompts of others
 come while it is written. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL
+from tests.pairwise import cases
 
 pytestmark = pytest.mark.model
 
@@ -45,25 +46,35 @@ def make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int) -> 
     )
 
 
-def engine_id(value: tuple[int, int, ProductSetting]) -> str:
-    return f"page{value[0]}-{'chunked' if value[1] < 512 else 'whole'}-{value[2]}"
+ENGINES: dict[str, tuple[int, int, ProductSetting]] = {
+    "page1-chunked-own": (1, 32, "own"),
+    "page1-whole-own": (1, 512, "own"),
+    "page16-chunked-own": (16, 32, "own"),
+    "page16-whole-own": (16, 512, "own"),
+    "page16-chunked-blas": (16, 72, "blas"),
+}
+SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
+CACHED = ("miss", "partial", "hit")
 
 
-ENGINES: list[tuple[int, int, ProductSetting]] = [(page, chunk, "own") for page in (1, 16) for chunk in (32, 512)]
+@pytest.fixture(scope="module")
+def engine_of() -> Iterator[Callable[..., Engine]]:
+    """Makes engines, one at a time: the one before ends when another is asked for."""
+    made: dict[tuple[object, ...], Engine] = {}
 
+    def of(page: int, chunk: int, products: ProductSetting, *, tp: int = 1) -> Engine:
+        key = (page, chunk, products, tp)
+        if key not in made:
+            end()
+            made[key] = make_engine(page, chunk, products, tp=tp)
+        return made[key]
 
-@pytest.fixture(scope="module", params=[*ENGINES, (16, 72, "blas")], ids=engine_id)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = make_engine(*request.param, tp=1)
-    yield engine
-    engine.close()
+    def end() -> None:
+        while made:
+            made.popitem()[1].close()
 
-
-@pytest.fixture(scope="module", params=[(1, 512, "blas"), (16, 32, "own")], ids=engine_id)
-def three_ranks(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = make_engine(*request.param, tp=3)
-    yield engine
-    engine.close()
+    yield of
+    end()
 
 
 @pytest.fixture(scope="module")
@@ -136,33 +147,42 @@ def oracles(prompt: np.ndarray, greedy_oracle: list[int], seeded_oracle: list[in
     return Oracles(prompt, greedy_oracle, seeded_oracle)
 
 
-@pytest.mark.parametrize("retracted", [False, True], ids=["kept", "retracted"])
-@pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
-@pytest.mark.parametrize("cached", ["miss", "partial", "hit"])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@cases(
+    engine=ENGINES,
+    sampling=SAMPLINGS,
+    cached=CACHED,
+    busy={"alone": False, "busy": True},
+    retracted={"kept": False, "retracted": True},
+)
 def test_the_same_answer_on_every_path(
-    engine: Engine, oracles: Oracles, sampling: SamplingParams, cached: str, busy: bool, retracted: bool
+    engine_of: Callable[..., Engine],
+    engine: tuple[int, int, ProductSetting],
+    oracles: Oracles,
+    sampling: SamplingParams,
+    cached: str,
+    busy: bool,
+    retracted: bool,
 ) -> None:
-    check_answer(engine, oracles, sampling, cached=cached, busy=busy, retracted=retracted)
+    check_answer(engine_of(*engine), oracles, sampling, cached=cached, busy=busy, retracted=retracted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sampling", "cached", "disturbed"),
-    [  # every two of their values meet
-        pytest.param(GREEDY, "miss", False, id="greedy-miss-alone"),
-        pytest.param(SEEDED, "partial", False, id="seeded-partial-alone"),
-        pytest.param(GREEDY, "hit", False, id="greedy-hit-alone"),
-        pytest.param(SEEDED, "miss", True, id="seeded-miss-disturbed"),
-        pytest.param(GREEDY, "partial", True, id="greedy-partial-disturbed"),
-        pytest.param(SEEDED, "hit", True, id="seeded-hit-disturbed"),
-    ],
+@cases(
+    engine={"page1-whole-blas": (1, 512, "blas"), "page16-chunked-own": (16, 32, "own")},
+    sampling=SAMPLINGS,
+    cached=CACHED,
+    disturbed={"alone": False, "disturbed": True},
 )
 def test_the_same_answer_from_three_ranks(
-    three_ranks: Engine, oracles: Oracles, sampling: SamplingParams, cached: str, disturbed: bool
+    engine_of: Callable[..., Engine],
+    engine: tuple[int, int, ProductSetting],
+    oracles: Oracles,
+    sampling: SamplingParams,
+    cached: str,
+    disturbed: bool,
 ) -> None:
-    """Three processes on two cores are slow, so the corners of the matrix: nothing disturbs it, or all does."""
-    check_answer(three_ranks, oracles, sampling, cached=cached, busy=disturbed, retracted=disturbed)
+    """Three processes on two cores are slow: either nothing disturbs the answer, or a busy batch and a retraction."""
+    check_answer(engine_of(*engine, tp=3), oracles, sampling, cached=cached, busy=disturbed, retracted=disturbed)
 
 
 def check_answer(
