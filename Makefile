@@ -18,7 +18,7 @@ LACKS := import sys; from importlib.util import find_spec; lacks = [name for nam
 	lacks and sys.exit(f"{sys.executable} lacks what this needs; install it: {sys.executable} -m pip install " + " ".join(lacks))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards pictures model install \
+.PHONY: help serve test test-all install-gpu test-gpu bench-gpu lint bench bench-peers simulate dashboards pictures model install \
 	install-test tools-test clean
 
 help: ## Show the targets
@@ -57,11 +57,14 @@ serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFI
 
 # A hung test ends its process, with all stacks: Hypothesis would run one that pytest fails again, with no limit, and
 # xdist would give its file to the next process.
-test: install-test tools-test model ## Run all tests: without Ray in two processes, arithmetic under AVX2 too, then with Ray
-	@failed=0; $(BIN)/python -m pytest -m "not serve" --numprocesses 2 --dist loadfile \
+test: install-test tools-test model ## Run the tests: without Ray in two processes, arithmetic under AVX2 too, then with Ray
+	@failed=0; $(BIN)/python -m pytest -m "not serve" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 			--timeout-method thread --max-worker-restart 0 || failed=1; \
 		$(BIN)/python -m tests.under_avx2 || failed=1; \
 		$(BIN)/python -m pytest -m serve || failed=1; exit $$failed
+
+test-all: export MANTA_TEST_ALL := 1
+test-all: test ## Run the tests with whole matrices where `make test` has every two values meet (tests/pairwise.py)
 
 install-gpu: $(VENV)/.installed ## Add FlashInfer to .venv, whose kernels nvcc compiles when first used (docs/gpu.md)
 	@$(INSTALL) "Installing FlashInfer" $(VENV)/install-gpu.log --editable '.[gpu]'

@@ -35,7 +35,7 @@ def pairwise(dimensions: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     """Rows in which every two values of different dimensions meet at least once; the same rows every time.
 
     Greedy: each row begins with a pair that has not met yet, and every other dimension gets the value that adds most
-    new pairs, the one that was used least among equals. About as many rows as the product of the two longest dimensions.
+    new pairs, of equals the one used least. About as many rows as the product of the two longest dimensions.
     """
     sizes = [range(len(values)) for values in dimensions]
     if len(sizes) < 2:

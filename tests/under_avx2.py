@@ -1,14 +1,17 @@
 """`python -m tests.under_avx2 [PYTEST ARGUMENTS]`: tests of arithmetic with every library held to AVX2.
 
-Without arguments the kernels' tests, numerics and the same-answer matrix run so on a CPU that has AVX-512. On one that
-has not they ran so already, and nothing is left to do (tests/unit/kernels/test_instructions.py holds that the forcing
-works). With arguments pytest gets them, on any x86-64 CPU.
+Without arguments the tests of kernels and of what is made of them run so on a CPU that has AVX-512. On one that has not
+they ran so already, and nothing is left to do (tests/unit/kernels/test_instructions.py holds that the forcing works).
+What several ranks, mixed steps and narrow pages add to the same kernels is tested once, on what the CPU has; `make
+test-all` has it here too. With arguments pytest gets them, on any x86-64 CPU.
 """
 
 import os
 import platform
 import sys
 from collections.abc import Sequence
+
+from tests.pairwise import ALL
 
 AVX2 = {
     "NUMBA_CPU_NAME": "haswell",
@@ -24,11 +27,11 @@ ARITHMETIC = [
     *(
         f"tests/numerics/test_{name}.py"
         for name in (
-            "attention_native", "fused_blocks", "int8_families", "int8_model", "kv_dtypes", "mixed_answers",
-            "same_answer", "smollm2", "tiny_models",
+            "attention_native", "fused_blocks", "int8_families", "int8_model", "same_answer", "smollm2", "tiny_models",
         )
     ),
 ]  # fmt: skip
+MORE = ["tests/numerics/test_kv_dtypes.py", "tests/numerics/test_mixed_answers.py"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -42,8 +45,9 @@ def main(arguments: Sequence[str]) -> None:
             print("This CPU has no AVX-512: the tests ran under AVX2 already")
             return
         print("The tests of arithmetic again, held to AVX2 ...", flush=True)
-    split = ["--numprocesses", "2", "--dist", "loadfile", "--timeout-method", "thread", "--max-worker-restart", "0"]
-    command = [sys.executable, "-m", "pytest", *(arguments or [*split, *ARITHMETIC])]
+    split = ["--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--timeout-method", "thread", "--max-worker-restart", "0"]
+    chosen = [*ARITHMETIC, *MORE] if ALL else ["-m", "not slow", *ARITHMETIC]
+    command = [sys.executable, "-m", "pytest", *(arguments or [*split, *chosen])]
     os.execve(sys.executable, command, {**os.environ, **AVX2})
 
 

@@ -1,7 +1,7 @@
 """Same answer from two processes as from one engine, over NIXL (SPEC H16; DESIGN.md section 3).
 
 48 prompts over CMA and tcp; {miss, D holds part, D holds all, P holds part} x {one chunk, many} x {page 1, 16} x ranks
-{1:1, 2:1, 1:2} x {CMA, tcp}, half of the last three's pairs: 96; SmolLM2 1:1 (104) and 3:1 (8): 256 in all.
+{1:1, 2:1, 1:2} x {CMA, tcp}, half of the last three's pairs: 96; SmolLM2 1:1 and 3:1.
 """
 
 import itertools
@@ -30,6 +30,7 @@ from tests.numerics.handing_over import (
     tiny_prompt,
     warm_part,
 )
+from tests.pairwise import ALL
 
 SHORT = replace(GREEDY, max_new_tokens=3)
 SHORT_SEEDED = replace(SEEDED, max_new_tokens=3)
@@ -68,9 +69,14 @@ def cell(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[P
 
 
 @pytest.fixture(scope="module")
-def smol_processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    prefill_tp, decode_tp = request.param
-    yield from start_processes(MODEL, "cma", prefill_tp=prefill_tp, decode_tp=decode_tp)
+def smol_processes() -> Iterator[Processes]:
+    yield from start_processes(MODEL, "cma", prefill_tp=1, decode_tp=1)
+
+
+@pytest.fixture(scope="module")
+def smol_ranks() -> Iterator[Processes]:
+    """Three ranks hand over to one."""
+    yield from start_processes(MODEL, "cma", prefill_tp=3, decode_tp=1)
 
 
 def start_processes(
@@ -150,33 +156,35 @@ def test_the_matrix_over_nixl(cell: Processes) -> None:
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("smol_processes", "num_prompts"), [((1, 1), 104), ((3, 1), 8)], indirect=["smol_processes"], ids=["1to1", "3to1"]
+    ("ranks", "num_prompts"), [("smol_processes", 104 if ALL else 16), ("smol_ranks", 8)], ids=["1to1", "3to1"]
 )
-def test_two_smollm2_processes_answer_as_one_over_nixl(smol_processes: Processes, num_prompts: int) -> None:
-    """104 prompts from one rank to one, 8 from three to one: every window of a text that begins 3 tokens on."""
+def test_two_smollm2_processes_answer_as_one_over_nixl(
+    request: pytest.FixtureRequest, ranks: str, num_prompts: int
+) -> None:
+    """Every window of a text that begins 3 tokens on; each length greedy and seeded."""
+    of: Processes = request.getfixturevalue(ranks)
     text = "The harbour had been quiet for most of the winter, and the men who mended nets along the quay had taken to "
-    ids = smol_processes.unified.tokenizer.encode(text * 20)
+    ids = of.unified.tokenizer.encode(text * 20)
     for i in range(num_prompts):
         length = (1, 16, 33, 20)[i % 4]
-        check_processes(smol_processes, ids[3 * i : 3 * i + length], (SHORT, SHORT_SEEDED)[i // 4 % 2])
-    check_balance(smol_processes)
+        check_processes(of, ids[3 * i : 3 * i + length], (SHORT, SHORT_SEEDED)[i // 4 % 2])
+    check_balance(of)
 
 
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.parametrize("smol_processes", [(3, 1)], indirect=True, ids=["3to1"])
 def test_when_no_answer_comes_all_ranks_of_both_engines_say_what_they_do(
-    smol_processes: Processes, monkeypatch: pytest.MonkeyPatch
+    smol_ranks: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(engine_process, "ANSWER_S", 0.1)
-        patch.setattr(engine_process, "_open", [smol_processes.prefill, smol_processes.decode])  # other tests' live on
+        patch.setattr(engine_process, "_open", [smol_ranks.prefill, smol_ranks.decode])  # other tests' live on
         with pytest.raises(AssertionError, match=r"does not answer within 0\.1 s") as failed:
-            smol_processes.decode.finish("never asked")
+            smol_ranks.decode.finish("never asked")
     said = str(failed.value)
     # main, engine or the parent's watch, transfer, and the one that tells
     assert said.count("Current thread") + said.count("Thread 0x") >= 4 * 4
     assert said.count("in serve_port\n") == 2
     assert said.count("in _main\n") >= 2
     assert said.count("EngineStats(") == 2
-    check_balance(smol_processes)
+    check_balance(smol_ranks)

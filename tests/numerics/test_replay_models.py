@@ -162,21 +162,27 @@ def test_a_fresh_process_goes_on_with_pages_of_another_size(smollm2: Taken) -> N
     assert num_prefilled == 0
 
 
-@pytest.mark.slow
-def test_three_ranks_go_on_with_what_one_made(smollm2: Taken) -> None:
-    found, num_prefilled = in_fresh_process(MODEL, smollm2.folder, page_size=1, tp=3)
-    assert_same(found, smollm2)
-    assert num_prefilled == 0
+def save_model(kind: str, folder: Path, **changes: Any) -> str:
+    """A tiny model with a tokenizer: which one does not matter."""
+    tiny.save(kind, folder, **changes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(MODEL, name), folder / name)
+    return str(folder)
 
 
 @pytest.mark.slow
-def test_one_rank_goes_on_with_what_three_made(tmp_path: Path) -> None:
-    engine = make_engine(MODEL, page_size=4, tp=3)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)], ids=lambda tp: f"tp{tp}")
+def test_other_ranks_go_on_with_what_was_made(tmp_path: Path, before: int, after: int) -> None:
+    """A KV head for each of three ranks."""
+    model = save_model("qwen3", tmp_path / "model", num_attention_heads=6, num_key_value_heads=3)
+    engine = make_engine(model, page_size=4, tp=before)
     try:
-        taken = take(engine, tmp_path / "taken", Tokenizer(MODEL).encode(TEXT), after=5)
+        taken = take(engine, tmp_path / "taken", np.arange(3, 95, dtype=np.int32), after=5)
     finally:
         engine.close()
-    assert_same(in_fresh_process(MODEL, taken.folder, page_size=16)[0], taken)
+    found, num_prefilled = in_fresh_process(model, taken.folder, page_size=16, tp=after)
+    assert_same(found, taken)
+    assert num_prefilled == 0
 
 
 @pytest.mark.parametrize(
@@ -188,12 +194,9 @@ def test_every_family_and_kv_dtype_goes_on_bit_for_bit(
     tmp_path: Path, kind: str, kv_dtype: str, pages: tuple[int, int]
 ) -> None:
     """In one process; also from the middle of the prompt. The K/V read back is that of the file."""
-    folder = tmp_path / "model"
-    tiny.save(kind, folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(MODEL, name), folder / name)
+    folder = save_model(kind, tmp_path / "model")
     here, there, again = (
-        make_engine(str(folder), page_size=size, kv_dtype=kv_dtype, attention="torch_native")
+        make_engine(folder, page_size=size, kv_dtype=kv_dtype, attention="torch_native")
         for size in (*pages, pages[1])
     )
     prompt = np.arange(3, 95, dtype=np.int32)

@@ -30,13 +30,14 @@ from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
+from tests.pairwise import ALL
 from tests.unit.deployments.in_process import House, ScriptedReplica
 
 pytestmark = pytest.mark.model
 BYTES = 4 << 20  # router.max_body_bytes
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = [{"role": "user", "content": "hi"}]
-LEAST, MOST, LONGEST_S = 3, 20, 2.0  # each body is sent so often, or fewer times where that takes longer
+LEAST, MOST, LONGEST_S = 3, 20, 2.0 if ALL else 0.4  # each body is sent so often, or less often if that takes longer
 ROUNDS = 3
 
 
