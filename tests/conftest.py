@@ -1,6 +1,7 @@
-"""What has to be so before any test module is imported."""
+"""What has to be so before any test module is imported, and the order of files."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,18 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: the processes of a run that share its files end together then."""
+    """Files with slow tests come first: processes that share the files end together then."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` a process takes whole files, and all of tests/browser: it has one Chromium."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Rooms(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/browser" if nodeid.startswith("tests/browser/") else super()._split_scope(nodeid)
+
+    return Rooms(config, log) if config.getoption("dist") == "loadfile" else None

@@ -63,8 +63,10 @@ class Running:
             del config["applications"][1:]
         elif observatory is not True:
             config["applications"][1]["args"].update(observatory)
+        self._said = "Try it:"  # when all of it serves
         if import_path:
             config["applications"][0]["import_path"] = import_path
+            self._said = "stop      Ctrl-C"  # a foreign application has no line to try
         args = config["applications"][0]["args"]
         for group, settings in changes.items():
             args.setdefault(group, {}).update(settings)
@@ -80,7 +82,7 @@ class Running:
     def start(self) -> None:
         """Launch it and wait until it serves."""
         self.launch()
-        self.until(lambda: "Try it:" in self.log.read_text() or self.process_ended, START_S)
+        self.until(lambda: self._said in self.log.read_text() or self.process_ended, START_S)
         assert not self.process_ended, self.log.read_text()
 
     def launch(self) -> None:

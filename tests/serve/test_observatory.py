@@ -40,6 +40,16 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+def test_it_says_what_is_served_where_with_a_line_to_try(app: Running) -> None:
+    log = app.log.read_text()
+    assert "\n  KV pool   8,000 tokens, 500 pages, 352 MiB, each of 2\n" in log
+    assert "\n  computes  on the CPU in float32, attention: " in log
+    assert f"\n  API       {app.url}/v1\n" in log
+    assert f"ready: SmolLM2-135M-Instruct on 2 replicas at {app.url}/v1" in log
+    line = next(line for line in log.splitlines() if line.startswith("curl "))
+    assert f"{app.url}/v1/chat/completions" in line
+
+
 def get(app: Running, path: str, **options: Any) -> httpx.Response:
     return httpx.get(f"{app.url}/manta{path}", timeout=30, headers=SHOWN, **options)
 

@@ -1,5 +1,7 @@
-"""Load makes replicas, idleness takes them away, and no request notices; on a real local Ray."""
+"""Load makes replicas, idleness takes them away, and no request notices; on a real local Ray, which dies at last."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ MOST = 3
 UP_S = 240.0  # to start two processes that import torch, beside the load: what else the machine does decides
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     running = Running(
         tmp_path_factory.mktemp("autoscaling"),
@@ -38,7 +40,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         running.start()
         yield running
     finally:
-        running.stop()
+        left = running.stop()
+    assert left == []
 
 
 def test_load_makes_it_go_up_to_three_and_idleness_back_to_one_with_no_failed_request(app: Running) -> None:
@@ -69,3 +72,11 @@ def test_load_makes_it_go_up_to_three_and_idleness_back_to_one_with_no_failed_re
     assert set(statuses) == {200}
     assert len(statuses) >= 16
     assert httpx.post(f"{app.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60).status_code == 200
+
+
+def test_when_rays_gcs_has_died_it_says_so_and_ends_with_status_1(app: Running) -> None:
+    assert app.process is not None
+    [gcs] = [pid for pid, command in app.processes().items() if "gcs_server" in command.split()[0]]
+    os.kill(gcs, signal.SIGKILL)
+    assert app.process.wait(30) == 1
+    assert "nothing is served any more: Ray has died: its GCS does not answer" in app.log.read_text()

@@ -1,28 +1,33 @@
-"""Tensor parallelism under Ray: rank 0 in the replica, further ranks as child actors in its placement group;
-and what serves without HAProxy.
+"""Tensor parallelism under Ray: rank 0 in the prefill replica, further ranks as child actors in its placement group,
+which all hand over to one decode rank over NIXL (SPEC H06). And what serves without HAProxy.
 """
 
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.serve.running import Running, serving
 
-pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
+STORY = {"prompt": "A long story about harbours, told slowly. " * 70, "max_tokens": 24, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(
         tmp_path_factory.mktemp("serve_tp"),
+        base="docs/examples/disaggregated.yaml",
         haproxy=False,
-        replicas={"count": 1, "cpus": 0.5, "health_period_s": 1},
+        replicas={"health_period_s": 1},
         cache={"max_total_tokens": 4_000},
-        parallel={"tp": 3},
+        prefill={"tp": 3, "cpus": 0.3},
+        transfer={"hand_off": "always"},
     ) as running:
+        running.until(lambda: len(running.states()) == 2, 60)
         yield running
 
 
@@ -31,17 +36,27 @@ def ranks(app: Running) -> list[int]:
     return [pid for pid, command in app.processes().items() if "RankActor" in command]
 
 
-def ask(app: Running) -> str:
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
-    answer = httpx.post(f"{app.url}/v1/chat/completions", json=body, timeout=60)
+def replica_id(app: Running, role: str) -> str:
+    """Of the one replica of ``role``; empty while there is none."""
+    return "".join(each["replica"]["replica_id"] for each in app.states() if each["replica"]["role"] == role)
+
+
+def ask(app: Running, **headers: str) -> tuple[str, str]:
+    """The route, and the text."""
+    answer = httpx.post(f"{app.url}/v1/completions", json=STORY, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["message"]["content"])
+    return answer.headers["x-manta-route"], str(answer.json()["choices"][0]["text"])
+
+
+def flush(app: Running) -> None:
+    app.until(app.idle, 30)
+    httpx.get(f"{app.url}/flush_cache?timeout=10", timeout=30).raise_for_status()
 
 
 def test_serves_own_proxy_serves_where_haproxy_is_turned_off(app: Running) -> None:
     """A stream comes to its end, and one that its client leaves frees its pages."""
     assert not app.has_haproxy
-    body = {"prompt": "Once upon a time", "max_tokens": 2, "stream": True, "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 2, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{app.url}/v1/completions", json=body, timeout=60) as answer:
         assert answer.read().endswith(b"data: [DONE]\n\n")
     with httpx.stream("POST", f"{app.url}/v1/completions", json=body | {"max_tokens": 2000}, timeout=60) as answer:
@@ -49,17 +64,26 @@ def test_serves_own_proxy_serves_where_haproxy_is_turned_off(app: Running) -> No
     app.until(app.idle, 5)
 
 
-def test_three_ranks_answer_as_one(app: Running) -> None:
-    assert ask(app) == "The capital of France is Paris."
+def test_three_ranks_hand_over_to_one_and_the_answer_is_the_same(app: Running) -> None:
+    """The second time decode does it alone, without what it has cached."""
+    route, apart = ask(app)
+    assert "hand_off=transferred" in route
+    assert sorted(state["replica"]["tp"] for state in app.states()) == [1, 3]
     assert len(ranks(app)) == 2
-    assert app.states()[0]["replica"]["tp"] == 3
+    flush(app)
+    route, alone = ask(app, **{"x-manta-replicas": replica_id(app, "decode")})
+    assert "pair=no_prefill_replica" in route
+    assert apart == alone
 
 
 def test_a_dead_rank_is_noticed_and_its_replica_replaced(app: Running) -> None:
-    before = app.states()[0]["replica"]["replica_id"]
+    flush(app)
+    before, decode = replica_id(app, "prefill"), replica_id(app, "decode")
     os.kill(ranks(app)[0], signal.SIGKILL)
-    app.until(lambda: httpx.get(f"{app.url}/health", timeout=30).status_code == 503, 20)
-    app.until(lambda: httpx.get(f"{app.url}/health", timeout=30).status_code == 200, 120)
-    assert app.states()[0]["replica"]["replica_id"] != before
-    assert ask(app) == "The capital of France is Paris."
+    app.until(lambda: replica_id(app, "prefill") not in (before, ""), 120)
     app.until(lambda: len(ranks(app)) == 2, 20)
+    assert replica_id(app, "decode") == decode
+    route, apart = ask(app)
+    assert "hand_off=transferred" in route
+    flush(app)
+    assert apart == ask(app, **{"x-manta-replicas": decode})[1]

@@ -68,6 +68,20 @@ def explained(app: Running, text: str) -> dict[str, dict[str, int]]:
     return found
 
 
+def test_haproxy_is_what_clients_speak_to_and_it_speaks_to_the_routers_alone(app: Running) -> None:
+    """Issue 6, section 1; test_serve_tp.py serves without. Serve's own proxy, its fallback, has answered nothing."""
+    assert app.has_haproxy
+
+    def five_answered() -> bool:  # it counts anew when Serve has it read new settings
+        assert httpx.get(f"{app.url}/v1/models", timeout=30).status_code == 200
+        answers = app.haproxy_answers()
+        [fallback] = [name for name in answers if name.startswith("SERVE_PROXY_ACTOR-")]
+        assert answers[fallback] == 0
+        return sum(count for name, count in answers.items() if name.startswith("SERVE_REPLICA_manta-Router-")) >= 5
+
+    app.until(five_answered, 20)
+
+
 def test_a_decision_is_told_whichever_router_made_it_and_whichever_is_asked(app: Running) -> None:
     names = [f"mine-{number}" for number in range(16)]
     assert [ask(app, prompt(name), name=name, max_tokens=1).status_code for name in names] == [200] * 16

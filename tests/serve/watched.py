@@ -1,4 +1,4 @@
-"""A running Manta that a real Prometheus scrapes, and what both modes are held to alike (test_watch_live*.py)."""
+"""A running Manta that a real Prometheus scrapes, and what both modes are held to alike (two_replicas, apart)."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from dashboards.check import check_live
 from dashboards.files import rules_text
 from tests.scraped import Scraped
 from tests.serve.prometheus import Prometheus, complaints, prometheus
-from tests.serve.running import Running, serving
+from tests.serve.running import Running
 from tests.serve.traffic import NAME, Traffic
 
 UP_S = 15.0  # all targets, from the start of Prometheus
@@ -58,26 +58,24 @@ class Watched:
 
 
 @contextmanager
-def watched(folder: Path, *, num_processes: int, **settings: Any) -> Iterator[Watched]:
-    """Started, all targets up, and under load until boards have something to show."""
-    with serving(folder, observatory=True, **settings) as app:
-        app.until(lambda: len(httpx.get(f"{app.url}/manta/sd", timeout=30).json()) == num_processes, 30)
-        (folder / "prometheus").mkdir()
-        with prometheus(folder / "prometheus", f"{app.url}/manta") as server:
-            up_s = app.until(lambda: is_up(server, num_processes), 2 * UP_S)
-            found = Watched(app=app, prometheus=server, traffic=Traffic(app.url), up_s=up_s)
-            disaggregated = found.state()["mode"] == "disaggregated"
+def watched(app: Running, folder: Path, *, num_processes: int) -> Iterator[Watched]:
+    """All targets up, and ``app`` under load until boards have something to show; it has served nothing yet."""
+    app.until(lambda: len(httpx.get(f"{app.url}/manta/sd", timeout=30).json()) == num_processes, 30)
+    with prometheus(folder, f"{app.url}/manta") as server:
+        up_s = app.until(lambda: is_up(server, num_processes), 2 * UP_S)
+        found = Watched(app=app, prometheus=server, traffic=Traffic(app.url), up_s=up_s)
+        disaggregated = found.state()["mode"] == "disaggregated"
 
-            def shows_all() -> bool:
-                found.traffic.round()
-                found.missing = check_live(server.url, disaggregated=disaggregated)
-                return not found.missing
+        def shows_all() -> bool:
+            found.traffic.round()
+            found.missing = check_live(server.url, disaggregated=disaggregated)
+            return not found.missing
 
-            try:
-                app.until(shows_all, RATES_S)
-            except AssertionError:
-                print("\n".join(found.missing))  # test_every_query_... fails with them
-            yield found
+        try:
+            app.until(shows_all, RATES_S)
+        except AssertionError:
+            print("\n".join(found.missing))  # test_every_query_... fails with them
+        yield found
 
 
 def is_up(server: Prometheus, num_processes: int) -> bool:

@@ -15,23 +15,10 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.running import Running, serving
+from tests.serve.running import Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = "SmolLM2-135M-Instruct"
-
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(
-        tmp_path_factory.mktemp("disaggregated"),
-        base="docs/examples/disaggregated.yaml",
-        replicas={"cpus": 1, "health_period_s": 1},
-        cache={"max_total_tokens": 12_000},
-        router={"retry_wait_s": 90},
-        transfer={"hand_off": "always"},
-    ) as running:
-        yield running
 
 
 def replica(app: Running, role: str) -> dict[str, Any]:

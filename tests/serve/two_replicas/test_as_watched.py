@@ -2,7 +2,8 @@
 
 The numbers they show are held against what the clients of these requests counted. Issue 5, what shows that it works.
 A replica joins and another one leaves by kill -9 and Serve's replacement: the harder way to leave, since nothing of the
-replica can say goodbye. The tests run in their order: what is killed is killed last.
+replica can say goodbye. The tests run in their order: what is killed is killed last. They come before all others of the
+folder: counters are held against these clients alone.
 """
 
 import os
@@ -20,23 +21,17 @@ from deployments.settings.places import ROOT
 from tests.browser.chromium import Page, open_chromium
 from tests.serve import watched as held
 from tests.serve.running import Running
-from tests.serve.watched import PATIENT, UP_S, Watched, address_of, watched
+from tests.serve.watched import UP_S, Watched, address_of, watched
 
 pytestmark = [
     pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(400),
 ]  # fmt: skip
-CAPACITY = 8_000  # tokens of a pool
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    with watched(
-        tmp_path_factory.mktemp("watched"),
-        num_processes=4,  # two replicas, router, observatory
-        replicas={"count": 2, "cpus": 0.5, "health_period_s": 1},
-        cache={"max_total_tokens": CAPACITY},
-        observability=PATIENT,
-    ) as running:
+def fleet(two_replicas: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    with watched(two_replicas, folder, num_processes=4) as running:  # two replicas, router, observatory
         yield running
 
 
@@ -106,7 +101,7 @@ def test_top_in_the_terminal_says_what_the_state_says(fleet: Watched) -> None:
     for replica in state["replicas"]:
         [row] = [line for line in said.splitlines() if line.startswith(replica["id"][:12])]
         assert row.split()[1:5] == ["unified", replica["node"][:8], "accepting", f"0/{replica['running_limit']}"]
-        assert " of 8.0k" in row
+        assert " of 16.0k" in row
 
 
 def test_explain_in_the_terminal_says_what_the_router_says(fleet: Watched) -> None:

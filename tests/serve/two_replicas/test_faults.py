@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.hanging import FOLDER
-from tests.serve.running import START_S, Running
+from tests.serve.running import Running
+from tests.serve.two_replicas.conftest import answers
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(500)]
 TOKENS = 96
@@ -42,39 +42,9 @@ class Stream:
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("faults")
-    gates = folder / "hang"
-    gates.mkdir()
-    running = Running(
-        folder,
-        import_path="tests.serve.hanging:build",
-        environment={FOLDER: str(gates)},
-        replicas={"count": 2, "cpus": 1, "health_period_s": 1},
-        cache={"max_total_tokens": 16_000},
-        router={"policy": "round_robin"},
-    )
-    try:
-        running.launch()
-        running.until(lambda: running.process_ended or answers(running, replicas=2), START_S)
-        assert not running.process_ended, running.log.read_text()
-        yield running
-    finally:
-        left = running.stop()
-    assert left == []
-
-
-@pytest.fixture(scope="module")
-def undisturbed(app: Running) -> list[dict[int, list[int]]]:
+def undisturbed(two_replicas: Running) -> list[dict[int, list[int]]]:
     """The ids of each request of the load; before every fault, and each engine has made its first steps then."""
-    return [stream.ids for stream in load(app)]
-
-
-def answers(app: Running, *, replicas: int) -> bool:
-    try:
-        return httpx.get(f"{app.url}/health", timeout=5).status_code == 200 and len(app.states()) == replicas
-    except (httpx.HTTPError, ValueError, KeyError):
-        return False
+    return [stream.ids for stream in load(two_replicas)]
 
 
 def follow(app: Running, body: dict[str, Any], stream: Stream) -> None:
@@ -117,7 +87,7 @@ def num_ids(streams: list[Stream]) -> int:
 
 
 def busiest(app: Running) -> int:
-    """The id of a replica's process with open requests."""
+    """The id of the replica's process with most open requests."""
     return int(max(app.states(), key=lambda state: int(state["num_open"]))["replica"]["pid"])
 
 
@@ -125,16 +95,17 @@ def busiest(app: Running) -> int:
 def test_streams_go_on_elsewhere_with_the_same_ids_when_a_replica_fails_at_a_random_token(
     how: str, app: Running, undisturbed: list[dict[int, list[int]]]
 ) -> None:
-    app.until(lambda: answers(app, replicas=2) and app.idle(), 120)
-    pid, at = busiest(app), random.randrange(20, 400)
-    gate = app.config.parent / "hang" / str(pid)
+    at, pid = random.randrange(20, 400), 0
+    gates = app.config.parent / "hang"
     signals = {"SIGSTOP": signal.SIGSTOP, "SIGKILL": signal.SIGKILL}
 
     def fault() -> None:
+        nonlocal pid
+        pid = busiest(app)
         if how in signals:
             os.kill(pid, signals[how])
         else:
-            gate.touch()
+            (gates / str(pid)).touch()
 
     try:
         streams = load(app, fault, at=at)
@@ -146,16 +117,15 @@ def test_streams_go_on_elsewhere_with_the_same_ids_when_a_replica_fails_at_a_ran
         if how != "SIGKILL":
             assert worst_s > 1.0, "nothing hung"
     finally:
-        if how == "SIGSTOP":
+        if how == "SIGSTOP" and pid:
             os.kill(pid, signal.SIGCONT)
-        gate.unlink(missing_ok=True)
+        (gates / str(pid)).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("what", ["HAProxy", "its manager", "router"])
 def test_what_goes_through_a_killed_process_is_cut_at_once_and_a_retry_has_the_same_answer(
     what: str, app: Running, undisturbed: list[dict[int, list[int]]]
 ) -> None:
-    app.until(lambda: answers(app, replicas=2) and app.idle(), 120)
     marks = {"HAProxy": "/haproxy -dS -db ", "its manager": "ray::HAProxyManager", "router": "manta:Router"}
     killed_s = 0.0
 

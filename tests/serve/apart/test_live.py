@@ -7,7 +7,8 @@ import pytest
 
 from tests.browser.chromium import open_chromium
 from tests.serve import watched as held
-from tests.serve.watched import PATIENT, UP_S, Watched, watched
+from tests.serve.running import Running
+from tests.serve.watched import UP_S, Watched, watched
 
 pytestmark = [
     pytest.mark.serve, pytest.mark.model, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(400),
@@ -15,16 +16,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    with watched(
-        tmp_path_factory.mktemp("watched_apart"),
-        num_processes=4,  # prefill, decode, router, observatory
-        base="docs/examples/disaggregated.yaml",
-        replicas={"cpus": 0.5, "health_period_s": 1},
-        cache={"max_total_tokens": 8_000},
-        transfer={"hand_off": "always"},
-        observability=PATIENT,
-    ) as running:
+def fleet(app: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with watched(app, tmp_path_factory.mktemp("prometheus"), num_processes=4) as running:  # 2, router, observatory
         yield running
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.running import Running, serving
+from tests.serve.running import Running
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 TOPICS = ["pages", "trees", "harbours", "winters", "engines", "letters"]
@@ -21,17 +21,6 @@ STREAM_LEN = 32  # tokens
 # For Serve to notice, start a process that imports Ray and the tokenizer, and the index to be there. It depends on what
 # else the machine does: the limit is wide, and the time is printed.
 BACK_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(
-        tmp_path_factory.mktemp("routing"),
-        replicas={"count": 2, "cpus": 1, "health_period_s": 1},
-        cache={"max_total_tokens": 16_000},
-        router={"policy": "estimated_ttft"},
-    ) as running:
-        yield running
 
 
 def prompt(topic: str, question: str = "") -> str:
@@ -146,8 +135,10 @@ def hit_ratio(app: Running) -> float:
 
 def test_a_killed_replica_loses_no_request_and_every_retry_has_its_reason(app: Running) -> None:
     """kill -9 under load; none had begun streaming to its client: all answer, those that moved say why."""
-    options = {"max_tokens": 48, "ignore_eos": True}
+    options = {"max_tokens": 48, "ignore_eos": True, "temperature": 0.8, "seed": 5}
     names = [f"kill-{i}" for i in range(12)]
+    expected = [ask(app, prompt(f"death {i}"), **options).json()["choices"] for i in range(0, len(names), 4)]
+    httpx.post(f"{app.url}/flush_cache", timeout=30).raise_for_status()
     before = {state["replica"]["replica_id"]: state["replica"]["pid"] for state in app.states()}
     with ThreadPoolExecutor(len(names)) as pool:
         pending = [pool.submit(ask, app, prompt(f"death {i}"), name=name, **options) for i, name in enumerate(names)]
@@ -157,6 +148,8 @@ def test_a_killed_replica_loses_no_request_and_every_retry_has_its_reason(app: R
         assert app.until(lambda: victim not in candidates(app), 30) < 1.0
         answers = [each.result() for each in pending]
     assert [answer.status_code for answer in answers] == [200] * len(names)
+    assert [answer.json()["choices"] for answer in answers[::4]] == expected
+    assert httpx.get(f"{app.url}/health").status_code == 200  # the other one
     routes = [httpx.get(f"{app.url}/route/{name}", timeout=30).json() for name in names]
     moved = [route for route in routes if route["num_retries"]]
     assert len(moved) >= 3
@@ -164,6 +157,8 @@ def test_a_killed_replica_loses_no_request_and_every_retry_has_its_reason(app: R
         assert route["tries"][0]["replica"] == victim
         assert "ReplicaGone" in route["tries"][0]["failure"]
         assert (route["tries"][0]["outcome"], route["outcome"]) == ("failed", "finished")
+    retries = [retry for retry in app.info()["recent_retries"] if retry["replica_id"] == victim]
+    assert any(retry["num_delivered"] > 0 for retry in retries)
     app.until(lambda: len({state["replica"]["replica_id"] for state in app.states()} - {victim}) == 2, 60)
     app.until(app.idle, 5.0)
 

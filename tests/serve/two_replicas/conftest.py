@@ -1,0 +1,45 @@
+"""Two replicas behind one router, and an observatory, for all tests of this folder: some only ask, others kill."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.serve.hanging import FOLDER
+from tests.serve.running import Running, serving
+from tests.serve.watched import PATIENT
+
+BACK_S = 120.0  # a replica that was killed: a process that imports torch, beside whatever else the machine does
+
+
+@pytest.fixture(scope="package")
+def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Their engine threads can be hung (tests/serve/hanging.py)."""
+    folder = tmp_path_factory.mktemp("two_replicas")
+    gates = folder / "hang"
+    gates.mkdir()
+    with serving(
+        folder,
+        import_path="tests.serve.hanging:build",
+        environment={FOLDER: str(gates)},
+        replicas={"count": 2, "cpus": 1, "health_period_s": 1},
+        cache={"max_total_tokens": 16_000},
+        router={"policy": "estimated_ttft"},
+        observatory=True,
+        observability=PATIENT,
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def app(two_replicas: Running) -> Running:
+    """Both replicas are there, and nothing runs."""
+    two_replicas.until(lambda: answers(two_replicas, replicas=2) and two_replicas.idle(), BACK_S)
+    return two_replicas
+
+
+def answers(app: Running, *, replicas: int) -> bool:
+    try:
+        return httpx.get(f"{app.url}/health", timeout=5).status_code == 200 and len(app.states()) == replicas
+    except (httpx.HTTPError, ValueError, KeyError):
+        return False
