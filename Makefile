@@ -8,8 +8,8 @@ PROGRAMS := prometheus promtool chromium chromedriver
 DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m tools.install # WHAT LOG ARGS: pip's output goes to the log, a line of progress is shown
-# after `python -m benchmarks`, in this order: those that serve come last, the longest at the end
-BENCHES := step_overhead mixed_steps kv_dtypes accuracy startup live_stalls watch_overhead token_path sweep
+# of `python -m benchmarks`, in this order: those that serve come last, the longest at the end
+BENCHES := kernels engine hand_off overhead serving
 
 # A machine with a GPU often has a Python with PyTorch, and no network: it is taken as it is.
 GPU_PYTHON = $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
@@ -82,10 +82,9 @@ lint: install-test ## ruff and mypy --strict
 	@$(BIN)/mypy
 
 bench: install-test model ## Measure all that needs no other system and no GPU: 45 minutes. JSON under bench_results/
-	@echo "45 minutes on two quiet cores: kernels, engine, caches, hand-offs; then $(BENCHES)"
-	@failed=; for part in latest $(BENCHES); do \
-		$(BIN)/python -m benchmarks$$(test $$part = latest || echo .$$part) --json bench_results/$$part.json \
-			|| failed="$$failed $$part"; \
+	@echo "45 minutes on two quiet cores: $(BENCHES)"
+	@failed=; for part in $(BENCHES); do \
+		$(BIN)/python -m benchmarks $$part --json bench_results/$$part.json || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-peers: model ## Manta, vLLM, Transformers and llama.cpp in one run; installs them into .peers (ARGS="--quick")

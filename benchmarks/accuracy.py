@@ -1,29 +1,65 @@
-"""`python -m benchmarks.accuracy [--prompts N]`: what int8 weights cost in accuracy, against fp32, in one run.
+"""What narrow numbers cost in accuracy: the perplexity of a text, and how long greedy answers agree with fp32.
 
-Perplexity of 2,000 tokens of prose (benchmarks/perplexity.py), and greedy agreement: both engines continue the same
-pieces of that text by 64 tokens; counted are equal tokens, and the place where the two first differ. After that place
-the two write different texts, so that later tokens differ by nature.
+Owns:      the text: after the opening of Lewis Carroll's "Alice's Adventures in Wonderland" (1865, public domain),
+           typed and not held against an edition.
+Never:     starts a thread: the caller's thread steps the engine.
+
+After the token where two answers first differ they are different texts, so that later tokens differ by nature.
 """
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from benchmarks import driver
-from benchmarks.perplexity import perplexity, text_ids
-from benchmarks.report import Row, publish
-from replicas.config import CacheConfig, Quantization
+from benchmarks.harness import Row, Table
+from replicas.config import CacheConfig, KvDType
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
+from replicas.types import GenerateRequest, SamplingParams, TokenIds
 
-MODEL = "models/SmolLM2-135M-Instruct"
-PROMPT_LEN, NUM_NEW = 96, 64
+TEXT = Path(__file__).with_name("texts") / "alice.txt"
+NUM_TOKENS = 2000
+KV_DTYPES: tuple[KvDType, ...] = ("float32", "bfloat16", "int8", "fp8")
+
+_numbers = count()
+
+
+def text_ids(engine: Engine, num_tokens: int = NUM_TOKENS) -> TokenIds:
+    """Return the first ``num_tokens`` tokens of the text. Raises: ValueError if it has fewer."""
+    ids = engine.tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    if len(ids) < num_tokens:
+        raise ValueError(f"{num_tokens} tokens of {TEXT.name} were asked for; it has {len(ids)} in this vocabulary")
+    return ids[:num_tokens]
+
+
+def perplexity(engine: Engine, token_ids: TokenIds) -> float:
+    """Return e to the mean negative log-likelihood of tokens 1 and later, each given all before it."""
+    request = GenerateRequest(
+        rid=f"perplexity-{next(_numbers)}",
+        token_ids=token_ids,
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        prompt_logprobs_from=0,
+    )
+    engine.submit(request)
+    logprobs: list[float] = []
+    while engine.has_work:
+        for delta in engine.step():
+            logprobs += [each.logprob for each in delta.prompt_logprobs if each.logprob is not None]
+    assert len(logprobs) == len(token_ids) - 1, f"{len(logprobs)} logprobs of {len(token_ids)} tokens"
+    return math.exp(-float(np.mean(logprobs)))
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of two engines' greedy answers to the same prompts."""
+    """How far two engines' greedy answers to the same prompts agree."""
 
     equal_share: float  # of all tokens
     first_differences: tuple[int, ...]  # of each answer the first token that differs; its length where none does
@@ -35,45 +71,43 @@ class Agreement:
         return cls(sum(map(sum, equal)) / sum(map(len, equal)), firsts)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parse = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
-    parse.add_argument("--prompts", type=int, default=16)
-    parse.add_argument("--threads", type=int, default=2)
-    parse.add_argument("--json", metavar="OUT", help="also write JSON here")
-    options = parse.parse_args(argv)
-    publish(measure(options.prompts, options.threads), json_path=options.json)
-
-
-def measure(num_prompts: int, num_threads: int) -> list[Row]:
-    """Perplexities, and the agreement of int8 with fp32."""
-    exact, exact_answers = _answers("none", num_prompts, num_threads)
-    rounded, rounded_answers = _answers("int8", num_prompts, num_threads)
-    agreement = Agreement.of(rounded_answers, exact_answers)
-    section = f"int8 weights against fp32, {num_prompts} x {NUM_NEW} greedy tokens"
-    return [
-        Row.of(section, "perplexity, fp32", [exact], ""),
-        Row.of(section, "perplexity, int8", [rounded], "", target="within 1 %", note=f"{rounded / exact - 1:+.2%}"),
-        Row.of(section, "equal greedy tokens", [100 * agreement.equal_share], "%"),
-        Row.of(section, "first difference, mean", [statistics.mean(agreement.first_differences)], "tokens"),
-    ]
-
-
-def _answers(quantization: Quantization, num_prompts: int, num_threads: int) -> tuple[float, list[tuple[int, ...]]]:
-    engine = load_engine(
-        MODEL, cache=CacheConfig(max_total_tokens=8192), num_threads=num_threads, quantization=quantization
-    )
+def _answers(options: argparse.Namespace, num: int, length: int, **engine_options: Any) -> tuple[float, Any]:
+    """Return the perplexity of an engine, and its answers of 64 tokens to ``num`` pieces of the text."""
+    num, num_tokens = (2, 500) if options.quick else (num, NUM_TOKENS)
+    engine = load_engine(options.model, num_threads=options.threads, **engine_options)
     try:
-        ids = text_ids(engine)
-        step = (len(ids) - PROMPT_LEN) // num_prompts
-        prompts = [ids[i * step : i * step + PROMPT_LEN].tolist() for i in range(num_prompts)]
-        return perplexity(engine, ids), [_answer(engine, prompt) for prompt in prompts]
+        ids = text_ids(engine, num_tokens)
+        step = (len(ids) - length) // num
+        prompts = [ids[i * step : i * step + length].tolist() for i in range(num)]
+        return perplexity(engine, ids), [driver.decode(engine, [prompt], 64).token_ids[0] for prompt in prompts]
     finally:
         engine.close()
 
 
-def _answer(engine: Engine, prompt: list[int]) -> tuple[int, ...]:
-    return driver.decode(engine, [prompt], NUM_NEW).token_ids[0]
+def int8_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure what int8 weights cost against fp32."""
+    num, cache = 16, CacheConfig(max_total_tokens=8192)
+    exact, exact_answers = _answers(options, num, 96, cache=cache)
+    rounded, rounded_answers = _answers(options, num, 96, cache=cache, quantization="int8")
+    agreement = Agreement.of(rounded_answers, exact_answers)
+    table = Table(f"int8 weights against fp32, {len(exact_answers)} x 64 greedy tokens")
+    table.add("perplexity, fp32", [exact])
+    table.add("perplexity, int8", [rounded], target="within 1 %", note=f"{rounded / exact - 1:+.2%}")
+    table.add("equal greedy tokens", [100 * agreement.equal_share], "%")
+    table.add("first difference, mean", [statistics.mean(agreement.first_differences)], "tokens")
+    return table.rows
 
 
-if __name__ == "__main__":
-    main()
+def kv_dtype_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure what each `cache.kv_dtype` costs against a float32 pool; the kernels' rows have its speed."""
+    table = Table("perplexity and greedy answers by cache.kv_dtype")
+    exact: float = 0.0
+    wanted: Sequence[Sequence[int]] = ()
+    for kv_dtype in KV_DTYPES:
+        cache = CacheConfig(kv_dtype=kv_dtype, max_total_tokens=8192)
+        found, answers = _answers(options, 8, 200, cache=cache, context_len=2048)
+        exact, wanted = exact or found, wanted or answers
+        table.add(f"{kv_dtype}: perplexity", [found], note=f"{100 * (found / exact - 1):+.3f} %")
+        agreed = Agreement.of(answers, wanted).first_differences
+        table.add(f"{kv_dtype}: tokens of 64 before the first that differs", agreed, "tokens")
+    return table.rows

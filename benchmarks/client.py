@@ -1,6 +1,7 @@
 """A load client for any OpenAI-compatible URL: token-id prompts, streaming, times as a client sees them.
 
-Owns:      when requests start (open loop: Poisson arrivals; closed loop: so many conversations at once).
+Owns:      when requests start (open loop: Poisson arrivals; closed loop: so many conversations at once); how a server's
+           completions differ from OpenAI's with vLLM's extensions, which the client speaks.
 Never:     retries, or counts a failed request among the times; errors are reported beside them.
 Invariant: every request of the workload ends in exactly one Sample: answered, failed, or cut off by the time limit.
 Thread:    one event loop.
@@ -12,14 +13,57 @@ the server that it measures.
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import aiohttp
 
-from benchmarks.dialect import OPENAI, Dialect, History
 from benchmarks.workloads import Conversation, Workload
+
+FIELDS: Mapping[str, Any] = {
+    "temperature": 0,
+    "stream_options": {"include_usage": True},
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What one server takes and says otherwise than OpenAI's completions."""
+
+    fields: Mapping[str, Any] = field(default_factory=lambda: FIELDS)  # besides model, prompt, max_tokens and stream
+    as_text: Callable[[Sequence[int]], str] | None = None  # for a server that takes text alone; None: it takes ids
+    keeps_alive: bool = True  # False: a connection for each request, as the server hangs up on kept ones without notice
+    says_done: bool = True  # the stream ends with [DONE]; otherwise with the chunk that tells why it ended
+
+
+OPENAI = Dialect()
+
+
+class History:
+    """One conversation's tokens so far, as its server takes them."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._as_text = dialect.as_text
+        self._token_ids: list[int] = []
+        self._text = ""
+
+    @property
+    def prompt(self) -> list[int] | str:
+        return self._token_ids if self._as_text is None else self._text
+
+    def ask(self, token_ids: Sequence[int]) -> None:
+        self._token_ids += token_ids
+        if self._as_text is not None:
+            self._text += self._as_text(token_ids)
+
+    def answered(self, token_ids: Sequence[int], text: str) -> None:
+        """``token_ids``: the answer's, or stand-ins for them; only those or the text are resent."""
+        self._token_ids += token_ids
+        self._text += text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Drives an engine without HTTP, and times what its steps consist of.
+"""Drives an engine without HTTP, and times what its steps consist of; Transformers' `generate` beside it.
 
 Owns:      how an offline run is timed: what counts as a decode step, where a prefill ends.
 Never:     starts a thread: the caller's thread steps the engine.
@@ -12,8 +12,9 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Workload, random_lengths
 from replicas.engine.engine import Engine
 from replicas.engine.ranks import Ranks
 from replicas.runner.model_runner import ModelRunner
@@ -22,17 +23,24 @@ from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 _numbers = count()
 
 
-def request(token_ids: Sequence[int], max_new_tokens: int) -> GenerateRequest:
-    """A greedy request that makes exactly ``max_new_tokens`` tokens."""
+def request(token_ids: Sequence[int], max_new_tokens: int, *, rid: str = "") -> GenerateRequest:
+    """Return a greedy request that makes exactly ``max_new_tokens`` tokens."""
     return GenerateRequest(
-        rid=f"bench-{next(_numbers)}",
+        rid=rid or f"bench-{next(_numbers)}",
         token_ids=np.array(token_ids, dtype=np.int32),
         sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True),
     )
 
 
+def prompts(engine: Engine, num: int, length: int, seed: int) -> list[tuple[int, ...]]:
+    """Return ``num`` unrelated prompts of ``length`` tokens in the engine's vocabulary."""
+    vocab_size = engine.config.model.vocab_size
+    workload = random_lengths(num_requests=num, input_len=length, output_len=1, vocab_size=vocab_size, seed=seed)
+    return [conversation.turns[0].token_ids for conversation in workload.conversations]
+
+
 def prefill_s(engine: Engine, token_ids: Sequence[int]) -> float:
-    """Seconds from submitting an uncached prompt to its first token."""
+    """Return the seconds from submitting an uncached prompt to its first token."""
     engine.submit(request(token_ids, 1))
     started_s = time.perf_counter()
     while engine.has_work:
@@ -54,25 +62,22 @@ class Decoded:
 
 
 def decode(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Decoded:
-    """Generate for all prompts at once; only steps after everyone's first token count."""
-    requests = [request(prompt, max_new_tokens) for prompt in prompts]
-    outputs: dict[str, list[int]] = {r.rid: [] for r in requests}
-    for r in requests:
-        engine.submit(r)
+    """Generate for all prompts at once; only steps after every request's first token count."""
+    outputs = _submitted(engine, prompts, max_new_tokens)
     times: list[float] = []
     while engine.has_work:
         all_decode = all(outputs.values())
         started_s = time.perf_counter()
         deltas = engine.step()
         step_s = time.perf_counter() - started_s
-        if all_decode and len(deltas) == len(requests):
+        if all_decode and len(deltas) == len(outputs):
             times.append(step_s)
         _collect(outputs, deltas)
-    return Decoded(tuple(times), len(requests), tuple(tuple(ids) for ids in outputs.values()))
+    return Decoded(tuple(times), len(outputs), tuple(map(tuple, outputs.values())))
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepParts:
     """Where the wall time of some steps went."""
 
     total_s: float
@@ -81,26 +86,32 @@ class Parts:
 
     @property
     def outside_share(self) -> float:
-        """Share of the time outside matrix products and attention."""
+        """The share of the time outside matrix products and attention."""
         return 1 - (self.products_s + self.attention_s) / self.total_s
 
 
-def step_parts(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[Parts, Parts]:
-    """Generate for all prompts at once, attention called by itself as a decode step of programs does not do. Returns:
-    the parts up to everyone's first token, and from there to the end."""
-    requests = [request(prompt, max_new_tokens) for prompt in prompts]
-    outputs: dict[str, list[int]] = {r.rid: [] for r in requests}
-    for r in requests:
-        engine.submit(r)
-    if (fused := _runner(engine)._model.fused) is not None:
-        fused.apart = True
+def step_parts(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> tuple[StepParts, StepParts]:
+    """Generate for all prompts at once, with attention called by itself, as a decode step of programs does not do.
 
-    def run(until_first: bool) -> Parts:
-        with watched(*_matrix_products(engine)) as products, watched(*_attention(engine)) as attends:
+    Returns: the parts up to every request's first token, and from there to the end.
+    """
+    outputs = _submitted(engine, prompts, max_new_tokens)
+    runner = runner_of(engine)
+    model, fused = runner._model, runner._model.fused
+    if fused is not None:
+        fused.apart = True
+    calls = [(layer, "matmul") for _, layer in model.walk() if hasattr(layer, "matmul")]
+    calls += [(program, "run") for program in fused.programs] if fused is not None else []
+
+    def run(until_first: bool) -> StepParts:
+        attention = ((runner.attention, "begin"), (runner.attention, "forward"))  # storing K and V included
+        with watched(*calls) as products, watched(*attention) as attends:
             started_s = time.perf_counter()
             while engine.has_work and not (until_first and all(outputs.values())):
                 _collect(outputs, engine.step())
-            return Parts(time.perf_counter() - started_s, products.total_s, attends.total_s)
+            return StepParts(time.perf_counter() - started_s, products.total_s, attends.total_s)
 
     parts = run(until_first=True), run(until_first=False)
     if fused is not None:
@@ -108,9 +119,9 @@ def step_parts(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens:
     return parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A workload run to its end."""
+    """A workload that was run to its end."""
 
     wall_s: float
     scheduling_s: float  # of it, in the scheduler and the prefix cache
@@ -123,10 +134,8 @@ def serve(engine: Engine, workload: Workload, concurrency: int) -> Served:
     """Run single-turn conversations with at most ``concurrency`` open; the next is submitted as one ends."""
     turns = [conversation.turns[0] for conversation in workload.conversations]
     requests = [request(turn.token_ids, turn.max_new_tokens) for turn in turns]
-    outputs: dict[str, list[int]] = {r.rid: [] for r in requests}
-    cached = 0
-    unsent = iter(requests)
-    num_open = 0
+    outputs: dict[str, list[int]] = {each.rid: [] for each in requests}
+    cached, num_open, unsent = 0, 0, iter(requests)
     with watched((engine.scheduler, "schedule"), (engine.scheduler, "apply")) as scheduling:
         started_s = time.perf_counter()
         while True:
@@ -142,12 +151,16 @@ def serve(engine: Engine, workload: Workload, concurrency: int) -> Served:
             cached += sum(delta.usage.cached_tokens for delta in ended)
         wall_s = time.perf_counter() - started_s
     return Served(
-        wall_s=wall_s,
-        scheduling_s=scheduling.total_s,
-        prompt_tokens=workload.prompt_tokens,
-        cached_tokens=cached,
-        outputs=tuple(tuple(ids) for ids in outputs.values()),
-    )
+        wall_s=wall_s, scheduling_s=scheduling.total_s, prompt_tokens=workload.prompt_tokens, cached_tokens=cached,
+        outputs=tuple(map(tuple, outputs.values())),
+    )  # fmt: skip
+
+
+def _submitted(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, list[int]]:
+    requests = [request(prompt, max_new_tokens) for prompt in prompts]
+    for each in requests:
+        engine.submit(each)
+    return {each.rid: [] for each in requests}
 
 
 def _collect(outputs: dict[str, list[int]], deltas: Sequence[TokenDelta]) -> None:
@@ -174,7 +187,7 @@ class Stopwatch:
 
 @contextmanager
 def watched(*calls: tuple[object, str]) -> Iterator[Stopwatch]:
-    """A stopwatch around ``(object, name of something it calls)`` pairs while the block runs."""
+    """Put a stopwatch around ``(object, name of something it calls)`` pairs while the block runs."""
     stopwatch = Stopwatch()
     before = [vars(owner).get(name) for owner, name in calls]
     for owner, name in calls:
@@ -189,21 +202,52 @@ def watched(*calls: tuple[object, str]) -> Iterator[Stopwatch]:
                 setattr(owner, name, original)
 
 
-def _matrix_products(engine: Engine) -> list[tuple[object, str]]:
-    """Every matrix product of the model on this rank, for `watched`; in programs together with what stands between."""
-    model = _runner(engine)._model
-    programs = [(program, "run") for program in model.fused.programs] if model.fused is not None else []
-    return [(layer, "matmul") for _, layer in model.walk() if hasattr(layer, "matmul")] + programs
-
-
-def _attention(engine: Engine) -> list[tuple[object, str]]:
-    """The attention backend's calls (storing K and V included), for `watched`."""
-    backend = _runner(engine).attention
-    return [(backend, "begin"), (backend, "forward")]
-
-
-def _runner(engine: Engine) -> ModelRunner:
-    """Rank 0's runner: the engine itself knows only how to launch a plan."""
+def runner_of(engine: Engine) -> ModelRunner:
+    """Return what runs rank 0's steps: the engine itself knows only how to launch a plan."""
     ranks = getattr(engine.steps.launch, "__self__", None)
     assert isinstance(ranks, Ranks), "this engine was not built by load_engine; its steps cannot be taken apart"
     return ranks.runner
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One call of Transformers' `generate`."""
+
+    prefill_s: float  # from the call to the first token
+    decode_s: float  # from the first token to the last
+    token_ids: tuple[int, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (len(self.token_ids) - 1) / self.decode_s
+
+
+class TransformersPeer:
+    """The model in fp32 with Transformers' default attention (SDPA) on a CPU, at batch 1, in this process."""
+
+    def __init__(self, model_path: str) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+    def put(self, value: torch.Tensor) -> None:
+        """Note when a token came: Transformers calls its streamer so."""
+        self._times_s.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def generate(self, token_ids: Sequence[int], max_new_tokens: int) -> Generated:
+        """Generate exactly ``max_new_tokens`` tokens, greedily."""
+        prompt, self._times_s = torch.tensor([list(token_ids)]), list[float]()
+        with torch.inference_mode():
+            started_s = time.perf_counter()
+            out = self._model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False,
+                eos_token_id=None, pad_token_id=0, streamer=self,
+            )  # fmt: skip
+        _, first_s, *_ = self._times_s  # the first is the prompt's
+        made = tuple(out[0, prompt.shape[1] :].tolist())
+        return Generated(prefill_s=first_s - started_s, decode_s=self._times_s[-1] - first_s, token_ids=made)

@@ -11,18 +11,20 @@ have gone, so that there is no such figure. The decode engine was idle before th
 later ones: the same figure with the median of those is given too. And the time to the first token, by two and by one.
 """
 
+import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from benchmarks import harness, transfer
 from benchmarks.engine_process import EngineProcess
-from benchmarks.report import Row
+from benchmarks.harness import Part, Row
 from kvtransfer.ports.agent import NixlAgent
 from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.rooms.receiver import KVReceiver
@@ -225,3 +227,21 @@ def _rows(section: str, length: int, taken: dict[str, list[Times]], *, takes_off
         add(f"time to first token, two engines, {mode}", through, note=f"{note} beside one engine")
     add(f"time to first token, {ALONE}", [one.first_token for one in taken[ALONE]])
     return rows
+
+
+def hand_off_rows(options: argparse.Namespace) -> list[Row]:
+    return measure(options.model, quick=options.quick)
+
+
+def transfer_rows(options: argparse.Namespace) -> list[Row]:
+    return transfer.measure(quick=options.quick)
+
+
+PARTS = {
+    "transfer": Part(about="pages between two processes", measure=transfer_rows),
+    "engines": Part(about="a hand-off between two engines", measure=hand_off_rows),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    harness.run("hand_off", __doc__, PARTS, argv)

@@ -1,6 +1,13 @@
-"""The application on a local Ray of its own, for benchmarks that need a real one.
+"""The application on a local Ray of its own, and the CPU time of all that a benchmark has started. Linux; reads /proc.
 
 Owns:      the process and its end: nothing of one run is left for the next.
+Invariant: the benchmark's own process, with its client, is never counted; no part's time ever falls, whatever threads
+           and processes end.
+
+CPU time is the kernel's count of nanoseconds on a core, summed over threads: the ticks of /proc/PID/stat are 10 ms,
+which over a window of some thousand tokens would be microseconds a token, process by process. But only ticks count
+threads that ended between two looks, so that what ticks have above the sum is added, once it is more than they round
+off. What a process did between the last look and its own end is not counted.
 """
 
 import contextlib
@@ -20,11 +27,19 @@ from typing import Any
 import psutil
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.harness import ROOT
+
 HOST = "127.0.0.1"
 START_S = 240.0
 STOP_S = 60.0
 ANNOUNCED = "Try it:"  # in its log once every application runs, which an answer of one replica does not say
+# in the title of a process -> what it is called here
+PARTS = {
+    "ModelReplica": "replicas", ":Router": "router", ":Observatory": "observatory", "haproxy": "HAProxy",
+    "ProxyActor": "HTTP proxy", "ServeController": "Serve controller",
+}  # fmt: skip
+REST = "rest of Ray"
+ROUNDED_S = 2 / os.sysconf("SC_CLK_TCK")  # user and system time, each down to a tick
 
 
 @contextlib.contextmanager
@@ -80,7 +95,7 @@ def running(
 
 
 def stop(process: subprocess.Popen[bytes], *, within_s: float = STOP_S) -> None:
-    """End it as Ctrl-C does. If that takes longer, or somebody does not wait: kill it, with all that it started."""
+    """End it as Ctrl-C does. If that takes longer, or the wait is interrupted: kill it, with all that it started."""
     process.send_signal(signal.SIGINT)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,9 +126,55 @@ def _wait_ready(
 
 
 def answers(url: str) -> bool:
-    """Somebody is there, speaks HTTP and is content."""
+    """Return whether a server answers ``url`` without an error."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True
     except (OSError, http.client.HTTPException):
         return False
+
+
+class ServerCpu:
+    """The account of one measurement: it remembers what has ended since."""
+
+    def __init__(self, parts: Mapping[str, str] = PARTS) -> None:
+        self._parts = parts
+        self._total = dict.fromkeys((*parts.values(), REST), 0.0)
+        self._processes: dict[psutil.Process, _ProcessCpu] = {}  # equal where pid and start are
+
+    def by_part(self) -> dict[str, float]:
+        """User and system time, in seconds, of all that this process has started and that ran at some look."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                title = " ".join(process.cmdline())  # Ray's workers take theirs once they know what they run
+                part = next((part for name, part in self._parts.items() if name in title), REST)
+                self._total[part] += self._processes.setdefault(process, _ProcessCpu(process)).since_last_look()
+        return dict(self._total)
+
+
+class _ProcessCpu:
+    """What one process has used."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self._thread_ns: dict[str, int] = {}  # the most of each thread, ended ones too
+        self._unseen_s: float | None = None  # of threads that ended, since they were seen last
+        self._used_s = 0.0
+
+    def since_last_look(self) -> float:
+        """Seconds, at least 0. Raises: psutil's NoSuchProcess."""
+        ticks = self._process.cpu_times()  # before the sum, or it would hold what runs meanwhile
+        for task in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                ran_ns = int(task.read_text().split()[0])
+                self._thread_ns[task.parent.name] = max(ran_ns, self._thread_ns.get(task.parent.name, 0))
+        seen_s = sum(self._thread_ns.values()) / 1e9
+        above_s = max(0.0, ticks.user + ticks.system - seen_s)
+        if self._unseen_s is None or above_s > self._unseen_s + ROUNDED_S:
+            self._unseen_s = above_s
+        before_s, self._used_s = self._used_s, seen_s + self._unseen_s
+        return self._used_s - before_s
+
+
+def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {part: after[part] - before[part] for part in after}

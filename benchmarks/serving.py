@@ -1,47 +1,96 @@
-"""Load a server and report what its clients see: `python -m benchmarks.serving --url URL --model NAME shared-prefix`.
+"""What clients see of a server: workloads, how it behaves as load grows, and chats beside long prompts.
 
-Works against any OpenAI-compatible server. Repeats use fresh seeds, so that no repeat finds the one before in a cache.
+    python -m benchmarks serving --url http://127.0.0.1:8000 random shared-prefix     an OpenAI-compatible server
+    python -m benchmarks serving                                                      sweep and stalls of Manta
+
+Without --url, `sweep` serves serve_config.yaml. Repeats use fresh seeds, so that no repeat finds the one before in a
+cache.
+
+`sweep` draws two plots a workload: throughput against requests at once, and TTFT against conversations started a
+second. The rates of the second are shares of the throughput that the first reached in the same run, so that the plot
+shows the same part of the curve on a fast machine and on a slow one. A point where a request failed has a row that
+says so and no figures, and its workload is not drawn.
+
+`stalls`: two replicas, alternately two whole ones (unified) and one for prefill and one for decode. Some chats write
+long answers; meanwhile prompts of 4,000 tokens arrive. Expected: a whole replica that takes a long prompt makes one
+token of each chat there in each of the prompt's steps, which take many times a decode step; apart, a prompt slows no
+chat, but all of them share one replica. That is the trade: a better p99 for a worse p50.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import statistics
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+from benchmarks import harness, live_app
 from benchmarks.client import Client, ClosedLoop, OpenLoop, Run
-from benchmarks.report import Row, publish
+from benchmarks.harness import Part, Row, Table, in_turn, percentile, rounds_of, say
 from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
 
+VOCAB_SIZE = 32_000
+CONCURRENCY: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+SHARES: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the highest throughput, in conversations
+LEAST = 4  # conversations of a run
+TRACKED, UNTRACKED = Path("docs/pictures"), Path("bench_results/pictures")
+MODES = {
+    "unified": ("serve_config.yaml", {"replicas": {"count": 2, "cpus": 1}}),
+    "disaggregated": ("docs/examples/disaggregated.yaml", {}),
+}
 
-def percentile(values: Sequence[float], q: float) -> float:
-    """The ``q``-th percentile (0 to 100), linear between the two nearest ranks (numpy's default)."""
-    if not values:
-        raise ValueError("the percentile of no values does not exist; check that requests were answered")
-    if not 0 <= q <= 100:
-        raise ValueError(f"q = {q}; it must be between 0 and 100")
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * q / 100
-    low = int(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A kind of workload that is swept."""
+
+    name: str
+    file: str  # of its plots, without their ending
+    make: Callable[[int, int], Workload]  # of at least so many conversations, with this seed
+    a_slot: int  # conversations of a run for each that may be open
+    arriving: int  # conversations of a run at a rate
+
+
+def _random(num: int, seed: int) -> Workload:
+    return random_lengths(num_requests=num, input_len=256, output_len=64, vocab_size=VOCAB_SIZE, seed=seed)
+
+
+def _shared(num: int, seed: int) -> Workload:
+    return shared_prefix(
+        num_groups=8, per_group=-(-num // 8), prefix_len=1024, question_len=64, output_len=32, vocab_size=VOCAB_SIZE,
+        seed=seed,
+    )  # fmt: skip
+
+
+def _turns(num: int, seed: int) -> Workload:
+    return multi_turn(num_users=num, num_turns=5, turn_len=64, output_len=64, vocab_size=VOCAB_SIZE, seed=seed)
+
+
+SHAPES = (
+    Shape(name="random, 256 in, 64 out", file="random", a_slot=2, arriving=24, make=_random),
+    Shape(name="shared prefixes, 8 of 1,024, 64 in, 32 out", file="shared_prefix", a_slot=2, arriving=24, make=_shared),
+    Shape(name="multi-turn, 5 turns of 64 in, 64 out", file="multi_turn", a_slot=1, arriving=12, make=_turns),
+)
 
 
 def rows_of(workload: Workload, runs: Sequence[Run]) -> list[Row]:
-    """One table: each row's runs are the repeats."""
-    section = f"serving: {workload.name}"
-    rows: list[Row] = []
+    """Return one table: each row's runs are the repeats."""
+    table = Table(f"serving: {workload.name}")
 
     def add(name: str, unit: str, measure: Callable[[Run], float | None], *, note: str = "") -> None:
-        values = [value for value in map(measure, runs) if value is not None]
-        if values:
-            rows.append(Row.of(section, name, values, unit, note=note))
+        if values := [value for value in map(measure, runs) if value is not None]:
+            table.add(name, values, unit, note=note)
 
     add("wall", "s", lambda run: run.wall_s)
     add("requests answered", "", lambda run: float(len(run.answered)), note=f"of {workload.num_requests}")
-    add("requests failed", "", lambda run: float(sum(run.errors.values())), note=_first_error(runs))
+    first_error = next((error for run in runs for error in run.errors), "")
+    add("requests failed", "", lambda run: float(sum(run.errors.values())), note=first_error)
     add("requests/s", "1/s", lambda run: len(run.answered) / run.wall_s)
-    add("output tokens/s", "tok/s", lambda run: sum(s.completion_tokens for s in run.answered) / run.wall_s)
+    add("output tokens/s", "tok/s", output_tokens_per_s)
     add("prompt tokens/s", "tok/s", lambda run: sum(s.prompt_tokens for s in run.answered) / run.wall_s)
     for q in (50, 90, 99):
         add(f"TTFT p{q}", "s", _at(q, lambda run: [s.ttft_s for s in run.answered]))
@@ -53,7 +102,11 @@ def rows_of(workload: Workload, runs: Sequence[Run]) -> list[Row]:
         add(f"end to end p{q}", "s", _at(q, lambda run: [s.e2e_s for s in run.answered]))
     add("cached prompt tokens", "%", _hit_percent, note=_hit_note(workload, runs))
     add("client CPU", "s", lambda run: run.client_cpu_s)
-    return rows
+    return table.rows
+
+
+def output_tokens_per_s(run: Run) -> float:
+    return sum(sample.completion_tokens for sample in run.answered) / run.wall_s
 
 
 def _at(q: float, values: Callable[[Run], Sequence[float | None]]) -> Callable[[Run], float | None]:
@@ -77,121 +130,245 @@ def _hit_note(workload: Workload, runs: Sequence[Run]) -> str:
     return best
 
 
-def _first_error(runs: Sequence[Run]) -> str:
-    return next((error for run in runs for error in run.errors), "")
-
-
-def measure(
-    client: Client,
-    make: Callable[[int], Workload],
-    load: ClosedLoop | OpenLoop,
-    *,
-    repeats: int,
-    seed: int,
-    max_s: float,
-) -> list[Row]:
-    """``repeats`` runs of ``make(seed)``, ``make(seed + 1)``, ..."""
-    workloads = [make(seed + repeat) for repeat in range(repeats)]
-    runs = [asyncio.run(client.run(workload, load, max_s=max_s)) for workload in workloads]
-    return rows_of(workloads[0], runs)
-
-
-def measure_all(url: str, *, quick: bool) -> list[Row]:
-    """The three workloads against ``url``, at the sizes of notes/peers.md section 8 or at small ones."""
-    small = {
-        "random": ["-n", "4", "--input-len", "32", "--output-len", "8"],
-        "shared-prefix": ["--groups", "2", "--per-group", "2", "--prefix-len", "64", "--output-len", "4"],
-        "multi-turn": ["--users", "2", "--turns", "2", "--turn-len", "16", "--output-len", "4"],
-    }
-    client = Client(url, first_model(url))
-    rows: list[Row] = []
-    for shape, sizes in small.items():
-        options = parser().parse_args([shape, *(sizes if quick else [])])
-        load = ClosedLoop(concurrency=options.concurrency)
-        maker = workload_maker(options)
-        rows += measure(client, maker, load, repeats=1 if quick else 3, seed=options.seed, max_s=options.max_s)
-    return rows
-
-
-def parser() -> argparse.ArgumentParser:
-    parse = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    parse.add_argument("--url", default="http://127.0.0.1:8000", help="the server's root, without /v1")
-    parse.add_argument("--model", help="model name; default: the first of /v1/models")
-    parse.add_argument("--concurrency", type=int, default=16, help="closed loop: conversations at once")
-    parse.add_argument("--rate", type=float, help="open loop instead: conversations a second")
-    parse.add_argument("--repeat", type=int, default=1, help="runs, each with a fresh seed")
-    parse.add_argument("--seed", type=int, default=0)
-    parse.add_argument("--max-s", type=float, default=300.0, help="seconds a run may take; the rest is cut off")
-    parse.add_argument("--vocab-size", type=int, default=32_000, help="prompts use token ids below this")
-    parse.add_argument("--json", metavar="OUT", help="also write JSON here")
-    shapes = parse.add_subparsers(dest="shape", required=True)
-    random = shapes.add_parser("random", help="unrelated prompts")
-    random.add_argument("-n", type=int, default=32)
-    random.add_argument("--input-len", type=int, default=256)
-    random.add_argument("--output-len", type=int, default=64)
-    random.add_argument("--spread", type=float, default=0.0, help="lengths vary by this share")
-    shared = shapes.add_parser("shared-prefix", help="groups that share a prefix, shuffled")
-    shared.add_argument("--groups", type=int, default=8)
-    shared.add_argument("--per-group", type=int, default=8)
-    shared.add_argument("--prefix-len", type=int, default=1024)
-    shared.add_argument("--question-len", type=int, default=64)
-    shared.add_argument("--output-len", type=int, default=32)
-    turns = shapes.add_parser("multi-turn", help="users who resend their history")
-    turns.add_argument("--users", type=int, default=8)
-    turns.add_argument("--turns", type=int, default=5)
-    turns.add_argument("--turn-len", type=int, default=64)
-    turns.add_argument("--output-len", type=int, default=64)
-    return parse
-
-
-def workload_maker(options: argparse.Namespace) -> Callable[[int], Workload]:
-    """The workload that the command line asks for, by seed."""
-    vocab_size, output_len = options.vocab_size, options.output_len
-    match options.shape:
-        case "random":
-            return lambda seed: random_lengths(
-                num_requests=options.n,
-                input_len=options.input_len,
-                output_len=output_len,
-                spread=options.spread,
-                vocab_size=vocab_size,
-                seed=seed,
-            )
-        case "shared-prefix":
-            return lambda seed: shared_prefix(
-                num_groups=options.groups,
-                per_group=options.per_group,
-                prefix_len=options.prefix_len,
-                question_len=options.question_len,
-                output_len=output_len,
-                vocab_size=vocab_size,
-                seed=seed,
-            )
-        case _:
-            return lambda seed: multi_turn(
-                num_users=options.users,
-                num_turns=options.turns,
-                turn_len=options.turn_len,
-                output_len=output_len,
-                vocab_size=vocab_size,
-                seed=seed,
-            )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(argv)
-    client = Client(options.url, options.model or first_model(options.url))
+def workload_rows(shape: str, options: argparse.Namespace) -> list[Row]:
+    """Run one workload against the server at ``--url``."""
+    url = options.url or "http://127.0.0.1:8000"
+    client = Client(url, options.name or first_model(url))
     load = ClosedLoop(concurrency=options.concurrency) if options.rate is None else OpenLoop(rate=options.rate)
-    rows = measure(
-        client, workload_maker(options), load, repeats=options.repeat, seed=options.seed, max_s=options.max_s
-    )
-    publish(rows, json_path=options.json)
+    workloads = [make(shape, options, options.seed + repeat) for repeat in range(rounds_of(options, 3))]
+    return rows_of(workloads[0], [asyncio.run(client.run(each, load, max_s=options.max_s)) for each in workloads])
+
+
+def make(shape: str, options: argparse.Namespace, seed: int) -> Workload:
+    """Return the workload that the command line asks for; --num, --input-len, --output-len change its sizes."""
+    quick, vocab_size = options.quick, options.vocab_size
+
+    def size(asked: int | None, full: int, small: int) -> int:
+        return asked or (small if quick else full)
+
+    match shape:
+        case "random":
+            return random_lengths(
+                num_requests=size(options.num, 32, 4), input_len=size(options.input_len, 256, 32),
+                output_len=size(options.output_len, 64, 8), spread=options.spread, vocab_size=vocab_size, seed=seed,
+            )  # fmt: skip
+        case "shared-prefix":
+            groups = size(options.num, 8, 2)
+            return shared_prefix(
+                num_groups=groups, per_group=groups, prefix_len=size(options.input_len, 1024, 64), question_len=64,
+                output_len=size(options.output_len, 32, 4), vocab_size=vocab_size, seed=seed,
+            )  # fmt: skip
+        case _:
+            return multi_turn(
+                num_users=size(options.num, 8, 2), num_turns=2 if quick else 5, turn_len=size(options.input_len, 64,
+                16), output_len=size(options.output_len, 64, 4), vocab_size=vocab_size, seed=seed,
+            )  # fmt: skip
 
 
 def first_model(url: str) -> str:
+    """Return the name of the first model that the server lists."""
     with urllib.request.urlopen(url.rstrip("/") + "/v1/models", timeout=10) as response:
         return str(json.load(response)["data"][0]["id"])
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What is taken from a run of the sweep."""
+
+    name: str
+    unit: str
+    of: Callable[[Run], float]
+
+
+def ttft(q: float) -> Figure:
+    def of(run: Run) -> float:
+        return percentile([sample.ttft_s for sample in run.answered if sample.ttft_s is not None], q)
+
+    return Figure(f"TTFT p{q:g}", "s", of)
+
+
+OUTPUT = Figure("output", "tok/s", output_tokens_per_s)
+
+
+class Points:
+    """The rows and lines of one plot."""
+
+    def __init__(self, section: str, figures: Sequence[Figure]) -> None:
+        self._table, self._figures = Table(section), figures
+        self.rows = self._table.rows
+        self.lines: dict[str, list[tuple[float, float]]] = {figure.name: [] for figure in figures}
+        self.whole = True
+
+    def add(self, name: str, x: float, runs: Sequence[Run]) -> bool:
+        """Add one point. Returns: whether every request of it was answered."""
+        if errors := [error for run in runs for error in run.errors]:
+            self.whole = False
+            note = f"FAILED, of {len(runs[0].samples)}: {errors[0]}"
+            failed = [float(sum(run.errors.values())) for run in runs]
+            self._table.add(f"{name}, requests without an answer", failed, note=note)
+            return False
+        for figure in self._figures:
+            values = [figure.of(run) for run in runs]
+            self._table.add(f"{name}, {figure.name}", values, figure.unit)
+            self.lines[figure.name].append((x, statistics.median(values)))
+        return True
+
+
+def sweep(client: Client, shape: Shape, *, quick: bool, repeats: int, max_s: float) -> tuple[Points, Points]:
+    """Measure one shape by requests at once and by rate; every run has a seed of its own."""
+    seed = 0
+
+    def run(num: int, load: ClosedLoop | OpenLoop) -> Run:
+        nonlocal seed
+        seed += 1
+        return asyncio.run(client.run(shape.make(num, seed), load, max_s=max_s))
+
+    def closed(concurrency: int) -> Run:
+        return run(max(LEAST, shape.a_slot * concurrency), ClosedLoop(concurrency=concurrency))
+
+    section = f"load: {shape.name}"
+    concurrency, shares, arriving = CONCURRENCY, SHARES, shape.arriving
+    if quick:
+        concurrency, shares, arriving = CONCURRENCY[:2], SHARES[:2], LEAST
+    at_once, by_rate = Points(section, (OUTPUT, ttft(50))), Points(section, (ttft(50), ttft(95)))
+    closed(1)  # what the first requests compile or touch is not the load's
+    best = 0.0
+    for many in concurrency:
+        runs = [closed(many) for _ in range(repeats)]
+        if at_once.add(f"{many} at once", many, runs):
+            best = max(best, statistics.median([_conversations_per_s(each) for each in runs]))
+    for rate in [share * best for share in shares if best]:
+        runs = [run(arriving, OpenLoop(rate=rate, seed=seed)) for _ in range(repeats)]
+        by_rate.add(f"{rate:.2f} conversations/s", rate, runs)
+    return at_once, by_rate
+
+
+def _conversations_per_s(run: Run) -> float:
+    return len({sample.name.split("/")[0] for sample in run.samples}) / run.wall_s
+
+
+def draw(pictures: Path, shape: Shape, at_once: Points, by_rate: Points) -> None:
+    """Draw both plots of a shape into ``pictures``."""
+    lines = {"Manta": at_once.lines[OUTPUT.name]}
+    x, y = "requests at once", "output tokens/s"
+    harness.draw(pictures / f"throughput_{shape.file}.svg", lines, title=shape.name, x=x, y=y, marker="o")
+    lines = {name.removeprefix("TTFT "): line for name, line in by_rate.lines.items()}
+    x, y = "conversations started a second", "TTFT, s"
+    harness.draw(pictures / f"ttft_{shape.file}.svg", lines, title=shape.name, x=x, y=y, marker="o")
+
+
+def sweep_rows(options: argparse.Namespace) -> list[Row]:
+    """Sweep the server at ``--url``, or one of our own."""
+    pictures = options.pictures or (UNTRACKED if options.quick else TRACKED)
+    harness.need_plots()  # before minutes of measuring
+    with contextlib.ExitStack() as stack:
+        own = live_app.serving("serve_config.yaml", {}, observatory=False)
+        url = options.url or stack.enter_context(own)
+        client = Client(url, options.name or first_model(url))
+        return sweep_all(client, pictures, quick=options.quick, repeats=options.rounds or 1, max_s=options.max_s)
+
+
+def sweep_all(client: Client, pictures: Path, *, quick: bool, repeats: int, max_s: float) -> list[Row]:
+    """Sweep all shapes, and draw those of which every request was answered."""
+    rows = []
+    for shape in SHAPES:
+        at_once, by_rate = sweep(client, shape, quick=quick, repeats=repeats, max_s=max_s)
+        rows += at_once.rows + by_rate.rows
+        whole = at_once.whole and by_rate.whole
+        if whole:
+            draw(pictures, shape, at_once, by_rate)
+        say(f"{shape.name}: {'measured, drawn' if whole else 'measured, not drawn: requests failed'}")
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalls:
+    """What one mode gave in one round, in seconds."""
+
+    quiet_gaps_s: list[float]  # between the chats' tokens, nothing else running
+    gaps_s: list[float]  # with long prompts
+    tpots_s: list[float]  # of each chat, with long prompts
+    ttfts_s: list[float]  # of the long prompts
+    num_failed: int
+
+
+async def stalls(url: str, options: argparse.Namespace, seed: int) -> Stalls:
+    """Measure chats alone, then chats with long prompts beside them."""
+    client, max_s = Client(url, first_model(url)), options.max_s
+    num_chats, chat_len, prompt_len = (2, 60, 600) if options.quick else (4, 400, 4000)
+    random = partial(random_lengths, vocab_size=VOCAB_SIZE)
+
+    async def chats(number: int) -> Run:
+        workload = random(num_requests=num_chats, input_len=64, output_len=chat_len, seed=3 * seed + number)
+        return await client.run(workload, ClosedLoop(concurrency=num_chats), max_s=max_s)
+
+    async def prompts() -> Run:
+        workload = random(num_requests=num_chats, input_len=prompt_len, output_len=2, seed=seed)
+        await asyncio.sleep(2.0)  # the chats have begun
+        return await client.run(workload, OpenLoop(rate=0.2, seed=seed), max_s=max_s)
+
+    warm_up = random(num_requests=2, input_len=600, output_len=4, seed=3 * seed + 2)
+    await client.run(warm_up, ClosedLoop(concurrency=2), max_s=max_s)
+    quiet = await chats(0)
+    busy, long = await asyncio.gather(chats(1), prompts())
+    return Stalls(
+        quiet_gaps_s=[gap for sample in quiet.answered for gap in sample.gaps_s],
+        gaps_s=[gap for sample in busy.answered for gap in sample.gaps_s],
+        tpots_s=[sample.tpot_s for sample in busy.answered if sample.tpot_s is not None],
+        ttfts_s=[sample.ttft_s for sample in long.answered if sample.ttft_s is not None],
+        num_failed=sum(sum(run.errors.values()) for run in (quiet, busy, long)),
+    )
+
+
+def stall_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure both modes in turn: each mode's times by round, and the ratios."""
+    found: dict[str, list[Stalls]] = {mode: [] for mode in MODES}
+    for round_, mode in in_turn(MODES, rounds_of(options, 2)):
+        config_file, args = MODES[mode]
+        with live_app.serving(config_file, args) as url:
+            found[mode].append(asyncio.run(stalls(url, options, options.seed + round_)))
+        say(f"{mode}: ITL p99 {1000 * percentile(found[mode][-1].gaps_s, 99):.0f} ms")
+    table = Table("long prompts beside answers being written, 2 replicas")
+    for mode, rounds in found.items():
+        for name, of in (("without long prompts", "quiet_gaps_s"), ("with long prompts", "gaps_s")):
+            for q in (50, 99, 100):
+                values = [1000 * percentile(getattr(each, of), q) for each in rounds]
+                table.add(f"{mode}, {name}: ITL p{q}", values, "ms")
+        table.add(f"{mode}: TPOT of the slowest chat", [1000 * max(each.tpots_s) for each in rounds], "ms")
+        table.add(f"{mode}: TTFT p50 of long prompts", [percentile(each.ttfts_s, 50) for each in rounds], "s")
+        table.add(f"{mode}: failed", [float(each.num_failed) for each in rounds])
+    for q in (50, 99, 100):
+        pairs = zip(found["unified"], found["disaggregated"], strict=True)
+        ratios = [percentile(b.gaps_s, q) / percentile(a.gaps_s, q) for a, b in pairs]
+        table.add(f"ITL p{q} with long prompts, disaggregated / unified", ratios, "x")
+    return table.rows
+
+
+def add_options(parse: argparse.ArgumentParser) -> None:
+    add = parse.add_argument
+    add("--url", help="root of a server that runs already, without /v1")
+    add("--name", help="the model's name there; default: the first of /v1/models")
+    add("--concurrency", type=int, default=16, help="workloads, closed loop: conversations at once")
+    add("--rate", type=float, help="workloads, open loop instead: conversations a second")
+    add("--num", type=int, help="workloads: requests, groups (and prompts of each), or users")
+    add("--input-len", type=int, help="workloads: tokens of a prompt, of a shared prefix, or of a turn")
+    add("--output-len", type=int, help="workloads: tokens of an answer")
+    add("--spread", type=float, default=0.0, help="random: lengths vary by this share")
+    add("--vocab-size", type=int, default=VOCAB_SIZE, help="workloads: prompts use token ids below this")
+    add("--max-s", type=float, default=240.0, help="seconds a run may take; the rest is cut off")
+    add("--pictures", type=Path, help=f"folder of the sweep's plots; {TRACKED}, or {UNTRACKED} with --quick")
+
+
+PARTS = {
+    "random": Part(about="unrelated prompts", measure=partial(workload_rows, "random"), asked=True),
+    "shared-prefix": Part(
+        about="groups that share a prefix, shuffled", measure=partial(workload_rows, "shared-prefix"), asked=True
+    ),
+    "multi-turn": Part(about="histories that are resent", measure=partial(workload_rows, "multi-turn"), asked=True),
+    "stalls": Part(about="chats beside long prompts, unified and disaggregated", measure=stall_rows),
+    "sweep": Part(about="throughput and TTFT as load grows, with plots", measure=sweep_rows),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    harness.run("serving", __doc__, PARTS, argv, options=add_options)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.harness import MODEL
 from benchmarks.workloads import Workload, multi_turn, random_lengths, shared_prefix
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams
 
-MODEL = "models/SmolLM2-135M-Instruct"
 CHUNK = 128  # tokens of a prefill step; half of the prompts are longer
 Ids = Mapping[str, Sequence[int]]  # by request: "<workload>, <conversation>.<turn>"
 

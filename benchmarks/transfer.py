@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.report import Row
+from benchmarks.harness import Row
 from benchmarks.transfer_peer import (
     NUM_PAGES,
     PAGES_PER_WRITE,

@@ -21,6 +21,7 @@ on a busy machine.
 import argparse
 import asyncio
 import contextlib
+import pathlib
 import statistics
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -30,8 +31,8 @@ import aiohttp
 
 from benchmarks import live_app
 from benchmarks.client import Client, ClosedLoop
-from benchmarks.report import Row, publish
-from benchmarks.server_cpu import ServerCpu, difference
+from benchmarks.harness import Row, publish
+from benchmarks.live_app import ServerCpu, difference
 from benchmarks.workloads import random_lengths
 
 SECTION = "watched (metrics, scrapes, one live view) and not, 2 replicas, 8 streams"
@@ -206,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             told = ", ".join(f"{each.requests_per_s:.2f}/s {1000 * each.cpu_s:.0f} ms" for each in measured.batches)
             idle_ms = 1000 * sum(measured.idle.values())
             print(f"  {mode}: {told}; idle {idle_ms:.0f} ms/s; {seen}", file=sys.stderr, flush=True)
-    publish(rows_of(found), json_path=options.json)
+    publish(rows_of(found), options.json and pathlib.Path(options.json))
 
 
 if __name__ == "__main__":

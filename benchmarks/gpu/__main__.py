@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.cost import ModelCost
 from benchmarks.gpu.random_model import SHAPES, TINY, Shape, runner_of, start_engine
+from benchmarks.limits import ModelCost
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.runner.model_runner import ModelRunner

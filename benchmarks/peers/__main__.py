@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
+from benchmarks.harness import machine_facts, to_json
 from benchmarks.peers.answers import compare
 from benchmarks.peers.cells import FULL, QUICK
 from benchmarks.peers.compare import Comparison, Plan
@@ -28,7 +29,6 @@ from benchmarks.peers.install import PEERS, InstallFailed, ensure
 from benchmarks.peers.systems import MODEL, Place, systems
 from benchmarks.peers.table import reasons, table
 from benchmarks.peers.words import Words
-from benchmarks.report import machine_facts, to_json
 
 T = TypeVar("T")
 OURS = "manta"  # the start of our systems' names

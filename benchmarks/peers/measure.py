@@ -13,9 +13,9 @@ from functools import partial
 import psutil
 
 from benchmarks.client import Client, ClosedLoop, Run
+from benchmarks.harness import percentile
+from benchmarks.live_app import ServerCpu
 from benchmarks.peers.cells import Cell
-from benchmarks.server_cpu import ServerCpu
-from benchmarks.serving import percentile
 from benchmarks.workloads import Workload
 
 

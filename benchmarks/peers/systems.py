@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import live_app
-from benchmarks.dialect import OPENAI, Dialect
+from benchmarks.client import OPENAI, Dialect
 from benchmarks.peers.install import RECIPES, ROOT, SITE, Recipe, folder_of
 from benchmarks.peers.server import Command, ServerFailed, free_port, running
 from benchmarks.peers.words import Words

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.perplexity import perplexity, text_ids
+from benchmarks.accuracy import perplexity, text_ids
 from replicas.config import (
     CacheConfig,
     Hardware,

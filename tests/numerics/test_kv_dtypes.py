@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.perplexity import perplexity, text_ids
+from benchmarks.accuracy import perplexity, text_ids
 from replicas.config import CacheConfig, KvDType
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from tests.embedded import MODEL
 
 pytestmark = pytest.mark.model
-NUM_TOKENS = 600  # python -m benchmarks.kv_dtypes measures 2,000
+NUM_TOKENS = 600  # python -m benchmarks kernels kv_dtypes measures 2,000
 
 
 def engine(kv_dtype: KvDType, *, attention: str = "auto") -> Engine:

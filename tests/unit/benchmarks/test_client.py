@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.client import Client, ClosedLoop, OpenLoop
-from benchmarks.dialect import OPENAI, Dialect
+from benchmarks.client import OPENAI, Client, ClosedLoop, Dialect, OpenLoop
 from benchmarks.serving import rows_of
 from benchmarks.workloads import multi_turn, random_lengths
 

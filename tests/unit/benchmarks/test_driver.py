@@ -1,4 +1,4 @@
-"""What counts as a decode step, what a stopwatch sums, and that everything submitted is run to its end."""
+"""What counts as a decode step, what a stopwatch sums, and that all that is submitted is run to its end."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -53,7 +53,7 @@ def engine() -> tuple[FakeEngine, Engine]:
     return fake, cast(Engine, fake)
 
 
-def test_only_steps_that_give_everyone_a_token_after_the_first_count_as_decode() -> None:
+def test_only_steps_that_give_every_request_a_token_after_its_first_count_as_decode() -> None:
     _, under_test = engine()
     decoded = driver.decode(under_test, [(10, 11), (20, 21), (30, 31)], 5)
     assert len(decoded.step_s) == 4  # 3 prefill steps, then 4 decode steps of 3 tokens

@@ -1,14 +1,16 @@
 """The sweep: enough conversations for every load, rates that are shares of what was reached, and failures that cost
 one point."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import sweep
+from benchmarks import harness, serving
 from benchmarks.client import ClosedLoop, OpenLoop, Run, Sample
-from benchmarks.sweep import CONCURRENCY, LEAST, SHAPES, SHARES, Measured, Shape, Sweep, measure
+from benchmarks.harness import Row
+from benchmarks.serving import CONCURRENCY, LEAST, SHAPES, SHARES, Shape, sweep, sweep_all
 from benchmarks.workloads import Workload
 
 
@@ -35,8 +37,10 @@ class FakeClient:
         return Run(samples=tuple(samples), wall_s=wall_s, client_cpu_s=0.0, answers_known=True)
 
 
-def swept(shape: Shape, client: Any, *, quick: bool = False, repeats: int = 1) -> Measured:
-    return measure(Sweep(client, shape), quick=quick, repeats=repeats)
+def swept(shape: Shape, client: Any, *, quick: bool = False, repeats: int = 1) -> tuple[list[Row], bool]:
+    """The rows, and whether the plots are drawn."""
+    at_once, by_rate = sweep(client, shape, quick=quick, repeats=repeats, max_s=240.0)
+    return at_once.rows + by_rate.rows, at_once.whole and by_rate.whole
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.file)
@@ -52,17 +56,17 @@ def test_there_are_at_least_as_many_conversations_as_may_be_open(shape: Shape) -
 def test_rates_are_shares_of_the_conversations_a_second_that_were_reached(shape: Shape) -> None:
     """32 at once are 32 conversations a second, however many turns each has."""
     client = FakeClient()
-    found = swept(shape, client)
+    rows, whole = swept(shape, client)
     rates = [load.rate for load, _ in client.loads if isinstance(load, OpenLoop)]
     assert rates == pytest.approx([8, 16, 24, 28.8, 35.2])
-    assert len(found.rows) == 2 * len(CONCURRENCY) + 2 * len(SHARES)
-    assert set(found.plots) == {f"throughput_{shape.file}.svg", f"ttft_{shape.file}.svg"}
+    assert len(rows) == 2 * len(CONCURRENCY) + 2 * len(SHARES)
+    assert whole
 
 
 def test_throughput_is_of_output_tokens_and_no_run_has_anothers_prompts() -> None:
     """64 tokens a conversation, 8 conversations a second."""
     client = FakeClient()
-    rows = {row.name: row for row in swept(SHAPES[0], client, repeats=2).rows}
+    rows = {row.name: row for row in swept(SHAPES[0], client, repeats=2)[0]}
     assert rows["8 at once, output"].value == pytest.approx(512)
     assert rows["8 at once, output"].runs == 2
     assert rows["8.00 conversations/s, TTFT p95"].value == pytest.approx(0.5)
@@ -71,29 +75,51 @@ def test_throughput_is_of_output_tokens_and_no_run_has_anothers_prompts() -> Non
 
 
 def test_a_request_without_an_answer_costs_its_point_and_the_plots_alone() -> None:
-    found = swept(SHAPES[0], FakeClient(fails_at=4))
-    rows = {row.name: row for row in found.rows}
+    found, whole = swept(SHAPES[0], FakeClient(fails_at=4))
+    rows = {row.name: row for row in found}
     failed = rows["4 at once, requests without an answer"]
     assert (failed.value, failed.note) == (1.0, "FAILED, of 8: HTTP 503: full")
     assert "4 at once, output" not in rows
     assert rows["32 at once, output"].value == pytest.approx(2048)
     assert rows["8.00 conversations/s, TTFT p50"].value == pytest.approx(0.5)
-    assert found.plots == {}
+    assert not whole
 
 
 def test_a_server_that_fails_everything_is_reported_and_not_asked_at_rates() -> None:
     client = FakeClient(fails_at=-1)
-    found = swept(SHAPES[0], client, quick=True)
-    assert [row.note[:6] for row in found.rows] == ["FAILED", "FAILED"]
+    rows, _ = swept(SHAPES[0], client, quick=True)
+    assert [row.note[:6] for row in rows] == ["FAILED", "FAILED"]
     assert all(isinstance(load, ClosedLoop) for load, _ in client.loads)
 
 
-def test_a_check_writes_no_tracked_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sweep.parsed(["--quick"]).pictures == Path("bench_results/pictures")
-    assert sweep.parsed([]).pictures == Path("docs/pictures")
-    assert sweep.parsed(["--quick", "--pictures", "here"]).pictures == Path("here")
-    monkeypatch.setattr(sweep, "Client", lambda url, model: FakeClient())
-    monkeypatch.setattr(sweep, "first_model", lambda url: "m")
-    sweep.sweep_all("http://unused", tmp_path / "pictures", quick=True, repeats=1)
-    names = {f"{plot}_{shape.file}.svg" for plot in ("throughput", "ttft") for shape in SHAPES}
-    assert {file.name for file in (tmp_path / "pictures").iterdir()} == names
+def test_every_shape_is_drawn_twice_in_the_folder_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[Path, list[str]] = {}
+
+    def draw(path: Path, lines: Mapping[str, Any], **_: Any) -> None:
+        assert all(lines.values())
+        drawn[path] = list(lines)
+
+    monkeypatch.setattr(harness, "draw", draw)
+    client: Any = FakeClient()
+    sweep_all(client, tmp_path, quick=True, repeats=1, max_s=240.0)
+    assert drawn == {
+        tmp_path / f"{plot}_{shape.file}.svg": lines
+        for shape in SHAPES
+        for plot, lines in (("throughput", ["Manta"]), ("ttft", ["p50", "p95"]))
+    }
+
+
+@pytest.mark.parametrize(("argv", "folder"), [([], "docs"), (["--quick"], "bench_results"), (["--pictures", "x"], "x")])
+def test_a_check_writes_no_tracked_picture(argv: list[str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+
+    def swept(client: Any, pictures: Path, **_: Any) -> list[Row]:
+        folders.append(pictures)
+        return []
+
+    monkeypatch.setattr(serving, "sweep_all", swept)
+    monkeypatch.setattr(harness, "need_plots", lambda: None)
+    serving.main(["sweep", "--url", "http://unused", "--name", "m", *argv])
+    assert [str(each).partition("/")[0] for each in folders] == [folder]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.overhead import Path, Spent, main, proxies_of, rows_of
 from benchmarks.token_alone import Alone
-from benchmarks.token_path import Path, Spent, main, proxies_of, rows_of
 from benchmarks.token_source import PacedSteps
 from deployments.command import haproxy
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, SampleRow

@@ -15,6 +15,7 @@ stream to its first event.
 import argparse
 import asyncio
 import os
+import pathlib
 import statistics
 import sys
 import time
@@ -25,8 +26,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks import live_app
-from benchmarks.report import Row, publish
-from benchmarks.server_cpu import ServerCpu, difference
+from benchmarks.harness import Row, publish
+from benchmarks.live_app import ServerCpu, difference
 from benchmarks.token_alone import PACES, WARM_S, Alone, Pace
 from benchmarks.token_client import Load, times_of
 from deployments.command import haproxy
@@ -216,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with live_app.running(applications(), answers_at=paths, environment=environment) as url:
             found[proxy] = asyncio.run(measure(url, sizes, alone))
         print(f"  behind {proxy}: measured", file=sys.stderr, flush=True)
-    publish(rows_of(alone, found), json_path=options.json)
+    publish(rows_of(alone, found), options.json and pathlib.Path(options.json))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""The engine's measurements on a tiny random model: every table is there and its counts are right."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import engine
+from benchmarks.engine import Scale
+from benchmarks.harness import Row
+from benchmarks.limits import ModelCost
+from replicas.config import ModelConfig, RopeConfig
+from tests.numerics import tiny
+from tests.unit.tokenizer_folders import byte_level_folder
+
+SCALE = Scale(
+    rounds=1,
+    batches=(1, 3),
+    decode_prompt_len=8,
+    decode_len=6,
+    prefill_lens=(40,),
+    prefix_rounds=1,
+    shared=(2, 3, 64, 8),
+    output_len=4,
+    concurrency=1,
+    unique=(2, 32),
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    byte_level_folder(folder)
+    tiny.save("llama", folder, vocab_size=512)
+    rows = engine.speed_rows(str(folder), 1, SCALE, 0) + engine.prefix_rows(str(folder), 1, SCALE, 0)
+    return {(row.section, row.name): row for row in rows}
+
+
+def test_decode_and_prefill_stand_beside_transformers_with_their_limits(rows: dict[tuple[str, str], Row]) -> None:
+    decode = [row for (section, _), row in rows.items() if section == "decode, context 8, fp32"]
+    prefill = [row for (section, _), row in rows.items() if section == "prefill, fp32"]
+    assert [row.name for row in decode] == ["batch 1", "batch 3", "Transformers generate, batch 1"]
+    assert [row.name for row in prefill] == ["40 tokens", "Transformers, 40 tokens"]
+    assert all(row.limit and row.share == row.value / row.limit for row in decode + prefill)
+
+
+def test_the_compared_runs_made_the_same_tokens(rows: dict[tuple[str, str], Row]) -> None:
+    assert rows["decode, context 8, fp32", "batch 1"].note == "1 of 1 runs equal to Transformers' ids"
+    shared = next(row for (_, name), row in rows.items() if name == "times faster with RadixCache")
+    assert shared.note == "1 of 1 runs with equal token ids"
+
+
+def test_the_parts_of_a_step_make_up_the_whole(rows: dict[tuple[str, str], Row]) -> None:
+    for case in ("decode, batch 1", "decode, batch 3", "prefill, 40 tokens"):
+        names = ("products, norms, rope, SiLU", "attention")
+        parts = [rows["time of a step", f"{case}: {name}"].value for name in names]
+        outside = rows["time of a step", f"{case}: outside both"].value
+        assert min(*parts, outside) > 0
+        assert sum(parts) + outside == pytest.approx(100)
+
+
+def test_one_at_a_time_the_radix_cache_reuses_all_that_whole_pages_allow(rows: dict[tuple[str, str], Row]) -> None:
+    hits = next(row for (_, name), row in rows.items() if name == "cached prompt tokens")
+    assert hits.value == pytest.approx(100 * 4 * 64 / (6 * 72))  # 4 of 6 requests find their prefix of 4 pages
+    assert hits.note == "at best 59.3"
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)did not start \(exit status 1\); it wrote:.*no-such-model"):
+        engine.start("models/no-such-model", 1, str(tmp_path))
+
+
+def test_the_hosts_structures_are_timed_at_the_size_that_is_asked_for() -> None:
+    rows = list(engine.structure_rows(4_000))
+    assert [row.name for row in rows][:3] == ["radix match", "radix insert", "radix evict"]
+    assert rows[0].note == "4,000 tokens in nodes of 512"
+    assert all(row.value for row in rows)
+
+
+SMOLLM2 = ModelConfig(
+    path="x", architecture="LlamaForCausalLM", vocab_size=49_152, hidden_size=576, intermediate_size=1536,
+    num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5, rope=RopeConfig(), context_len=8192,
+    tie_embeddings=True, attention_bias=False, output_bias=False, mlp_bias=False, qk_norm=False,
+    eos_ids=(2,), dtype="float32",
+)  # fmt: skip
+
+
+def test_weights_are_106_m_in_the_blocks_and_134_5_m_with_the_head() -> None:
+    cost = ModelCost.of(SMOLLM2)
+    assert cost.layer_params == pytest.approx(106.2e6, rel=1e-3)
+    assert cost.layer_params + cost.head_params == pytest.approx(134.5e6, rel=1e-3)
+    assert cost.weight_bytes == pytest.approx(538e6, rel=1e-3)
+
+
+def test_batch_1_decode_is_bound_by_bytes_and_batch_32_by_products() -> None:
+    cost = ModelCost.of(SMOLLM2)
+    assert cost.decode_limit_s(1, 20.4e9, 260e9) == pytest.approx(0.0264, rel=1e-2)  # 38 tokens/s
+    assert cost.decode_limit_s(32, 20.4e9, 260e9) == pytest.approx(2 * 134.5e6 * 32 / 260e9, rel=1e-3)
+
+
+def test_prefill_of_one_token_is_its_products_and_one_score_a_head() -> None:
+    cost = ModelCost.of(SMOLLM2)
+    assert cost.prefill_flops(1) == 2 * (cost.layer_params + cost.head_params) + 4 * 30 * 9 * 64
+    # causal: token t attends to t + 1 tokens
+    assert cost.prefill_flops(3) - cost.prefill_flops(2) == 2 * cost.layer_params + 4 * 30 * 9 * 64 * 3
