@@ -276,6 +276,5 @@ class SoonestRouter(Router):
 
 def soonest(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """As `estimated_ttft` where nobody waits."""
-    estimates = candidates.estimates
-    selfish = replace(estimates, behind_s=np.zeros(len(candidates)), cost_s=estimates.ttft_s)
-    return estimated_ttft(query, replace(candidates, estimates=selfish), turn)
+    selfish = replace(candidates.terms, behind_s=np.zeros(len(candidates)))
+    return estimated_ttft(query, replace(candidates, terms=selfish), turn)

@@ -1,54 +1,9 @@
-"""A decision in words and numbers: why the winner won, what was given up, every candidate's terms. Pure.
+"""A decision in words and numbers: why the winner won, what was given up, every candidate's terms. Pure."""
 
-A decision over prefill and decode replicas in words and numbers. Pure; explain.py calls it.
-"""
+from dataclasses import asdict
 
-from routing.types import Candidate, Decision, Pair, PairReason, PairTerms, Reason, RouteOutcome
-
-_PAIR_HEADER = (
-    f"  {'decode replica':20} {'computed':>8} = {'TTFT':>8} + {'stall':>8} + {'load':>8} s"
-    f" | {'received':>8} = {'transfer':>8} + {'fixed':>8} + {'pressure':>8} + {'load':>8} s"
-    f" | {'cached':>7} {'to do':>7} tokens"
-)
-
-
-def pair_clause(decision: Decision, pair: Pair) -> str:
-    """Who computes the prompt, and what both ways would have cost."""
-    d, terms = decision.replica_id, pair.chosen
-    if pair.reason is PairReason.NO_PREFILL:
-        return f"{d} computes the prompt itself: no prefill replica may take it"
-    if pair.reason is PairReason.ONE_REPLICA:
-        return f"{d} computes the prompt itself: {pair.why}"
-    local = (
-        f"computing it on {d} costs {terms.local_cost_s:.3f} s (first token after {terms.ttft_s:.3f} s, its other "
-        f"requests together wait {terms.stall_s:.3f} s meanwhile)"
-    )
-    handed = (
-        f"through {pair.best_prefill_id} it costs {pair.hand_off_cost_s or 0.0:.3f} s ({pair.prefill_s or 0.0:.3f} s "
-        f"there, {terms.transfer_s:.3f} s for {terms.transfer_pages} pages, {terms.overhead_s:.3f} s fixed)"
-    )
-    if pair.prefill_id is None:
-        return f"{d} computes the prompt itself: {local}, {handed}"
-    if pair.reason is PairReason.ALWAYS:
-        return f"{pair.prefill_id} computes the prompt and hands it over, as every prompt (transfer.hand_off): {handed}"
-    return f"{pair.prefill_id} computes the prompt and hands it over: {handed}, {local}"
-
-
-def pair_rows(decision: Decision, pair: Pair) -> list[str]:
-    """A header and a row for each decode replica, the one taken marked ``>``."""
-    measured = "measured" if pair.link_measured else "assumed"
-    rows = [_pair_row(pair.costs.row(index), decision.replica_id) for index in range(len(pair.costs))]
-    return [f"{_PAIR_HEADER} at {pair.link_bytes_per_s / 1e9:.2f} GB/s ({measured})", *rows]
-
-
-def _pair_row(terms: PairTerms, winner: str) -> str:
-    mark = ">" if terms.replica_id == winner else " "
-    return (
-        f"{mark} {terms.replica_id:20} {terms.local_cost_s:8.3f} = {terms.ttft_s:8.3f} + {terms.stall_s:8.3f}"
-        f" + {terms.load_s:8.3f} s | {terms.receive_cost_s:8.3f} = {terms.transfer_s:8.3f} + {terms.overhead_s:8.3f}"
-        f" + {terms.pressure_s:8.3f} + {terms.load_s:8.3f} s | {terms.cached_tokens:7} {terms.own_tokens:7}"
-    )
-
+from routing.terms import CANDIDATE, DECODE_REPLICA, drawn, headings
+from routing.types import Candidate, Decision, Pair, PairReason, Reason, RouteOutcome
 
 _BECAUSE = {
     Reason.ONLY: "it was the only replica that may take the request",
@@ -65,18 +20,27 @@ _BECAUSE = {
     Reason.SESSION: "it is among the soonest and had this session before",
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
 }
-_HEADER = (
-    f"  {'replica':20} {'TTFT':>8} = {'queue':>8} + {'own':>8} + {'decode':>8} + {'pressure':>8} s"
-    f" | {'cached':>7} {'to do':>7} {'queued':>7} tokens | {'others':>8} s | {'tok/s':>7} | requests"
+_CANDIDATE_ROW = (
+    "{mark} {replica:20} {ttft_s:>8} = {queue_s:>8} + {own_s:>8} + {decode_s:>8} + {pressure_s:>8} s"
+    " | {cached_tokens:>7} {own_tokens:>7} {queued_tokens:>7} tokens"
+    " | {behind_s:>8} s | {prefill_tokens_per_s:>7} | {num_requests}"
+)
+_DECODE_ROW = (
+    "{mark} {replica:20} {local_cost_s:>8} = {ttft_s:>8} + {stall_s:>8} + {load_s:>8} s"
+    " | {receive_cost_s:>8} = {transfer_s:>8} + {overhead_s:>8} + {pressure_s:>8} + {load_s:>8} s"
+    " | {cached_tokens:>7} {own_tokens:>7}"
+)
+_FORM = {"s": "{:.3f}".format, "tokens/s": "{:.0f}".format, "ratio": "{:.0%}".format} | dict.fromkeys(
+    ("tokens", "pages", "bytes", "requests"), str
 )
 
 
 def explain(decision: Decision, outcome: RouteOutcome | None = None) -> str:
     """The sentence, a row a candidate (the winner marked ``>``), and a last sentence once the outcome is known."""
-    lines = [sentence(decision), _HEADER]
-    lines += [_row(candidate, decision) for candidate in decision.candidates]
+    lines = [sentence(decision), _CANDIDATE_ROW.format(mark=" ", replica="replica", **headings(CANDIDATE))]
+    lines += [_candidate_row(candidate, decision) for candidate in decision.candidates]
     if decision.pair is not None:
-        lines += pair_rows(decision, decision.pair)
+        lines += _decode_rows(decision, decision.pair)
     if outcome is not None:
         lines.append(_ending(decision, outcome))
     return "\n".join(lines)
@@ -99,7 +63,7 @@ def sentence(decision: Decision, name: str = "") -> str:
         computes = "there" if decision.prefill_id is None else f"on {decision.prefill_id}"
         return (
             f"{name} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by "
-            f"{decision.policy}: {_BECAUSE[decision.reason]}. {pair_clause(decision, decision.pair)}. "
+            f"{decision.policy}: {_BECAUSE[decision.reason]}. {_pair_clause(decision, decision.pair)}. "
             f"{decision.overlap_tokens} tokens are predicted to be cached {computes}, and the first token after "
             f"{decision.predicted_ttft_s:.3f} s."
         )
@@ -112,19 +76,70 @@ def sentence(decision: Decision, name: str = "") -> str:
     )
 
 
-def _row(candidate: Candidate, decision: Decision) -> str:
-    view, sent, terms = candidate.view, candidate.sent, candidate.terms
-    mark = ">" if candidate.replica_id in (decision.replica_id, decision.prefill_id) else " "
+def candidate_terms(candidate: Candidate, decision: Decision) -> dict[str, float]:
+    """The numbers of ``candidate`` by field, in the order of terms.CANDIDATE."""
+    beside = {
+        "cached_tokens": candidate.overlap_tokens,
+        "num_requests": candidate.num_requests,
+        "queued_tokens": candidate.queued_tokens,
+        "pool_utilization": candidate.view.pool_utilization,
+        "report_age_s": decision.time_s - candidate.view.time_s,
+    }
+    names = (term.field for term in CANDIDATE)
+    return {name: beside[name] if name in beside else getattr(candidate.terms, name) for name in names}
+
+
+def _candidate_row(candidate: Candidate, decision: Decision) -> str:
+    view, load = candidate.view, candidate.load
+    values = candidate_terms(candidate, decision)
     looked_at = "" if candidate.replica_id in decision.compared or not decision.compared else ", not compared"
+    row = _CANDIDATE_ROW.format(
+        mark=">" if candidate.replica_id in (decision.replica_id, decision.prefill_id) else " ",
+        replica=candidate.replica_id,
+        **drawn(CANDIDATE, values, _FORM),
+    )
     return (
-        f"{mark} {candidate.replica_id:20} {terms.ttft_s:8.3f} = {terms.queue_s:8.3f} + {terms.own_s:8.3f}"
-        f" + {terms.decode_s:8.3f} + {terms.pressure_s:8.3f} s"
-        f" | {candidate.overlap_tokens:7} {terms.own_tokens:7} {candidate.queued_tokens:7} tokens"
-        f" | {terms.behind_s:8.3f} s | {terms.prefill_tokens_per_s:7.0f} | {candidate.num_requests} "
-        f"({view.num_running} running and {view.num_waiting} waiting {decision.time_s - view.time_s:.2f} s ago, "
-        f"{sent.requests_since} sent and {sent.ended_since} ended since), "
+        f"{row} ({view.num_running} running and {view.num_waiting} waiting {values['report_age_s']:.2f} s ago, "
+        f"{load.requests_since:.0f} sent and {load.ended_since:.0f} ended since), "
         f"pool {view.pool_utilization:.0%} in use{looked_at}"
     )
+
+
+def _decode_rows(decision: Decision, pair: Pair) -> list[str]:
+    """A header and a row for each decode replica, the chosen one marked ``>``."""
+    header = _DECODE_ROW.format(mark=" ", replica="decode replica", **headings(DECODE_REPLICA))
+    measured = "measured" if pair.link_measured else "assumed"
+    rows = [
+        _DECODE_ROW.format(
+            mark=">" if replica_id == decision.replica_id else " ",
+            replica=replica_id,
+            **drawn(DECODE_REPLICA, asdict(terms), _FORM),
+        )
+        for replica_id, terms in pair.rows()
+    ]
+    return [f"{header} tokens at {pair.link_bytes_per_s / 1e9:.2f} GB/s ({measured})", *rows]
+
+
+def _pair_clause(decision: Decision, pair: Pair) -> str:
+    """Say which replica computes the prompt, and what both ways would have cost."""
+    d, terms = decision.replica_id, pair.chosen
+    if pair.reason is PairReason.NO_PREFILL:
+        return f"{d} computes the prompt itself: no prefill replica may take it"
+    if pair.reason is PairReason.ONE_REPLICA:
+        return f"{d} computes the prompt itself: {pair.why}"
+    local = (
+        f"computing it on {d} costs {terms.local_cost_s:.3f} s (first token after {terms.ttft_s:.3f} s, its other "
+        f"requests together wait {terms.stall_s:.3f} s meanwhile)"
+    )
+    handed = (
+        f"through {pair.best_prefill_id} it costs {pair.hand_off_cost_s or 0.0:.3f} s ({pair.prefill_s or 0.0:.3f} s "
+        f"there, {terms.transfer_s:.3f} s for {terms.transfer_pages} pages, {terms.overhead_s:.3f} s fixed)"
+    )
+    if pair.prefill_id is None:
+        return f"{d} computes the prompt itself: {local}, {handed}"
+    if pair.reason is PairReason.ALWAYS:
+        return f"{pair.prefill_id} computes the prompt and hands it over, as every prompt (transfer.hand_off): {handed}"
+    return f"{pair.prefill_id} computes the prompt and hands it over: {handed}, {local}"
 
 
 def _ending(decision: Decision, outcome: RouteOutcome) -> str:

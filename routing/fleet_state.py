@@ -63,8 +63,8 @@ class FleetState:
         """What ``query``, with ``usable`` pages to find in a cache, would meet at each of ``eligible``."""
         overlap_tokens = self._index.overlap(usable, eligible.columns) * self._page_size
         load = self.load.estimate(eligible, now_s)
-        estimates = estimate(load, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens)
-        return Candidates(load=load, overlap_tokens=overlap_tokens, estimates=estimates)
+        terms = estimate(load, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens)
+        return Candidates(views=eligible.views, load=load, overlap_tokens=overlap_tokens, terms=terms)
 
     def send(self, leg: RouteLeg, pages: Pages, *, now_s: float) -> None:
         """``leg`` is open at its replica from now on, which will soon hold ``pages``."""

@@ -31,14 +31,12 @@ from routing.load_estimate import (
     UTILIZATION,
     WAITING,
     Eligible,
-    Floats,
-    LoadEstimate,
     eligible_of,
     enqueue,
     load_estimate_of,
     smooth,
 )
-from routing.types import ReplicaView
+from routing.types import Floats, LoadEstimate, ReplicaView
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,7 @@ class Load:
             self._eligible = eligible_of(self._data, [replica.view for replica in self._able], self._columns)
         return self._eligible
 
-    def estimate(self, eligible: Eligible, now_s: float) -> LoadEstimate:
+    def estimate(self, eligible: Eligible, now_s: float) -> LoadEstimate[Floats]:
         """What is believed of them at ``now_s``."""
         return load_estimate_of(self._data, eligible, now_s)
 

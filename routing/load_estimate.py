@@ -10,40 +10,12 @@ rate. A report older than FRESH_S fades: each number moves towards the mean over
 which is the best estimate for a replica of which nothing is known.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from routing.types import ReplicaView, RouteQuery
-
-Floats = npt.NDArray[np.float64]  # [n]
-Ints = npt.NDArray[np.int64]  # [n]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoadEstimate:
-    """What is believed of each candidate now: the reports corrected by what was sent since and by their age."""
-
-    views: Sequence[ReplicaView]  # [n]
-    in_flight: Floats  # [n] whole numbers, as are the next three
-    requests_since: Floats  # [n]
-    tokens_since: Floats  # [n]
-    ended_since: Floats  # [n]
-    num_requests: Floats  # [n] running and waiting
-    num_busy: Floats  # [n] of those, whom a prompt computed there holds up: not who waits for K/V from elsewhere
-    num_waiting: Floats  # [n] of those, whose prompts wait to be computed: not whole, a queue drains by tokens
-    queued_tokens: Floats  # [n] uncached prompt tokens still to compute
-    prefill_tokens_per_s: Floats  # [n] > 0
-    decode_step_s: Floats  # [n]
-    utilization: Floats  # [n] share of the pool that a new request cannot have
-    pool_tokens: Floats  # [n] 0 if not told
-    max_requests: Floats  # [n] that run at once; infinite if not told
-
-    def __len__(self) -> int:
-        return len(self.views)
-
+from routing.types import Floats, LoadEstimate, ReplicaView, RouteQuery
 
 # Reports come every 0.05 to 2 s (a setting), so that one of 2 s still says what is; an older one is late.
 FRESH_S = 2.0
@@ -98,7 +70,7 @@ def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.
     )
 
 
-def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEstimate:
+def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEstimate[Floats]:
     """What is believed of them at ``now_s``, from all columns ``data`` [field, column]."""
     own = data.take(eligible.columns, axis=1)  # [field, n] a copy
     late = now_s - eligible.oldest_s > FRESH_S
@@ -122,7 +94,6 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
         utilization = _fade(utilization, late_s)
     requests = np.maximum(requests, own[IN_FLIGHT])
     return LoadEstimate(
-        views=eligible.views,
         in_flight=own[IN_FLIGHT],
         requests_since=own[SINCE],
         tokens_since=own[TOKENS_SINCE],

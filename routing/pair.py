@@ -29,10 +29,22 @@ from typing import overload
 import numpy as np
 
 from kvtransfer.pages import PageKeys
-from routing.load_estimate import Eligible, LoadEstimate
+from routing.load_estimate import Eligible
 from routing.policies import TIE_S, Turn
 from routing.ttft import OUTPUT_TOKENS, Candidates, bounded
-from routing.types import Candidate, Decision, Floats, Ints, Pair, PairCosts, PairReason, Reason, Role, RouteQuery
+from routing.types import (
+    Candidate,
+    Decision,
+    Floats,
+    Ints,
+    LoadEstimate,
+    Pair,
+    PairReason,
+    PairTerms,
+    Reason,
+    Role,
+    RouteQuery,
+)
 
 # Two calls instead of one, the receiver's grant, its opening of the room and the sender's answer: some milliseconds on
 # one host, and the steps that both engines are in when the messages come.
@@ -55,9 +67,10 @@ def choose_pair(
     query: RouteQuery,
     prefills: Candidates | None,
     decodes: Candidates,
-    costs: PairCosts,
+    costs: PairTerms[Floats, Ints],
     turn: Turn,
     *,
+    link_bytes_per_s: float,
     link_measured: bool,
     always: bool,
     prefill_number: int,
@@ -68,17 +81,16 @@ def choose_pair(
           may be.
     """
     best = None if prefills is None else _soonest(prefills, turn, query.max_wait_s)
-    prefill_s = None if prefills is None or best is None else float(prefills.estimates.ttft_s[best])
+    prefill_s = None if prefills is None or best is None else float(prefills.terms.ttft_s[best])
     # rows [W, D]: computed by the decode replica, handed over to it
-    cost_s, ttft_s, wait_s = [costs.local_s], [costs.ttft_s], [decodes.estimates.wait_s]
+    cost_s, ttft_s, wait_s = [costs.local_cost_s], [costs.ttft_s], [decodes.terms.wait_s]
     if prefills is not None and best is not None and prefill_s is not None and not query.one_replica:
-        cost_s.append(costs.receive_s + prefill_s)
-        ttft_s.append(costs.receive_s - costs.load_s + prefill_s)
-        wait_s.append(costs.pressure_s + float(prefills.estimates.wait_s[best]))
+        cost_s.append(costs.receive_cost_s + prefill_s)
+        ttft_s.append(costs.receive_cost_s - costs.load_s + prefill_s)
+        wait_s.append(costs.pressure_s + float(prefills.terms.wait_s[best]))
     ways = slice(1, None) if always and len(cost_s) == 2 else slice(None)
     compared = bounded(np.array(cost_s[ways]), np.array(ttft_s[ways]), np.array(wait_s[ways]), query.max_wait_s)
     index, reason = _cheapest(decodes, compared.min(axis=0), turn)
-    chosen = costs.row(index)
     handed_over = len(cost_s) == 2 and (always or bool(compared[1, index] < compared[0, index] - TIE_S))
     best_id = None if prefills is None or best is None else prefills.replica_id(best)
     predicted_s = float(ttft_s[1 if handed_over else 0][index])
@@ -90,36 +102,43 @@ def choose_pair(
         best_prefill_id=best_id,
         prefill_s=prefill_s,
         shortest_wait_s=float(np.min(wait_s[ways])),
-        link_bytes_per_s=costs.link_bytes_per_s,
+        link_bytes_per_s=link_bytes_per_s,
         link_measured=link_measured,
+        decode_ids=[view.replica_id for view in decodes.views],
         costs=costs,
-        chosen=chosen,
+        chosen=costs.at(index),
     )
     return PairChoice(
         decode=index, prefill=best if handed_over else None, reason=reason, predicted_ttft_s=predicted_s, pair=pair
     )
 
 
-def costs_of(decodes: Candidates, query: RouteQuery, *, link_bytes_per_s: float, page_size: int) -> PairCosts:
+def costs_of(
+    decodes: Candidates, query: RouteQuery, *, link_bytes_per_s: float, page_size: int
+) -> PairTerms[Floats, Ints]:
     """What the request costs at each decode replica, either way."""
-    load, estimates = decodes.load, decodes.estimates
-    page_bytes: Ints = np.array([view.page_bytes for view in load.views], dtype=np.int64)
-    pages: Ints = -(-estimates.own_tokens // page_size)
+    load, terms = decodes.load, decodes.terms
+    page_bytes: Ints = np.array([view.page_bytes for view in decodes.views], dtype=np.int64)
+    pages: Ints = -(-terms.own_tokens // page_size)
     output_tokens = min(query.max_new_tokens, OUTPUT_TOKENS)
     busy_share: Floats = np.minimum(load.num_busy / load.max_requests, 1.0)  # max_requests may be infinite
-    return PairCosts(
-        replica_ids=[view.replica_id for view in load.views],
+    stall_s = terms.own_s * load.num_busy
+    transfer_s = pages * page_bytes / link_bytes_per_s
+    overhead_s = np.full(len(decodes), OVERHEAD_S)
+    load_s = output_tokens * load.decode_step_s * busy_share  # a full replica's steps take twice an idle one's
+    return PairTerms(
         cached_tokens=decodes.overlap_tokens,
-        own_tokens=estimates.own_tokens,
+        own_tokens=terms.own_tokens,
         transfer_pages=pages,
-        page_bytes=page_bytes,
-        link_bytes_per_s=link_bytes_per_s,
-        ttft_s=estimates.ttft_s,
-        stall_s=estimates.own_s * load.num_busy,
-        transfer_s=pages * page_bytes / link_bytes_per_s,
-        overhead_s=OVERHEAD_S,
-        pressure_s=estimates.pressure_s,
-        load_s=output_tokens * load.decode_step_s * busy_share,  # a full replica's steps take twice an idle one's
+        transfer_bytes=pages * page_bytes,
+        ttft_s=terms.ttft_s,
+        stall_s=stall_s,
+        transfer_s=transfer_s,
+        overhead_s=overhead_s,
+        pressure_s=terms.pressure_s,
+        load_s=load_s,
+        local_cost_s=terms.ttft_s + stall_s + load_s,
+        receive_cost_s=transfer_s + overhead_s + terms.pressure_s + load_s,
     )
 
 
@@ -146,20 +165,13 @@ def with_pressure(prefills: Candidates) -> Candidates:
     is computed. So one waits for what is missing at the prefill rate. Those queued before ours take pages and give
     them back while ours is queued.
     """
-    load, estimates = prefills.load, prefills.estimates
-    short_s = _missing_tokens(load, estimates.own_tokens) / load.prefill_tokens_per_s
-    return replace(
-        prefills,
-        estimates=replace(
-            estimates,
-            pressure_s=estimates.pressure_s + short_s,
-            ttft_s=estimates.ttft_s + short_s,
-            cost_s=estimates.cost_s + short_s,
-        ),
-    )
+    load, terms = prefills.load, prefills.terms
+    short_s = _missing_tokens(load, terms.own_tokens) / load.prefill_tokens_per_s
+    slower = replace(terms, pressure_s=terms.pressure_s + short_s, ttft_s=terms.ttft_s + short_s)
+    return replace(prefills, terms=slower)
 
 
-def _missing_tokens(load: LoadEstimate, own_tokens: Ints) -> Floats:
+def _missing_tokens(load: LoadEstimate[Floats], own_tokens: Ints) -> Floats:
     """Of ours, those that no free page is there for; 0 where the pool was not told."""
     missing: Floats = load.utilization * load.pool_tokens + own_tokens - load.pool_tokens
     return np.where(load.pool_tokens > 0, np.maximum(missing, 0.0), 0.0)
@@ -168,8 +180,8 @@ def _missing_tokens(load: LoadEstimate, own_tokens: Ints) -> Floats:
 def _soonest(prefills: Candidates, turn: Turn, max_wait_s: float) -> int:
     """Where the prompt costs least: its first token's time, and what a prefix computed anew delays others, unless the
     queue is too long (ttft.py); of equals the one with fewer requests, then at random."""
-    estimates = prefills.estimates
-    return _cheapest(prefills, bounded(estimates.cost_s, estimates.ttft_s, estimates.wait_s, max_wait_s), turn)[0]
+    terms = prefills.terms
+    return _cheapest(prefills, bounded(terms.cost_s, terms.ttft_s, terms.wait_s, max_wait_s), turn)[0]
 
 
 def _cheapest(candidates: Candidates, cost_s: Floats, turn: Turn) -> tuple[int, Reason]:
@@ -266,7 +278,7 @@ def pair_decision(
         replica_id=decodes.replica_id(choice.decode),
         policy=POLICY,
         reason=choice.reason,
-        compared=tuple([view.replica_id for side in sides for view in side.load.views]),
+        compared=tuple([view.replica_id for side in sides for view in side.views]),
         candidates=Both(prefills, decodes),
         num_tokens=len(query.token_ids),
         overlap_tokens=int(computes.overlap_tokens[at]),

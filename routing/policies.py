@@ -11,9 +11,8 @@ from random import Random
 
 import numpy as np
 
-from routing.load_estimate import Floats, Ints
-from routing.ttft import Candidates, Estimates, bounded
-from routing.types import Reason, RouteQuery
+from routing.ttft import Candidates, bounded
+from routing.types import Floats, Ints, Reason, RouteQuery, Terms
 
 # Estimates closer than this are equal: the report's period and the network blur them by milliseconds.
 TIE_S = 0.002
@@ -52,13 +51,13 @@ def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> Pol
     request and for those who wait there: hot prefixes are replicated by themselves. Candidates with a longer queue
     than ``query.max_wait_s`` are left out; with no other, only our own first token counts.
     """
-    estimates, wait_s = candidates.estimates, candidates.estimates.wait_s
-    least = _lowest(bounded(estimates.cost_s, estimates.ttft_s, wait_s, query.max_wait_s), within=TIE_S)
+    terms = candidates.terms
+    least = _lowest(bounded(terms.cost_s, terms.ttft_s, terms.wait_s, query.max_wait_s), within=TIE_S)
     if len(least) == 1:
         index = int(least[0])
         if len(candidates) == 1:
             return PolicyChoice(index=index, reason=Reason.ONLY)
-        return PolicyChoice(index=index, reason=_why_least(estimates, index, query.max_wait_s))
+        return PolicyChoice(index=index, reason=_why_least(terms, index, query.max_wait_s))
     if turn.session is not None:
         for index in least.tolist():
             if candidates.replica_id(index) == turn.session:
@@ -88,7 +87,7 @@ def prefix_threshold(query: RouteQuery, candidates: Candidates, turn: Turn) -> P
 
 def round_robin(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
     """The next id after the last winner's, in order of ids; load is not looked at."""
-    ids = [view.replica_id for view in candidates.load.views]
+    ids = [view.replica_id for view in candidates.views]
     after = (at for at, replica_id in enumerate(ids) if turn.last is not None and replica_id > turn.last)
     return PolicyChoice(index=next(after, 0), reason=Reason.TURN if len(ids) > 1 else Reason.ONLY, compared=())
 
@@ -114,11 +113,11 @@ def least_tokens(query: RouteQuery, candidates: Candidates, turn: Turn) -> Polic
     return _fewest_requests(candidates, fewest, turn)
 
 
-def _why_least(estimates: Estimates, index: int, max_wait_s: float) -> Reason:
-    ttft_s = estimates.ttft_s
+def _why_least(terms: Terms[Floats, Ints], index: int, max_wait_s: float) -> Reason:
+    ttft_s = terms.ttft_s
     if ttft_s[index] <= ttft_s.min() + TIE_S:
         return Reason.SOONEST
-    allowed = ttft_s[estimates.wait_s <= max_wait_s]
+    allowed = ttft_s[terms.wait_s <= max_wait_s]
     return Reason.WAIT_ALLOWED if ttft_s[index] <= allowed.min() + TIE_S else Reason.LEAST_DELAY
 
 

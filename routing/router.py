@@ -181,7 +181,7 @@ class Router:
         if self._fleet.apart:
             return self._decide_pair(query, eligible, keys, usable, now_s=now_s, dry_run=dry_run), pages
         candidates = self._fleet.candidates(query, eligible, usable, now_s, max_new_tokens=query.max_new_tokens)
-        overlap_tokens, estimates = candidates.overlap_tokens, candidates.estimates
+        overlap_tokens = candidates.overlap_tokens
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
         choice = self._policy(query, candidates, turn)
         compared = range(len(views)) if choice.compared is None else choice.compared
@@ -196,7 +196,7 @@ class Router:
             candidates=candidates,
             num_tokens=num_tokens,
             overlap_tokens=int(overlap_tokens[choice.index]),
-            predicted_ttft_s=float(estimates.ttft_s[choice.index]),
+            predicted_ttft_s=float(candidates.terms.ttft_s[choice.index]),
             best_overlap=(views[best].replica_id, int(overlap_tokens[best])),
             keys=keys,
             time_s=now_s,
@@ -220,8 +220,8 @@ class Router:
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
         number = self._num_decisions
         choice = choose_pair(
-            query, before, after, costs, turn,
-            link_measured=link.measured, always=self._always_hand_off, prefill_number=number + 1,
+            query, before, after, costs, turn, link_bytes_per_s=link.bytes_per_s, link_measured=link.measured,
+            always=self._always_hand_off, prefill_number=number + 1,
         )  # fmt: skip
         return pair_decision(query, before, after, choice, number=number, keys=keys, now_s=now_s, dry_run=dry_run)
 

@@ -19,73 +19,7 @@ from typing import overload
 
 import numpy as np
 
-from routing.load_estimate import Floats, Ints, LoadEstimate
-from routing.types import Candidate, Sent, Terms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Estimates:
-    """`Terms` of all candidates."""
-
-    own_tokens: Ints  # [n]
-    queue_s: Floats  # [n]
-    own_s: Floats  # [n]
-    decode_s: Floats  # [n]
-    pressure_s: Floats  # [n]
-    ttft_s: Floats  # [n] their sum
-    behind_s: Floats  # [n] what is added to the waits of others, summed over them
-    cost_s: Floats  # [n] ttft_s + behind_s
-
-    @property
-    def wait_s(self) -> Floats:
-        """Until the prompt could be begun [n], whatever the prompt itself takes."""
-        return self.ttft_s - self.own_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Candidates(Sequence[Candidate]):
-    """What a policy sees, and what a decision keeps: a sequence that makes a `Candidate` when asked for it."""
-
-    load: LoadEstimate
-    overlap_tokens: Ints  # [n]
-    estimates: Estimates
-
-    def __len__(self) -> int:
-        return len(self.load)
-
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
-    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        load, estimates = self.load, self.estimates
-        return Candidate(
-            view=load.views[index],
-            sent=Sent(
-                in_flight=int(load.in_flight[index]),
-                requests_since=int(load.requests_since[index]),
-                tokens_since=int(load.tokens_since[index]),
-                ended_since=int(load.ended_since[index]),
-            ),
-            overlap_tokens=int(self.overlap_tokens[index]),
-            num_requests=round(float(load.num_requests[index])),
-            terms=Terms(
-                queued_tokens=float(load.queued_tokens[index]),
-                own_tokens=int(estimates.own_tokens[index]),
-                prefill_tokens_per_s=float(load.prefill_tokens_per_s[index]),
-                queue_s=float(estimates.queue_s[index]),
-                own_s=float(estimates.own_s[index]),
-                decode_s=float(estimates.decode_s[index]),
-                pressure_s=float(estimates.pressure_s[index]),
-                behind_s=float(estimates.behind_s[index]),
-            ),
-        )
-
-    def replica_id(self, index: int) -> str:
-        return self.load.views[index].replica_id
-
+from routing.types import Candidate, Floats, Ints, LoadEstimate, ReplicaView, Terms
 
 # The next step takes new prompts in: a request waits only for the decode step in progress, on average half of it. Where
 # that is a step with prompts, what is left of them stands in the queue; what decode rows cost is in the prefill rate.
@@ -95,7 +29,42 @@ DECODE_STEPS_WAITED = 0.5
 OUTPUT_TOKENS = 256
 
 
-def estimate(load: LoadEstimate, overlap_tokens: Ints, *, num_tokens: int, max_new_tokens: int) -> Estimates:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates(Sequence[Candidate]):
+    """The candidates of one decision as arrays, in order of ids: a thousand of them cost little more than eight.
+
+    A policy reads the arrays and a decision keeps them; a `Candidate` is made when it is asked for.
+    """
+
+    views: Sequence[ReplicaView]  # [n]
+    load: LoadEstimate[Floats]
+    overlap_tokens: Ints  # [n]
+    terms: Terms[Floats, Ints]
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        return Candidate(
+            view=self.views[index],
+            load=self.load.at(index),
+            overlap_tokens=int(self.overlap_tokens[index]),
+            terms=self.terms.at(index),
+        )
+
+    def replica_id(self, index: int) -> str:
+        return self.views[index].replica_id
+
+
+def estimate(
+    load: LoadEstimate[Floats], overlap_tokens: Ints, *, num_tokens: int, max_new_tokens: int
+) -> Terms[Floats, Ints]:
     """Terms of a request of ``num_tokens`` prompt tokens, of which each candidate holds ``overlap_tokens`` [n]."""
     own_tokens = num_tokens - overlap_tokens
     queue_s = load.queued_tokens / load.prefill_tokens_per_s
@@ -103,17 +72,16 @@ def estimate(load: LoadEstimate, overlap_tokens: Ints, *, num_tokens: int, max_n
     decode_s = DECODE_STEPS_WAITED * load.decode_step_s * np.minimum(load.num_requests, 1.0)
     output_tokens = min(max_new_tokens, OUTPUT_TOKENS)
     pressure_s = _pressure_s(load, own_tokens + output_tokens, output_tokens)
-    ttft_s = queue_s + own_s + decode_s + pressure_s
-    behind_s = _behind_s(load, own_s)
-    return Estimates(
+    return Terms(
+        queued_tokens=load.queued_tokens,
         own_tokens=own_tokens,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
         queue_s=queue_s,
         own_s=own_s,
         decode_s=decode_s,
         pressure_s=pressure_s,
-        ttft_s=ttft_s,
-        behind_s=behind_s,
-        cost_s=ttft_s + behind_s,
+        ttft_s=queue_s + own_s + decode_s + pressure_s,
+        behind_s=_behind_s(load, own_s),
     )
 
 
@@ -125,13 +93,13 @@ def bounded(cost_s: Floats, ttft_s: Floats, wait_s: Floats, max_wait_s: float) -
     return np.where(allowed, cost_s, np.inf) if allowed.any() else ttft_s
 
 
-def _behind_s(load: LoadEstimate, own_s: Floats) -> Floats:
+def _behind_s(load: LoadEstimate[Floats], own_s: Floats) -> Floats:
     """The time beyond the least that ours must be computed for anywhere, for each who waits there."""
     more_s: Floats = own_s - own_s.min()
     return more_s * load.num_waiting
 
 
-def _pressure_s(load: LoadEstimate, need_tokens: Ints, output_tokens: int) -> Floats:
+def _pressure_s(load: LoadEstimate[Floats], need_tokens: Ints, output_tokens: int) -> Floats:
     """The wait for running requests to end, where pages or places among the running are short.
 
     A running request takes about ``output_tokens`` decode steps (ours stands for all), so that in this time all that

@@ -6,119 +6,18 @@ Invariant: ``Pair.prefill_id`` is set iff the prompt is computed there and hande
 """
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.pages import PageKeys
 
-Floats = npt.NDArray[np.float64]  # [D] one a decode replica
-Ints = npt.NDArray[np.int64]  # [D]
-
-
-class PairReason(enum.Enum):
-    """Why the prompt is handed over, or is not."""
-
-    HAND_OFF = "hand_off_costs_less"
-    ALWAYS = "hand_off_always"  # a setting
-    LOCAL = "local_costs_less"
-    NO_PREFILL = "no_prefill_replica"
-    ONE_REPLICA = "needs_one_replica"  # what in the request asks for it stands in Pair.why
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairTerms:
-    """What a request would cost at one decode replica: computed there, or received."""
-
-    replica_id: str
-    cached_tokens: int  # of the prompt, predicted
-    own_tokens: int  # uncached: computed there, or transferred
-    transfer_pages: int
-    transfer_bytes: int
-    # computed there
-    ttft_s: float  # queue, own tokens, decode step in progress, pressure: the candidate's terms
-    stall_s: float  # what its requests lose together while it computes
-    # received
-    transfer_s: float
-    overhead_s: float
-    # either way
-    pressure_s: float  # wait for pages or a place
-    load_s: float  # slower steps beside those that run there
-    local_cost_s: float
-    receive_cost_s: float  # without the prefill replica's part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PairCosts:
-    """`PairTerms` of all decode replicas as arrays."""
-
-    replica_ids: Sequence[str]  # [D]
-    cached_tokens: Ints
-    own_tokens: Ints
-    transfer_pages: Ints
-    page_bytes: Ints
-    link_bytes_per_s: float
-    ttft_s: Floats
-    stall_s: Floats
-    transfer_s: Floats
-    overhead_s: float
-    pressure_s: Floats
-    load_s: Floats
-
-    @property
-    def local_s(self) -> Floats:
-        return self.ttft_s + self.stall_s + self.load_s
-
-    @property
-    def receive_s(self) -> Floats:
-        return self.transfer_s + self.overhead_s + self.pressure_s + self.load_s
-
-    def __len__(self) -> int:
-        return len(self.replica_ids)
-
-    def row(self, index: int) -> PairTerms:
-        return PairTerms(
-            replica_id=self.replica_ids[index],
-            cached_tokens=int(self.cached_tokens[index]),
-            own_tokens=int(self.own_tokens[index]),
-            transfer_pages=int(self.transfer_pages[index]),
-            transfer_bytes=int(self.transfer_pages[index] * self.page_bytes[index]),
-            ttft_s=float(self.ttft_s[index]),
-            stall_s=float(self.stall_s[index]),
-            transfer_s=float(self.transfer_s[index]),
-            overhead_s=self.overhead_s,
-            pressure_s=float(self.pressure_s[index]),
-            load_s=float(self.load_s[index]),
-            local_cost_s=float(self.local_s[index]),
-            receive_cost_s=float(self.receive_s[index]),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pair:
-    """Who computes the prompt of a request that decodes at the decision's replica, and why."""
-
-    prefill_id: str | None  # None: the decode replica does all of it
-    prefill_number: int  # of the prefill leg in the router's books; of no meaning without one
-    reason: PairReason
-    why: str = ""  # with ONE_REPLICA: what in the request
-    best_prefill_id: str | None = None  # where the prompt would be computed soonest, taken or not
-    prefill_s: float | None = None  # and how long until that is done
-    shortest_wait_s: float  # at the best of all that may be taken, whatever the prompt itself takes
-    link_bytes_per_s: float  # believed
-    link_measured: bool  # else assumed
-    costs: PairCosts  # of every decode replica
-    chosen: PairTerms  # the row of the one taken
-
-    @property
-    def hand_off_cost_s(self) -> float | None:
-        """Of the chosen replica; None where no prefill replica may take the request."""
-        return None if self.prefill_s is None else self.prefill_s + self.chosen.receive_cost_s
-
-
 TokenIds = Sequence[int] | npt.NDArray[np.int32]  # [L] token ids
+Floats = npt.NDArray[np.float64]  # [n] one a replica
+Ints = npt.NDArray[np.int64]  # [n]
 
 
 class Role(enum.Enum):
@@ -225,52 +124,106 @@ class IndexSnapshot:
     keys: PageKeys  # [n], in any order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """What one router knows of a replica beyond the replica's last report."""
-
-    in_flight: int = 0  # requests this router sent there that have not ended
-    requests_since: int = 0  # of those, sent after the report was measured
-    tokens_since: int = 0  # predicted uncached prompt tokens of ``requests_since``
-    ended_since: int = 0  # requests sent before the report that ended after it
+# One number of one replica, or an array of them, one element a replica: each quantity is defined once for both.
+FloatT = TypeVar("FloatT", float, Floats)
+IntT = TypeVar("IntT", int, Ints)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """The parts of one replica's estimated time to first token: tokens, and the seconds made of them (ttft.py)."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadEstimate(Generic[FloatT]):
+    """The load of replicas now: their last reports, corrected by what was sent since and by the reports' age."""
 
-    queued_tokens: float  # uncached prompt tokens before ours
-    own_tokens: int  # uncached prompt tokens of ours
-    prefill_tokens_per_s: float  # the rate believed now
-    queue_s: float
-    own_s: float
-    decode_s: float  # decode steps of running requests that ours waits for
-    pressure_s: float  # wait for pages or a place among the running
-    behind_s: float  # no part of our time: what computing a prefix anew adds to the waits of others, summed over them
+    in_flight: FloatT  # requests this router sent there that have not ended; whole numbers, as are the next four
+    requests_since: FloatT  # of those, sent after the report was measured
+    tokens_since: FloatT  # predicted uncached prompt tokens of ``requests_since``
+    ended_since: FloatT  # requests sent before the report that ended after it
+    num_requests: FloatT  # running and waiting; never less than this router itself has open
+    num_busy: FloatT  # of those, delayed by a prompt computed there: all but those that wait for K/V from elsewhere
+    num_waiting: FloatT  # of those, waiting for their prompts to be computed: not whole, a queue drains by tokens
+    queued_tokens: FloatT  # uncached prompt tokens still to compute
+    prefill_tokens_per_s: FloatT  # > 0
+    decode_step_s: FloatT
+    utilization: FloatT  # share of the pool that a new request cannot have
+    pool_tokens: FloatT  # 0 if not reported
+    max_requests: FloatT  # that run at once; infinite if not reported
+
+    def at(self: "LoadEstimate[Floats]", index: int) -> "LoadEstimate[float]":
+        return LoadEstimate(**_row(self, index))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Terms(Generic[FloatT, IntT]):
+    """The parts of an estimated time to first token, and what they are made of (ttft.py; their names: terms.py)."""
+
+    queued_tokens: FloatT  # uncached prompt tokens before ours
+    own_tokens: IntT  # uncached prompt tokens of ours
+    prefill_tokens_per_s: FloatT  # the rate believed now
+    queue_s: FloatT
+    own_s: FloatT
+    decode_s: FloatT  # decode steps of running requests that ours waits for
+    pressure_s: FloatT  # wait for pages or a place among the running
+    ttft_s: FloatT  # queue + own + decode + pressure
+    behind_s: FloatT  # no part of our time: what computing a prefix anew adds to the waits of others, summed over them
 
     @property
-    def ttft_s(self) -> float:
-        return self.queue_s + self.own_s + self.decode_s + self.pressure_s
+    def wait_s(self) -> FloatT:
+        """Time until the prompt could begin, whatever the prompt itself takes."""
+        return self.ttft_s - self.own_s
 
     @property
-    def cost_s(self) -> float:
+    def cost_s(self) -> FloatT:
         """What `estimated_ttft` compares."""
         return self.ttft_s + self.behind_s
+
+    def at(self: "Terms[Floats, Ints]", index: int) -> "Terms[float, int]":
+        return Terms(**_row(self, index))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairTerms(Generic[FloatT, IntT]):
+    """What a request costs at a decode replica: computed there, or received (pair.py; their names: terms.py)."""
+
+    cached_tokens: IntT  # of the prompt, predicted
+    own_tokens: IntT  # uncached: computed there, or transferred
+    transfer_pages: IntT
+    transfer_bytes: IntT
+    # computed there
+    ttft_s: FloatT  # queue, own tokens, decode step in progress, pressure: the candidate's terms
+    stall_s: FloatT  # what its requests lose together while it computes
+    # received
+    transfer_s: FloatT
+    overhead_s: FloatT
+    # either way
+    pressure_s: FloatT  # wait for pages or a place
+    load_s: FloatT  # slower steps beside those that run there
+    local_cost_s: FloatT  # ttft + stall + load
+    receive_cost_s: FloatT  # transfer + overhead + pressure + load, without the prefill replica's part
+
+    def at(self: "PairTerms[Floats, Ints]", index: int) -> "PairTerms[float, int]":
+        return PairTerms(**_row(self, index))
+
+
+def _row(columns: LoadEstimate[Floats] | Terms[Floats, Ints] | PairTerms[Floats, Ints], index: int) -> dict[str, Any]:
+    """Every field's element ``index`` as a Python number."""
+    return {each.name: getattr(columns, each.name)[index].item() for each in fields(columns)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A replica that might have taken the request: its report, what was known beyond it, and what ours would cost."""
+    """A replica that may take the request: its report, its load as estimated, and what the request would cost there."""
 
     view: ReplicaView
-    sent: Sent
+    load: LoadEstimate[float]
     overlap_tokens: int  # prompt tokens it is predicted to hold: whole pages, fewer than the prompt
-    num_requests: int  # believed to run or wait there; never less than this router itself has open
-    terms: Terms
+    terms: Terms[float, int]
 
     @property
     def replica_id(self) -> str:
         return self.view.replica_id
+
+    @property
+    def num_requests(self) -> int:
+        return round(self.load.num_requests)
 
     @property
     def queued_tokens(self) -> int:
@@ -294,6 +247,43 @@ class Reason(enum.Enum):
     FEWER_TOKENS = "fewer_queued_tokens"
     SESSION = "same_session"
     TIE = "tie_broken_at_random"
+
+
+class PairReason(enum.Enum):
+    """Why the prompt is handed over, or is not."""
+
+    HAND_OFF = "hand_off_costs_less"
+    ALWAYS = "hand_off_always"  # a setting
+    LOCAL = "local_costs_less"
+    NO_PREFILL = "no_prefill_replica"
+    ONE_REPLICA = "needs_one_replica"  # what in the request asks for it stands in Pair.why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """Where the prompt of a request is computed that decodes at the decision's replica, and why."""
+
+    prefill_id: str | None  # None: the decode replica does all of it
+    prefill_number: int  # of the prefill leg in the router's books; of no meaning without one
+    reason: PairReason
+    why: str = ""  # with ONE_REPLICA: what in the request
+    best_prefill_id: str | None = None  # where the prompt would be computed soonest, taken or not
+    prefill_s: float | None = None  # and how long until that is done
+    shortest_wait_s: float  # at the best of all that may be taken, whatever the prompt itself takes
+    link_bytes_per_s: float  # as estimated
+    link_measured: bool  # else assumed
+    decode_ids: Sequence[str]  # [D]
+    costs: PairTerms[Floats, Ints]  # [D] of every decode replica
+    chosen: PairTerms[float, int]  # the row of the one taken
+
+    def rows(self) -> Iterator[tuple[str, PairTerms[float, int]]]:
+        """Each decode replica with its terms."""
+        return ((replica_id, self.costs.at(index)) for index, replica_id in enumerate(self.decode_ids))
+
+    @property
+    def hand_off_cost_s(self) -> float | None:
+        """Of the chosen replica; None where no prefill replica may take the request."""
+        return None if self.prefill_s is None else self.prefill_s + self.chosen.receive_cost_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

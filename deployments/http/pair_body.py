@@ -8,7 +8,7 @@ from typing import Any
 
 from deployments.dispatch.route_log import Try
 from deployments.http.openai_format import number
-from routing.types import Decision, PairTerms
+from routing.types import Decision
 
 
 def pair_body(decision: Decision) -> dict[str, Any]:
@@ -28,7 +28,10 @@ def pair_body(decision: Decision) -> dict[str, Any]:
             "local_cost_s": number(pair.chosen.local_cost_s),
             "link_bytes_per_s": number(pair.link_bytes_per_s),
             "link_measured": pair.link_measured,
-            "decode_replicas": [_terms_body(pair.costs.row(index)) for index in range(len(pair.costs))],
+            "decode_replicas": [
+                {"replica_id": replica_id, **{name: number(value) for name, value in dataclasses.asdict(terms).items()}}
+                for replica_id, terms in pair.rows()
+            ],
         }
     }
 
@@ -39,10 +42,3 @@ def hand_off_body(each: Try) -> dict[str, Any]:
         return {}
     report = None if each.hand_off is None else dataclasses.asdict(each.hand_off)
     return {"hand_off": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
-
-
-def _terms_body(terms: PairTerms) -> dict[str, Any]:
-    return {
-        name: number(value) if isinstance(value, float) else value
-        for name, value in dataclasses.asdict(terms).items()
-    }

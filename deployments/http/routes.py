@@ -24,7 +24,7 @@ from deployments.http.routed import hints_of
 from deployments.http.service import Service, service_of
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
-from routing.explain import explain, sentence
+from routing.explain import candidate_terms, explain, sentence
 from routing.types import Candidate, Decision
 
 router = APIRouter(dependencies=[Depends(admin_only)])  # both tell of everybody's requests and prefixes
@@ -158,22 +158,9 @@ def decision_body(decision: Decision) -> dict[str, Any]:
 
 
 def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
-    terms, view = candidate.terms, candidate.view
     return {
         "replica": candidate.replica_id,
-        "role": view.role.value,
+        "role": candidate.view.role.value,
         "chosen": candidate.replica_id in (decision.replica_id, decision.prefill_id),
-        "cached_tokens": candidate.overlap_tokens,
-        "num_requests": candidate.num_requests,
-        "queued_tokens": candidate.queued_tokens,
-        "own_tokens": terms.own_tokens,
-        "prefill_tokens_per_s": number(terms.prefill_tokens_per_s),
-        "ttft_s": number(terms.ttft_s),
-        "queue_s": number(terms.queue_s),
-        "own_s": number(terms.own_s),
-        "decode_s": number(terms.decode_s),
-        "pressure_s": number(terms.pressure_s),
-        "behind_s": number(terms.behind_s),
-        "pool_utilization": number(view.pool_utilization),
-        "report_age_s": number(decision.time_s - view.time_s),
+        **{name: number(value) for name, value in candidate_terms(candidate, decision).items()},
     }

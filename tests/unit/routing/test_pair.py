@@ -158,7 +158,7 @@ def test_a_decode_replica_without_room_is_passed_over() -> None:
     full = view("d0", num_running=10, pool_utilization=1.0)
     decision = router(view("p0"), full, view("d1", num_running=10)).choose(query())
     assert (decision.replica_id, decision.reason) == ("d1", Reason.CHEAPEST)
-    assert pair_of(decision).costs.row(0).pressure_s == pytest.approx(2.0 * 1_100 / 160_000)
+    assert pair_of(decision).costs.at(0).pressure_s == pytest.approx(2.0 * 1_100 / 160_000)
 
 
 def test_without_a_prefill_replica_the_decode_replica_does_all() -> None:
@@ -198,7 +198,7 @@ def test_both_legs_are_open_until_each_is_done() -> None:
     made = router(view("p0"), view("d0", num_running=3))
     decision = made.choose(query())
     seen = made.explain_only(query()).candidates
-    assert [(each.replica_id, each.sent.in_flight, each.queued_tokens) for each in seen] == [
+    assert [(each.replica_id, each.load.in_flight, each.queued_tokens) for each in seen] == [
         ("p0", 1, 1_000), ("d0", 1, 0),
     ]  # fmt: skip
     assert made.num_open == 2

@@ -1,0 +1,63 @@
+"""What the terms of a decision are called and mean; text, JSON, the live view and the terminal are drawn from here.
+
+Owns:   the names, in the order of the JSON. The values are types.py's: `Terms` and what stands beside them in a
+        `Candidate`, and `PairTerms`.
+Never:  imports numpy: the terminal starts without it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One number of a candidate."""
+
+    field: str  # its key in JSON
+    heading: str  # of its column
+    unit: str  # s, tokens, tokens/s, pages, bytes, requests, or ratio
+    meaning: str
+
+
+CANDIDATE = (
+    Term("cached_tokens", "cached", "tokens", "prompt tokens held there"),
+    Term("num_requests", "requests", "requests", "that run or wait there"),
+    Term("queued_tokens", "queued", "tokens", "prompt tokens of others, not computed yet"),
+    Term("own_tokens", "to do", "tokens", "prompt tokens to compute there"),
+    Term("prefill_tokens_per_s", "tok/s", "tokens/s", "prompt tokens that it computes in a second"),
+    Term("ttft_s", "TTFT", "s", "expected time to the first token: queue + own + decode + pressure"),
+    Term("queue_s", "queue", "s", "prompt tokens that are computed before"),
+    Term("own_s", "own", "s", "its own tokens that are not cached there"),
+    Term("decode_s", "decode", "s", "the decode step in progress"),
+    Term("pressure_s", "pressure", "s", "wait for pages or a place"),
+    Term("behind_s", "others", "s", "what it takes from others"),
+    Term("pool_utilization", "pool", "ratio", "share of the KV pool that a new request cannot have"),
+    Term("report_age_s", "age", "s", "of the replica's report"),
+)
+DECODE_REPLICA = (
+    Term("cached_tokens", "cached", "tokens", "prompt tokens held there"),
+    Term("own_tokens", "to do", "tokens", "prompt tokens to compute there, or to receive"),
+    Term("transfer_pages", "pages", "pages", "to receive"),
+    Term("transfer_bytes", "to receive", "bytes", "K and V of those pages"),
+    Term("ttft_s", "TTFT", "s", "first token, computed there"),
+    Term("stall_s", "stall", "s", "what its requests lose meanwhile"),
+    Term("transfer_s", "transfer", "s", "the pages, over the link's rate"),
+    Term("overhead_s", "fixed", "s", "what a hand-off costs however small it is"),
+    Term("pressure_s", "pressure", "s", "wait for pages or a place"),
+    Term("load_s", "load", "s", "slower steps beside those that run there; in both sums"),
+    Term("local_cost_s", "computed", "s", "TTFT + stall + load"),
+    Term("receive_cost_s", "received", "s", "transfer + fixed + pressure + load, without the prefill replica's part"),
+)
+
+
+def drawn(
+    terms: tuple[Term, ...], values: Mapping[str, Any], form: Mapping[str, Callable[[Any], str]]
+) -> dict[str, str]:
+    """By field, each term's value in ``values`` as ``form`` writes its unit."""
+    return {term.field: form[term.unit](values[term.field]) for term in terms}
+
+
+def headings(terms: tuple[Term, ...]) -> dict[str, str]:
+    """Heading by field."""
+    return {term.field: term.heading for term in terms}
