@@ -11,12 +11,13 @@ tries of one room apart, ``incarnation`` the lives of one process: a late word o
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
-META_VERSION = 1  # of KVTransferMeta
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
 PageIds = npt.NDArray[np.int32]  # [n] pages of one pool; the same ids on every rank
 
 
@@ -33,7 +34,7 @@ class PeerAddress:
     """Where an engine's transfer service listens; travels in the ticket."""
 
     host: str
-    port: int
+    port: Annotated[int, Meta(ge=0, lt=2**16)]
     incarnation: str  # new with every start of the process
 
 
@@ -48,17 +49,16 @@ class PdTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferMeta:
-    """What the pages themselves do not say (SPEC H12); comes with the last of them. ``version`` guards its meaning."""
+    """What the pages themselves do not say (SPEC H12); comes with the last of them."""
 
     rid: str
     fingerprint: str  # of the sender's layout; the receiver refuses another
-    prompt_len: int
-    token_range: tuple[int, int]  # tokens whose K/V was handed over: [first, prompt_len); first is page-aligned
-    cached_prefix_len: int  # tokens that the receiver had already and were skipped
-    first_token: int
-    first_logprob: tuple[float, tuple[tuple[int, float], ...]] | None = None  # logprob, ((token id, logprob), ...)
-    cached_tokens: dict[str, int] = field(default_factory=dict)  # reused by the sender, by tier ("device", ...)
-    version: int = META_VERSION
+    prompt_len: Count
+    token_range: tuple[Count, Count]  # tokens whose K/V was handed over: [first, prompt_len); first is page-aligned
+    cached_prefix_len: Count  # tokens that the receiver had already and were skipped
+    first_token: Count
+    first_logprob: tuple[float, tuple[tuple[Count, float], ...]] | None = None  # logprob, ((token id, logprob), ...)
+    cached_tokens: dict[str, Count] = field(default_factory=dict)  # reused by the sender, by tier ("device", ...)
 
 
 # engine -> KvTransfer

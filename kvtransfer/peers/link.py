@@ -1,7 +1,7 @@
 """The sockets of a transfer service: a listener, and connections that carry messages once both ends are authenticated.
 
 Owns:      the sockets, their buffers, and the time a connection has to finish its handshake (call_timeout_s).
-Never:     believes or forwards anything before the handshake (handshake.py) is through; listens on any other address.
+Never:     believes or forwards anything before the handshake (wire.py) is through; listens on any other address.
 Invariant: a link ends by one `link_down`, or by `close`, and its socket is closed then.
 Thread:    the transfer thread; `wake` from any.
 """
@@ -17,13 +17,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from kvtransfer.errors import BadMessage, NotAuthenticated
 from kvtransfer.layout import KvLayout
-from kvtransfer.peers.handshake import Handshake
-from kvtransfer.peers.wire import MAX_STRANGER_BYTES, Frames, Message, PeerHello, Purpose, decode, encode
+from kvtransfer.peers.wire import MAX_STRANGER_BYTES, Frames, Handshake, Message, PeerHello, Purpose, decode, encode
 from kvtransfer.types import PeerAddress, TransferSettings
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,8 @@ class SocketLinks:
     def dial(self, address: PeerAddress, purpose: Purpose) -> int:
         assert self._hello is not None
         link = next(self._ids)
-        handshake = Handshake(token=self._token, hello=replace(self._hello, purpose=purpose), dialled=address)
+        hello = msgspec.structs.replace(self._hello, purpose=purpose)
+        handshake = Handshake(token=self._token, hello=hello, dialled=address)
         sock = None
         try:
             sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)

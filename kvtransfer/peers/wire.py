@@ -1,60 +1,79 @@
-"""What two transfer services say over their connection: length-prefixed, versioned JSON; never pickle.
+"""What two transfer services say over their connection, and the handshake with which it begins.
 
-Owns:      the messages, and what turns them into bytes and back (values: codec.py).
-Never:     believes them: who sent one, and whether its room is known, is for others to check.
-Invariant: decode(encode(m)) == m; bytes that are no message of this version raise BadMessage and nothing else.
+Owns:      the messages and their bytes: length-prefixed, versioned JSON, decoded by type, so never code; the order of
+           the first messages.
+Never:     believes a message: whether its sender may send it, and whether its room is known, is for others to check.
+           Sends a hello (it carries agents' metadata) to a side that has not proven that it knows the token.
+Invariant: decode(encode(m)) == m; bytes that are no message of this version raise BadMessage, which names the field,
+           and nothing else. `Handshake.peer` is set only after the other side's proof and its hello.
 
-    decode engine ── Open, Abort, Ack ──> prefill engine       both: Hello once, Ping, Bye
+    decode engine ── Open, Abort, Ack ──> prefill engine       both: PeerHello once, Ping, Bye
                   <── Posted, Fail, Drained ──
-A frame is 4 bytes of length, big-endian, and that many of JSON: {"v": 1, "t": "open", ...}.
+A frame is 4 bytes of length, big-endian, and that many bytes: one of the version, then JSON, {"t": "open", ...}.
+
+    listening side                    dialling side
+    Challenge(nonce, address)  ────>
+                      <─────────────  ChallengeReply(nonce, address, HMAC(token, dial, both nonces, both addresses))
+    Welcome(HMAC(token, listen, the same)), PeerHello ──>
+                      <─────────────  PeerHello
+The proofs name both ends with their incarnations: a proof passed on to a third process proves nothing there. The
+dialling side accepts a challenge only from the address that it dialled. Nothing is encrypted: the token authenticates,
+and the network is the cluster's own.
 """
 
+import hashlib
+import hmac
 import json
+import secrets
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
-from kvtransfer.errors import BadMessage
+from msgspec import Meta, Struct
+from msgspec.json import Decoder, Encoder
+
+from kvtransfer.errors import BadMessage, NotAuthenticated
 from kvtransfer.layout import KvLayout
-from kvtransfer.peers.codec import plain, read, read_object
 from kvtransfer.ports.rank_port import RankInfo
-from kvtransfer.types import META_VERSION, KVTransferMeta, PeerAddress
+from kvtransfer.types import Count, KVTransferMeta, PeerAddress
 
-VERSION = 1
+VERSION = 2  # of the messages and of the meta
 MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
 MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
 _LENGTH = struct.Struct(">I")
 Purpose = Literal["rooms", "probe"]
+RoomId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Generation = Annotated[int, Meta(ge=0, lt=2**32)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Challenge:
-    """Who listens speaks first."""
+class _Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="t", tag=str.lower):
+    """What every message has: a tag, and only the fields of its type."""
+
+
+class Challenge(_Message, frozen=True, kw_only=True):
+    """The first message, from the listening side: prove that you know the token."""
 
     nonce: str
     address: PeerAddress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChallengeReply:
-    """Who dials proves that it knows the token, and asks the same."""
+class ChallengeReply(_Message, frozen=True, kw_only=True):
+    """The dialling side's proof that it knows the token, and its own challenge."""
 
     nonce: str
     address: PeerAddress
     mac: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """Who listens has proven it too."""
+class Welcome(_Message, frozen=True, kw_only=True):
+    """The listening side's proof that it knows the token."""
 
     mac: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerHello:
-    """Who speaks, and all that is needed to write into its pools. ``probe``: only asks who answers at this address."""
+class PeerHello(_Message, frozen=True, kw_only=True):
+    """An engine, and all that is needed to write into its pools. ``probe``: only asks which engine listens there."""
 
     address: PeerAddress
     purpose: Purpose
@@ -62,108 +81,95 @@ class PeerHello:
     ranks: tuple[RankInfo, ...]  # [tp]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
+class _RoomMessage(_Message, frozen=True, kw_only=True):
+    """What every message about a room has."""
+
+    room: RoomId
+    generation: Generation
+
+
+class Open(_RoomMessage, frozen=True, kw_only=True):
     """The receiver has granted its pages."""
 
-    room: int
-    generation: int
-    num_tokens: int
-    first_page: int
-    pages: tuple[int, ...]  # [n]
-    deadline_s: float  # what is left of the receiver's; every page that comes starts it anew
+    num_tokens: Count
+    first_page: Count
+    pages: tuple[Count, ...]  # [n]
+    deadline_s: Seconds  # what is left of the receiver's; every page that arrives restarts it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """The receiver does not want the room any more; answered by Drained, also when the room is unknown."""
-
-    room: int
-    generation: int
+class Abort(_RoomMessage, frozen=True, kw_only=True):
+    """The receiver gives the room up; answered by Drained, also when the room is unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
+class Ack(_RoomMessage, frozen=True, kw_only=True):
     """The receiver has verified everything."""
 
-    room: int
-    generation: int
 
+class Fail(_RoomMessage, frozen=True, kw_only=True):
+    """The sender gives up; ``drained``: none of its writes is in flight."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """The sender gives up; ``drained``: nothing of it is on its way any more."""
-
-    room: int
-    generation: int
     reason: str
     drained: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drained:
-    """No write of this room is on its way, and none will be."""
-
-    room: int
-    generation: int
+class Drained(_RoomMessage, frozen=True, kw_only=True):
+    """No write of this room is in flight, and none will be."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Posted:
-    """A write is on its way: a receiver that looks now and then should look now. Nothing depends on it."""
+class Posted(_Message, frozen=True, kw_only=True):
+    """A write is in flight: a receiver that polls slowly should poll now. Nothing depends on it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ping:
-    """I live."""
+class Ping(_Message, frozen=True, kw_only=True):
+    """The heartbeat of a transfer service."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bye:
-    """I close on purpose."""
+class Bye(_Message, frozen=True, kw_only=True):
+    """The peer closes this connection on purpose."""
 
 
 ToSender = Open | Abort | Ack
 ToReceiver = Posted | Fail | Drained
 Message = Challenge | ChallengeReply | Welcome | PeerHello | ToSender | ToReceiver | Ping | Bye
-_TYPES: dict[str, type[Message]] = {
-    cls.__name__.lower(): cls
-    for cls in (Challenge, ChallengeReply, Welcome, PeerHello, Open, Abort, Ack, Posted, Fail, Drained, Ping, Bye)
-}
+T = TypeVar("T")
+_ENCODER = Encoder()
+_MESSAGE: Decoder[Message] = Decoder(Message)
+_META: Decoder[KVTransferMeta] = Decoder(KVTransferMeta)
 
 
 def encode(message: Message) -> bytes:
     """One frame."""
-    body = {"v": VERSION, "t": type(message).__name__.lower(), **plain(message)}
-    data = json.dumps(body, separators=(",", ":")).encode()
+    data = _versioned(message)
     if len(data) > MAX_FRAME_BYTES:
-        raise BadMessage(f"a {body['t']} of {len(data)} bytes, at most {MAX_FRAME_BYTES} may be sent")
+        raise BadMessage(f"a {type(message).__name__} of {len(data)} bytes, at most {MAX_FRAME_BYTES} may be sent")
     return _LENGTH.pack(len(data)) + data
 
 
 def decode(data: bytes) -> Message:
     """The message in a frame's body. Raises: BadMessage."""
-    body = read_object(data)
-    if body.pop("v", None) != VERSION:
-        raise BadMessage(f"a message of version {VERSION} is wanted: run the same release on all replicas")
-    cls = _TYPES.get(str(body.pop("t", None)))
-    if cls is None:
-        raise BadMessage("a message of no known type")
-    message: Message = read(cls, body, cls.__name__)
-    return message
+    return _read(_MESSAGE, data)
 
 
 def encode_meta(meta: KVTransferMeta) -> bytes:
-    return json.dumps(plain(meta), separators=(",", ":")).encode()
+    return _versioned(meta)
 
 
 def decode_meta(data: bytes) -> KVTransferMeta:
     """Raises: BadMessage, also for another version."""
-    body = read_object(data)
-    if body.get("version") != META_VERSION:
-        raise BadMessage(f"meta of version {body.get('version')!r}, {META_VERSION} is wanted: run the same release")
-    meta: KVTransferMeta = read(KVTransferMeta, body, "meta")
-    return meta
+    return _read(_META, data)
+
+
+def _versioned(value: Message | KVTransferMeta) -> bytes:
+    return bytes([VERSION]) + _ENCODER.encode(value)
+
+
+def _read(decoder: Decoder[T], data: bytes) -> T:
+    if data[:1] != bytes([VERSION]):
+        raise BadMessage(f"version {data[0] if data else None}, {VERSION} is wanted: run the same release everywhere")
+    try:
+        return decoder.decode(memoryview(data)[1:])
+    except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        raise BadMessage(f"not a message of version {VERSION}: {error}") from None
 
 
 class Frames:
@@ -188,3 +194,58 @@ class Frames:
             body = bytes(self._data[_LENGTH.size : end])
             del self._data[:end]
             yield body
+
+
+class Handshake:
+    """One side's part of it; messages in, messages out."""
+
+    def __init__(self, *, token: bytes, hello: PeerHello, dialled: PeerAddress | None = None) -> None:
+        """``dialled``: for the side that dials, whom."""
+        self.peer: PeerHello | None = None
+        self.max_bytes = MAX_STRANGER_BYTES  # of the next frame from the other side
+        self._dialled = dialled
+        self._token = token
+        self._hello = hello
+        self._nonce = secrets.token_hex(16)
+        self._theirs: tuple[str, PeerAddress] | None = None  # nonce, and who they say they are
+        self._proven = False
+
+    def start(self) -> list[Message]:
+        return [] if self._dialled is not None else [Challenge(nonce=self._nonce, address=self._hello.address)]
+
+    def heard(self, message: Message) -> list[Message]:
+        """What to answer. Raises: NotAuthenticated, BadMessage; the connection is to be closed then."""
+        if isinstance(message, PeerHello) and self._proven:
+            if self._theirs is None or message.address != self._theirs[1]:
+                raise BadMessage(f"a hello of {message.address} from who has proven to be another")
+            self.peer = message
+            return []
+        if self._proven:
+            raise BadMessage(f"a hello is wanted, there is a {type(message).__name__}")
+        if isinstance(message, Challenge) and self._dialled is not None and self._theirs is None:
+            if (message.address.host, message.address.port) != (self._dialled.host, self._dialled.port):
+                raise BadMessage(f"{self._dialled} was dialled, and {message.address} answers")
+            self._theirs = message.nonce, message.address
+            return [ChallengeReply(nonce=self._nonce, address=self._hello.address, mac=self._mac("dial"))]
+        if isinstance(message, ChallengeReply) and self._dialled is None:
+            self._theirs = message.nonce, message.address
+            self._require("dial", message.mac)
+            return [Welcome(mac=self._mac("listen")), self._hello]
+        if isinstance(message, Welcome) and self._dialled is not None and self._theirs is not None:
+            self._require("listen", message.mac)
+            return [self._hello]
+        raise BadMessage(f"a {type(message).__name__} does not come now")
+
+    def _mac(self, side: str) -> str:
+        assert self._theirs is not None
+        ends = [(self._nonce, self._hello.address), self._theirs]
+        if self._dialled is None:
+            ends.reverse()  # who dials comes first
+        text = json.dumps(["manta-transfer", side, *((n, a.host, a.port, a.incarnation) for n, a in ends)])
+        return hmac.new(self._token, text.encode(), hashlib.sha256).hexdigest()
+
+    def _require(self, side: str, mac: str) -> None:
+        if not hmac.compare_digest(self._mac(side).encode(), mac.encode()):
+            raise NotAuthenticated("the other side does not know the cluster's token: give all replicas the same one")
+        self._proven = True
+        self.max_bytes = MAX_FRAME_BYTES

@@ -30,7 +30,7 @@ class RankInfo:
     alive_at: PeerAddress | None = None  # where its process answers until its agent is closed; None: the service's own
 
     def __post_init__(self) -> None:
-        if not (0 <= self.rank < MAX_COUNT and 0 <= self.device < MAX_COUNT and self.base_address >= 0):
+        if not (0 <= self.rank < MAX_COUNT and 0 <= self.device < MAX_COUNT and 0 <= self.base_address < 2**63):
             raise ValueError(f"rank {self.rank}, device {self.device}, address {self.base_address}: none is negative")
         if not 0 < self.num_pages < MAX_COUNT:
             raise ValueError(f"{self.num_pages} pages: more than 0 and less than {MAX_COUNT} are wanted")

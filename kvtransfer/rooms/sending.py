@@ -149,8 +149,6 @@ class SendingRooms:
     def _refusal(self, message: Open, receiver: _Receiver) -> str:
         """Why an open cannot be right, or nothing. Page 0 is everybody's sink."""
         pages = message.pages
-        if not (0 <= message.room < 2**64 and 0 <= message.generation < 2**32):
-            return f"room {message.room}, generation {message.generation}: a note has 64 and 32 bits for them"
         whole = -(-message.num_tokens // self._layout.page_size)
         if message.first_page < 0 or message.first_page + len(pages) > whole:
             return f"pages [{message.first_page}, {message.first_page + len(pages)}) of a sequence of {whole} pages"

@@ -23,7 +23,6 @@ import numpy as np
 from kvtransfer.replay import observe
 from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import (
-    META_VERSION,
     KVTransferMeta,
     PageIds,
     Received,
@@ -185,8 +184,6 @@ class DecodeRole:
     def _fault(self, meta: KVTransferMeta, req: Req) -> str | None:
         """Why ``meta`` is not that of ``req``; the transfer service has checked fingerprint and digests."""
         first = leg_of(req).first_page * self._kv.page_size
-        if meta.version != META_VERSION:
-            return f"the sender speaks version {meta.version} of the meta, {META_VERSION} is understood"
         if (meta.rid, meta.prompt_len, meta.token_range) != (req.rid, req.num_tokens, (first, req.num_tokens)):
             return f"K/V of {meta.rid} {meta.token_range} of {meta.prompt_len} came, not {(first, req.num_tokens)}"
         if not 0 <= meta.first_token < self._vocab_size:

@@ -215,7 +215,6 @@ def test_a_first_token_that_cannot_be_chosen_fails_the_room_and_the_other_side_c
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 2}, "version 2 of the meta"),
         ({"rid": "b"}, "K/V of b"),
         ({"prompt_len": 44}, "of 44 came"),
         ({"token_range": (4, 45)}, r"\(4, 45\)"),

@@ -343,15 +343,6 @@ def test_a_leg_that_comes_after_its_receiver_gave_up_fails_at_once() -> None:
     assert room.sends == ["SendFailed", "SendDrained"]
 
 
-@pytest.mark.parametrize(("room", "generation"), [(99, 2**40), (99, -1), (-1, 0)])
-def test_an_open_whose_numbers_fit_no_note_is_refused(room: int, generation: int) -> None:
-    net, p, d = pair()
-    begun(net, p, d)
-    opened = Open(room=room, generation=generation, num_tokens=4, first_page=0, pages=(1,), deadline_s=4.0)
-    p.core.sending.heard(d.address.incarnation, opened, net.now)
-    assert p.core.stats().rooms_sending == 1  # the first one alone
-
-
 @pytest.mark.parametrize("pages", [(0,), (13,), (3, 3), (1, 2, 3, 4), (2**40,)])
 def test_an_open_with_pages_that_cannot_be_is_refused(pages: tuple[int, ...]) -> None:
     """Page 0 is the sink; the pool has 13; a page is granted once; 12 tokens are 3 pages."""

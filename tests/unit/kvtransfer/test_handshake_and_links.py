@@ -9,14 +9,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.errors import BadMessage, NotAuthenticated
-from kvtransfer.peers.handshake import Handshake
 from kvtransfer.peers.link import DEAF_S, MAX_STRANGERS, SocketLinks
-from kvtransfer.peers.wire import Challenge, ChallengeReply, Frames, Message, PeerHello, Ping, Welcome, decode, encode
+from kvtransfer.peers.wire import (
+    Challenge,
+    ChallengeReply,
+    Frames,
+    Handshake,
+    Message,
+    PeerHello,
+    Ping,
+    Welcome,
+    decode,
+    encode,
+)
 from kvtransfer.types import PeerAddress
 from tests.kv_pools import layout
 
@@ -81,7 +92,7 @@ def test_a_proof_that_is_passed_on_to_another_address_is_none() -> None:
     )
     with pytest.raises(BadMessage, match="was dialled, and"):
         honest.heard(challenge)
-    [answer] = fooled.heard(replace(challenge, address=replace(challenge.address, port=1)))
+    [answer] = fooled.heard(msgspec.structs.replace(challenge, address=replace(challenge.address, port=1)))
     with pytest.raises(NotAuthenticated):
         p.heard(answer)
 
