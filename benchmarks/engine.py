@@ -39,7 +39,7 @@ started_s = time.perf_counter()
 from replicas.launch import load_engine
 imported_s = time.perf_counter()
 engine = load_engine(sys.argv[1], num_threads=int(sys.argv[2]))
-print(json.dumps({"imports": imported_s - started_s, **engine.start_times}))
+print(json.dumps({"imports": imported_s - started_s, **engine.started.times}))
 engine.close()
 """
 PHASES = {"imports": "imports", "load_weights": "weights", "warm_up": "warm-up", "total": "load_engine"}

@@ -29,7 +29,7 @@ from benchmarks.driver import prompts, request, watched
 from benchmarks.harness import Row, Table, in_turn, percentile, rounds_of
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, SchedulerConfig, resolve
-from replicas.engine.engine import Engine
+from replicas.engine.engine import Engine, Executor
 from replicas.engine.sinks import Sinks
 from replicas.launch import load_engine
 from replicas.runner import batch as batches
@@ -98,7 +98,8 @@ def make_engine(batch: int, model: str, *, overlap: bool, step_s: float = 0.0) -
     kv = KvCache(num_pages=num_pages, page_size=page_size, max_requests=batch, context_len=context_len)
     device = NoDevice(batch + 1, context_len + 4, config.model.vocab_size, step_s=step_s)
     tokenizer = Tokenizer(config.model.path)
-    return Engine(config, kv=kv, max_running=batch, launch=device.launch, tokenizer=tokenizer), device
+    executor = Executor(launch=device.launch)
+    return Engine(config, kv=kv, max_running=batch, executor=executor, tokenizer=tokenizer), device
 
 
 def step_us(

@@ -15,7 +15,7 @@ import numpy as np
 
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, SchedulerConfig, resolve
-from replicas.engine.engine import Engine
+from replicas.engine.engine import Engine, Executor
 from replicas.runner.device import measure_hardware
 from replicas.runner.weights import load_model_config
 from replicas.scheduler.plan import DecodePlan, DoneStep, PendingStep, StepPlan, StepResult
@@ -86,9 +86,8 @@ def paced_engine(model: str, *, record_events: bool = True) -> Engine:
         context_len=shape.context_len,
         record_events=record_events,
     )
-    return Engine(
-        config, kv=kv, max_running=MAX_RUNNING, launch=PacedSteps(int(token)).launch, tokenizer=tokenizer
-    )
+    executor = Executor(launch=PacedSteps(int(token)).launch)
+    return Engine(config, kv=kv, max_running=MAX_RUNNING, executor=executor, tokenizer=tokenizer)
 
 
 def request(rid: str, *, max_new_tokens: int, tokens_per_s: int, number: int) -> GenerateRequest:

@@ -26,7 +26,7 @@ from replicas.config import (
     resolve,
 )
 from replicas.disagg.rooms import HandOffTerms
-from replicas.engine.engine import Engine
+from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.errors import InvalidConfig
 from replicas.runner.device import measure_hardware
@@ -100,10 +100,10 @@ def load_engine(
         eviction=config.cache.eviction,
         record_events=record_events,
     )
-    service, terms = None, None
+    connected = None
     if spec is not None:
         try:
-            service, terms = open_transfer_service(spec, lambda: ranks.ports(make_agent))
+            connected = open_transfer_service(spec, lambda: ranks.ports(make_agent))
         except BaseException:
             ranks.close()
             raise
@@ -111,15 +111,15 @@ def load_engine(
         config,
         kv=kv,
         max_running=runner.max_running,
-        launch=ranks.launch,
+        executor=Executor(
+            launch=ranks.launch, dead_rank=ranks.dead, close=ranks.close, kv_bytes=ranks.kv_bytes(config)
+        ),
         tokenizer=tokenizer,
-        dead_rank=ranks.dead,
-        close=ranks.close,
-        kv_bytes=ranks.kv_bytes(config),
-        service=service,
-        terms=terms,
-        attention=runner.attention_choice,
-        start_times={**runner.start_times, "total": time.monotonic() - started_s},
+        transfer=connected,
+        started=StartReport(
+            attention=runner.attention_choice,
+            times={**runner.start_times, "total": time.monotonic() - started_s},
+        ),
     )
     log.info("KV pool: %s", engine.describe())
     return engine

@@ -50,8 +50,8 @@ from replicas.types import (
 class ReqState(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
-    RECEIVING = "receiving"  # holds row and pages, its K/V is on its way from another replica
-    HANDING_OFF = "handing_off"  # its prompt is computed, another replica has yet to confirm that it has it
+    RECEIVING = "receiving"  # holds row and pages; another replica is sending its K/V
+    HANDING_OFF = "handing_off"  # its prompt is computed; another replica has not confirmed yet that it has the K/V
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -68,7 +68,7 @@ MOVES: dict[ReqState, frozenset[ReqState]] = {
 
 @dataclass(slots=True)
 class Holding:
-    """What a request holds of the pools while it is in flight. Made and unmade by cache/kv.py."""
+    """What a request holds of the pools while it is in flight; cache/kv.py makes and unmakes it."""
 
     row: int  # its row of the ReqToTokenPool
     lock: object  # receipt of the prefix cache for the locked path
@@ -78,18 +78,28 @@ class Holding:
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """The part of a hand-off that a request is; driven by replicas/disagg."""
+    """One side of a hand-off, as part of its request; driven by replicas/disagg."""
 
     role: PdLeg
     ticket: PdTicket
     exposed: bool = False  # a peer may read or write what it holds: it can only leave through quarantine
-    detained: object | None = None  # receipt of cache/kv.py, when it left so
+    detained: object | None = None  # receipt of cache/kv.py, when its pages went to quarantine
     closing: bool = False  # its room has failed or was aborted: only the room's last event is still to come
     first_page: int = 0  # pages of the sequence before this one are the receiver's own
     next_page: int = 0  # prefill leg: pages before this one are sent, or need not be
     granted_s: float | None = None  # decode leg: when it got row and pages
-    failed_s: float | None = None  # decode leg: when its K/V, asked for, was known not to come
-    report: HandOffReport | None = None  # decode leg: how it went; until the caller has been told
+    failed_s: float | None = None  # decode leg: when the transfer of its K/V, once requested, failed
+    report: HandOffReport | None = None  # decode leg: how it went, until it is in a delta
+
+
+@dataclass(slots=True, eq=False)
+class Stamps:
+    """When a request passed each point of its life, in seconds on the engine's clock."""
+
+    arrival_s: float
+    admitted_s: float | None = None  # its first step was scheduled, or its K/V had arrived
+    first_token_s: float | None = None
+    ended_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -104,32 +114,29 @@ class Req:
     sampling: SamplingParams
     salt: str
     priority: int
-    arrival_s: float
+    stamps: Stamps
     deadline_s: float | None  # absolute, on the engine's clock
     prompt_len: int
     ids: TokenIds  # [prompt_len + max_new_tokens] buffer
     num_tokens: int
     eos_ids: frozenset[int]  # ids that end it; empty with ignore_eos (stop_token_ids are in sampling)
     num_resumed: int = 0  # leading output tokens that another replica already delivered
-    ranks_from_s: float = 0.0  # its place in queues: arrival_s, less what its priority is worth; set by the scheduler
+    ranks_from_s: float = 0.0  # its rank in queues: arrival_s, less what its priority is worth; set by the scheduler
     return_logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs_from: int | None = None
     state: ReqState = ReqState.WAITING
     holding: Holding | None = None
-    leg: Leg | None = None  # None: all of it is made here
+    leg: Leg | None = None  # None: not part of a hand-off
     computed_len: int = 0  # tokens whose K/V is computed, reused ones included
     cached_tokens: int = 0  # prompt tokens reused at first admission
     num_retractions: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
-    admitted_s: float | None = None  # its first step was scheduled, or its K/V had come
-    first_token_s: float | None = None
-    ended_s: float | None = None
 
     @staticmethod
     def make(request: GenerateRequest, *, index: int, now_s: float, eos_ids: frozenset[int]) -> "Req":
-        """Choice ``index`` of ``request``, waiting."""
+        """Make choice ``index`` of ``request``, in state WAITING."""
         sampling = request.sampling.for_choice(index)
         prompt_len = len(request.token_ids)
         ids = np.empty(prompt_len + max(sampling.max_new_tokens, len(request.resumed_ids)), dtype=np.int32)
@@ -142,7 +149,7 @@ class Req:
             sampling=sampling,
             salt=request.cache_salt,
             priority=request.priority,
-            arrival_s=now_s,
+            stamps=Stamps(now_s),
             deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
             prompt_len=prompt_len,
             ids=ids,
@@ -156,12 +163,12 @@ class Req:
 
     @property
     def is_prefill_leg(self) -> bool:
-        """Its first token is sampled here, and no more."""
+        """Whether only the first token is sampled here, and another replica decodes."""
         return self.leg is not None and self.leg.role is PdLeg.PREFILL
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Every id that ends it: end of sequence (unless ignored) and its own stop ids."""
+        """The ids that end it: end of sequence (unless ignored) and its own stop ids."""
         stop = self.sampling.stop_token_ids
         return self.eos_ids.union(stop) if stop else self.eos_ids
 
@@ -175,12 +182,12 @@ class Req:
 
     @property
     def extend_len(self) -> int:
-        """Tokens still to run before the next one can be sampled (>= 1 while unfinished)."""
+        """The number of tokens still to run before the next one can be sampled (>= 1 while unfinished)."""
         return self.num_tokens - self.computed_len
 
     @property
     def max_remaining(self) -> int:
-        """Output tokens it may still make."""
+        """The number of output tokens that it may still make."""
         return self.sampling.max_new_tokens + self.prompt_len - self.num_tokens
 
     def move(self, state: ReqState) -> None:
@@ -204,24 +211,24 @@ class Req:
 
 
 def stage_times(req: Req) -> StageTimes:
-    """Of a request that has ended."""
-    end_s, first_s = req.ended_s, req.first_token_s
+    """Read the stages off the stamps of a request that has ended."""
+    stamps, end_s, first_s = req.stamps, req.stamps.ended_s, req.stamps.first_token_s
     assert end_s is not None, f"request {req.rid} has not ended"
     leg = req.leg
     queue_s = transfer_s = 0.0
-    since_s = req.arrival_s
+    since_s = stamps.arrival_s
     if leg is not None and leg.granted_s is not None:
         queue_s, since_s = leg.granted_s - since_s, leg.granted_s
         if leg.failed_s is None:  # received, or ended before
             come_s = end_s if first_s is None else first_s
             return StageTimes(queue_s=queue_s, transfer_s=come_s - since_s, decode_s=end_s - come_s)
         transfer_s, since_s = leg.failed_s - since_s, leg.failed_s
-    if req.admitted_s is None:
+    if stamps.admitted_s is None:
         return StageTimes(queue_s=queue_s + end_s - since_s, transfer_s=transfer_s)
-    queue_s += req.admitted_s - since_s
+    queue_s += stamps.admitted_s - since_s
     if first_s is None:
-        return StageTimes(queue_s=queue_s, prefill_s=end_s - req.admitted_s, transfer_s=transfer_s)
-    prefill_s, after_s = first_s - req.admitted_s, end_s - first_s
+        return StageTimes(queue_s=queue_s, prefill_s=end_s - stamps.admitted_s, transfer_s=transfer_s)
+    prefill_s, after_s = first_s - stamps.admitted_s, end_s - first_s
     if req.is_prefill_leg:
         return StageTimes(queue_s=queue_s, prefill_s=prefill_s, transfer_s=after_s)
     return StageTimes(queue_s=queue_s, prefill_s=prefill_s, transfer_s=transfer_s, decode_s=after_s)

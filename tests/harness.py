@@ -11,7 +11,7 @@ import numpy as np
 from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, Hardware, ModelConfig, RopeConfig, SchedulerConfig, resolve
 from replicas.disagg.rooms import HandOffTerms
-from replicas.engine.engine import Engine
+from replicas.engine.engine import Engine, Executor
 from replicas.request import Req
 from replicas.scheduler import decode
 from replicas.scheduler.plan import DoneStep, StepPlan, StepResult
@@ -174,12 +174,13 @@ def fake_engine(
         config,
         kv=kv,
         max_running=max_running,
-        launch=device.launch if execute is None else at_once(execute),
+        executor=Executor(
+            launch=device.launch if execute is None else at_once(execute),
+            kv_bytes=FakeKvBytes(device, page_size=page_size),
+        ),
         tokenizer=_tokenizer(),
         clock=clock,
-        kv_bytes=FakeKvBytes(device, page_size=page_size),
-        service=wire.join(device, page_size=page_size) if wire is not None else None,
-        terms=HandOffTerms(fingerprint="fake") if wire is not None else None,
+        transfer=None if wire is None else (wire.join(device, page_size=page_size), HandOffTerms(fingerprint="fake")),
     )
     return engine, device
 

@@ -18,7 +18,7 @@ class Side:
         self.engine = engine
         self.service = service
         self.deltas: dict[tuple[str, int], list[TokenDelta]] = {}
-        store = engine.kv._store
+        store = engine.kv.store
         service.free_pages = lambda: set(store.allocator.free_pages().tolist())
         service.shared_pages = lambda: set(store.cache.all_pages().tolist())
 

@@ -85,7 +85,7 @@ def main() -> None:
         if args.model not in (None, shape.name):
             continue
         engine = start_engine(shape, max_running=max(batches), max_len=max(contexts) + 2 * NUM_SERVED)
-        print(f"{shape.name}: attention {engine.attention.name}, {engine.attention.why}")
+        print(f"{shape.name}: attention {engine.started.attention.name}, {engine.started.attention.why}")
         runner = runner_of(engine)
         cases = [("decode", batch, context) for context in contexts for batch in batches]
         cases += [("decode drawn", batch, contexts[0]) for batch in batches] + [("prefill", 1, prompt)]

@@ -20,15 +20,13 @@ import numpy as np
 
 from replicas.cache.audit import audit
 from replicas.cache.base import Lock, MatchResult
-from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
-from replicas.cache.tree_view import CacheTree
 from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, Slots
 from replicas.memory.table import ReqToTokenPool, Write
 from replicas.request import Holding, Req
-from replicas.types import PoolStats, TallyCounts, TokenIds
+from replicas.types import TokenIds
 
 
 class KvCache:
@@ -46,7 +44,8 @@ class KvCache:
         record_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = PageStore(
+        self.page_size = page_size
+        self.store = PageStore(
             num_pages=num_pages,
             page_size=page_size,
             prefix_cache=prefix_cache,
@@ -54,49 +53,13 @@ class KvCache:
             record_events=record_events,
             clock=clock,
         )
-        self._allocator, self._cache = self._store.allocator, self._store.cache
+        self._allocator, self._cache = self.store.allocator, self.store.cache
         self._table = ReqToTokenPool(max_requests, context_len)
         self._holders: dict[int, Req] = {}  # by row
 
     @property
-    def page_size(self) -> int:
-        return self._store.page_size
-
-    @property
-    def reuses_prefixes(self) -> bool:
-        return self._store.reuses_prefixes
-
-    @property
     def capacity_tokens(self) -> int:
         return self._allocator.num_pages * self.page_size
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the prefix cache."""
-        return self._cache.num_nodes
-
-    @property
-    def event_seq(self) -> int:
-        """Number of the last cache event; 0 while none are recorded."""
-        return self._store.event_seq
-
-    @property
-    def evicted_tokens(self) -> int:
-        """For room."""
-        return self._store.evicted_tokens
-
-    @property
-    def flushed_tokens(self) -> int:
-        return self._store.flushed_tokens
-
-    @property
-    def evicted_idle_s(self) -> TallyCounts:
-        """Time since the last use of what was evicted for room; any thread."""
-        return self._store.evicted_idle_s()
-
-    @property
-    def alloc_failures(self) -> int:
-        return self._store.alloc_failures
 
     def match(self, token_ids: TokenIds, salt: str) -> MatchResult:
         """Longest cached prefix; refreshes access times and may split a node, but holds nothing."""
@@ -135,7 +98,7 @@ class KvCache:
         """
         holding = _holding(req)
         kv_len = holding.kv_len
-        self._store.make_room(self._num_pages(new_len) - self._num_pages(kv_len), f"request {req.rid}")
+        self.store.make_room(self._num_pages(new_len) - self._num_pages(kv_len), f"request {req.rid}")
         last_slot = int(self._table.view(holding.row, kv_len - 1, kv_len)[0]) if kv_len else -1
         slots = self._allocator.alloc_extend(kv_len, new_len, last_slot, rid=req.rid)
         self._table.write(holding.row, kv_len, slots)
@@ -161,7 +124,7 @@ class KvCache:
         holdings = [_holding(req) for req in reqs]
         rows = np.array([holding.row for holding in holdings], dtype=np.int32)
         kv_lens = np.array([holding.kv_len for holding in holdings], dtype=np.int32)
-        self._store.make_room(self.pages_needed_decode(reqs), f"a decode batch of {len(reqs)}")
+        self.store.make_room(self.pages_needed_decode(reqs), f"a decode batch of {len(reqs)}")
         last_slots = self._table.gather(rows, kv_lens - 1)
         slots = self._allocator.alloc_decode(kv_lens + 1, last_slots)
         self._table.append_each(rows, kv_lens, slots)
@@ -218,7 +181,7 @@ class KvCache:
         receipt = Detained(
             req.rid, self._row_pages(holding.row, holding.prefix_len, holding.kv_len), lock if locked else None
         )
-        self._store.quarantine.add(receipt)
+        self.store.quarantine.add(receipt)
         self._forget(req)
         if not locked:
             self._cache.dec_lock_ref(lock)
@@ -226,7 +189,7 @@ class KvCache:
 
     def release_quarantined(self, receipt: Detained) -> None:
         """Nobody reads or writes the pages of ``receipt`` any more: free them."""
-        self._store.release_quarantined(receipt)
+        self.store.release_quarantined(receipt)
 
     def pages(self, req: Req, first: int, end: int) -> Pages:
         """[end - first] ids of pages [first, end) of the sequence of ``req``; the last may be partial."""
@@ -235,47 +198,31 @@ class KvCache:
 
     def available_tokens(self) -> int:
         """Tokens in pages that are free or can be evicted."""
-        return self._store.available_tokens()
-
-    def stats(self) -> PoolStats:
-        """The pool by state (SPEC D14)."""
-        return self._store.stats()
+        return self.store.available_tokens()
 
     @property
     def in_use(self) -> bool:
         """Whether somebody, or a peer, uses pages: `flush` would raise."""
-        return bool(self._holders or len(self._store.quarantine))
+        return bool(self._holders or len(self.store.quarantine))
 
     def flush(self) -> None:
         """Empty the prefix cache. Raises: InvalidRequest, saying who, while pages are in use."""
         if self.in_use:
-            rids = sorted({holder.rid for holder in (*self._holders.values(), *self._store.quarantine)})
+            rids = sorted({holder.rid for holder in (*self._holders.values(), *self.store.quarantine)})
             named = ", ".join(rids[:8]) + (f" and {len(rids) - 8} more" if len(rids) > 8 else "")
             raise InvalidRequest(f"the cache is in use by {named}: flush it when they have finished, or abort them")
-        self._store.flush()
+        self.store.flush()
 
     def drain_table_writes(self) -> tuple[Write, ...]:
         """(row, start, slots) of every change of the table since the last call, but for those of `extend_decode`; for
         the next plan."""
         return self._table.drain_writes()
 
-    def drain_events(self) -> tuple[CacheEvent, ...]:
-        """Cache events since the last call; none unless they are recorded."""
-        return self._store.drain_events()
-
-    def snapshot(self) -> CacheSnapshot:
-        """What is cached now, for a reader that lost events."""
-        return self._store.snapshot()
-
-    def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
-        """The largest subtrees of the prefix cache, for people."""
-        return self._store.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)
-
     def check(self, reqs: Sequence[Req]) -> None:
         """Assert every invariant of the pools, given all requests that hold something. O(pool)."""
         held = {id(req) for req in self._holders.values()}
         assert held == {id(req) for req in reqs}, f"rows are held by {[req.rid for req in self._holders.values()]}"
-        audit(self._allocator, self._table, self._cache, self._store.quarantine, reqs)
+        audit(self._allocator, self._table, self._cache, self.store.quarantine, reqs)
 
     def _forget(self, req: Req) -> None:
         """``req`` holds nothing any more; its pages and lock are the caller's."""

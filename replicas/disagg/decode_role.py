@@ -207,7 +207,7 @@ class DecodeRole:
             reason=reason,
             num_pages=num_pages,
             num_bytes=num_bytes,
-            grant_s=(now_s if granted_s is None else granted_s) - req.arrival_s,
+            grant_s=(now_s if granted_s is None else granted_s) - req.stamps.arrival_s,
             wait_s=0.0 if granted_s is None else now_s - granted_s,
             transfer_s=transfer_s,
         )

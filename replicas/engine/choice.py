@@ -7,7 +7,7 @@ Invariant: every choice that is added gets exactly one delta with ``finish``.
 Thread:    engine thread only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicas.request import Req, stage_times
@@ -29,7 +29,7 @@ class Choice:
     def make(
         request: GenerateRequest, index: int, *, tokenizer: Tokenizer, now_s: float, eos_ids: frozenset[int]
     ) -> "Choice":
-        """Choice ``index`` of ``request``, waiting."""
+        """Make choice ``index`` of ``request``, in state WAITING."""
         req = Req.make(request, index=index, now_s=now_s, eos_ids=eos_ids)
         detokenizer = Detokenizer(
             tokenizer,
@@ -44,7 +44,7 @@ class Choice:
         return Choice(req=req, detokenizer=detokenizer, prompt_logprobs_due=due)
 
     def replay(self) -> Finish | None:
-        """Take in what another replica delivered; says whether that was already everything."""
+        """Take in the output that another replica delivered. Returns: why that completes the choice, if it does."""
         req = self.req
         if not req.num_resumed:
             return None
@@ -56,7 +56,7 @@ class Choice:
         return finish
 
     def push(self, token_id: int) -> tuple[str, Finish | None]:
-        """The text that ``token_id`` adds, and the end if a stop string is found in it."""
+        """Decode ``token_id``. Returns: the text that it adds, and the end if that completes a stop string."""
         shows = self._num_shown(self.req.finish) == self.req.num_output
         pushed = self.detokenizer.push([token_id] if shows else [])
         if pushed.matched_stop is None:
@@ -64,10 +64,10 @@ class Choice:
         return pushed.text, Finish(reason=FinishReason.STOP, matched=pushed.matched_stop)
 
     def delta(self, token: NewToken | None, text: str) -> TokenDelta:
-        """What the caller is told now; the last delta when the request has ended."""
+        """Make the delta for the caller; the last one if the request has ended."""
         req = self.req
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if self.prompt_logprobs_due is not None and req.first_token_s is not None:
+        if self.prompt_logprobs_due is not None and req.stamps.first_token_s is not None:
             prompt_logprobs = (*self.prompt_logprobs_due, *req.prompt_logprobs)
             self.prompt_logprobs_due = None
         if req.finish is not None and not isinstance(req.finish.matched, str):
@@ -90,19 +90,17 @@ class Choice:
         )
 
     def _num_shown(self, finish: Finish | None) -> int:
-        """Output tokens that become text: a stop token does not, unless asked for."""
+        """Count the output tokens that become text; a stop token does not, unless the request includes stops."""
         by_id = finish is not None and isinstance(finish.matched, int)
         return self.req.num_output - (1 if by_id and not self.req.sampling.include_stop else 0)
 
 
 class OpenRequests:
-    """By rid."""
+    """The choices that have not ended, by request id and by sequence."""
 
-    def __init__(self, finish: Callable[[Req, Finish], None]) -> None:
-        """``finish``: takes a sequence out of the scheduler; idempotent."""
-        self._finish = finish
+    def __init__(self) -> None:
         self._choices: dict[str, list[Choice]] = {}
-        self._by_req: dict[Req, Choice] = {}  # the same, for a token a request and step
+        self._by_req: dict[Req, Choice] = {}  # the same choices, for a lookup per token
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -120,42 +118,24 @@ class OpenRequests:
         self._by_req.update((choice.req, choice) for choice in choices)
 
     def choices(self, rid: str) -> list[Choice]:
-        """Those that have not ended; none of a request that is not open."""
+        """List the open choices of a request; none if it is not open."""
         return list(self._choices.get(rid, ()))
 
     def find(self, rid: str, index: int) -> Req | None:
-        """Choice ``index`` of an open request."""
+        """Return choice ``index`` of an open request."""
         return next((choice.req for choice in self._choices.get(rid, ()) if choice.req.index == index), None)
 
-    def push(self, token: NewToken) -> TokenDelta:
-        """Token -> delta; a stop string found here ends the request."""
-        req, choice = token.req, self._by_req[token.req]
-        if token.token_id is None:
-            return self._tell(choice)
-        text, finish = choice.push(token.token_id)
-        if finish is not None:
-            self._finish(req, finish)
-            req.finish = finish  # a stop string wins over the length limit reached by the same token
-        return self._tell(choice, token, text)
+    def of(self, req: Req) -> Choice:
+        """Return the open choice of ``req``."""
+        return self._by_req[req]
 
-    def end(self, choice: Choice, finish: Finish) -> TokenDelta:
-        """End an open choice. Returns: its last delta."""
-        self._finish(choice.req, finish)
-        return self._tell(choice)
-
-    def tell(self, req: Req) -> TokenDelta:
-        """What is to be told of the open choice of ``req``, without a new token."""
-        return self._tell(self._by_req[req])
-
-    def _tell(self, choice: Choice, token: NewToken | None = None, text: str = "") -> TokenDelta:
+    def take_delta(self, choice: Choice, token: NewToken | None = None, text: str = "") -> TokenDelta:
+        """Make the next delta of an open choice; a choice that has ended leaves with it."""
         delta = choice.delta(token, text)
         if delta.finish is not None:
-            self._forget(choice)
+            choices = self._choices[choice.req.rid]
+            choices.remove(choice)
+            del self._by_req[choice.req]
+            if not choices:
+                del self._choices[choice.req.rid]
         return delta
-
-    def _forget(self, choice: Choice) -> None:
-        choices = self._choices[choice.req.rid]
-        choices.remove(choice)
-        del self._by_req[choice.req]
-        if not choices:
-            del self._choices[choice.req.rid]

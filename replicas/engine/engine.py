@@ -20,11 +20,12 @@ them while nothing runs.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvtransfer.replay import observe
 from kvtransfer.replay.payload import KvBytes
 from kvtransfer.rooms.transfer_service import TransferService
+from kvtransfer.types import PeerAddress
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
 from replicas.cache.tree_view import CacheTree
@@ -42,19 +43,39 @@ from replicas.scheduler.tokens import NewToken
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
 
+CacheEvents = tuple[CacheEvent, ...]  # in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executor:
+    """All ranks of one replica, as the engine reaches them."""
+
+    launch: Launch
+    dead_rank: Callable[[], str | None] = lambda: None  # a sentence when another rank is gone; any thread may ask
+    close: Callable[[], None] = lambda: None
+    kv_bytes: KvBytes | None = None  # reads and writes the pools, for replay and observation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartReport:
+    """What the start of an engine chose and how long it took; for metrics and server info."""
+
+    attention: AttentionChoice
+    times: Mapping[str, float] = field(default_factory=dict)  # seconds of load_weights, warm_up, total; as far as known
+
 
 class Intake:
-    """Of one engine."""
+    """The limits on what one engine can ever serve; what it can serve just now is the queue's."""
 
     def __init__(self, model: ModelConfig, *, pool_tokens: int, has_transfer: bool) -> None:
-        """``has_transfer``: it takes part in hand-offs."""
+        """``has_transfer``: the engine takes part in hand-offs."""
         self._model = model
         self._pool_tokens = pool_tokens
         self._has_transfer = has_transfer
         self.longest = min(model.context_len, pool_tokens)  # prompt + output, in tokens
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises: InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
+        """Raise InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
         request.validate(vocab_size=self._model.vocab_size)
         require_possible(request, has_transfer=self._has_transfer)
         if request.resumed_ids and request.sampling.n > 1:
@@ -68,7 +89,8 @@ class Intake:
             raise PromptTooLong.of_prompt(length, longest=self.longest, param="prompt", room=room, why=why)
 
     def clip(self, request: GenerateRequest) -> GenerateRequest:
-        """``request``, or one that ends with `length` where the pool ends (or the context: routers refuse that)."""
+        """Return ``request``, with max_new_tokens cut to what the pool holds (routers refuse what exceeds the
+        context)."""
         room = self.longest - len(request.token_ids)
         if request.sampling.max_new_tokens <= room:
             return request
@@ -78,11 +100,8 @@ class Intake:
         return replace(request, sampling=sampling)
 
 
-CacheEvents = tuple[CacheEvent, ...]  # in order
-
-
 class Engine:
-    """Submit requests, call `step` while `has_work`, hand out the deltas."""
+    """The engine of one model instance: submit requests, call `step` while `has_work`, hand out the deltas."""
 
     def __init__(
         self,
@@ -90,46 +109,35 @@ class Engine:
         *,
         kv: KvCache,
         max_running: int,
-        launch: Launch,
+        executor: Executor,
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
-        dead_rank: Callable[[], str | None] = lambda: None,
-        close: Callable[[], None] = lambda: None,
-        kv_bytes: KvBytes | None = None,
-        service: TransferService | None = None,
-        terms: HandOffTerms | None = None,
-        start_times: Mapping[str, float] | None = None,
-        attention: AttentionChoice | None = None,
+        transfer: tuple[TransferService, HandOffTerms] | None = None,
+        started: StartReport | None = None,
     ) -> None:
-        """``service``, ``terms``: of a replica that takes part in hand-offs; `close` closes the service.
-        ``start_times``: seconds of load_weights, warm_up and total, as far as known.
-        ``attention``: the backend that ``launch`` runs.
-        """
-        assert (service is None) == (terms is None), "a transfer service comes with its terms"
+        """``transfer``: of a replica that takes part in hand-offs; `close` closes the service."""
         self.config = config
         self.tokenizer = tokenizer
         self.kv = kv
+        self.executor = executor
         self.scheduler = Scheduler(kv, config.scheduler, max_running=max_running, clock=clock)
-        self._overlap = config.scheduler.overlap == "on"
+        self.started = started or StartReport(
+            attention=AttentionChoice(name=config.attention, why="as the settings say")
+        )
         self._clock = clock
-        self._close = close
-        self.dead_rank = dead_rank  # a sentence when another rank is gone; any thread may ask
-        self.kv_bytes = kv_bytes  # of all ranks; for replay.py
-        self.start_times = dict(start_times or {})
-        self.attention = attention or AttentionChoice(name=config.attention, why="as the settings say")
         self._distributions = Distributions()
         self.steps = Stepping(
-            launch, self.scheduler, self._distributions, chunk_size=config.chunked_prefill_size, clock=clock
+            executor.launch, self.scheduler, self._distributions, chunk_size=config.chunked_prefill_size, clock=clock
         )
-        self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_transfer=service is not None)
-        self._open = OpenRequests(self.scheduler.finish)
-        self._observer = Observer(kv, kv_bytes)
-        self._service = service
-        self.transfer_address = service.address if service is not None else None  # where peers reach its service
+        self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_transfer=transfer is not None)
+        self._open = OpenRequests()
+        self._observer = Observer(kv, executor.kv_bytes)
+        self._service: TransferService | None = None
         self._hand_offs: HandOffs | None = None
-        if service is not None and terms is not None:
+        if transfer is not None:
+            self._service, terms = transfer
             self._hand_offs = HandOffs(
-                service,
+                self._service,
                 self.scheduler,
                 kv,
                 terms,
@@ -144,20 +152,25 @@ class Engine:
         return self.scheduler.has_work or self.steps.under_way
 
     def on_transfer_event(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called, on the transfer thread, when a hand-off has news for `step`; it must not block."""
+        """Register ``call``: the transfer thread calls it when a hand-off has news for `step`. It must not block."""
         if self._service is not None:
             self._service.on_event = call
 
     @property
+    def transfer_address(self) -> PeerAddress | None:
+        """Where peers reach the transfer service; None without one."""
+        return None if self._service is None else self._service.address
+
+    @property
     def transfer_error(self) -> EngineDead | None:
-        """Why no hand-off can succeed here any more; any thread may ask."""
+        """Why every hand-off will fail here, or None; any thread may ask."""
         error = None if self._service is None else self._service.error
         return None if error is None else EngineDead(f"the transfer thread has failed: {error!r}")
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds in which nothing can happen here unless an event, a command or another thread brings it; None while
-        there is something to do."""
+        """Seconds until the next deadline, while only another replica, thread or command can bring work; None while
+        there is work."""
         if self.scheduler.only_away and not self.steps.under_way:
             next_s = self.scheduler.deadlines.next_s
             return float("inf") if next_s is None else max(0.0, next_s - self._clock())
@@ -168,21 +181,21 @@ class Engine:
         return self._open.rids
 
     def check(self, request: GenerateRequest) -> None:
-        """Whether this engine can ever serve ``request``; touches nothing that changes, so any thread may ask.
+        """Check whether this engine can ever serve ``request``; reads nothing that changes, so any thread may call it.
 
         Raises: InvalidRequest, or PromptTooLong with the lengths and what is allowed.
         """
         self._intake.check(request)
 
     def find(self, rid: str, index: int = 0) -> Req | None:
-        """Choice ``index`` of an open request."""
+        """Return choice ``index`` of an open request."""
         return self._open.find(rid, index)
 
     def submit(self, request: GenerateRequest, place: Callable[[Req], None] | None = None) -> list[TokenDelta]:
         """Accept a request. Returns: deltas of choices that are already complete (a resumed request may be).
 
-        Args:   place: brings each choice into the scheduler; None lets it wait for its turn. If it raises, nothing was
-                accepted (one choice only).
+        Args:   place: puts each choice into the scheduler's queues; None lets it wait for its turn. If it raises,
+                nothing was accepted (one choice only).
         Raises: as `check`; Overloaded when the waiting queue is full; InvalidRequest for a rid that is open.
         """
         self.check(request)
@@ -204,36 +217,37 @@ class Engine:
         for choice in choices:
             finish = choice.replay()
             if finish is not None:
-                done.append(self._open.end(choice, finish))
+                done.append(self._end(choice, finish))
         self._settle()
         return done
 
     def step(self) -> list[TokenDelta]:
-        """Run one step: what it added to every choice, and the ends of those whose deadline passed."""
+        """Run one step. Returns: what it added to every choice, and the ends of requests whose deadline passed."""
         deltas = self.poll()
         if not self.steps.under_way:
             deltas += self._start()
         if self.steps.under_way:
-            deltas += self._apply(ahead=self._overlap and not observe.enabled())  # observers are told every input
+            overlap = self.config.scheduler.overlap == "on"
+            deltas += self._apply(ahead=overlap and not observe.enabled())  # observers see every step's input
         return deltas
 
     def land(self) -> list[TokenDelta]:
-        """End the step that is under way, if one is; none is afterwards. Returns: what it added."""
+        """Wait for the step under way, if there is one; none is afterwards. Returns: what it added."""
         return self._apply(ahead=False) if self.steps.under_way else []
 
     def poll(self) -> list[TokenDelta]:
-        """Take what happened at the transfer service since the last call; microseconds when nothing did."""
-        return self._tell_tokens(self._hand_offs.poll()) if self._hand_offs is not None else []
+        """Take the events of the transfer service since the last call; microseconds when there are none."""
+        return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:
         """End every choice of ``rid``; idempotent. Returns: the final deltas."""
         finish = Finish(reason=FinishReason.ABORT, message=message, http_status=499)
-        deltas = [self._open.end(choice, finish) for choice in self._open.choices(rid)]
+        deltas = [self._end(choice, finish) for choice in self._open.choices(rid)]
         self._settle()
         return deltas
 
     def flush_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing done, while requests are open or peers use pages."""
+        """Empty the prefix cache. Returns: False, with nothing done, while requests are open or peers use pages."""
         if len(self._open):
             return False
         self.land()
@@ -243,46 +257,47 @@ class Engine:
         return True
 
     def drain_cache_events(self) -> CacheEvents:
-        """What entered and left the prefix cache since the last call; engine thread only."""
-        return self.kv.drain_events()
+        """Return what entered and left the prefix cache since the last call; engine thread only."""
+        return self.kv.store.drain_events()
 
     def cache_snapshot(self) -> CacheSnapshot:
-        """What is cached now, for a reader that lost events; engine thread only."""
-        return self.kv.snapshot()
+        """Return what is cached now, for a reader that lost events; engine thread only."""
+        return self.kv.store.snapshot()
 
     def cache_tree(self, *, max_depth: int = 6, max_nodes: int = 400, min_tokens: int = 0) -> CacheTree:
-        """The largest subtrees of the prefix cache, without token ids or text; engine thread only, which stands still
-        for it (cache/tree_view.py says how long)."""
-        return self.kv.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)
+        """Return the largest subtrees of the prefix cache, without token ids or text. Blocks the engine thread
+        (cache/tree_view.py says how long)."""
+        return self.kv.store.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)
 
     def describe(self) -> str:
-        """The pool in one line."""
-        pool = self.kv.stats()
+        """Describe the pool in one line."""
+        pool = self.kv.store.stats()
         cell = self.config.model.kv_cell_bytes(tp=self.config.parallel.tp, kv_dtype=self.config.kv_dtype)
         mib = pool.total_tokens * cell * self.config.parallel.tp / 2**20
         return f"{pool.total_tokens:,} tokens, {pool.num_pages:,} pages, {mib:,.0f} MiB"
 
     def stats(self) -> EngineStats:
-        """A snapshot; engine thread only."""
-        stats = snapshot(self.scheduler, self.kv, self.steps.times, now_s=self._clock())
+        """Take a snapshot of the statistics; engine thread only."""
+        stats = snapshot(self.scheduler, self.kv.store, self.steps.times, now_s=self._clock())
         if self._hand_offs is None:
             return stats
         return replace(stats, num_handing_off=self._hand_offs.num_handing_off, transfer=self._hand_offs.stats())
 
     def tallies(self) -> EngineTallies:
-        """Distributions since the start; any thread. Those of writes are as of the last `stats`."""
-        return self._distributions.read(evicted_idle_s=self.kv.evicted_idle_s)
+        """Return the distributions since the start; any thread. Those of writes are as of the last `stats`."""
+        return self._distributions.read(evicted_idle_s=self.kv.store.evicted_idle_s())
 
     def close(self) -> None:
-        """Let go of peers and of the other ranks; the engine must not be used afterwards."""
+        """Close the connections to peers and to the other ranks; the engine must not be used afterwards."""
         if self._hand_offs is not None:
             self._hand_offs.close()
-        self._close()
+        self.executor.close()
 
     def _start(self) -> list[TokenDelta]:
-        """Schedule a step and launch it, if there is one. Returns: the ends of those for whom there will be none."""
+        """Schedule a step and launch it, if there is one. Returns: the last deltas of requests that the scheduler
+        ended."""
         plan = self.scheduler.schedule()
-        deltas = [self._open.tell(req) for req in self.scheduler.last.ended]
+        deltas = [self._open.take_delta(self._open.of(req)) for req in self.scheduler.last.ended]
         if self._hand_offs is not None:
             self._hand_offs.before_step()
         if plan is not None:
@@ -290,18 +305,30 @@ class Engine:
         return deltas
 
     def _apply(self, *, ahead: bool) -> list[TokenDelta]:
-        """Take in the step under way, before which the next one may be launched."""
+        """Take in the step under way; ``ahead``: the next one may be launched before that."""
         step, tokens = self.steps.end(ahead=ahead)
         if self._hand_offs is not None:
             tokens = self._hand_offs.after_step(tokens)
-        deltas = self._tell_tokens(tokens)
+        deltas = [self._push(token) for token in tokens]
         if observe.enabled():
             self._observer.after_step(step.plan, tokens)
         self.steps.count(step)
         return deltas
 
-    def _tell_tokens(self, tokens: list[NewToken]) -> list[TokenDelta]:
-        return [self._open.push(token) for token in tokens]
+    def _push(self, token: NewToken) -> TokenDelta:
+        """Turn a token into the delta of its choice; a stop string found here ends the request."""
+        choice, text = self._open.of(token.req), ""
+        if token.token_id is not None:
+            text, finish = choice.push(token.token_id)
+            if finish is not None:
+                self.scheduler.finish(token.req, finish)
+                token.req.finish = finish  # a stop string wins over the length limit reached by the same token
+        return self._open.take_delta(choice, token, text)
+
+    def _end(self, choice: Choice, finish: Finish) -> TokenDelta:
+        """End an open choice. Returns: its last delta."""
+        self.scheduler.finish(choice.req, finish)
+        return self._open.take_delta(choice)
 
     def _make_choices(self, request: GenerateRequest) -> list[Choice]:
         return [

@@ -222,7 +222,7 @@ class EngineLoop:
         while not self._stopping and self.error is None:
             if self.step_age_s > limit_s:
                 self._die(f"a step has been running for more than {limit_s:.0f} s (scheduler.watchdog_s)")
-            dead = self.engine.dead_rank()
+            dead = self.engine.executor.dead_rank()
             if dead is not None:
                 self._die(dead)
             time.sleep(min(1.0, limit_s / 4))

@@ -13,7 +13,7 @@ import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replicas.cache.kv import KvCache
+from replicas.cache.pages import PageStore
 from replicas.distributions import Distributions
 from replicas.request import ReqState
 from replicas.scheduler.budget import least_prompt_tokens
@@ -71,8 +71,8 @@ def _smooth(old: float, new: float) -> float:
     return new if old == 0.0 else old + SMOOTHING * (new - old)
 
 
-def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: float) -> EngineStats:
-    """All that scheduler, pools and clock know; hand-offs under way are the caller's to add."""
+def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s: float) -> EngineStats:
+    """Collect the statistics of scheduler, pages and steps; the caller adds those of hand-offs."""
     counters, queues = scheduler.counters, scheduler.queues
     chunked = queues.chunked
     parked = queues.away.in_state(ReqState.WAITING)
@@ -81,13 +81,13 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
     uncached = queues.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
     return EngineStats(
         time_s=now_s,
-        pool=kv.stats(),
+        pool=store.stats(),
         num_waiting=len(queues.waiting) + len(parked) - num_legs,
         num_running=len(queues.running) + (chunked is not None),
         max_running_requests=scheduler.max_running,
         waiting_uncached_tokens=uncached,
-        cache_nodes=kv.num_nodes,
-        cache_event_seq=kv.event_seq,
+        cache_nodes=store.cache.num_nodes,
+        cache_event_seq=store.event_seq,
         num_finished=counters.finished,
         num_aborted=counters.aborted,
         num_errors=counters.errors,
@@ -97,13 +97,13 @@ def snapshot(scheduler: Scheduler, kv: KvCache, steps: StepClock, *, now_s: floa
         cached_tokens=counters.cached_tokens,
         lookup_tokens=counters.lookup_tokens,
         decode_tokens=counters.decode_tokens,
-        evicted_tokens=kv.evicted_tokens,
-        flushed_tokens=kv.flushed_tokens,
+        evicted_tokens=store.evicted_tokens,
+        flushed_tokens=store.flushed_tokens,
         num_extend_steps=steps.num_extend,
         num_decode_steps=steps.num_decode,
         extend_s=steps.extend_s,
         decode_s=steps.decode_s,
-        alloc_failures=kv.alloc_failures,
+        alloc_failures=store.alloc_failures,
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         decode_step_s=steps.decode_step_s,
         num_preallocating=len(queues.prealloc),

@@ -1,7 +1,7 @@
 """Takes a request out of a running engine as a `ReplaySnapshot`, and goes on with one in another.
 
 Owns:      what of an engine's request goes into a snapshot, and how one becomes a request again.
-Never:     knows the file (kvtransfer/replay/snapshot.py) or a device (engine.kv_bytes reaches the pool).
+Never:     knows the file (kvtransfer/replay/snapshot.py) or a device (engine.executor.kv_bytes reaches the pool).
 Invariant: a restored request makes the tokens that the undisturbed one would have made, whatever the page size and the
            number of ranks here: it goes on from the very bytes of its K/V, never from a prefix that is cached here.
 Thread:    the engine's, between two steps (`EngineLoop.run_on_engine`).
@@ -142,10 +142,10 @@ def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
         raise
     req.computed_len = num_computed
     req.cached_tokens = snapshot.meta.cached_prefix_len
-    req.admitted_s = req.arrival_s
+    req.stamps.admitted_s = req.stamps.arrival_s
     req.move(ReqState.PREFILLING)
     if answering:
-        req.first_token_s = req.arrival_s
+        req.stamps.first_token_s = req.stamps.arrival_s
         req.move(ReqState.RUNNING)
         queues.running.append(req)
     else:
@@ -170,6 +170,6 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
 
 
 def _port(engine: Engine) -> KvBytes:
-    if engine.kv_bytes is None:
+    if engine.executor.kv_bytes is None:
         raise InvalidRequest("this engine was built without access to its K/V bytes: use replicas.launch.load_engine")
-    return engine.kv_bytes
+    return engine.executor.kv_bytes

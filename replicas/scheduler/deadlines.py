@@ -71,7 +71,7 @@ class Deadlines:
 
 
 def deadline_passed(req: Req, now_s: float) -> Finish:
-    message = f"deadline passed after {now_s - req.arrival_s:.1f} s, {req.num_output} tokens made"
+    message = f"deadline passed after {now_s - req.stamps.arrival_s:.1f} s, {req.num_output} tokens made"
     return Finish(reason=FinishReason.ABORT, message=message, http_status=504)
 
 
@@ -89,7 +89,7 @@ class StarvedHeads:
 
 def cannot_start(head: Req, kv: KvCache) -> Finish | None:
     """Tell why ``head`` can never be admitted: the pages that it needs stay in quarantine. None if none are there."""
-    pool = kv.stats()
+    pool = kv.store.stats()
     detained = pool.quarantined_pages + pool.protected_pages  # no request holds a lock, so a peer reads what is locked
     if not detained:
         return None

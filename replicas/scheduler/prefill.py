@@ -79,8 +79,8 @@ def next_batch(
             refusal = _start(batch, req, queues, kv, ratio, limits, budget)
         if refusal is None:
             batch.reserved += _still_needs(req, ratio)
-            if req.admitted_s is None:  # once for each request, however often it is retracted
-                req.admitted_s = now_s
+            if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
+                req.stamps.admitted_s = now_s
                 counters.lookup_tokens += req.prompt_len
                 counters.cached_tokens += req.cached_tokens
             continue
@@ -121,7 +121,7 @@ def _start(
         return Refusal.STEP_BUDGET
     queues.waiting.remove(req)
     req.move(ReqState.PREFILLING)
-    if req.admitted_s is None:
+    if req.stamps.admitted_s is None:
         req.cached_tokens = min(reused, req.prompt_len)
     return None
 
@@ -158,7 +158,7 @@ def _prefix_is_computed(batch: ExtendBatch, req: Req, kv: KvCache, share_len: in
         if common < share_len:
             continue
         own = kv.peek_len(ids, req.salt) if own < 0 else own
-        if kv.reuses_prefixes and common - own >= share_len:
+        if kv.store.reuses_prefixes and common - own >= share_len:
             return True
     return False
 

@@ -106,7 +106,7 @@ class PreallocQueue(ReqQueue):
 
     def older_than(self, time_s: float) -> list[Req]:
         """List the legs that arrived by ``time_s``."""
-        return list(itertools.takewhile(lambda req: req.arrival_s <= time_s, self._reqs))
+        return list(itertools.takewhile(lambda req: req.stamps.arrival_s <= time_s, self._reqs))
 
 
 class HandOffQueue(ReqQueue):

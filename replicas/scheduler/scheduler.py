@@ -118,8 +118,8 @@ class Scheduler:
         queues = self.queues
         queues.away.remove(req)
         req.computed_len = req.num_tokens
-        if req.admitted_s is None:
-            req.admitted_s, req.cached_tokens = self._clock(), cached_tokens
+        if req.stamps.admitted_s is None:
+            req.stamps.admitted_s, req.cached_tokens = self._clock(), cached_tokens
         self.kv.commit(req)
         req.move(ReqState.RUNNING)
         queues.running.append(req)
@@ -149,7 +149,7 @@ class Scheduler:
                 let_go(req, self.kv, keep=keep)
         self._gate.disturb()
         req.move(ReqState.FINISHED)
-        req.finish, req.ended_s = finish, self._clock()
+        req.finish, req.stamps.ended_s = finish, self._clock()
         self.counters.count_end(finish.reason)
         if req.leg is not None:
             self.queues.away.ended.append(req)
@@ -223,7 +223,7 @@ class Scheduler:
         """Give ``req`` its rank in the queues. With priorities off, its priority is ignored."""
         if self._config.priorities == "off":
             req.priority = 0
-        req.ranks_from_s = req.arrival_s - req.priority * self._config.ageing_s
+        req.ranks_from_s = req.stamps.arrival_s - req.priority * self._config.ageing_s
         self.deadlines.add(req)
 
     def _wait(self, req: Req) -> None:
@@ -246,8 +246,8 @@ class Scheduler:
                 self.last.made_progress = True
 
     def _take_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> NewToken:
-        if req.first_token_s is None:
-            req.first_token_s = self._clock()
+        if req.stamps.first_token_s is None:
+            req.stamps.first_token_s = self._clock()
         token, finish = take_token(req, token_id, logprob)
         if finish is not None:
             self.finish(req, finish)

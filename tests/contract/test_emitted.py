@@ -5,7 +5,7 @@ The observatory's own are tested where it is. Engines are real, over a fake devi
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import pytest
@@ -97,7 +97,7 @@ def identity(seen: Scraped) -> tuple[str, ...]:
 
 
 def emitted(engine: Engine, loop: EngineLoop | None, *, role: Role) -> Emitter:
-    engine.start_times = START_TIMES
+    engine.started = replace(engine.started, times=START_TIMES)
     return replica_emitter(
         engine,
         stats=engine.stats if loop is None else loop.stats,

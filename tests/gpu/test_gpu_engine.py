@@ -74,7 +74,7 @@ def test_every_kind_of_step_gives_transformers_tokens(
     reference = tiny.save("llama", tmp_path / "reference", **SMALL)
     wanted = [tiny.reference(reference, prompt, NUM_NEW)[1] for prompt in PROMPTS]
     engine = start(model(tmp_path), dtype="float32")
-    assert engine.attention.name == "triton"
+    assert engine.started.attention.name == "triton"
     start_step, plans, waits = engine.steps.launch, [], []
 
     def watched(plan: StepPlan) -> Any:
@@ -132,7 +132,7 @@ def test_what_requests_do_to_logits_and_ask_of_them_is_the_cpus(
 
 def told(engine: Engine, asked: list[GenerateRequest]) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
     """Output ids of each choice, and the log probabilities of prompt and output."""
-    assert engine.attention.name == ("triton" if engine.config.device == "cuda" else "cpu")
+    assert engine.started.attention.name == ("triton" if engine.config.device == "cuda" else "cpu")
     found: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     for request in asked:
         engine.submit(request)

@@ -72,11 +72,11 @@ class KvUnderLoad(RuleBasedStateMachine):
         if not waiting:
             return
         req = waiting[which % len(waiting)]
-        before = self.kv.stats()
+        before = self.kv.store.stats()
         try:
             slots = self.kv.extend(req, req.computed_len + min(chunk, req.extend_len))
         except PagesExhausted:
-            assert self.kv.stats() == before
+            assert self.kv.store.stats() == before
             return
         self.compute(req, slots)
         self.kv.commit(req)
@@ -107,7 +107,7 @@ class KvUnderLoad(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.kv.check(self.held)
-        stats = self.kv.stats()
+        stats = self.kv.store.stats()
         total = stats.free_pages + stats.evictable_pages + stats.protected_pages + stats.reserved_pages
         assert total == self.num_pages
         if not self.held:
@@ -119,7 +119,7 @@ class KvUnderLoad(RuleBasedStateMachine):
         if hasattr(self, "kv"):
             self.kv.check([])
             self.kv.flush()
-            assert self.kv.stats().free_pages == self.num_pages
+            assert self.kv.store.stats().free_pages == self.num_pages
 
 
 TestKvUnderLoad = KvUnderLoad.TestCase

@@ -98,6 +98,6 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
             assert len(made) == req.sampling.max_new_tokens
     counters = bench.scheduler.counters
     assert counters.finished + counters.aborted == len(reqs)
-    stats = bench.kv.stats()
+    stats = bench.kv.store.stats()
     assert stats.protected_pages == stats.reserved_pages == 0
     assert stats.free_pages + stats.evictable_pages == stats.num_pages

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -148,7 +149,7 @@ async def test_a_step_that_never_ends_is_noticed_and_everyone_is_told() -> None:
 
 async def test_a_dead_rank_makes_the_loop_unhealthy() -> None:
     engine, _ = fake_engine()
-    engine.dead_rank = lambda: "rank 2 exited with code -9"
+    engine.executor = replace(engine.executor, dead_rank=lambda: "rank 2 exited with code -9")
     loop = EngineLoop(engine)
     loop.start()
     await asyncio.to_thread(until, lambda: loop.error is not None)

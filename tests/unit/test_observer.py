@@ -119,7 +119,7 @@ def test_a_stop_string_is_the_reason_of_the_step_that_completed_it(events: pytes
 def test_nothing_is_read_while_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair()
     for side in (pair.prefill, pair.decode):
-        side.engine.kv_bytes.read = None  # type: ignore[method-assign, union-attr, assignment]
+        side.engine.executor.kv_bytes.read = None  # type: ignore[method-assign, union-attr, assignment]
     pair.ask("a", PROMPT)
     pair.run()
     assert lines(caplog, "decode_step") == []

@@ -31,7 +31,7 @@ def test_a_token_that_ends_a_request_keeps_its_pages_until_the_step_made_ahead_i
     held = engine.stats().pool
     assert (held.free_pages, held.reserved_pages + held.protected_pages) == (61, 3)
     assert engine.has_work
-    assert not engine.kv.stats().evictable_pages
+    assert not engine.kv.store.stats().evictable_pages
     engine.scheduler.check()
     assert engine.step() == []
     after = engine.stats().pool

@@ -23,7 +23,7 @@ PROMPT = list(range(10, 33))  # 23 tokens: two chunks of at most 16
 
 def make(page_size: int = 4, *, num_pages: int = 64, model: str = "fake", **scheduler: object) -> Engine:
     engine, device = fake_engine(page_size=page_size, num_pages=num_pages, **scheduler)  # type: ignore[arg-type]
-    engine.kv_bytes = FakeKvBytes(device, page_size=page_size, model=model)
+    engine.executor = replace(engine.executor, kv_bytes=FakeKvBytes(device, page_size=page_size, model=model))
     return engine
 
 
@@ -182,7 +182,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(BadSnapshot, match=r"\['luck'\] are not known here, and \['top_p'\] are missing"):
         restore(make(), replace(snapshot, sampling={**fewer, "luck": 1}))
     blind = make()
-    blind.kv_bytes = None
+    blind.executor = replace(blind.executor, kv_bytes=None)
     with pytest.raises(InvalidRequest, match="without access to its K/V bytes"):
         restore(blind, snapshot)
 
@@ -217,16 +217,16 @@ def test_a_range_is_put_back_bit_for_bit(cut: int) -> None:
     blank = other.find("a")
     assert req is not None
     assert blank is not None
-    assert engine.kv_bytes is not None
-    assert other.kv_bytes is not None
+    assert engine.executor.kv_bytes is not None
+    assert other.executor.kv_bytes is not None
     other.kv.admit(blank, reuse=False)
     for part in ((0, cut), (cut, 23)):
         meta, payload = extract_from_kvpool(engine, req, part)
         slots = restore_to_kvpool(other, blank, meta, payload)
         assert other.kv.slots_of(blank, *part).tolist() == slots.tolist()
-        assert other.kv_bytes.read(slots).tobytes() == payload.tobytes()
-    whole = other.kv_bytes.read(other.kv.slots_of(blank, 0, 23))
-    assert whole.tobytes() == engine.kv_bytes.read(engine.kv.slots_of(req, 0, 23)).tobytes()
+        assert other.executor.kv_bytes.read(slots).tobytes() == payload.tobytes()
+    whole = other.executor.kv_bytes.read(other.kv.slots_of(blank, 0, 23))
+    assert whole.tobytes() == engine.executor.kv_bytes.read(engine.kv.slots_of(req, 0, 23)).tobytes()
     assert np.frombuffer(whole.tobytes(), np.int64).tolist() == PROMPT + list(range(23))
 
 

@@ -173,13 +173,13 @@ def replica_emitter(
     facts = ReplicaFacts(
         node_id=node_id,
         accelerator=config.device,
-        attention=engine.attention.name,
+        attention=engine.started.attention.name,
         tp=config.parallel.tp,
         page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
         page_size=config.cache.page_size,
         kv_dtype=config.kv_dtype,
         transfer_backend="nixl" if has_transfer else "none",
-        start_times=engine.start_times,
+        start_times=engine.started.times,
     )
     tell_replica(emitter, facts, stats, tallies)
     return emitter

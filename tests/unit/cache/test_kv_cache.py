@@ -45,7 +45,7 @@ def decode(kv: KvCache, *reqs: Req) -> list[int]:
 
 
 def pages(kv: KvCache) -> tuple[int, int, int, int]:
-    stats = kv.stats()
+    stats = kv.store.stats()
     return stats.free_pages, stats.evictable_pages, stats.protected_pages, stats.reserved_pages
 
 
@@ -132,10 +132,10 @@ def test_extend_evicts_what_nobody_uses_before_it_fails() -> None:
     req = request("new", list(range(40)))
     kv.admit(req)
     kv.extend(req, 16)  # 4 pages: 2 were free
-    assert (kv.evicted_tokens, pages(kv)) == (8, (0, 4, 0, 4))
+    assert (kv.store.evicted_tokens, pages(kv)) == (8, (0, 4, 0, 4))
     with pytest.raises(PagesExhausted, match=r"request new needs 5 pages .* 0 are free, 4 evictable, 0 protected"):
         kv.extend(req, 36)
-    assert (kv.evicted_tokens, kv.alloc_failures, pages(kv)) == (8, 1, (0, 4, 0, 4))
+    assert (kv.store.evicted_tokens, kv.store.alloc_failures, pages(kv)) == (8, 1, (0, 4, 0, 4))
     kv.check([req])
 
 
@@ -196,7 +196,7 @@ def test_without_a_prefix_cache_nothing_outlives_a_request() -> None:
     req = request("a", list(range(12)))
     assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
     assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
-    assert (pages(kv), kv.reuses_prefixes) == ((5, 0, 0, 3), False)
+    assert (pages(kv), kv.store.reuses_prefixes) == ((5, 0, 0, 3), False)
     kv.check([req])
     kv.release(req, keep=True)
     assert pages(kv) == (8, 0, 0, 0)
@@ -207,7 +207,7 @@ def test_events_are_told_only_when_asked_for() -> None:
     for record, seq in ((True, 1), (False, 0)):
         kv = make(record_events=record)
         prefill(kv, request("a", list(range(8))))
-        assert (kv.event_seq, len(kv.drain_events()), len(kv.snapshot().stored)) == (seq, seq, seq)
+        assert (kv.store.event_seq, len(kv.store.drain_events()), len(kv.store.snapshot().stored)) == (seq, seq, seq)
 
 
 def test_a_lost_page_is_noticed() -> None:

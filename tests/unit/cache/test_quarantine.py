@@ -28,7 +28,7 @@ def cached(kv: KvCache, length: int) -> None:
 
 
 def pages(kv: KvCache) -> tuple[int, int, int, int, int]:
-    pool = kv.stats()
+    pool = kv.store.stats()
     return pool.free_pages, pool.evictable_pages, pool.protected_pages, pool.reserved_pages, pool.quarantined_pages
 
 

@@ -135,8 +135,8 @@ def test_a_leg_that_is_computed_where_it_decodes_tells_the_lost_transfer_and_its
     assert finish.reason is FinishReason.LENGTH
     assert stages.transfer_s == pytest.approx(2.0, abs=0.05)  # and the turns before it
     assert stages.queue_s == pytest.approx(0.5, abs=0.05)
-    assert req.ended_s is not None
-    assert total(stages) == pytest.approx(req.ended_s - start_s)
+    assert req.stamps.ended_s is not None
+    assert total(stages) == pytest.approx(req.stamps.ended_s - start_s)
 
 
 def test_an_abort_while_its_kv_is_on_its_way_is_transfer() -> None:

@@ -53,7 +53,7 @@ def test_a_grant_gives_a_row_and_the_pages_of_the_whole_prompt() -> None:
     assert req.state is ReqState.RECEIVING
     assert req.holding is not None
     assert (req.holding.prefix_len, req.holding.kv_len) == (4, 10)
-    stats = bench.kv.stats()
+    stats = bench.kv.store.stats()
     assert (stats.protected_pages, stats.reserved_pages) == (1, 2)
     receive(bench, req)
     bench.run()

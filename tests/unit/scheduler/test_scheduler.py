@@ -108,7 +108,7 @@ def test_an_abort_at_any_stage_gives_everything_back_but_the_reusable_prefix(ste
     bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))
     bench.scheduler.check()
     assert not bench.scheduler.has_work
-    stats = bench.kv.stats()
+    stats = bench.kv.store.stats()
     assert stats.protected_pages == stats.reserved_pages == 0
     assert stats.evictable_pages == computed // 4
     bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))  # idempotent
@@ -132,7 +132,7 @@ def test_a_prompt_whose_request_ends_while_its_step_is_under_way_gives_back_what
     assert gone.holding is None
     bench.run()
     assert other.output_ids.tolist() == continuation([1, 2, 3], 3)
-    assert (bench.kv.stats().protected_pages, bench.kv.stats().reserved_pages) == (0, 0)
+    assert (bench.kv.store.stats().protected_pages, bench.kv.store.stats().reserved_pages) == (0, 0)
 
 
 def test_of_ended_requests_no_deadline_is_kept_whatever_is_open_before_them() -> None:
@@ -230,4 +230,4 @@ def test_without_a_prefix_cache_the_answer_is_the_same() -> None:
     bench.run()
     assert all(req.cached_tokens == 0 for req in reqs)
     assert all(req.output_ids.tolist() == continuation(range(40), 3) for req in reqs)
-    assert bench.kv.stats().free_pages == bench.kv.stats().num_pages
+    assert bench.kv.store.stats().free_pages == bench.kv.store.stats().num_pages
