@@ -112,7 +112,7 @@ def step_us(
     for number in range(batch):
         prompt = np.random.default_rng(number).integers(FIRST_WORD, 40_000, PROMPT_LEN).astype(np.int32)
         asked = GenerateRequest(rid=f"request-{number}", token_ids=prompt, sampling=params)
-        sinks.open(asked, lambda deltas: None, max_waiting=batch, max_running=batch)
+        sinks.open(asked, lambda deltas: None, lambda: None, max_waiting=batch, max_running=batch)
         engine.submit(asked)
     while len(engine.scheduler.queues.running) < batch:
         engine.step()

@@ -23,9 +23,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments import logs
 from deployments.autoscaling import replica_stats
-from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import ReplicaReport
-from deployments.dispatch.leases import ReplicaInfo
 from deployments.replica.feasible import num_threads
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.places import local_path
@@ -34,21 +31,18 @@ from deployments.settings.schema import AppConfig, parse
 from deployments.watch.metrics.replica_metrics import replica_emitter
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics
 from kvtransfer.types import TransferSettings
-from replicas.cache.tree_view import CacheTree
 from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
 from replicas.engine.ranks import WorkerLauncher
-from replicas.errors import MantaError
 from replicas.launch import load_engine
 from replicas.runner.worker import WorkerSpec, run_worker
-from replicas.types import GenerateRequest
 from routing.types import Role
 
 log = logging.getLogger("ray.serve")
 
 
-class ModelReplica:
-    """Made by app.py, once for each role; its methods are `Leases`, called by ray_leases.py."""
+class ModelReplica(ServedEngine):
+    """A deployment of model replicas, of one role: the served engine, and the hooks that Ray Serve calls."""
 
     def __init__(
         self, settings: dict[str, Any], role: str = Role.UNIFIED.value, metrics_guard: bytes | None = None
@@ -66,14 +60,13 @@ class ModelReplica:
             loop.start()
             undo.callback(loop.stop)
             self._metrics = _metrics(config, loop, port, role=Role(role), replica_id=replica_id, node_id=node_id)
-            self._served = ServedEngine(
+            super().__init__(
                 loop,
                 replica_id=replica_id,
                 node_id=node_id,
                 report_period_s=config.router.report_period_s,
                 role=Role(role),
-                transfer=engine.transfer_address,
-                metrics=None if self._metrics is None else self._metrics.target.address,
+                metrics_address=None if self._metrics is None else self._metrics.target.address,
             )
             undo.pop_all()  # nothing failed: `__del__` ends it
         log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())
@@ -99,43 +92,16 @@ class ModelReplica:
             transfer=_transfer(config, role),
         )
 
-    async def attach(self, address: ChannelAddress) -> ReplicaInfo:
-        return await self._served.attach(address)
-
-    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
-        with logs.about(rid=request.rid):
-            return await self._served.generate(router_id, request)
-
-    async def send_snapshot(self, router_id: str) -> None:
-        await self._served.send_snapshot(router_id)
-
-    async def report(self) -> ReplicaReport:
-        return await self._served.report()
-
-    async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
-        return await self._served.cache_tree(max_depth, min_tokens)
-
-    async def flush_cache(self, timeout_s: float) -> bool:
-        return await self._served.flush_cache(timeout_s)
-
-    async def abort(self, client_rid: str | None, owner: str | None) -> int:
-        return await self._served.abort(client_rid, owner)
-
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve where the application scales itself."""
-        return replica_stats(self._served.loop.stats())
-
-    async def check_health(self) -> None:
-        """Called by Serve. Raises: EngineDead; after three times Serve replaces the replica."""
-        self._served.raise_if_unhealthy()
+        """Return this replica's load. Serve calls it where the application scales itself."""
+        return replica_stats(self.loop.stats())
 
     async def __del__(self) -> None:
         metrics = getattr(self, "_metrics", None)
         if metrics is not None:
             metrics.close()
-        served = getattr(self, "_served", None)  # the constructor may have failed
-        if served is not None:
-            await served.stop()
+        if hasattr(self, "loop"):  # the constructor may have failed
+            await self.stop()
 
 
 def _metrics_port(config: AppConfig, guard: bytes | None) -> MetricsServer | None:

@@ -15,18 +15,17 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
 
+from deployments import logs
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import CacheChanges, CacheKeys, ReplicaReport, encode
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.dispatch.rids import client_rid, owner_of
-from kvtransfer.types import PeerAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, MantaError
-from replicas.types import EngineStats, GenerateRequest, TokenDelta
+from replicas.types import EngineStats, GenerateRequest
 from routing.types import Role
 
 REPORT_PERIOD_S = 0.1
@@ -46,19 +45,15 @@ class ServedEngine:
         node_id: str,
         report_period_s: float = REPORT_PERIOD_S,
         role: Role = Role.UNIFIED,
-        transfer: PeerAddress | None = None,
-        metrics: str | None = None,
+        metrics_address: str | None = None,
     ) -> None:
         self.loop = loop
         self.replica_id = replica_id
         self._role = role
-        self._transfer = transfer  # where the engine's transfer service listens
-        self._metrics = metrics  # host:port
+        self._metrics_address = metrics_address  # host:port
         self._report_period_s = report_period_s
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
-        self._sinks: dict[str, Callable[[list[TokenDelta]], None]] = {}  # by router id; one object each
-        self._leases: dict[str, _Lease] = {}  # by rid
         self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
         self._reporter: asyncio.Task[None] | None = None
         self._flush: asyncio.Task[bool] | None = None  # the attempt that is made, or the last
@@ -95,7 +90,6 @@ class ServedEngine:
             self._router_lost(before)
             before.close()
         self._clients[address.router_id] = client
-        self._sinks[address.router_id] = self._make_sink(client)
         return client
 
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
@@ -103,18 +97,21 @@ class ServedEngine:
         client = self._clients.get(router_id)
         if client is None or client.lost:
             return ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
-        lease = _Lease(client, request.num_choices)
-        self._leases[request.rid] = lease
-        try:
-            self.loop.submit(request, self._sinks[router_id])
-            await lease.ended.wait()
-        except MantaError as error:
-            return error
-        except asyncio.CancelledError:
-            self.loop.abort(request.rid)
-            raise
-        finally:
-            self._leases.pop(request.rid, None)
+        event_loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_end() -> None:  # engine thread
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and the lease with it
+                event_loop.call_soon_threadsafe(ended.set)
+
+        with logs.about(rid=request.rid):
+            try:
+                self.loop.submit(request, client.sink, on_end)
+                await ended.wait()
+            except MantaError as error:
+                return error
+            except asyncio.CancelledError:
+                self.loop.abort(request.rid)
+                raise
         return None
 
     async def send_snapshot(self, router_id: str) -> None:
@@ -163,14 +160,14 @@ class ServedEngine:
 
         Args: owner: of other owners' requests (rids.py) none is; None: whosever they are.
         """
-        named = [rid for rid in self._leases if name is None or client_rid(rid) == name]
+        named = [rid for rid in self.loop.open_rids() if name is None or client_rid(rid) == name]
         rids = [rid for rid in named if owner is None or owner_of(rid) == owner]
         for rid in rids:
             self.loop.abort(rid)
         return len(rids)
 
-    def raise_if_unhealthy(self) -> None:
-        """Raises: EngineDead when a step crashed, hangs, a rank is gone, or the transfer thread has failed."""
+    async def check_health(self) -> None:
+        """Raise EngineDead when a step crashed or hangs, a rank is gone, or the transfer thread has failed."""
         if (error := self.loop.fault) is not None:
             raise error
 
@@ -184,38 +181,17 @@ class ServedEngine:
         await asyncio.to_thread(self.loop.stop)
 
     def check(self) -> None:
-        """Raises AssertionError if a lease is open for a connection that is not in use."""
-        assert {id(lease.client) for lease in self._leases.values()} <= {id(c) for c in self._clients.values()}
-        assert self._sinks.keys() == self._clients.keys()
-
-    def _make_sink(self, client: ChannelClient) -> Callable[[list[TokenDelta]], None]:
-        event_loop = asyncio.get_running_loop()
-
-        def sink(deltas: list[TokenDelta]) -> None:  # engine thread
-            client.sink(deltas)
-            ended = [delta.rid for delta in deltas if delta.finish is not None]
-            if ended:
-                with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                    event_loop.call_soon_threadsafe(self._end_choices, ended)
-
-        return sink
-
-    def _end_choices(self, rids: list[str]) -> None:
-        for rid in rids:
-            lease = self._leases.get(rid)
-            if lease is not None:
-                lease.end_choice()
+        """Raises AssertionError if a request is open for a connection that is not in use."""
+        of_routers = [rid for client in self._clients.values() for rid in self.loop.open_rids(client.sink)]
+        assert sorted(of_routers) == sorted(self.loop.open_rids())
 
     def _router_lost(self, client: ChannelClient) -> None:
         """The connection ``client`` has ended; the router may have another one by now, which stays."""
         router_id = client.address.router_id
         if self._clients.get(router_id) is client:
-            del self._clients[router_id], self._sinks[router_id]
-        for rid, lease in list(self._leases.items()):
-            if lease.client is client:
-                self.loop.abort(rid)
-                del self._leases[rid]
-                lease.ended.set()
+            del self._clients[router_id]
+        for rid in self.loop.open_rids(client.sink):
+            self.loop.abort(rid)
 
     async def _report_forever(self) -> None:
         while True:
@@ -230,7 +206,7 @@ class ServedEngine:
         return ReplicaReport(
             stats=stats,
             error=None if error is None else str(error),
-            num_open=len(self._leases),
+            num_open=self.loop.num_open,
             age_s=max(time.monotonic() - stats.time_s, 0.0),
             step_age_s=self.loop.step_age_s,
         )
@@ -258,20 +234,6 @@ class ServedEngine:
             pool=engine.describe(),
             role=self._role,
             page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
-            transfer=self._transfer,
-            metrics=self._metrics,
+            transfer=engine.transfer_address,
+            metrics=self._metrics_address,
         )
-
-
-class _Lease:
-    """One open request: ends when each of its choices has."""
-
-    def __init__(self, client: ChannelClient, num_choices: int) -> None:
-        self.client = client  # its deltas go over this connection and no other
-        self.ended = asyncio.Event()
-        self._num_left = num_choices
-
-    def end_choice(self) -> None:
-        self._num_left -= 1
-        if self._num_left <= 0:
-            self.ended.set()

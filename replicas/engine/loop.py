@@ -54,6 +54,10 @@ class EngineLoop:
     def num_open(self) -> int:
         return len(self._sinks)
 
+    def open_rids(self, sink: Sink | None = None) -> list[str]:
+        """Return the open requests that were submitted with ``sink``, or all; any thread."""
+        return self._sinks.rids(sink)
+
     @property
     def fault(self) -> EngineDead | None:
         """Why this engine should be replaced: it is dead, or what it hands over and receives will never come."""
@@ -69,11 +73,13 @@ class EngineLoop:
         self._thread.start()
         self._watchdog.start()
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request; thread-safe. ``sink`` is called on the engine thread, at most once a step, with the deltas
-        of all requests that were submitted with this very sink.
+    def submit(self, request: GenerateRequest, sink: Sink, on_end: Callable[[], object] = lambda: None) -> None:
+        """Queue a request; thread-safe.
 
-        Raises: InvalidRequest, PromptTooLong, Overloaded or EngineDead, at once; then the sink is never called.
+        Args:   sink: called on the engine thread, at most once a step, with the deltas of all requests that were
+                submitted with this very sink.
+                on_end: called once, after the sink has got the last delta of the request. It must not block or raise.
+        Raises: InvalidRequest, PromptTooLong, Overloaded or EngineDead, at once; then neither is ever called.
         """
         self.engine.check(request)
         if self.error is not None:
@@ -81,7 +87,7 @@ class EngineLoop:
         if self._stopping:
             raise EngineDead("this replica is shutting down: try another one")
         limit = self.engine.config.scheduler.max_queued_requests
-        self._sinks.open(request, sink, max_waiting=limit, max_running=self._stats.max_running_requests)
+        self._sinks.open(request, sink, on_end, max_waiting=limit, max_running=self._stats.max_running_requests)
         self._command(lambda engine: self._submit(engine, request))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:

@@ -1,15 +1,16 @@
-"""Who receives each open request's deltas, and which of its choices have yet to end.
+"""The sink of each open request, and which of its choices have not ended.
 
-Owns:      the open rids: nothing is delivered to one that is not among them.
-Never:     waits, or lets one sink's error keep deltas from another.
+Owns:      the open rids: a delta of any other rid is dropped.
+Never:     waits; lets one sink's error keep deltas from another.
 Invariant: a sink gets exactly one delta with ``finish`` per choice: the engine's, or that of `answer`, whichever comes
-           first. None is opened after `close`.
+           first; after the last one ``on_end`` is called, once. None is opened after `close`.
 Thread:    any; sinks are called by the thread that delivers or answers, without the lock.
 """
 
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded
@@ -20,59 +21,77 @@ log = logging.getLogger(__name__)
 Sink = Callable[[list[TokenDelta]], None]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """One open request."""
+
+    sink: Sink
+    on_end: Callable[[], object]
+    remaining: set[int]  # choices that have not ended
+
+
 class Sinks:
-    """By rid."""
+    """The open requests of one engine, indexed by request id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_rid: dict[str, Sink] = {}
-        self._remaining: dict[str, set[int]] = {}  # choices that have not finished
+        self._open: dict[str, _Open] = {}
         self._closed: EngineDead | None = None
 
     def __len__(self) -> int:
-        return len(self._by_rid)
+        return len(self._open)
 
-    def open(self, request: GenerateRequest, sink: Sink, *, max_waiting: int, max_running: int) -> None:
-        """Raises: the error of `close`; InvalidRequest for a rid that is open; Overloaded."""
+    def open(
+        self, request: GenerateRequest, sink: Sink, on_end: Callable[[], object], *, max_waiting: int, max_running: int
+    ) -> None:
+        """Open ``request``. Raises: the error of `close`; InvalidRequest for a rid that is open; Overloaded."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed
-            if request.rid in self._by_rid:
+            if request.rid in self._open:
                 raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
-            num_open = sum(len(choices) for choices in self._remaining.values())
+            num_open = sum(len(each.remaining) for each in self._open.values())
             if num_open + request.num_choices > max_waiting + max_running:
                 most = f"{max_running} may run and {max_waiting} wait"
                 raise Overloaded(f"{num_open} requests are open, at most {most}: try again later")
-            self._by_rid[request.rid] = sink
-            self._remaining[request.rid] = set(range(request.num_choices))
+            self._open[request.rid] = _Open(sink=sink, on_end=on_end, remaining=set(range(request.num_choices)))
 
     def close(self, error: EngineDead) -> EngineDead:
-        """Refuse what is opened from now on. Returns: why, which is what the first call said."""
+        """Refuse further requests. Returns: the error that they get, which is that of the first call."""
         with self._lock:
             if self._closed is None:
                 self._closed = error
             return self._closed
 
+    def rids(self, sink: Sink | None = None) -> list[str]:
+        """Return the open requests of ``sink``, or all."""
+        with self._lock:
+            return [rid for rid, each in self._open.items() if sink is None or each.sink is sink]
+
     def deliver(self, deltas: list[TokenDelta]) -> None:
-        """To each sink at once what is for its requests."""
+        """Call each sink once, with all deltas of its requests."""
         by_sink: dict[int, tuple[Sink, list[TokenDelta]]] = {}
+        ended = []
         with self._lock:
             for delta in deltas:
-                sink = self._by_rid.get(delta.rid)
-                if sink is None:
+                found = self._open.get(delta.rid)
+                if found is None:
                     continue  # already answered by the watchdog
-                by_sink.setdefault(id(sink), (sink, []))[1].append(delta)
+                by_sink.setdefault(id(found.sink), (found.sink, []))[1].append(delta)
                 if delta.finish is not None:
-                    self._end_choice(delta.rid, delta.index)
+                    found.remaining.discard(delta.index)
+                    if not found.remaining:
+                        ended.append(self._open.pop(delta.rid))
         for sink, batch in by_sink.values():
             _call(sink, batch)
+        for each in ended:
+            each.on_end()
 
     def answer(self, rid: str, error: MantaError) -> None:
-        """Tell whoever waits for ``rid`` that it ended with an error, without the engine's help."""
+        """End ``rid`` with an error, without the engine's help."""
         with self._lock:
-            sink = self._by_rid.pop(rid, None)
-            remaining = self._remaining.pop(rid, set())
-        if sink is None:
+            found = self._open.pop(rid, None)
+        if found is None:
             return
         finish = Finish(
             reason=FinishReason.ERROR,
@@ -81,17 +100,20 @@ class Sinks:
             retry_as=_retry_as(error),
         )
         usage = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
-        _call(sink, [TokenDelta(rid=rid, index=index, usage=usage, finish=finish) for index in sorted(remaining)])
+        _call(
+            found.sink,
+            [TokenDelta(rid=rid, index=index, usage=usage, finish=finish) for index in sorted(found.remaining)],
+        )
+        found.on_end()
 
     def answer_all(self, error: EngineDead) -> None:
-        for rid in list(self._by_rid):
+        for rid in self.rids():
             self.answer(rid, error)
 
-    def _end_choice(self, rid: str, index: int) -> None:
-        remaining = self._remaining[rid]
-        remaining.discard(index)
-        if not remaining:
-            del self._remaining[rid], self._by_rid[rid]
+    def check(self) -> None:
+        """Raises AssertionError if a request is open of which every choice has ended."""
+        with self._lock:
+            assert all(each.remaining for each in self._open.values())
 
 
 def _call(sink: Sink, batch: list[TokenDelta]) -> None:

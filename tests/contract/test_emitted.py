@@ -121,7 +121,7 @@ async def running() -> AsyncIterator[Running]:
     router = metrics.served(host="127.0.0.1", node_id="n0")
     assert router is not None
     await house.start()
-    house.add(ServedEngine(loop, replica_id="r0", node_id="here", metrics=replica.target.address))
+    house.add(ServedEngine(loop, replica_id="r0", node_id="here", metrics_address=replica.target.address))
     assert await house.fleet.wait_ready(5.0)
     face = read_face(ModelSettings(path=MODEL))
     service = Service(

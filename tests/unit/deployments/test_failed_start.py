@@ -96,7 +96,7 @@ async def test_one_that_starts_serves_its_metrics_and_gives_all_back_at_its_end(
     seen = await asyncio.to_thread(lambda: Scraped(urllib.request.urlopen(f"http://{address}/metrics").read().decode()))
     assert seen.value("replica_info", replica="r0", node="n0") == 1
     await ModelReplica.__del__(started)
-    assert not started._served.loop._thread.is_alive()
+    assert not started.loop._thread.is_alive()
     socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))).close()
 
 

@@ -68,10 +68,7 @@ class Apart:
         self.num_asked = 0
 
     async def add(self, loop: EngineLoop, replica_id: str, role: Role) -> None:
-        served = ServedEngine(
-            loop, replica_id=replica_id, node_id="here", role=role, transfer=loop.engine.transfer_address
-        )
-        self.house.add(served)
+        self.house.add(ServedEngine(loop, replica_id=replica_id, node_id="here", role=role))
         async with asyncio.timeout(5):
             while replica_id not in {view.replica_id for view in self.house.router.views}:
                 await asyncio.sleep(0.01)

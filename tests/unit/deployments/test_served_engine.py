@@ -94,13 +94,13 @@ async def test_a_replica_whose_transfer_thread_has_failed_is_unhealthy_and_says_
     wire = FakeWire()
     engine, _ = fake_engine(wire=wire)
     served = ServedEngine(EngineLoop(engine), replica_id="r0", node_id="here")
-    served.raise_if_unhealthy()
+    await served.check_health()
     assert served._report(engine.stats()).error is None
     wire.services[0].error = RuntimeError("a bug")
     says = "the transfer thread has failed: RuntimeError('a bug')"
     assert served._report(engine.stats()).error == says
     with pytest.raises(EngineDead, match=re.escape(says)):
-        served.raise_if_unhealthy()
+        await served.check_health()
 
 
 async def test_the_report_of_a_hung_engine_says_for_how_long_its_step_has_run() -> None:
