@@ -1,7 +1,6 @@
 """Two processes with a service each, pages over NIXL: what happens when one dies or hangs (SPEC H08, H13, H19)."""
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from kvtransfer.types import (
 )
 from tests.kv_pools import layout
 from tests.transfer_process import EngineProcess
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -118,13 +118,6 @@ def advance(p: EngineProcess, d: EngineProcess, state: str, *, room: int) -> Non
         sent = p.stats().sent_pages
         send_half(p, room=room)
         until(lambda: p.stats().sent_pages == sent + 4)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Ask until it holds: each time the process is asked, it has answered."""
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
 
 
 @pytest.mark.parametrize(("transport", "p_tp", "d_tp"), [("auto", 1, 1), ("tcp", 2, 1), ("auto", 1, 2)])

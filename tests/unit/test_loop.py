@@ -2,8 +2,6 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,17 +12,10 @@ from replicas.scheduler.plan import StepPlan, StepResult
 from replicas.types import FinishReason, TokenDelta
 from tests.fakes import continuation
 from tests.harness import ask, at_once, fake_engine
+from tests.waiting import until
 
 pytestmark = pytest.mark.model
 PROMPT = [5, 6, 7, 8, 9]
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait for another thread; fails after ``timeout_s``."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "timed out"
-        threading.Event().wait(0.005)
 
 
 async def test_generate_yields_the_answer() -> None:

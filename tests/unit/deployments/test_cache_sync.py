@@ -1,7 +1,6 @@
 """The router's index follows the replicas' caches: batches, gaps, snapshots, several routers."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from deployments.dispatch.leases import ReplicaGone
 from routing.types import IndexSnapshot, RouteQuery
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 from tests.unit.deployments.sample_values import stats
+from tests.waiting import until_async
 
 TOKENS = list(range(100, 100 + 4 * PAGE_SIZE))
 
@@ -22,17 +22,11 @@ async def house() -> AsyncIterator[House]:
     await house.stop()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 async def add(house: House, *replicas: ScriptedReplica) -> None:
     """Add and wait until each has reported and sent its snapshot."""
     for replica in replicas:
         house.add(replica)
-    await until(lambda: house.fleet.num_ready == len(replicas) and not house.fleet.sync.asking)
+    await until_async(lambda: house.fleet.num_ready == len(replicas) and not house.fleet.sync.asking)
 
 
 def overlap(house: House, token_ids: list[int] = TOKENS) -> int:
@@ -54,9 +48,9 @@ async def test_events_keep_the_index_right(house: House) -> None:
     await add(house, replica)
     assert overlap(house) == 0
     replica.store(TOKENS)
-    await until(lambda: overlap(house) == 64)
+    await until_async(lambda: overlap(house) == 64)
     replica.clear()
-    await until(lambda: overlap(house) == 0)
+    await until_async(lambda: overlap(house) == 0)
     assert house.fleet.sync.num_snapshots == 1
 
 
@@ -65,7 +59,7 @@ async def test_a_lost_event_costs_one_snapshot(house: House) -> None:
     await add(house, replica)
     replica.store(TOKENS, tell=False)
     replica.store(TOKENS[:32])  # its number shows that one was lost
-    await until(lambda: overlap(house) == 64)
+    await until_async(lambda: overlap(house) == 64)
     assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
 
 
@@ -75,11 +69,11 @@ async def test_a_lost_last_event_is_told_of_by_the_reports(house: House) -> None
     await add(house, replica)
     replica.store(TOKENS, tell=False)
     await replica.send_reports(3)
-    await until(lambda: overlap(house) == 64)
+    await until_async(lambda: overlap(house) == 64)
     assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
     await replica.send_reports(3)
     replica.store(list(range(500, 500 + PAGE_SIZE)))
-    await until(lambda: overlap(house, list(range(500, 500 + PAGE_SIZE))) == 16)
+    await until_async(lambda: overlap(house, list(range(500, 500 + PAGE_SIZE))) == 16)
     assert (house.fleet.sync.num_gaps, replica.num_snapshots) == (1, 2)
 
 
@@ -100,7 +94,7 @@ async def test_a_replica_is_asked_again_until_a_snapshot_leaves_nothing_missing(
     await add(house, slow)
     slow.store(TOKENS, tell=False)
     slow.store(TOKENS[:32])
-    await until(lambda: overlap(house) == 64)
+    await until_async(lambda: overlap(house) == 64)
     assert (slow.num_asked, house.fleet.sync.num_gaps, house.fleet.sync.asking) == (3, 1, frozenset())
 
 
@@ -140,7 +134,7 @@ async def test_two_routers_of_the_same_replicas_agree(house: House) -> None:
     first.store(TOKENS)
     twin.held = first.held
     await add(other, twin)
-    await until(lambda: overlap(house) == 64)
+    await until_async(lambda: overlap(house) == 64)
     assert house.router.held("r0") == other.router.held("r0") != set()
     await other.stop()
 

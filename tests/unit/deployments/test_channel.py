@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import shutil
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from replicas.cache.events import CacheSnapshot, EventLog
 from replicas.types import Finish, FinishReason, TokenDelta, TokenLogprob, Usage
 from routing.types import IndexEvent, IndexSnapshot
 from tests.unit.deployments.sample_values import stats
+from tests.waiting import until_async
 
 
 class Desk:
@@ -200,12 +201,6 @@ async def test_events_and_snapshots_come_in_the_order_they_were_sent(desk: Desk)
     assert (desk.events, desk.snapshots) == ([("r0", 1)], [("r0", 0)])
 
 
-async def until(found: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not found():
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("said", [b"", b"\x00\x10"])
 async def test_who_says_no_hello_is_gone_in_its_time(said: bytes) -> None:
     desk = Desk(hello_s=0.1)
@@ -240,12 +235,12 @@ async def test_of_65_strangers_the_oldest_goes_and_replicas_stay(desk: Desk) -> 
     strangers = []
     for num in range(1, 66):
         strangers.append(await asyncio.open_connection(address.host, address.port))
-        await until(lambda num=num: desk.server.num_strangers == min(num, 64))  # type: ignore[misc]
+        await until_async(lambda num=num: desk.server.num_strangers == min(num, 64))  # type: ignore[misc]
     assert await asyncio.wait_for(strangers[0][0].read(), 5) == b""
     assert (desk.server.num_strangers, replica.lost, desk.server.is_connected("r0")) == (64, False, True)
     for _, writer in strangers:
         writer.close()
-    await until(lambda: desk.server.num_strangers == 0)
+    await until_async(lambda: desk.server.num_strangers == 0)
 
 
 HEAVY = tuple(  # about 70 kB in a frame

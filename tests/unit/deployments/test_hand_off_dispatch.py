@@ -5,7 +5,7 @@ SPEC H06, H08, H19; DESIGN section 2, steps a to f.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from routing.types import NoReplica, PairReason, Role
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
 from tests.unit.deployments.sample_values import ask, stats
+from tests.waiting import until_async
 
 WHOLE = list(range(1000, 1008))
 
@@ -44,7 +45,7 @@ class Pairs:
     async def add(self, *replicas: ScriptedReplica) -> None:
         for replica in replicas:
             self.house.add(replica)
-        await until(lambda: len(self.house.router.views) == len(self.house.leases.replicas))
+        await until_async(lambda: len(self.house.router.views) == len(self.house.leases.replicas))
 
     async def collect(self, **options: Any) -> list[TokenDelta]:
         async with asyncio.timeout(10):
@@ -56,18 +57,12 @@ class Pairs:
         return record.tries
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.fixture
 async def pairs() -> AsyncIterator[Pairs]:
     pairs = Pairs()
     await pairs.house.start()
     yield pairs
-    await until(lambda: all(future.done() for future in pairs.desks.rooms.values()))
+    await until_async(lambda: all(future.done() for future in pairs.desks.rooms.values()))
     await pairs.house.stop()
     pairs.desks.check()
 
@@ -130,7 +125,7 @@ async def test_a_prefill_leg_that_has_handed_over_is_left_to_end_by_itself(pairs
     assert ids(await pairs.collect()) == WHOLE
     assert pairs.tries[0].prefill_end == "handed off, says the decode replica: the try ended first"
     p.prefill_hold.set()
-    await until(lambda: not pairs.house.dispatcher._holder._ending)
+    await until_async(lambda: not pairs.house.dispatcher._holder._ending)
     assert p.num_aborted == 0
 
 
@@ -143,7 +138,7 @@ async def test_a_prefill_replica_that_dies_while_the_request_queues_there_costs_
     p.prefill_hold.clear()
     await pairs.add(p, d)
     pending = asyncio.create_task(pairs.collect())
-    await until(lambda: bool(p.requests and d.requests))
+    await until_async(lambda: bool(p.requests and d.requests))
     if others:
         await pairs.add(pairs.prefill("p1"))
     p.die()
@@ -167,7 +162,7 @@ async def test_a_prefill_replica_that_hangs_is_left_as_one_that_dies(pairs: Pair
     p.prefill_hold.clear()
     await pairs.add(p, d)
     pending = asyncio.create_task(pairs.collect())
-    await until(lambda: bool(p.requests and d.requests))
+    await until_async(lambda: bool(p.requests and d.requests))
     pairs.house.channel.leave("p0", ReplicaHangs("replica p0 hangs: its step has been running for 4.2 s"))
     assert ids(await pending) == WHOLE
     assert [record.decision.prefill_id for record in pairs.tries] == ["p0", None]
@@ -226,10 +221,10 @@ async def test_a_decode_replica_that_computes_the_prompt_after_all_makes_the_pre
     p.prefill_hold.clear()
     await pairs.add(p, d)
     pending = asyncio.create_task(pairs.collect())
-    await until(lambda: bool(p.requests and d.requests))
+    await until_async(lambda: bool(p.requests and d.requests))
     pairs.desks.settle(room(d.requests[0]), came=False)  # its room timed out
     assert ids(await pending) == WHOLE
-    await until(lambda: p.num_aborted == 1)
+    await until_async(lambda: p.num_aborted == 1)
     assert pairs.house.dispatcher.num_retries == 0
 
 
@@ -240,11 +235,11 @@ async def test_the_death_of_prefill_after_the_decode_replica_fell_back_takes_not
     d.hold.clear()
     await pairs.add(p, d)
     pending = asyncio.create_task(pairs.collect())
-    await until(lambda: bool(p.requests and d.requests))
+    await until_async(lambda: bool(p.requests and d.requests))
     pairs.desks.settle(room(d.requests[0]), came=False)
-    await until(lambda: p.num_aborted == 1)
+    await until_async(lambda: p.num_aborted == 1)
     p.die()
-    await until(lambda: pairs.tries[0].prefill_end is not None)
+    await until_async(lambda: pairs.tries[0].prefill_end is not None)
     d.hold.set()
     deltas = await pending
     assert ids(deltas) == WHOLE
@@ -263,7 +258,7 @@ async def test_a_decode_leg_that_ends_before_its_pages_came_ends_the_prefill_leg
     [last] = await pairs.collect()
     assert last.finish is not None
     assert last.finish.reason is reason
-    await until(lambda: p.num_aborted == 1)
+    await until_async(lambda: p.num_aborted == 1)
     assert pairs.tries[0].prefill_end == "not known: the try ended first"
 
 
@@ -297,7 +292,7 @@ async def test_a_decode_replica_that_dies_is_replaced_in_a_new_room(pairs: Pairs
     p, d = pairs.prefill(), pairs.decode("d0", die_at=die_at)
     await pairs.add(p, d)
     pending = asyncio.create_task(pairs.collect())
-    await until(lambda: pairs.house.dispatcher.num_retries == 1)
+    await until_async(lambda: pairs.house.dispatcher.num_retries == 1)
     pairs.house.remove("d0")
     again = pairs.decode("d1")
     pairs.house.add(again)
@@ -315,10 +310,10 @@ async def test_a_decode_replica_that_dies_during_the_transfer_ends_the_prefill_l
     p.prefill_hold.clear()
     await pairs.add(p, d)
     pending = asyncio.create_task(pairs.collect())
-    await until(lambda: bool(p.requests and d.requests))
+    await until_async(lambda: bool(p.requests and d.requests))
     await pairs.add(other)
     d.die()
-    await until(lambda: p.num_aborted == 1)
+    await until_async(lambda: p.num_aborted == 1)
     p.prefill_hold.set()
     assert ids(await pending) == WHOLE
     assert len(p.requests) == 2
@@ -333,14 +328,14 @@ async def test_a_client_that_leaves_ends_both_legs(pairs: Pairs, stage: str) -> 
     await pairs.add(p, d)
     stream = pairs.house.dispatcher.stream(ask(max_new_tokens=100))
     first = asyncio.create_task(anext(stream))
-    await until(lambda: bool(p.requests and d.requests))
+    await until_async(lambda: bool(p.requests and d.requests))
     if stage == "streaming":
         await first
     first.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await first
     await stream.aclose()
-    await until(lambda: d.num_aborted == 1)
+    await until_async(lambda: d.num_aborted == 1)
     assert p.num_aborted == (1 if stage == "queued" else 0)
     assert (pairs.house.router.num_open, pairs.house.channel.num_streams) == (0, 0)
     assert pairs.tries[0].outcome is not None
@@ -397,7 +392,7 @@ async def test_a_death_on_either_side_loses_none_of_many_requests(pairs: Pairs) 
     p0.prefill_hold.clear()
     await pairs.add(p0, p1, d0, d1)
     pending = [asyncio.create_task(pairs.collect(rid=f"c{i}.0-me{i}")) for i in range(12)]
-    await until(lambda: len(p0.requests) + len(p1.requests) == 12)
+    await until_async(lambda: len(p0.requests) + len(p1.requests) == 12)
     d0.die()
     p0.die()
     answers = await asyncio.gather(*pending)

