@@ -1,27 +1,34 @@
 """An engine with its transfer service in a process of its own: two of them are what NIXL needs to be tried, and timed.
 
-Owns:    the process and the pipe to it. Its times are comparable with ours: CLOCK_MONOTONIC is one for a host.
-Never:   steps the engine: an `EngineLoop` does, as in a replica. Gives up without a word: who waits too long is told
-         what every process of this kind does.
+Owns:    the process and the pipe to it. Its times are comparable with ours: CLOCK_MONOTONIC is one for a host. A folder
+         with a socket for each process and rank, at which a thread answers with the stacks of all threads.
+Never:   steps the engine: an `EngineLoop` does, as in a replica. Gives up without a reason: a caller that waits too
+         long gets what every process of this kind does.
 Thread:  here the caller's; there the main thread reads the pipe, engine and transfer threads work.
+
+Every process is a fork of one server that has imported PyTorch and the kernels, which take 2 to 4 s of CPU. The server
+runs nothing, so that no thread of OpenMP's, NIXL's or an engine's is lost in a fork.
 """
 
 import asyncio
+import faulthandler
 import functools
+import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import thread_dumps
-from benchmarks.processes import prepared
 from kvtransfer.types import PeerAddress, TransferSettings, Verify
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
@@ -34,9 +41,47 @@ from replicas.types import EngineStats, GenerateRequest, PoolStats, TokenDelta
 START_S = 180.0  # mostly imports: 6 s on two idle cores, 26 s with six busy processes beside
 ANSWER_S = 60.0
 TRANSFER_S = 30.0  # the service's deadlines: pages that are missing show as a fall-back with its reason before that
-STATE_S = 5.0  # for the state of an engine that did not answer
+STATE_S = 5.0  # for the state of an engine that did not answer, and for the stacks of each process
+IMPORTED = ["replicas.launch", "replicas.engine.loop", "replicas.engine.ranks"]
 TOKEN = b"secret of the cluster"
 Probe = Callable[[], Callable[[], object]]  # called there before the engine is made; what it returns answers `probed`
+
+
+def prepared() -> ForkServerContext:
+    """Return the context to start such processes from. They have the environment of this process's first call."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def tell_stacks(folder: str) -> None:
+    """Answer at a socket in ``folder`` from now on. The thread that answers holds the GIL, so that no stack changes."""
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(str(Path(folder, f"{os.getpid()}.socket")))
+    door.listen()
+
+    def answer() -> None:
+        while True:
+            asking, _ = door.accept()
+            with asking:
+                faulthandler.dump_traceback(asking.fileno())
+
+    threading.Thread(target=answer, name="stacks", daemon=True).start()
+
+
+def stacks(folder: str) -> str:
+    """Return what every process of ``folder`` does: a stack for each of its threads, or why there is none."""
+    told = []
+    for door in sorted(Path(folder).glob("*.socket")):
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.settimeout(STATE_S)
+            try:
+                asking.connect(str(door))
+                said = b"".join(iter(lambda asking=asking: asking.recv(1 << 16), b""))  # type: ignore[misc]
+            except OSError as error:  # it has ended, is stopped, or native code keeps the GIL
+                said = f"no answer: {error!r}".encode()
+        told.append(f"process {door.stem}: {said.decode(errors='replace')}")
+    return "\n".join(told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +95,7 @@ class _Settings:
     context_len: int
     pool_tokens: int
     probe: Probe | None
-    dumps: str  # folder of thread_dumps
+    dumps: str  # folder of the sockets that tell stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +105,7 @@ class _Abort:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """To what was asked; all else that comes are deltas."""
+    """The answer to what was asked; all else that comes are deltas."""
 
     value: object
 
@@ -69,7 +114,7 @@ _open: "list[EngineProcess]" = []  # all of this process
 
 
 class EngineProcess:
-    """One at the other end of a pipe; its ranks compute with one thread each."""
+    """An engine at the other end of a pipe; its ranks compute with one thread each."""
 
     def __init__(
         self,
@@ -114,11 +159,11 @@ class EngineProcess:
         self._pipe.send(_Abort(rid))
 
     def finish(self, rid: str) -> list[TokenDelta]:
-        """The deltas of a request, to its end (one choice)."""
+        """Return the deltas of a request, to its end (one choice)."""
         return [delta for _, delta in self.finish_timed(rid)]
 
     def finish_timed(self, rid: str) -> list[tuple[float, TokenDelta]]:
-        """The same, each with the time at which the engine gave it away."""
+        """Return the same, each with the time at which the engine delivered it."""
         while True:
             mine = [item for item in self._told if item[1].rid == rid]
             if mine and mine[-1][1].finish is not None:
@@ -127,7 +172,7 @@ class EngineProcess:
             self._take(self._receive())
 
     def stats(self) -> EngineStats:
-        """Of this moment; its scheduler and pools have been checked."""
+        """Return the counts of this moment; its scheduler and pools have been checked."""
         stats = self._ask("stats")
         assert isinstance(stats, EngineStats)
         return stats
@@ -136,22 +181,22 @@ class EngineProcess:
         return self.stats().pool
 
     def probed(self) -> Any:
-        """What the probe has to say now."""
+        """Return what the probe says now."""
         return self._ask("probe")
 
     def fault(self) -> str:
-        """Why it should be replaced, or nothing; also of an engine whose step hangs."""
+        """Return why it should be replaced, or nothing; also of an engine whose step hangs."""
         return str(self._ask("fault"))
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGSTOP, SIGCONT or SIGKILL."""
+        """Send SIGSTOP, SIGCONT or SIGKILL."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
         if number is signal.SIGKILL:
             self._process.join(30)
 
     def close(self) -> None:
-        """Ends it; nothing to do for one that was killed."""
+        """End it; one that was killed is left alone."""
         _open.remove(self)
         if self._process.exitcode == -signal.SIGKILL:
             return
@@ -171,7 +216,7 @@ class EngineProcess:
         self._told += [(time_s, delta) for delta in deltas]
 
     def _receive(self, timeout_s: float | None = None) -> Any:
-        """Raises: AssertionError with what all of them do, when there is no answer."""
+        """Take the next message. Raises: AssertionError with what all processes do, when none comes."""
         limit_s = ANSWER_S if timeout_s is None else timeout_s
         if not self._pipe.poll(limit_s):
             load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
@@ -180,8 +225,8 @@ class EngineProcess:
         return self._pipe.recv()
 
     def _state(self) -> str:
-        """Of an engine that may hang: its threads, and what it last said of itself."""
-        dump = thread_dumps.ask(self._dumps.name)
+        """Return the threads of an engine that may hang, and what it last said of itself."""
+        dump = stacks(self._dumps.name)
         try:
             self._pipe.send("state")
             while self._pipe.poll(STATE_S):
@@ -195,7 +240,7 @@ class EngineProcess:
 
 
 def _main(pipe: Connection, settings: _Settings) -> None:
-    thread_dumps.take_part(settings.dumps)
+    tell_stacks(settings.dumps)
     torch.set_num_threads(1)
     probed = settings.probe() if settings.probe is not None else lambda: None
     engine = load_engine(
@@ -244,7 +289,7 @@ def _main(pipe: Connection, settings: _Settings) -> None:
 
 
 def _follow(dumps: str, spec: WorkerSpec) -> None:
-    thread_dumps.take_part(dumps)
+    tell_stacks(dumps)
     local_worker(spec)
 
 

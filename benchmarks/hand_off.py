@@ -1,4 +1,4 @@
-"""A prompt computed by one process and answered by another, beside one engine: `python -m benchmarks hand_off`.
+"""A prompt computed by one process and answered by another, beside one engine; and the transfer of its pages.
 
 SmolLM2-135M, one compute thread each; K/V goes over NIXL by CMA, then by tcp, with and without digests. Rounds are
 alternated: the pair with digests, the pair without, the first pair's prefill engine alone. Every prompt has its own
@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import harness, transfer
 from benchmarks.engine_process import EngineProcess
-from benchmarks.harness import Part, Row
+from benchmarks.harness import Part, Row, Table
 from kvtransfer.ports.agent import NixlAgent
 from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.rooms.receiver import KVReceiver
@@ -47,7 +47,7 @@ _rooms = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """One request; seconds."""
+    """The times of one request, in seconds."""
 
     first_token: float  # from submit
     decode_step: float  # median of those after the second token
@@ -60,14 +60,15 @@ class Times:
     own_step: float = 0.0  # that step: of an engine that was idle before, over K/V that it has not read yet
 
     def rest(self, step_s: float) -> float:
-        """What handing over took, if the decode step took ``step_s``."""
+        """Return what handing over took, if the decode step took ``step_s``."""
         return self.hand_over - step_s - self.posts
 
 
-def measure(model: str, *, quick: bool) -> list[Row]:
-    """Over CMA and over tcp."""
-    lengths, rounds = ((256,), 3) if quick else ((256, 1024), 9)
-    return [row for transport in ("cma", "tcp") for row in _measure_transport(model, transport, lengths, rounds)]
+def engine_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure over CMA and over tcp."""
+    lengths, rounds = ((256,), options.rounds or 3) if options.quick else ((256, 1024), options.rounds or 9)
+    transports = ("cma", "tcp")
+    return [row for each in transports for row in _measure_transport(options.model, each, lengths, rounds)]
 
 
 def _measure_transport(model: str, transport: str, lengths: tuple[int, ...], rounds: int) -> list[Row]:
@@ -95,7 +96,7 @@ class _Pair:
         self._prefill, self._decode = prefill, decode
 
     def alone(self, prompt: np.ndarray) -> Times:
-        """By the prefill engine."""
+        """Answer by the prefill engine alone."""
         request = _request(prompt)
         started = time.monotonic()
         self._prefill.submit(request)
@@ -104,6 +105,7 @@ class _Pair:
         return Times(first_token=told[0][0] - started, decode_step=_step([at for at, _ in told]))
 
     def hand_over(self, prompt: np.ndarray) -> Times:
+        """Compute the prompt on one engine and answer on the other. Raises: RuntimeError if that fails."""
         request = _request(prompt)
         ticket = PdTicket(room=next(_rooms), generation=0, prefill=self._prefill.address)
         started = time.monotonic()
@@ -141,13 +143,13 @@ def _request(prompt: np.ndarray) -> GenerateRequest:
 
 
 def _step(at: list[float]) -> float:
-    """Of the times of all tokens."""
+    """Return the median step, from the times of all tokens."""
     return statistics.median(after - before for before, after in itertools.pairwise(at[1:]))
 
 
 @contextmanager
 def _pairs(model: str, transport: str, longest: int) -> Iterator[dict[str, _Pair]]:
-    """One for each mode."""
+    """Start a pair for each mode."""
     with ExitStack() as stack:
 
         def start(verify: Verify) -> EngineProcess:
@@ -168,7 +170,7 @@ def _pairs(model: str, transport: str, longest: int) -> Iterator[dict[str, _Pair
 
 
 def watch() -> Callable[[], object]:
-    """In an engine's process: when some calls began and ended. Returns: what gives these times, and forgets them."""
+    """Note in an engine's process when some calls begin and end. Returns: what gives these times, and forgets them."""
     seen: dict[str, list[tuple[float, float]]] = {}
 
     def time_calls(owner: Any, method: str, name: str) -> None:
@@ -198,12 +200,10 @@ def watch() -> Callable[[], object]:
 
 
 def _rows(section: str, length: int, taken: dict[str, list[Times]], *, takes_off_posts: bool) -> list[Row]:
-    rows = []
+    table = Table(section)
 
-    def add(name: str, values: list[float], *, target: str | None = None, note: str = "") -> None:
-        rows.append(
-            Row.of(section, f"{length:,} tokens, {name}", [1e3 * v for v in values], "ms", target=target, note=note)
-        )
+    def add(name: str, values: list[float], **more: Any) -> None:
+        table.add(f"{length:,} tokens, {name}", [1e3 * value for value in values], "ms", **more)
 
     num_pages = -(-(length - (length - 1) // CHUNK * CHUNK) // PAGE)
     for mode in MODES:
@@ -226,20 +226,12 @@ def _rows(section: str, length: int, taken: dict[str, list[Times]], *, takes_off
         note = f"{1e3 * (statistics.median(through) - alone):+.1f} ms"
         add(f"time to first token, two engines, {mode}", through, note=f"{note} beside one engine")
     add(f"time to first token, {ALONE}", [one.first_token for one in taken[ALONE]])
-    return rows
-
-
-def hand_off_rows(options: argparse.Namespace) -> list[Row]:
-    return measure(options.model, quick=options.quick)
-
-
-def transfer_rows(options: argparse.Namespace) -> list[Row]:
-    return transfer.measure(quick=options.quick)
+    return table.rows
 
 
 PARTS = {
-    "transfer": Part(about="pages between two processes", measure=transfer_rows),
-    "engines": Part(about="a hand-off between two engines", measure=hand_off_rows),
+    "transfer": Part(about="KV pages between two processes, beside a plain copy", measure=transfer.rows),
+    "engines": Part(about="a hand-off between two engines over CMA and tcp", measure=engine_rows),
 }
 
 

@@ -1,47 +1,65 @@
-"""What a token costs on its way from an engine to a client: `python -m benchmarks.token_path`.
+"""CPU time around the engine: what a token costs on its way to a client, what metrics cost, what being watched costs.
 
-One local Ray with two applications over the same token source, an engine without a model (token_source.py): Manta's own
-deployments, and Ray Serve's plain way, ``handle.options(stream=True)`` (token_apps.py). An HTTP client reads both in
-turn. This is done behind HAProxy and behind Serve's own proxy, a Ray each.
+`path`: one local Ray with two applications over the same token source, an engine without a model (token_source.py):
+Manta's own deployments, and Ray Serve's plain way, ``handle.options(stream=True)``. An HTTP client reads both in turn,
+behind HAProxy and behind Serve's own proxy, a Ray each. CPU a token: user and system time of every server process
+(Ray's too, never the client's) over a window, less what they use in a window without requests, over the tokens that
+the client read meanwhile. "engine alone" is the same engine in this process without a reader: what remains of the
+others' figures without it is the path. Steady: 16 streams at 20 tokens/s, as a model would make them. Flat out: 32
+streams as fast as they come. Added to a request: the median over single requests, one after the other, less that of
+the engine called directly; of a whole answer of one token, and of a stream to its first event.
 
-CPU a token: user and system time of every server process (Ray's too, never the client's) over a window, less what they
-use in a window without requests, over the tokens that the client read meanwhile. "engine alone" is the same engine in
-this process with nobody to read: what remains of the others' figures without it is the path. Steady: 16 streams at 20
-tokens/s, as a model would make them. Flat out: 32 streams as fast as they come. Added to a request: the median over
-single requests, one after the other, less that of the engine called directly; of a whole answer of one token, and of a
-stream to its first event.
+`watch`: serve_config.yaml with its observatory, without a reader and with two: a scraper that asks for targets and
+reads all of them every three seconds as Prometheus does, and one open live view. CPU time a second of each part of the
+application, at rest and under eight streams. The readers are in this process and count in no CPU time.
+
+`metrics`: microseconds a token and a request in the router, milliseconds a scrape; the least of several repeats, so
+that other work on the machine counts little. A step of the engine costs the same with and without metrics.
 """
 
 import argparse
 import asyncio
+import contextlib
 import os
-import pathlib
 import statistics
-import sys
 import time
-from collections.abc import Mapping, Sequence
+import timeit
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
+import numpy as np
+from prometheus_client import generate_latest
 
-from benchmarks import live_app
-from benchmarks.harness import Row, publish
+from benchmarks import harness, live_app
+from benchmarks.client import Client, ClosedLoop
+from benchmarks.harness import MODEL, Part, Row, Table, rounds_of, say
 from benchmarks.live_app import ServerCpu, difference
-from benchmarks.token_alone import PACES, WARM_S, Alone, Pace
-from benchmarks.token_client import Load, times_of
+from benchmarks.token_source import PACES, WARM_S, Alone, Count, Streams, times_of
+from benchmarks.workloads import random_lengths
+from dashboards.catalog import Process
 from deployments.command import haproxy
+from deployments.dispatch.following import Following, RequestWatch
+from deployments.dispatch.route_log import RouteLog
+from deployments.dispatch.timeline import Arrival
+from deployments.watch.metrics.emitter import Emitter, Identity
+from deployments.watch.metrics.router_events import RouterEvents
+from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage
 
 SECTION = "the token path: CPU a token, and what is added to a request"
-MODEL = "models/SmolLM2-135M-Instruct"
 PROXIES = {"HAProxy": "1", "Serve's proxy": "0"}  # -> RAY_SERVE_ENABLE_HA_PROXY
 PREFIXES = {"Manta": "", "plain": "/plain"}
-PARTS = {
+PROCESSES = {
     "ModelReplica": "replica", ":Router": "router", "haproxy": "HAProxy", "PlainEngine": "plain engine",
     "PlainIngress": "plain ingress", "ProxyActor": "Serve's proxy", "ServeController": "controller",
 }  # fmt: skip
 WARM_REQUESTS = 30
 TARGETS = {"steady": 100.0, "flat out": 50.0, "unary": 6.0, "TTFT": 8.0}  # us, us, ms, ms
+SCRAPE_S = 3.0
+USAGE = Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=0)
+TOKEN = TokenDelta(rid="a", token_ids=(5,), usage=USAGE)
+LAST = TokenDelta(rid="a", token_ids=(5,), usage=USAGE, finish=Finish(reason=FinishReason.LENGTH))
+REQUEST = GenerateRequest(rid="a.0-b", token_ids=np.arange(4, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +76,10 @@ class Spent:
         return 1e6 * sum(self.cpu.values()) / self.tokens
 
     @staticmethod
-    def of(cpu: Mapping[str, float], idle: Mapping[str, float], *, tokens: int, events: int, wall_s: float) -> "Spent":
-        """``idle``: part -> CPU seconds a second without requests."""
-        return Spent(
-            cpu={part: used_s - idle[part] * wall_s for part, used_s in cpu.items()},
-            tokens=tokens, events=events, wall_s=wall_s,
-        )  # fmt: skip
+    def of(cpu: Mapping[str, float], idle: Mapping[str, float], count: Count, wall_s: float) -> "Spent":
+        """Take off ``idle``: part -> CPU seconds a second without requests."""
+        spent = {part: used_s - idle[part] * wall_s for part, used_s in cpu.items()}
+        return Spent(cpu=spent, tokens=count.tokens, events=count.events, wall_s=wall_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,115 +90,78 @@ class Path:
     added_ms: dict[str, list[float]] = field(default_factory=lambda: {"unary": [], "TTFT": []})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    rounds: int
-    window_s: float
-    requests: int  # single ones, of each kind
-
-
-async def measure(url: str, sizes: Sizes, alone: Alone) -> dict[str, Path]:
-    """Both applications behind one proxy, in turn."""
-    found, cpu = {name: Path() for name in PREFIXES}, ServerCpu(PARTS)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for prefix in PREFIXES.values():  # what happens once is not counted
-            for stream in (True, False):
-                await times_of(session, f"{url}{prefix}/v1/completions", stream=stream, numbers=range(WARM_REQUESTS))
-        for round_ in range(sizes.rounds):
-            await asyncio.sleep(WARM_S)
-            idle = await cost_of_idling(cpu, sizes.window_s)
-            for name, prefix in PREFIXES.items():
-                address = f"{url}{prefix}/v1/completions"
-                for kind, times in found[name].added_ms.items():
-                    numbers = range(1000 * round_, 1000 * round_ + sizes.requests)
-                    took = await times_of(session, address, stream=kind == "TTFT", numbers=numbers)
-                    times.append(1e3 * (statistics.median(took) - alone.latency_s[kind]))
-                for load, pace in PACES.items():
-                    window_s = pace.windows * sizes.window_s
-                    found[name].spent[load].append(await spend(session, address, pace, window_s, cpu, idle))
-    return found
-
-
-async def cost_of_idling(cpu: ServerCpu, window_s: float) -> dict[str, float]:
-    """Part -> CPU seconds a second while nobody asks for anything."""
+async def cpu_a_second(cpu: ServerCpu, window_s: float) -> dict[str, float]:
+    """Return part -> CPU seconds a second of a window from now."""
     before, started_s = cpu.by_part(), time.perf_counter()
     await asyncio.sleep(window_s)
     used, wall_s = difference(before, cpu.by_part()), time.perf_counter() - started_s
     return {part: used_s / wall_s for part, used_s in used.items()}
 
 
-async def spend(
-    session: aiohttp.ClientSession,
-    address: str,
-    pace: Pace,
-    window_s: float,
-    cpu: ServerCpu,
-    idle: Mapping[str, float],
-) -> Spent:
-    """One window, begun when all streams run."""
-    async with Load(session, address, streams=pace.streams, tokens_per_s=pace.tokens_per_s) as load:
-        await asyncio.sleep(WARM_S)
-        before, count, started_s = cpu.by_part(), load.total(), time.perf_counter()
-        await asyncio.sleep(window_s)
-        used, later, wall_s = difference(before, cpu.by_part()), load.total(), time.perf_counter() - started_s
-    tokens, events = later.tokens - count.tokens, later.events - count.events
-    return Spent.of(used, idle, tokens=tokens, events=events, wall_s=wall_s)
+async def paths_of(url: str, rounds: int, window_s: float, requests: int, alone: Alone) -> dict[str, Path]:
+    """Measure both applications behind one proxy, in turn."""
+    found, cpu = {name: Path() for name in PREFIXES}, ServerCpu(PROCESSES)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for prefix in PREFIXES.values():  # what happens once is not counted
+            for stream in (True, False):
+                await times_of(session, f"{url}{prefix}/v1/completions", stream=stream, numbers=range(WARM_REQUESTS))
+        for round_ in range(rounds):
+            await asyncio.sleep(WARM_S)
+            idle = await cpu_a_second(cpu, window_s)
+            for name, prefix in PREFIXES.items():
+                address = f"{url}{prefix}/v1/completions"
+                for kind, times in found[name].added_ms.items():
+                    numbers = range(1000 * round_, 1000 * round_ + requests)
+                    took = await times_of(session, address, stream=kind == "TTFT", numbers=numbers)
+                    times.append(1e3 * (statistics.median(took) - alone.latency_s[kind]))
+                for load, pace in PACES.items():
+                    async with Streams(session, address, pace) as streams:
+                        await asyncio.sleep(WARM_S)
+                        before, count, started_s = cpu.by_part(), streams.total(), time.perf_counter()
+                        await asyncio.sleep(pace.windows * window_s)
+                        used, later = difference(before, cpu.by_part()), streams.total()
+                        wall_s = time.perf_counter() - started_s
+                    came = Count(later.tokens - count.tokens, later.events - count.events)
+                    found[name].spent[load].append(Spent.of(used, idle, came, wall_s))
+    return found
 
 
 def rows_of(alone: Alone, found: Mapping[str, Mapping[str, Path]]) -> list[Row]:
-    """``found``: by proxy and application."""
-    rows = []
-
-    def add(name: str, values: Sequence[float], unit: str, *, target: str | None = None, note: str = "") -> None:
-        rows.append(Row.of(SECTION, name, values, unit, target=target, note=note))
-
+    """Return the table of what was found by proxy and application."""
+    table = Table(SECTION)
     for load in PACES:
-        add(f"{load}: engine alone", [alone.us_a_token[load]], "us/token")
+        table.add(f"{load}: engine alone", [alone.us_a_token[load]], "us/token")
         for proxy, paths in found.items():
             for name, path in paths.items():
                 spent = path.spent[load]
                 target = f"<= {TARGETS[load]:g}" if name == "Manta" else None
                 per_s = statistics.median([each.tokens / each.wall_s for each in spent])
                 per_event = statistics.median([each.tokens / each.events for each in spent])
-                note = f"{per_s:,.0f} tokens/s, {per_event:.2f} an event; {_parts(spent)}"
+                note = f"{per_s:,.0f} tokens/s, {per_event:.2f} an event; {_most(spent)}"
                 values = [each.us_a_token for each in spent]
-                add(f"{load}: {name}, {proxy}", values, "us/token", target=target, note=note)
-            ratios = [
-                plain.us_a_token / manta.us_a_token
-                for plain, manta in zip(paths["plain"].spent[load], paths["Manta"].spent[load], strict=True)
-            ]
-            add(f"{load}: plain / Manta, {proxy}", ratios, "x", note="by round")
+                table.add(f"{load}: {name}, {proxy}", values, "us/token", target=target, note=note)
+            pairs = zip(paths["plain"].spent[load], paths["Manta"].spent[load], strict=True)
+            ratios = [plain.us_a_token / manta.us_a_token for plain, manta in pairs]
+            table.add(f"{load}: plain / Manta, {proxy}", ratios, "x", note="by round")
     for kind in ("unary", "TTFT"):
-        add(f"{kind}: engine called directly", [1e3 * alone.latency_s[kind]], "ms")
+        table.add(f"{kind}: engine called directly", [1e3 * alone.latency_s[kind]], "ms")
         for proxy, paths in found.items():
             for name, path in paths.items():
                 target = f"<= {TARGETS[kind]:g}" if name == "Manta" else None
-                add(f"{kind}: added by {name}, {proxy}", path.added_ms[kind], "ms", target=target)
-    return rows
+                table.add(f"{kind}: added by {name}, {proxy}", path.added_ms[kind], "ms", target=target)
+    return table.rows
 
 
-def _parts(spent: Sequence[Spent]) -> str:
-    """The parts that cost most, us a token."""
+def _most(spent: Sequence[Spent]) -> str:
+    """Write the parts that cost most, us a token."""
     us = {part: statistics.median([1e6 * each.cpu[part] / each.tokens for each in spent]) for part in spent[0].cpu}
     return ", ".join(f"{part} {value:.0f}" for part, value in sorted(us.items(), key=lambda item: -item[1])[:4])
 
 
-def applications() -> list[dict[str, Any]]:
-    """What Serve runs, as serve_config.yaml has it."""
-    manta = {"model": {"path": MODEL}, "replicas": {"count": 1, "cpus": 1}}
-    return [
-        {"name": "manta", "route_prefix": "/", "import_path": "benchmarks.token_apps:manta", "args": manta},
-        {
-            "name": "plain", "route_prefix": "/plain", "import_path": "benchmarks.token_apps:plain",
-            "args": {"model": MODEL},
-        },
-    ]  # fmt: skip
-
-
 def proxies_of(asked: Sequence[str] | None, unusable: str) -> tuple[list[str], str]:
-    """What to measure behind, and why HAProxy is not among it though wanted: Serve would take its own proxy unasked.
+    """Return what to measure behind, and why HAProxy is not among it though wanted: Serve would take its own unasked.
 
-    Args: asked: names, None for all; unusable: why HAProxy cannot be had, "" where it can.
+    Args: asked: names, None for all; unusable: why HAProxy cannot be used, "" where it can.
     """
     wanted = list(asked or PROXIES)
     if not unusable or "HAProxy" not in wanted:
@@ -190,35 +169,171 @@ def proxies_of(asked: Sequence[str] | None, unusable: str) -> tuple[list[str], s
     return [] if asked else [each for each in wanted if each != "HAProxy"], unusable
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parse = argparse.ArgumentParser(
-        prog="python -m benchmarks.token_path",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parse.add_argument("--rounds", type=int, default=3, help="of each application, behind each proxy")
-    parse.add_argument("--window", type=float, default=10.0, metavar="S", help="seconds of idling and of steady load")
-    parse.add_argument("--requests", type=int, default=100, help="single ones, of each kind and round")
-    parse.add_argument("--proxy", choices=list(PROXIES), action="append", help="only behind this one")
-    parse.add_argument("--json", metavar="OUT", help="also write JSON here")
-    options = parse.parse_args(argv)
-    unusable = haproxy.unusable(haproxy.found(os.environ), host=live_app.HOST)
-    proxies, why_not = proxies_of(options.proxy, unusable)
+def path_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure the token path behind each proxy. Raises: SystemExit if the one that is asked for cannot be used."""
+    proxies, why_not = proxies_of(options.proxy, haproxy.unusable(haproxy.found(os.environ), host=live_app.HOST))
     if not proxies:
-        parse.error(f"--proxy HAProxy cannot be measured here: {why_not}")
+        raise SystemExit(f"--proxy HAProxy cannot be measured here: {why_not}")
     if why_not:
-        print(f"  not measured behind HAProxy: {why_not}", file=sys.stderr, flush=True)
-    sizes = Sizes(rounds=options.rounds, window_s=options.window, requests=options.requests)
-    alone = Alone.measure(str(live_app.ROOT / MODEL), window_s=sizes.window_s, requests=sizes.requests)
+        say(f"not measured behind HAProxy: {why_not}")
+    window_s, requests = (2.0, 10) if options.quick else (options.window, options.requests)
+    alone = Alone.measure(str(harness.ROOT / options.model), window_s=window_s, requests=requests)
+    args = {"model": {"path": options.model}, "replicas": {"count": 1, "cpus": 1}}
+    source = "benchmarks.token_source"
+    applications = [
+        {"name": "manta", "route_prefix": "/", "import_path": f"{source}:manta", "args": args},
+        {"name": "plain", "route_prefix": "/plain", "import_path": f"{source}:plain", "args": {"model": options.model}},
+    ]
     found = {}
     for proxy in proxies:
         environment = {"RAY_SERVE_ENABLE_HA_PROXY": PROXIES[proxy]}
         paths = [f"{prefix}/health" for prefix in PREFIXES.values()]
-        with live_app.running(applications(), answers_at=paths, environment=environment) as url:
-            found[proxy] = asyncio.run(measure(url, sizes, alone))
-        print(f"  behind {proxy}: measured", file=sys.stderr, flush=True)
-    publish(rows_of(alone, found), options.json and pathlib.Path(options.json))
+        with live_app.running(applications, answers_at=paths, environment=environment) as url:
+            found[proxy] = asyncio.run(paths_of(url, rounds_of(options, 3), window_s, requests, alone))
+        say(f"behind {proxy}: measured")
+    return rows_of(alone, found)
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(slots=True)
+class Readings:
+    """What the readers of a watched application have read."""
+
+    scrapes: int = 0
+    events: int = 0
+
+
+@contextlib.asynccontextmanager
+async def watching(url: str) -> AsyncIterator[Readings]:
+    """Scrape, and hold a live view open, until the end."""
+    read = Readings()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        tasks = [asyncio.create_task(_scrape(session, url, read)), asyncio.create_task(_view(session, url, read))]
+        try:
+            yield read
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what ended it
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _scrape(session: aiohttp.ClientSession, url: str, read: Readings) -> None:
+    groups: list[dict[str, list[str]]] = []
+    while True:
+        async with session.get(f"{url}/manta/sd") as answer:
+            if answer.status == 200:  # else it knows nothing yet, and Prometheus keeps the targets that it has
+                groups = await answer.json()
+        for address in (address for group in groups for address in group["targets"]):
+            headers = {"Accept-Encoding": "gzip"}  # as Prometheus asks
+            async with session.get(f"http://{address}/metrics", headers=headers) as answer:
+                await answer.read()
+                read.scrapes += answer.status == 200
+        await asyncio.sleep(SCRAPE_S)
+
+
+async def _view(session: aiohttp.ClientSession, url: str, read: Readings) -> None:
+    async with session.get(f"{url}/manta/api/events") as answer:
+        answer.raise_for_status()
+        async for line in answer.content:
+            read.events += line.startswith(b"event:")
+    raise RuntimeError("the event stream ended")
+
+
+async def watch_cpu(url: str, rounds: int, window_s: float) -> dict[tuple[str, str], list[dict[str, float]]]:
+    """Return CPU seconds a second by part, of each round: (at rest or under load, read or not)."""
+    cpu, client = ServerCpu(), Client(url, MODEL.rpartition("/")[2])
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for round_, reader in harness.in_turn(("no reader", "read"), rounds):
+        async with watching(url) if reader == "read" else contextlib.nullcontext(Readings()) as readings:
+            await asyncio.sleep(WARM_S)
+            found.setdefault(("at rest", reader), []).append(await cpu_a_second(cpu, window_s))
+            load = random_lengths(num_requests=500, input_len=64, output_len=32, vocab_size=32_000, seed=2 * round_)
+            busy = asyncio.create_task(client.run(load, ClosedLoop(concurrency=8), max_s=window_s + 2 * WARM_S))
+            await asyncio.sleep(WARM_S)
+            found.setdefault(("8 streams", reader), []).append(await cpu_a_second(cpu, window_s))
+            await busy
+        if reader == "read" and not (readings.scrapes and readings.events):
+            raise RuntimeError(f"the application was not read: {readings}")
+    return found
+
+
+def watch_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure an application that is watched: a line for each state, a column for each part."""
+    with live_app.serving("serve_config.yaml", {}) as url:
+        window_s = 4.0 if options.quick else max(options.window, 2 * SCRAPE_S)
+        found = asyncio.run(watch_cpu(url, rounds_of(options, 3), window_s))
+    table = Table("CPU a second of an application with its observatory, ms")
+    for (load, reader), rounds in sorted(found.items()):
+        name = f"{load}, {reader}"
+        table.add(name, [1000 * sum(each.values()) for each in rounds], figure="all")
+        for part in rounds[0]:
+            table.add(name, [1000 * each[part] for each in rounds], figure=part)
+    return table.rows
+
+
+def metrics_watch() -> tuple[Emitter, RouterEvents]:
+    """Return a router's metrics, and what counts its requests."""
+    emitter = Emitter(Process.ROUTER, Identity(model="m", role="router", replica="r"), disaggregated=True)
+    return emitter, RouterEvents(emitter, ttft_objective_s=1.0, itl_objective_s=0.1, disaggregated=True)
+
+
+def _following(watch: RequestWatch) -> Following:
+    """Return a request that has its first token; no decision is made of it."""
+    arrival = Arrival(endpoint="chat", arrived_s=time.monotonic())
+    found = Following(REQUEST, arrival, routes=RouteLog(), watch=watch, clock=time.monotonic)
+    found.timeline.saw(TOKEN, time.monotonic())
+    return found
+
+
+def token_us(watch: RequestWatch) -> float:
+    one = _following(watch)
+    return _best_us(lambda: one.saw(TOKEN), number=20_000)
+
+
+def request_us(watch: RequestWatch) -> float:
+    """Time all of a request but its decision and its tokens."""
+
+    def whole() -> None:
+        with _following(watch) as one:
+            one.timeline.saw(LAST, time.monotonic())
+
+    return _best_us(whole, number=2_000)
+
+
+def scrape_ms(emitter: Emitter) -> float:
+    return _best_us(lambda: generate_latest(emitter.registry), number=10) / 1e3
+
+
+def _best_us(work: Callable[[], object], *, number: int) -> float:
+    return min(timeit.repeat(work, number=number, repeat=7)) / number * 1e6
+
+
+def metrics_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure a router's metrics, and nothing in their place."""
+    table, (emitter, watch) = Table("what metrics cost a router"), metrics_watch()
+    for name, each in (("metrics", watch), ("none", RequestWatch())):
+        table.add(f"{name}: a token", [token_us(each)], "us")
+        table.add(f"{name}: a request", [request_us(each)], "us")
+    num_lines = generate_latest(emitter.registry).count(b"\n")
+    table.add("a scrape", [scrape_ms(emitter)], "ms", note=f"{num_lines} lines")
+    return table.rows
+
+
+def add_options(parse: argparse.ArgumentParser) -> None:
+    add = parse.add_argument
+    add("--window", type=float, default=10.0, metavar="S", help="seconds of idling and of steady load")
+    add("--requests", type=int, default=100, help="path: single ones, of each kind and round")
+    add("--proxy", choices=list(PROXIES), action="append", help="path: only behind this one")
+
+
+PARTS = {
+    "metrics": Part(about="what metrics cost a router", measure=metrics_rows),
+    "watch": Part(about="the observatory, a scraper and a live view", measure=watch_rows),
+    "path": Part(about="CPU a token from engine to client, and what is added to a request", measure=path_rows),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    harness.run("overhead", __doc__, PARTS, argv, options=add_options)

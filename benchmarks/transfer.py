@@ -1,49 +1,46 @@
-"""KV pages between two processes over NIXL, beside a plain copy of the same bytes: `python -m benchmarks transfer`.
+"""KV pages between two processes over NIXL, beside a plain copy of the same bytes.
 
-Rounds are alternated: copy here, write there, with digests, without, so that the machine's mood is the same for all. A
-round takes 64 pages at random of a pool larger than the caches: those of a 1,024-token prompt of SmolLM2-135M.
+Rounds are alternated: copy here, write there, with digests, without, so that other work on the machine hits all alike.
+A round takes 64 pages at random of a pool larger than the caches: those of a 1,024-token prompt of SmolLM2-135M.
 
 Over CMA the sender copies, in process_vm_writev: what that takes is compared as CPU time, which other work on the
 machine disturbs least, with memmove and with the bare system call on the same pages. Times from order to arrival are
 wall time of two processes: they mean little on a machine that has other work.
 """
 
+import argparse
 import ctypes
 import multiprocessing
 import os
+import statistics
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Row
-from benchmarks.transfer_peer import (
-    NUM_PAGES,
-    PAGES_PER_WRITE,
-    PLAIN,
-    VERIFIED,
-    Round,
-    make_agents,
-    make_ports,
-    ranks_of,
-    receive,
-    smollm2,
-)
+from benchmarks.harness import Row, Table
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports.agent import NixlAgent
 from kvtransfer.ports.checksum import page_digest
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.notes import Note, pack
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.ports.rank_port import PeerRanks, WriteOrder
+from kvtransfer.ports.rank_port import Arrived, ExpectOrder, PeerRanks, WriteOrder
 from kvtransfer.ports.transfer_agent import TransferState
-from kvtransfer.types import PageIds
+from kvtransfer.types import PageIds, Verify
 
 SECTION = "KV pages between two processes (CMA), {dtype}, {page_kib:.0f} KiB a page"
 PROMPT_PAGES = 64
 META = b"m" * 400
 LIMIT_S = 60.0
+
+NUM_PAGES = 385  # 142 MB in fp16: four times the last cache of a small server's core complex
+PAGES_PER_WRITE = 16
+PAUSE_S = 1e-4  # between the receiver's turns, as a transfer service with open rooms does
+PLAIN, VERIFIED = "written without digests", "written and verified"
+MODES = {PLAIN: Verify.OFF, VERIFIED: Verify.ALL}
 
 
 class _IoVec(ctypes.Structure):
@@ -55,9 +52,80 @@ class _IoVec(ctypes.Structure):
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def measure(*, quick: bool) -> list[Row]:
-    """fp16 and fp32 pages."""
-    rounds = 5 if quick else 21
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What to expect of the sender in one round."""
+
+    mode: str
+    room: int
+    pages: PageIds
+
+
+def smollm2(dtype: str, item_bytes: int) -> KvLayout:
+    return KvLayout(
+        model="SmolLM2-135M",
+        architecture="MHA",
+        num_layers=30,
+        num_kv_heads=3,
+        head_dim=64,
+        dtype=dtype,
+        item_bytes=item_bytes,
+        page_size=16,
+        tp=1,
+    )
+
+
+def make_agents(memory: KvMemory, role: str) -> dict[str, NixlAgent]:
+    """Return one for each mode, over one pool."""
+    return {mode: NixlAgent(memory, role=role) for mode in MODES}
+
+
+def make_ports(memory: KvMemory, agents: dict[str, NixlAgent]) -> dict[str, AgentPort]:
+    return {
+        mode: AgentPort(memory, 0, agent, verify=MODES[mode], pages_per_write=PAGES_PER_WRITE)
+        for mode, agent in agents.items()
+    }
+
+
+def ranks_of(layout: KvLayout, side: str, ports: dict[str, AgentPort]) -> dict[str, PeerRanks]:
+    return {
+        mode: PeerRanks(incarnation=f"{side}, {mode}", fingerprint=layout.fingerprint, tp=1, ranks=(port.info,))
+        for mode, port in ports.items()
+    }
+
+
+def receive(pipe: Connection, layout: KvLayout) -> None:
+    """Run the other process: say when the last page of each round was verified, by the clock that both share."""
+    pool = np.ones((NUM_PAGES, layout.page_bytes), dtype=np.uint8)
+    memory = KvMemory.of_array(layout, pool)
+    ports = make_ports(memory, make_agents(memory, "decode"))
+    pipe.send(ranks_of(layout, "decode", ports))
+    peers: dict[str, PeerRanks] = pipe.recv()
+    for mode, port in ports.items():
+        port.connect(peers[mode])
+    while True:
+        while not pipe.poll(PAUSE_S):  # a write ends at the sender only with this side's turns
+            for port in ports.values():
+                port.poll()
+        this: Round = pipe.recv()
+        port = ports[this.mode]
+        incarnation = peers[this.mode].incarnation
+        port.expect(ExpectOrder(room=this.room, generation=0, incarnation=incarnation, pages=this.pages))
+        pipe.send("ready")
+        num_left = len(this.pages)
+        while num_left:
+            arrived = [event for event in port.poll() if isinstance(event, Arrived)]
+            assert not any(event.bad_pages for event in arrived), "a page arrived changed"
+            num_left -= sum(event.num_pages for event in arrived)
+            if not arrived:
+                time.sleep(PAUSE_S)
+        pipe.send(time.monotonic())
+        port.forget(this.room, 0)
+
+
+def rows(options: argparse.Namespace) -> list[Row]:
+    """Measure fp16 and fp32 pages."""
+    rounds = options.rounds or (5 if options.quick else 21)
     return [
         row
         for dtype, item_bytes in (("float16", 2), ("float32", 4))
@@ -120,7 +188,7 @@ def _scattered(rng: np.random.Generator) -> PageIds:
 
 
 def _time_copy(pool: npt.NDArray[np.uint8], copy: npt.NDArray[np.uint8], src: PageIds, dst: PageIds) -> float:
-    """CPU time of the same pages by memmove, one at a time."""
+    """Return the CPU time of the same pages by memmove, one at a time."""
     started = time.thread_time()
     for source, target in zip(src, dst, strict=True):
         copy[target] = pool[source]
@@ -128,7 +196,7 @@ def _time_copy(pool: npt.NDArray[np.uint8], copy: npt.NDArray[np.uint8], src: Pa
 
 
 def _time_system_call(pid: int, memory: KvMemory, peer: PeerRanks, src: PageIds, dst: PageIds) -> float:
-    """CPU time of process_vm_writev, one call a page: what CMA is made of."""
+    """Return the CPU time of process_vm_writev, one call a page: what CMA is made of."""
     num_bytes = memory.layout.page_bytes
     ours, theirs = memory.base_address, peer.ranks[0].base_address
     started = time.thread_time()
@@ -142,7 +210,7 @@ def _time_system_call(pid: int, memory: KvMemory, peer: PeerRanks, src: PageIds,
 
 
 def _time_posts(agent: NixlAgent, peer: PeerRanks, src: PageIds, dst: PageIds) -> float:
-    """CPU time of the posts alone, which copy over CMA; the notes are of a room that nobody expects."""
+    """Return the CPU time of the posts alone, which copy over CMA; their notes are of an unknown room."""
     (info,) = peer.ranks
     note = pack(Note(room=0, generation=0, src_rank=0, page_offset=0, num_pages=PAGES_PER_WRITE, last=False))
     started = time.thread_time()
@@ -159,7 +227,7 @@ def _time_posts(agent: NixlAgent, peer: PeerRanks, src: PageIds, dst: PageIds) -
 
 
 def _time_digests(pool: npt.NDArray[np.uint8], pages: PageIds) -> float:
-    """CPU time of the digests of the pages."""
+    """Return the CPU time of the digests of the pages."""
     spans = ((0, pool.shape[1]),)
     started = time.thread_time()
     for page in pages:
@@ -168,7 +236,7 @@ def _time_digests(pool: npt.NDArray[np.uint8], pages: PageIds) -> float:
 
 
 def _time_write(pipe: Connection, port: AgentPort, peer: PeerRanks, this: Round, src: PageIds) -> float:
-    """From the order until the receiver has all pages, verified as the mode says."""
+    """Return the time from the order until the receiver has all pages, verified as the mode says."""
     pipe.send(this)
     if not pipe.poll(LIMIT_S) or pipe.recv() != "ready":
         raise TimeoutError(f"the receiving process does not answer in {LIMIT_S} s")
@@ -194,33 +262,26 @@ def _time_write(pipe: Connection, port: AgentPort, peer: PeerRanks, this: Round,
 
 
 def _rows(layout: KvLayout, seconds: dict[str, list[float]]) -> list[Row]:
-    section = SECTION.format(dtype=layout.dtype, page_kib=layout.page_bytes / 1024)
+    table = Table(SECTION.format(dtype=layout.dtype, page_kib=layout.page_bytes / 1024))
     num_bytes = PROMPT_PAGES * layout.page_bytes
-    added = [with_it / without - 1 for with_it, without in zip(seconds[VERIFIED], seconds[PLAIN], strict=True)]
+    limit = num_bytes / statistics.median(seconds["memmove"]) / 1e9
 
-    def speed(name: str, key: str, *, target: str | None = None) -> Row:
+    def speed(name: str, key: str, target: str | None = None) -> None:
+        note = f"best against best {min(seconds['memmove']) / min(seconds[key]):.1%}"
         rates = [num_bytes / taken / 1e9 for taken in seconds[key]]
-        best = min(seconds["memmove"]) / min(seconds[key])
-        limit = float(np.median([num_bytes / taken / 1e9 for taken in seconds["memmove"]]))
-        return Row.of(section, name, rates, "GB/s", limit=limit, target=target, note=f"best against best {best:.1%}")
+        table.add(f"64 pages, {name}, CPU time", rates, "GB/s", limit=limit, target=target, note=note)
 
-    def wall(name: str, key: str, *, target: str | None = None, note: str = "") -> Row:
-        return Row.of(section, name, [taken * 1e3 for taken in seconds[key]], "ms", target=target, note=note)
+    def wall(name: str, key: str, target: str | None = None) -> None:
+        table.add(name, [taken * 1e3 for taken in seconds[key]], "ms", target=target)
 
-    return [
-        speed("64 pages, memmove, CPU time", "memmove"),
-        speed("64 pages, bare process_vm_writev, CPU time", "process_vm_writev"),
-        speed("64 pages, NIXL posts, CPU time", "posts", target=">= 80 %"),
-        speed("64 pages, XXH3-64 digests, CPU time", "digests"),
-        wall("64 pages, order to arrival, no digests", PLAIN),
-        wall("64 pages, order to arrival, verified", VERIFIED),
-        Row.of(
-            section,
-            "what verification adds to a hand-off",
-            [100 * part for part in added],
-            "%",
-            target="< 15 %",
-            note=f"best against best {min(seconds[VERIFIED]) / min(seconds[PLAIN]) - 1:.1%}",
-        ),
-        wall("1 page + meta, order to arrival, verified", "one page", target="< 1 ms"),
-    ]
+    speed("memmove", "memmove")
+    speed("bare process_vm_writev", "process_vm_writev")
+    speed("NIXL posts", "posts", ">= 80 %")
+    speed("XXH3-64 digests", "digests")
+    wall("64 pages, order to arrival, no digests", PLAIN)
+    wall("64 pages, order to arrival, verified", VERIFIED)
+    added = [100 * (own / plain - 1) for own, plain in zip(seconds[VERIFIED], seconds[PLAIN], strict=True)]
+    note = f"best against best {min(seconds[VERIFIED]) / min(seconds[PLAIN]) - 1:.1%}"
+    table.add("what verification adds to a hand-off", added, "%", target="< 15 %", note=note)
+    wall("1 page + meta, order to arrival, verified", "one page", "< 1 ms")
+    return table.rows

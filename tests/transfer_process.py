@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.processes import prepared
+from benchmarks.engine_process import prepared
 from kvtransfer.types import (
     PeerAddress,
     Received,

@@ -1,7 +1,10 @@
-"""Starts one system after another, and runs every workload against each.
+"""Starts one system after another, runs every workload against each, and says what came of it.
 
-Owns:      the order of rounds; what is tried again after a failure, and what is not.
+Owns:      the order of rounds; what is tried again after a failure, and what is not; what counts as not having
+           finished.
 Never:     has two servers up at once, or lets one system's failure end the comparison.
+Invariant: a run that did not answer every request has a problem, and none of its times is compared with anything. Every
+           workload has a line for every system that was asked for; one that could not be measured says why.
 
     round: for each system, in turn (odd rounds: from the last)
         start ──> warm up ──> [round 0: answers] ──> workloads ──> stop
@@ -11,20 +14,223 @@ Never:     has two servers up at once, or lets one system's failure end the comp
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.client import Client, ClosedLoop
-from benchmarks.peers.answers import Answer, ask
-from benchmarks.peers.cells import WARM_UP, Cell
-from benchmarks.peers.measure import Measured, measure
-from benchmarks.peers.server import ServerFailed
-from benchmarks.peers.systems import Place, System
-from benchmarks.peers.table import Book
-from benchmarks.peers.words import Words
+import psutil
 
+from benchmarks.client import Client, ClosedLoop, Run
+from benchmarks.harness import Row, in_turn, percentile
+from benchmarks.live_app import ServerCpu
+from benchmarks.peers.servers import ServerFailed
+from benchmarks.peers.systems import Place, System, Words
+from benchmarks.workloads import Conversation, Turn, Workload, multi_turn, random_lengths, shared_prefix
+
+Make = Callable[[int, int], Workload]  # (vocab_size, seed)
 WARM_UP_S = 240.0
 SEEDS_A_ROUND = 1000
+ANSWER_LEN, ANSWER_S = 24, 60.0
+PROMPTS = (
+    "The quick brown fox",
+    "Water boils at a lower temperature on a mountain because",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One workload at one concurrency."""
+
+    name: str  # on the command line
+    make: Make
+    concurrency: int  # conversations at once
+    max_s: float  # a system that takes longer is reported as not having finished
+
+    @property
+    def title(self) -> str:
+        """What it consists of."""
+        return f"{self.make(32_000, 0).name}; {self.concurrency} at once"
+
+
+def _random(num: int, input_len: int, output_len: int) -> Make:
+    return lambda vocab_size, seed: random_lengths(
+        num_requests=num, input_len=input_len, output_len=output_len, vocab_size=vocab_size, seed=seed
+    )
+
+
+def _shared(groups: int, per_group: int, prefix_len: int, question_len: int, output_len: int) -> Make:
+    return lambda vocab_size, seed: shared_prefix(
+        num_groups=groups, per_group=per_group, prefix_len=prefix_len, question_len=question_len,
+        output_len=output_len, vocab_size=vocab_size, seed=seed,
+    )  # fmt: skip
+
+
+def _turns(users: int, turns: int, turn_len: int, output_len: int) -> Make:
+    return lambda vocab_size, seed: multi_turn(
+        num_users=users, num_turns=turns, turn_len=turn_len, output_len=output_len, vocab_size=vocab_size, seed=seed
+    )
+
+
+FULL = (
+    Cell(name="batch-1", make=_random(2, 32, 128), concurrency=1, max_s=60),
+    Cell(name="random-8", make=_random(8, 256, 64), concurrency=8, max_s=60),
+    Cell(name="random-32", make=_random(32, 256, 64), concurrency=32, max_s=90),
+    Cell(name="shared-prefix", make=_shared(8, 8, 1024, 64, 32), concurrency=16, max_s=120),
+    Cell(name="multi-turn", make=_turns(8, 5, 64, 64), concurrency=8, max_s=120),
+)
+QUICK = (
+    Cell(name="batch-1", make=_random(1, 16, 8), concurrency=1, max_s=30),
+    Cell(name="random-8", make=_random(8, 32, 8), concurrency=8, max_s=30),
+    Cell(name="random-32", make=_random(32, 32, 4), concurrency=32, max_s=30),
+    Cell(name="shared-prefix", make=_shared(2, 3, 256, 16, 8), concurrency=4, max_s=30),
+    Cell(name="multi-turn", make=_turns(2, 3, 64, 8), concurrency=2, max_s=30),
+)
+WARM_UP = (_random(4, 64, 8), _random(1, 600, 4))  # what a server compiles or touches first is no workload's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run of one workload against one system; a time that is None was not told. Times in seconds."""
+
+    cell: str
+    system: str
+    round: int
+    wall_s: float
+    output_tokens: int
+    ttft_p50_s: float | None = None
+    ttft_p95_s: float | None = None
+    tpot_p50_s: float | None = None
+    hit_percent: float | None = None  # prompt tokens that the server says it had
+    server_cpu_s: float
+    elsewhere_cpu_s: float  # of everything but the server and the client: what disturbed
+    problem: str | None = None  # why it does not count
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """CPU seconds so far."""
+
+    server_s: float
+    client_s: float
+    machine_s: float  # all cores, everything that runs; time that a hypervisor took away too
+
+    @staticmethod
+    def now(server: ServerCpu) -> "CpuUse":
+        times = psutil.cpu_times()
+        machine_s = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+        return CpuUse(sum(server.by_part().values()), time.process_time(), machine_s)
+
+
+def measure(client: Client, cell: Cell, workload: Workload, *, system: str, round_: int) -> Measured:
+    """Run a workload once, cut off after the cell's limit."""
+    cpu = ServerCpu()
+    before = CpuUse.now(cpu)
+    run = asyncio.run(client.run(workload, ClosedLoop(concurrency=cell.concurrency), max_s=cell.max_s))
+    return figures(run, cell, system=system, round_=round_, before=before, after=CpuUse.now(cpu))
+
+
+def figures(run: Run, cell: Cell, *, system: str, round_: int, before: CpuUse, after: CpuUse) -> Measured:
+    """Return what is kept of ``run``."""
+    server_s, client_s = after.server_s - before.server_s, after.client_s - before.client_s
+    answered = run.answered
+    ttfts = [sample.ttft_s for sample in answered if sample.ttft_s is not None]
+    tpots = [sample.tpot_s for sample in answered if sample.tpot_s is not None]
+    prompt_tokens = sum(sample.prompt_tokens for sample in answered)
+    tells_cached = any(sample.tells_cached for sample in answered)  # vllm leaves it out where it is 0
+    problem = None
+    if run.errors:
+        error, count = max(run.errors.items(), key=lambda each: each[1])
+        problem = f"{len(answered)} of {len(run.samples)} answered; {count} x {error}"
+    return Measured(
+        cell=cell.name,
+        system=system,
+        round=round_,
+        wall_s=run.wall_s,
+        output_tokens=sum(sample.completion_tokens for sample in answered),
+        ttft_p50_s=percentile(ttfts, 50) if ttfts else None,
+        ttft_p95_s=percentile(ttfts, 95) if ttfts else None,
+        tpot_p50_s=percentile(tpots, 50) if tpots else None,
+        hit_percent=100 * sum(sample.cached_tokens for sample in answered) / prompt_tokens if tells_cached else None,
+        server_cpu_s=server_s,
+        elsewhere_cpu_s=max(0.0, after.machine_s - before.machine_s - server_s - client_s),
+        problem=problem,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one system said to one prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]  # () where it does not tell them
+
+    def same(self, other: "Answer") -> bool:
+        """Compare token ids where both tell them, else texts."""
+        if self.token_ids and other.token_ids:
+            return self.token_ids == other.token_ids
+        return self.text == other.text
+
+
+def compare(answers: Mapping[str, Sequence[Answer]], exact: Sequence[str]) -> tuple[list[Row], bool]:
+    """Return a row for each system, and whether all of ``exact`` agree with the first of them."""
+    known = [name for name in exact if name in answers]
+    if not known or len(answers) < 2:
+        return [], True
+    reference, agreed, rows = known[0], True, []
+    for name, given in answers.items():
+        if name == reference:
+            continue
+        pairs = zip(PROMPTS, given, answers[reference], strict=True)
+        differing = [f"{asked!r}: {a.text!r}, {reference} {b.text!r}" for asked, a, b in pairs if not a.same(b)]
+        agreed = agreed and not (differing and name in exact)
+        equal = len(given) - len(differing)
+        section, note = f"prompts of {len(given)} that are answered as by {reference}", "; ".join(differing)
+        rows.append(Row.of(section, name, [float(equal)], note=note))
+    return rows, agreed
+
+
+def rows_of(
+    runs: Sequence[Measured], absent: Mapping[str, str], cells: Sequence[Cell], systems: Sequence[str], ours:
+    Sequence[str]
+) -> list[Row]:
+    """Return a line for each workload and system. ``ours``: the systems whose throughput is held over each one's."""
+    rows = []
+    for cell in cells:
+        section = f"{cell.name}: {cell.title}"
+        whole = {
+            name: [run for run in runs if (run.cell, run.system, run.problem) == (cell.name, name, None)]
+            for name in systems
+        }
+        median = {name: statistics.median(run.tokens_per_s for run in good) for name, good in whole.items() if good}
+        for name, good in whole.items():
+            mine = [run for run in runs if (run.cell, run.system) == (cell.name, name)]
+            problems = [f"round {run.round + 1}: {run.problem}" for run in mine if run.problem is not None]
+            note = "; ".join([*([absent[name]] if name in absent else []), *problems]) or ("" if good else "not run")
+            rows.append(Row(section=section, name=name, figure="runs", value=float(len(good)), note=note))
+            for figure, unit, of in FIGURES:
+                if values := [value for value in map(of, good) if value is not None]:
+                    rows.append(Row.of(section, name, values, unit, figure=figure))
+            told = [own for own in ours if own in median and name in median]
+            rows += [Row.of(section, name, [median[own] / median[name]], "x", figure=f"{own} /") for own in told]
+    return rows
+
+
+FIGURES: tuple[tuple[str, str, Callable[[Measured], float | None]], ...] = (
+    ("throughput", "tok/s", lambda run: run.tokens_per_s),
+    ("wall", "s", lambda run: run.wall_s),
+    ("TTFT p50", "s", lambda run: run.ttft_p50_s),
+    ("TTFT p95", "s", lambda run: run.ttft_p95_s),
+    ("TPOT", "ms", lambda run: None if run.tpot_p50_s is None else 1000 * run.tpot_p50_s),
+    ("hit", "%", lambda run: run.hit_percent),
+    ("CPU", "s", lambda run: run.server_cpu_s),
+    ("elsewhere", "s", lambda run: run.elsewhere_cpu_s),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,66 +245,62 @@ class Plan:
 
 
 class Comparison:
-    """One comparison. ``say`` is told what goes on, line by line."""
+    """One comparison; what it has measured so far is in its attributes. ``say`` gets a line for each event."""
 
     def __init__(self, plan: Plan, words: Words, place: Place, say: Callable[[str], None]) -> None:
         self._plan, self._words, self._place, self._say = plan, words, place, say
-        self._runs: list[Measured] = []
-        self._absent: dict[str, str] = {}
+        self.runs: list[Measured] = []
+        self.absent: dict[str, str] = {}
         self.answers: dict[str, Sequence[Answer]] = {}
 
     def miss(self, system: str, why: str) -> None:
-        """``system`` cannot take part."""
-        self._absent[system] = why
+        """Note that ``system`` cannot take part."""
+        self.absent[system] = why
         self._say(f"{system}: {why}")
 
-    def run(self) -> Book:
-        """All rounds. What an interrupted run has measured is in `book`."""
-        for round_ in range(self._plan.rounds):
-            for system in self._plan.systems if round_ % 2 == 0 else reversed(self._plan.systems):
-                if system.name not in self._absent:
-                    self._try(system, round_)
-        return self.book
-
-    @property
-    def book(self) -> Book:
-        return Book(runs=tuple(self._runs), absent=dict(self._absent))
-
-    def _try(self, system: System, round_: int) -> None:
-        """All workloads against one system."""
-        left = [cell for cell in self._plan.cells if not self._gave_up(system, cell)]
-        try:
-            while left:
-                left = self._serve(system, left, round_)
-        except ServerFailed as error:
-            self.miss(system.name, f"round {round_ + 1}: {error}")
+    def run(self) -> None:
+        """Run all rounds."""
+        for round_, system in in_turn(self._plan.systems, self._plan.rounds):
+            left = [cell for cell in self._plan.cells if not self._gave_up(system, cell)]
+            try:
+                while left and system.name not in self.absent:
+                    left = self._serve(system, left, round_)
+            except ServerFailed as error:
+                self.miss(system.name, f"round {round_ + 1}: {error}")
 
     def _serve(self, system: System, cells: Sequence[Cell], round_: int) -> list[Cell]:
         """Start ``system`` and run ``cells``. Returns: those still to run after one that did not finish."""
+        first_seed = self._plan.seed + SEEDS_A_ROUND * round_
         with system.start(self._place) as serving:
             client = Client(serving.url, serving.model, dialect=system.dialect)
-            self._warm_up(client, round_)
+            for make in WARM_UP:
+                self._ask(client, self._words.of(make(self._words.vocab_size, first_seed + 999)), 4, WARM_UP_S)
             if system.name not in self.answers:
-                self.answers[system.name] = ask(client, self._words)
+                self.answers[system.name] = self._answers(client)
             for index, cell in enumerate(cells):
                 for repeat in range(self._plan.repeats):
-                    seed = self._plan.seed + SEEDS_A_ROUND * round_ + repeat
-                    workload = self._words.of(cell.make(self._words.vocab_size, seed))
+                    workload = self._words.of(cell.make(self._words.vocab_size, first_seed + repeat))
                     run = measure(client, cell, workload, system=system.name, round_=round_)
-                    self._runs.append(run)
+                    self.runs.append(run)
                     self._say(f"{system.name}, {cell.name}: {run.problem or f'{run.tokens_per_s:.1f} tok/s'}")
                     if run.problem is not None:
                         return list(cells[index + 1 :])
         return []
 
-    def _warm_up(self, client: Client, round_: int) -> None:
-        for make in WARM_UP:
-            workload = self._words.of(make(self._words.vocab_size, self._plan.seed + SEEDS_A_ROUND * round_ + 999))
-            run = asyncio.run(client.run(workload, ClosedLoop(concurrency=4), max_s=WARM_UP_S))
-            if run.errors:
-                raise ServerFailed(f"it does not answer: {next(iter(run.errors))}")
+    def _answers(self, client: Client) -> tuple[Answer, ...]:
+        def turn(text: str) -> Turn:
+            return Turn(token_ids=tuple(self._words.encode(text)), max_new_tokens=ANSWER_LEN)
+
+        conversations = tuple(Conversation(name=str(i), turns=(turn(text),)) for i, text in enumerate(PROMPTS))
+        run = self._ask(client, Workload(name="answers", conversations=conversations), 1, ANSWER_S)
+        return tuple(Answer(text=sample.text, token_ids=tuple(sample.token_ids)) for sample in run.samples)
+
+    def _ask(self, client: Client, workload: Workload, concurrency: int, max_s: float) -> Run:
+        """Raises: ServerFailed if a request has no answer."""
+        run = asyncio.run(client.run(workload, ClosedLoop(concurrency=concurrency), max_s=max_s))
+        if run.errors:
+            raise ServerFailed(f"it does not answer: {next(iter(run.errors))}")
+        return run
 
     def _gave_up(self, system: System, cell: Cell) -> bool:
-        return any(
-            run.problem is not None for run in self._runs if (run.system, run.cell) == (system.name, cell.name)
-        )
+        return any((run.system, run.cell) == (system.name, cell.name) and run.problem for run in self.runs)

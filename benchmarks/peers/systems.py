@@ -8,24 +8,71 @@ Never:     starts anything by itself.
 import contextlib
 import json
 import os
+import re
 import subprocess
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from benchmarks import live_app
 from benchmarks.client import OPENAI, Dialect
-from benchmarks.peers.install import RECIPES, ROOT, SITE, Recipe, folder_of
-from benchmarks.peers.server import Command, ServerFailed, free_port, running
-from benchmarks.peers.words import Words
+from benchmarks.harness import ROOT
+from benchmarks.peers.servers import RECIPES, SITE, Command, Recipe, ServerFailed, folder_of, free_port, running
+from benchmarks.workloads import FIRST_ID, Workload
 from tools.embedded_model import GGUF, NAME, WHEEL
 
 MODEL = ROOT / "models" / NAME
 KV_GIB = 3
 START_S = 900.0  # vllm compiles at its first start
+_WORD = re.compile("Ġ[a-z]{3,}")  # Ġ stands for the space in byte-level vocabularies
+
+
+class Words:
+    """Prompts that are the same tokens whether a server is sent ids or text: words of one model's tokenizer.
+
+    Lower-case words with their space before them: a tokenizer splits text at such spaces first, so that no token spans
+    two of them. Invariant: encode(as_text(ids)) == ids, checked for every word when the list is made.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        vocabulary = self._tokenizer.get_vocab()
+        listed = sorted(token_id for word, token_id in vocabulary.items() if _WORD.fullmatch(word))
+        self._ids = tuple(token_id for token_id in listed if self.encode(self.as_text([token_id])) == [token_id])
+        if not self._ids:
+            raise ValueError(f"{model}/tokenizer.json has no token that is a word with its space before it")
+
+    @property
+    def vocab_size(self) -> int:
+        """What to draw a workload with, so that `of` finds a word for each of its ids."""
+        return FIRST_ID + len(self._ids)
+
+    def as_text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def of(self, workload: Workload) -> Workload:
+        """``workload``, drawn with `vocab_size`, with a word in the place of each id: what was shared stays shared."""
+        return replace(
+            workload,
+            conversations=tuple(
+                replace(
+                    conversation,
+                    turns=tuple(
+                        replace(turn, token_ids=tuple(self._ids[token_id - FIRST_ID] for token_id in turn.token_ids))
+                        for turn in conversation.turns
+                    ),
+                )
+                for conversation in workload.conversations
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import prepared
+from benchmarks.engine_process import prepared
 from replicas.layers.tp_group import TpGroup
 
 

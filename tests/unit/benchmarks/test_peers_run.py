@@ -14,13 +14,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.peers import __main__ as command_line
-from benchmarks.peers import install
-from benchmarks.peers.cells import Cell
-from benchmarks.peers.compare import Comparison, Plan
-from benchmarks.peers.install import InstallFailed, Recipe, ensure, installed
-from benchmarks.peers.server import Command, ServerFailed, free_port, running
-from benchmarks.peers.systems import Place, Serving, System
-from benchmarks.peers.words import Words
+from benchmarks.peers import servers
+from benchmarks.peers.compare import Cell, Comparison, Plan
+from benchmarks.peers.servers import Command, InstallFailed, Recipe, ServerFailed, ensure, free_port, installed, running
+from benchmarks.peers.systems import Place, Serving, System, Words
 from benchmarks.workloads import Workload, random_lengths, shared_prefix
 
 TEXT = "the cat sat and the dog ran for the cat that was with the other dog and sat on that mat "
@@ -112,32 +109,32 @@ def comparison(words: Words, *fakes: FakeSystem, cells: list[Cell], rounds: int 
 def test_rounds_alternate_and_both_systems_get_the_same_prompts(words: Words) -> None:
     a, b = FakeSystem("a"), FakeSystem("b")
     compared, said = comparison(words, a, b, cells=[cell("short", 5)], rounds=2)
-    book = compared.run()
+    compared.run()
     assert [line.split(",")[0] for line in said] == ["a", "b", "b", "a"]
-    assert [run.answered for run in book.runs] == [2, 2, 2, 2]
+    assert [run.output_tokens for run in compared.runs] == [6, 6, 6, 6]
     assert sorted(map(str, a.handler.prompts)) == sorted(map(str, b.handler.prompts))
     assert compared.answers["a"] == compared.answers["b"]
-    first, second = (run for run in book.runs if run.system == "a")
+    first, second = (run for run in compared.runs if run.system == "a")
     assert (first.round, second.round) == (0, 1)
 
 
 def test_a_system_that_does_not_start_is_absent_and_the_others_go_on(words: Words) -> None:
     dead, alive = FakeSystem("dead", fails_at=1), FakeSystem("alive")
-    book = comparison(words, dead, alive, cells=[cell("short", 5)], rounds=2)[0].run()
-    assert book.absent == {"dead": "round 1: ended with 1 while it started"}
+    compared, _ = comparison(words, dead, alive, cells=[cell("short", 5)], rounds=2)
+    compared.run()
+    assert compared.absent == {"dead": "round 1: ended with 1 while it started"}
     assert dead.starts == 1  # not tried again
-    assert len(book.whole("short", "alive")) == 2
+    assert [(run.system, run.problem) for run in compared.runs] == [("alive", None)] * 2
 
 
 def test_after_a_workload_that_does_not_finish_the_server_starts_anew_and_the_rest_runs(words: Words) -> None:
     slow = FakeSystem("slow", hang_on_len=700)
     cells = [cell("long", 700, max_s=0.3), cell("short", 5)]
     compared, said = comparison(words, slow, cells=cells, rounds=2)
-    book = compared.run()
-    assert book.problem("long", "slow") == "0 of 2 answered; 2 x cut off after 0.3 s"
-    assert len(book.whole("short", "slow")) == 2
+    compared.run()
+    problem = "0 of 2 answered; 2 x cut off after 0.3 s"
+    assert [(run.cell, run.problem) for run in compared.runs] == [("long", problem), ("short", None), ("short", None)]
     assert slow.starts == 3  # two in the first round; the second does not try the long one again
-    assert len(book.of("long", "slow")) == 1
     assert "cut off after 0.3 s" in said[0]
 
 
@@ -159,7 +156,8 @@ def test_what_was_measured_is_reported_even_if_something_unforeseen_ends_the_com
             command_line.main(["--quick", "--cell", "batch-1", "--json", str(out)])
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert [(run["system"], run["answered"]) for run in json.loads(out.read_text())["runs"]] == [("a", 1)]
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["figure"] == "runs"]
+    assert [(row["name"], row["value"], row["note"]) for row in rows] == [("a", 1, ""), ("b", 0, "not run")]
 
 
 def test_a_server_that_dies_at_its_start_says_what_its_log_says_last(tmp_path: Path) -> None:
@@ -185,7 +183,7 @@ def _with_a_child(file: Path) -> list[str]:
 
 
 def _none_soon(argument: str) -> bool:
-    """Who was killed with its parent is seen for a moment more; those here would live for 60 s."""
+    """A process that was killed with its parent is seen for a moment more; those here would live for 60 s."""
     deadline_s = time.monotonic() + 10.0
     while _processes_with(argument) and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -219,7 +217,7 @@ def test_an_installation_without_time_is_a_failure_that_leaves_no_mark(tmp_path:
 def test_an_installation_out_of_time_leaves_no_compiler_running(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as out, pytest.raises(InstallFailed, match="was not done when the time for it was over"):
-        install._run(_with_a_child(tmp_path / "alive"), Recipe(name="x", pip=()), log, out.fileno(), 1.0)
+        servers._run(_with_a_child(tmp_path / "alive"), Recipe(name="x", pip=()), log, out.fileno(), 1.0)
     assert _none_soon(str(tmp_path / "alive"))
 
 

@@ -1,10 +1,12 @@
-"""The comparison's table: medians, spreads, ratios, and what has no numbers."""
+"""The comparison's rows: medians, spreads, ratios, and what has no numbers."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
 
 from benchmarks.client import Run, Sample
-from benchmarks.peers.answers import Answer, compare
-from benchmarks.peers.cells import FULL, QUICK, WARM_UP, Cell
-from benchmarks.peers.measure import CpuUse, Measured, figures
-from benchmarks.peers.table import Book, ratio, reasons, table
+from benchmarks.harness import Row
+from benchmarks.peers.compare import FULL, QUICK, WARM_UP, Answer, Cell, CpuUse, Measured, compare, figures, rows_of
 from benchmarks.workloads import random_lengths
 
 CELL = Cell(
@@ -21,62 +23,49 @@ AFTER = CpuUse(server_s=107.0, client_s=1.5, machine_s=509.0)
 
 def run(system: str, wall_s: float, *, round_: int = 0, problem: str | None = None) -> Measured:
     return Measured(
-        cell="random-8", system=system, round=round_, wall_s=wall_s, answered=8, asked=8, output_tokens=80,
+        cell="random-8", system=system, round=round_, wall_s=wall_s, output_tokens=80,
         ttft_p50_s=wall_s / 10, ttft_p95_s=wall_s / 5, tpot_p50_s=0.02, hit_percent=None, server_cpu_s=2 * wall_s,
         elsewhere_cpu_s=0.1, problem=problem,
     )  # fmt: skip
 
 
-def line_of(text: str, system: str) -> list[str]:
-    """The cells of a system's line, the workload's name left out."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    return next(line[1:] for line in lines if line[1] == system)
+def lines(runs: Sequence[Measured], absent: Mapping[str, str], ours: Sequence[str] = ()) -> dict[str, dict[str, Row]]:
+    """The rows of manta and vllm by figure."""
+    rows = rows_of(runs, absent, [CELL], ["manta", "vllm"], ours)
+    assert {row.section for row in rows} == {"random-8: random 8 x 4 in, 10 out; 8 at once"}
+    return {name: {row.figure: row for row in rows if row.name == name} for name in ("manta", "vllm")}
 
 
-def test_a_line_tells_median_and_spread_and_the_ratio_of_ours_to_that_system() -> None:
-    book = Book(runs=[run("manta", 4), run("manta", 5), run("manta", 2), run("vllm", 8)], absent={})
-    text = table(book, [CELL], ["manta", "vllm"], ["manta"])
-    manta, vllm = line_of(text, "manta"), line_of(text, "vllm")
-    assert manta[1:3] == ["20 (16..40)", "4 (2..5)"]  # 80 tokens in 4 s
-    assert vllm[1:3] == ["10", "8"]
-    assert manta[-1] == "1.00x"
-    assert vllm[-1] == "2.00x"  # 20 over 10
-    assert manta[-2] == "3 of 3"
+def test_a_line_has_median_and_spread_and_the_ratio_of_ours_to_that_system() -> None:
+    found = lines([run("manta", 4), run("manta", 5), run("manta", 2), run("vllm", 8)], {}, ["manta"])
+    throughput = found["manta"]["throughput"]
+    assert (throughput.value, throughput.low, throughput.high) == (20, 16, 40)  # 80 tokens in 4 s
+    assert (found["vllm"]["throughput"].value, found["vllm"]["wall"].value) == (10, 8)
+    assert (found["manta"]["manta /"].value, found["vllm"]["manta /"].value) == (1, 2)  # 20 over 10
+    assert found["manta"]["runs"].value == 3
+    assert "hit" not in found["vllm"]  # a rate that a server does not tell is no zero
 
 
-def test_a_hit_rate_that_a_server_does_not_tell_is_a_dash_not_a_zero() -> None:
-    text = table(Book(runs=[run("vllm", 8)], absent={}), [CELL], ["vllm"], [])
-    assert line_of(text, "vllm")[6] == "-"
-
-
-def test_a_system_that_is_absent_has_a_line_and_a_reason() -> None:
-    book = Book(runs=[run("manta", 4)], absent={"vllm": "not installed: no wheel"})
-    assert line_of(table(book, [CELL], ["manta", "vllm"], ["manta"]), "vllm")[1] == "not installed or not started"
-    assert reasons(book, [CELL], ["manta", "vllm"]) == ["vllm: not installed: no wheel"]
-    assert book.problem("random-8", "vllm") == "not installed: no wheel"
-    assert ratio(book, "random-8", "manta", "vllm") is None
-
-
-def test_a_workload_that_did_not_finish_gives_no_number_and_no_ratio() -> None:
-    cut = run("vllm", 30, problem="5 of 8 answered; 3 x cut off after 30 s")
-    book = Book(runs=[run("manta", 4), cut], absent={})
-    line = line_of(table(book, [CELL], ["manta", "vllm"], ["manta"]), "vllm")
-    assert line[1] == "did not finish"
-    assert line[-1] == ""
-    assert reasons(book, [CELL], ["vllm"]) == ["vllm, random-8, round 1: 5 of 8 answered; 3 x cut off after 30 s"]
-
-
-def test_a_failed_repeat_beside_whole_ones_is_told_and_does_not_count() -> None:
-    book = Book(runs=[run("vllm", 8), run("vllm", 99, round_=1, problem="0 of 8 answered; 8 x refused")], absent={})
-    line = line_of(table(book, [CELL], ["vllm"], []), "vllm")
-    assert (line[1], line[-1]) == ("10", "1 of 2")
-    assert reasons(book, [CELL], ["vllm"]) == ["vllm, random-8, round 2: 0 of 8 answered; 8 x refused"]
-
-
-def test_a_system_that_died_in_a_later_round_keeps_its_numbers_and_the_reason_is_told() -> None:
-    book = Book(runs=[run("vllm", 8)], absent={"vllm": "round 2: ended with -9 while it started"})
-    assert line_of(table(book, [CELL], ["vllm"], []), "vllm")[1] == "10"
-    assert reasons(book, [CELL], ["vllm"]) == ["vllm: round 2: ended with -9 while it started"]
+@pytest.mark.parametrize(
+    ("others", "absent", "num_whole", "why"),
+    [
+        ([], {"vllm": "not installed: no wheel"}, 0, "not installed: no wheel"),
+        ([], {}, 0, "not run"),
+        ([(30, 0, "5 of 8 answered")], {}, 0, "round 1: 5 of 8 answered"),
+        ([(8, 0, None), (99, 1, "0 of 8 answered")], {}, 1, "round 2: 0 of 8 answered"),
+        ([(8, 0, None)], {"vllm": "round 2: ended with -9"}, 1, "round 2: ended with -9"),
+    ],
+)
+def test_what_could_not_be_measured_says_why_and_gives_no_number(
+    others: list[tuple[float, int, str | None]], absent: dict[str, str], num_whole: int, why: str
+) -> None:
+    """A failed repeat beside whole ones does not count."""
+    runs = [run("vllm", wall_s, round_=round_, problem=problem) for wall_s, round_, problem in others]
+    vllm = lines([run("manta", 4), *runs], absent, ["manta"])["vllm"]
+    assert (vllm["runs"].value, vllm["runs"].note) == (num_whole, why)
+    assert ("throughput" in vllm) == ("manta /" in vllm) == bool(num_whole)
+    if num_whole:
+        assert vllm["throughput"].value == 10
 
 
 def test_figures_are_those_of_a_run_and_cpu_time_is_split_by_whose_it_is() -> None:
@@ -115,18 +104,15 @@ def test_answers_are_compared_by_ids_where_both_tell_them_and_by_text_where_not(
 
 def test_only_a_difference_between_fp32_systems_is_a_failure() -> None:
     right, wrong = [Answer(text="x", token_ids=())] * 3, [Answer(text="y", token_ids=())] * 3
-    sentences, agreed = compare({"manta": right, "vllm": right, "llama.cpp": wrong}, ["manta", "vllm"])
+    rows, agreed = compare({"manta": right, "vllm": right, "llama.cpp": wrong}, ["manta", "vllm"])
     assert agreed
-    assert sentences[:2] == [
-        "answers: vllm = manta on 3 of 3 prompts",
-        "answers: llama.cpp = manta on 0 of 3 prompts",
-    ]
+    assert [(row.name, row.value) for row in rows] == [("vllm", 3), ("llama.cpp", 0)]
+    assert rows[0].section == "prompts of 3 that are answered as by manta"
+    assert "'The quick brown fox': 'y', manta 'x'" in rows[1].note
     assert not compare({"manta": right, "vllm": wrong}, ["manta", "vllm"])[1]
-    assert compare({"vllm": right, "llama.cpp": right}, ["manta", "vllm"]) == (
-        ["answers: llama.cpp = vllm on 3 of 3 prompts"],
-        True,
-    )
-    assert "no two systems" in compare({"vllm": right}, ["manta", "vllm"])[0][0]
+    rows, agreed = compare({"vllm": right, "llama.cpp": right}, ["manta", "vllm"])
+    assert ([row.name for row in rows], agreed) == (["llama.cpp"], True)
+    assert compare({"vllm": right}, ["manta", "vllm"]) == ([], True)
 
 
 def test_quick_has_the_workloads_of_the_full_run_at_smaller_sizes() -> None:

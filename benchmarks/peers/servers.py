@@ -1,28 +1,34 @@
-"""Installs each other system into an environment of its own.
+"""Other systems: each installed into an environment of its own; a server started, waited for, and ended for sure.
 
-Owns:      ``.peers/NAME`` in the project's root: a virtual environment and the mark of the recipe that made it.
+Owns:      ``.peers/NAME`` in the project's root: a virtual environment and the mark of the recipe that made it. A
+           server's process and its group; its log, of which the last lines explain a death.
 Never:     installs anything into our own environment, or leaves a half-made one that looks whole: the mark is last.
+           Leaves a process behind, however the block ends.
 Invariant: an environment whose mark holds today's recipe is whole; any other is made anew.
 
     mark holds the recipe? ──no──> remove ──> venv ──> pip, step by step ──> repairs ──> mark
 """
 
-import argparse
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.peers.server import stop
+from benchmarks.harness import ROOT, say
+from benchmarks.live_app import answers
 
-ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".peers"
+POLL_S = 0.25
+STOP_S = 8.0  # some finish what they have first; then they are killed
 MARK = ".installed.json"
 SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
@@ -78,13 +84,13 @@ def folder_of(name: str, peers: Path = PEERS) -> Path:
 
 
 def installed(recipe: Recipe, peers: Path = PEERS) -> bool:
-    """The environment is there and whole, made by this recipe."""
+    """Return whether the environment is there and whole, made by this recipe."""
     mark = folder_of(recipe.name, peers) / MARK
     return mark.is_file() and json.loads(mark.read_text())["recipe"] == _plain(recipe)
 
 
 def ensure(recipe: Recipe, *, limit_s: float, peers: Path = PEERS) -> Path:
-    """The environment's folder; made if it is not there or was made by another recipe. Waits for who makes it now.
+    """Return the environment's folder; made if it is not there or was made by another recipe. One process makes it.
 
     Raises: InstallFailed.
     """
@@ -100,7 +106,7 @@ def _make(recipe: Recipe, folder: Path, limit_s: float) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.with_name(f"{recipe.name}.install.log")
     started_s = time.monotonic()
-    print(f"installing {recipe.name} into {folder} (at most {limit_s:.0f} s; {log})", file=sys.stderr, flush=True)
+    say(f"installing {recipe.name} into {folder} (at most {limit_s:.0f} s; {log})")
     python = str(folder / "bin" / "python")
     commands = [[sys.executable, "-m", "venv", str(folder)]]
     commands += [[python, "-m", "pip", "--disable-pip-version-check", *arguments] for arguments in recipe.pip]
@@ -116,7 +122,7 @@ def _make(recipe: Recipe, folder: Path, limit_s: float) -> None:
 
 
 def _run(command: Sequence[str], recipe: Recipe, log: Path, out: int, left_s: float) -> None:
-    """One command, with what it starts in a group of its own, which ends with it. Raises: InstallFailed."""
+    """Run one command and what it starts in a group of its own, which ends with it. Raises: InstallFailed."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **recipe.env},
         start_new_session=True,
@@ -136,14 +142,71 @@ def _plain(recipe: Recipe) -> object:
     return json.loads(json.dumps(asdict(recipe)))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parse = argparse.ArgumentParser(prog="python -m benchmarks.peers.install", description=__doc__)
-    parse.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}; all unless given")
-    parse.add_argument("--limit-s", type=float, default=3600.0, help="seconds that each may take")
-    options = parse.parse_args(argv)
-    for name in options.names or RECIPES:
-        print(ensure(RECIPES[name], limit_s=options.limit_s))
+class ServerFailed(Exception):
+    """A server did not come up; the message says what its log says last."""
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """How to start a server that listens on ``port``."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]  # besides our own environment
+    port: int
+    model: str  # how requests name it
+    ready: str = "/health"  # answers 200 once the model is loaded
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(command: Command, log: Path, *, start_s: float) -> Iterator[str]:
+    """Yields: the server's URL, once it is ready. Raises: ServerFailed."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    url = f"http://127.0.0.1:{command.port}"
+    with log.open("wb") as out:
+        try:
+            process = subprocess.Popen(
+                list(command.argv),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **command.env},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ServerFailed(f"{command.argv[0]} cannot be run: {error.strerror}") from error
+        try:
+            _wait_ready(process, url + command.ready, log, start_s)
+            yield url
+        finally:
+            stop(process)
+
+
+def last_line(log: Path) -> str:
+    """Return what a log says last, for a report."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1][:200] if lines else 'nothing'} ({log})"
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, start_s: float) -> None:
+    deadline_s = time.monotonic() + start_s
+    while not answers(url):
+        if process.poll() is not None:
+            raise ServerFailed(f"ended with {process.returncode} while it started; its log ends: {last_line(log)}")
+        if time.monotonic() > deadline_s:
+            raise ServerFailed(f"was not ready after {start_s:.0f} s; its log ends: {last_line(log)}")
+        time.sleep(POLL_S)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the whole group of a process that leads one: its children are in it."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)

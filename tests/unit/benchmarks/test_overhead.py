@@ -1,11 +1,15 @@
-"""The token path's figures: the pace of the source, what is taken off, and the ratios."""
+"""The token path's figures: the pace of the source, what is taken off, the ratios; and the readers of a watched one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from aiohttp import web
 
-from benchmarks.overhead import Path, Spent, main, proxies_of, rows_of
-from benchmarks.token_alone import Alone
-from benchmarks.token_source import PacedSteps
+from benchmarks.overhead import Path, Spent, main, proxies_of, rows_of, watching
+from benchmarks.token_source import Alone, Count, PacedSteps
 from deployments.command import haproxy
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, SampleRow
 from replicas.types import SamplingParams
@@ -42,7 +46,7 @@ def test_steps_are_over_at_the_pace_of_their_slowest_request_and_others_at_once(
 
 
 def spent(cpu_s: float) -> Spent:
-    return Spent.of({"router": cpu_s, "rest": 0.3}, {"router": 0.01, "rest": 0.06}, tokens=1000, events=500, wall_s=5.0)
+    return Spent.of({"router": cpu_s, "rest": 0.3}, {"router": 0.01, "rest": 0.06}, Count(1000, 500), 5.0)
 
 
 def test_what_idle_processes_use_is_taken_off() -> None:
@@ -65,18 +69,56 @@ def test_ratios_are_by_round() -> None:
     assert rows["flat out: Manta, HAProxy"].note.startswith("200 tokens/s, 2.00 an event; router 150")
 
 
-def test_where_haproxy_cannot_be_had_nothing_is_called_by_its_name() -> None:
-    """All are wanted unless one is asked for; who asks for HAProxy gets nothing else."""
+def test_where_haproxy_cannot_be_used_nothing_is_called_by_its_name() -> None:
+    """All are wanted unless one is asked for; with HAProxy asked for, nothing else is measured."""
     assert proxies_of(None, "") == (["HAProxy", "Serve's proxy"], "")
     assert proxies_of(None, "none found") == (["Serve's proxy"], "none found")
     assert proxies_of(["HAProxy"], "none found") == ([], "none found")
     assert proxies_of(["Serve's proxy"], "none found") == (["Serve's proxy"], "")
 
 
-def test_who_asks_for_haproxy_where_there_is_none_is_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_haproxy_where_there_is_none_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(haproxy, "found", lambda environ: "")
-    with pytest.raises(SystemExit):
-        main(["--proxy", "HAProxy"])
-    assert "--proxy HAProxy cannot be measured here: no HAProxy was found: install" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="--proxy HAProxy cannot be measured here: no HAProxy was found: install"):
+        main(["path", "--proxy", "HAProxy"])
+
+
+@asynccontextmanager
+async def fleet() -> AsyncIterator[str]:
+    """One process that is its own observatory; its stream sends one event and stays open."""
+    address = ""
+
+    async def sd(request: web.Request) -> web.Response:
+        return web.json_response([{"targets": [address], "labels": {}}])
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text="manta_build_info 1\n")
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"event: delta\ndata: {}\n\n")
+        await asyncio.Event().wait()
+        return response
+
+    app = web.Application()
+    app.add_routes([web.get("/manta/sd", sd), web.get("/metrics", metrics), web.get("/manta/api/events", stream)])
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    address = f"{host}:{port}"
+    try:
+        yield f"http://{address}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_scraper_and_a_view_watch_until_the_end() -> None:
+    async with fleet() as url, watching(url) as seen, asyncio.timeout(5):
+        while not (seen.scrapes and seen.events):
+            await asyncio.sleep(0)
+    assert (seen.scrapes, seen.events) == (1, 1)
