@@ -121,7 +121,7 @@ def step_us(
         "schedule": [(scheduler, "schedule"), (scheduler, "schedule_ahead")],
         "build": [(device, "build")],
         "apply": [(scheduler, "apply")],
-        "text": [(engine, "_tell_tokens")],
+        "text": [(engine, "_push")],
         "deliver": [(sinks, "deliver")],
     }
     times: dict[str, list[float]] = {name: [] for name in (*calls, "step")}
