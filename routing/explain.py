@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from routing.terms import CANDIDATE, DECODE_REPLICA, drawn, headings
+from routing.terms import CANDIDATE, DECODE_REPLICA, headings, written
 from routing.types import Candidate, Decision, Pair, PairReason, Reason, RouteOutcome
 
 _BECAUSE = {
@@ -96,7 +96,7 @@ def _candidate_row(candidate: Candidate, decision: Decision) -> str:
     row = _CANDIDATE_ROW.format(
         mark=">" if candidate.replica_id in (decision.replica_id, decision.prefill_id) else " ",
         replica=candidate.replica_id,
-        **drawn(CANDIDATE, values, _FORM),
+        **written(CANDIDATE, values, _FORM),
     )
     return (
         f"{row} ({view.num_running} running and {view.num_waiting} waiting {values['report_age_s']:.2f} s ago, "
@@ -113,7 +113,7 @@ def _decode_rows(decision: Decision, pair: Pair) -> list[str]:
         _DECODE_ROW.format(
             mark=">" if replica_id == decision.replica_id else " ",
             replica=replica_id,
-            **drawn(DECODE_REPLICA, asdict(terms), _FORM),
+            **written(DECODE_REPLICA, asdict(terms), _FORM),
         )
         for replica_id, terms in pair.rows()
     ]

@@ -51,11 +51,17 @@ DECODE_REPLICA = (
 )
 
 
-def drawn(
+def written(
     terms: tuple[Term, ...], values: Mapping[str, Any], form: Mapping[str, Callable[[Any], str]]
 ) -> dict[str, str]:
     """By field, each term's value in ``values`` as ``form`` writes its unit."""
     return {term.field: form[term.unit](values[term.field]) for term in terms}
+
+
+def chosen(terms: tuple[Term, ...], fields: str) -> list[Term]:
+    """Those of ``fields``, names with spaces between, in that order."""
+    by_field = {term.field: term for term in terms}
+    return [by_field[name] for name in fields.split()]
 
 
 def headings(terms: tuple[Term, ...]) -> dict[str, str]:

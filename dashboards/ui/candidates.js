@@ -5,39 +5,39 @@ import { count, millis, percent, seconds } from "./format.js";
 import { Scroller } from "./panel.js";
 import { Legend } from "./pools.js";
 import { Id, Table, number } from "./table.js";
+import { CANDIDATE } from "./terms.js"; // made by the server from routing/terms.py: field, heading, unit, meaning
 
-const TERMS = [
-  ["queue", "prompt tokens that are computed before"],
-  ["own", "its own tokens that are not cached there"],
-  ["decode", "the decode step in progress"],
-  ["pressure", "wait for pages or a place"],
-];
+const TERMS = Object.fromEntries(CANDIDATE.map((term) => [term.field, term]));
+const PARTS = ["queue_s", "own_s", "decode_s", "pressure_s"].map((field) => TERMS[field]); // of the time to the first token
+const FORMAT = { s: millis, tokens: count, requests: count, ratio: percent };
+
+const column = (field, cell, sign = "") => {
+  const { heading, unit, meaning } = TERMS[field];
+  return number(`${sign}${heading}`, cell ?? ((one) => FORMAT[unit](one[field])), meaning);
+};
 
 export function Candidates({ each }) {
   const highest = Math.max(...each.candidates.map((one) => one.ttft_s ?? 0), 1e-9);
   const roles = new Set(each.candidates.map((one) => one.role)).size > 1;
   const columns = [
     ["replica", (one) => html`<${Id} id=${one.replica} />${roles && html`<br /><span class="note">${one.role}</span>`}`],
-    number("cached", (one) => count(one.cached_tokens), "prompt tokens held there"),
-    number("to do", (one) => count(one.own_tokens), "prompt tokens to compute there"),
-    ...TERMS.map(([name, meaning]) => number(name, (one) => millis(one[`${name}_s`]), meaning)),
-    number("= TTFT", (one) => html`<strong>${millis(one.ttft_s)}</strong><${Bar} one=${one} highest=${highest} />`, "expected"),
-    number("others", (one) => millis(one.behind_s), "what it takes from others"),
-    number("queued", (one) => count(one.queued_tokens), "prompt tokens of others, not computed yet"),
-    number("reqs", (one) => count(one.num_requests)),
-    number("pool", (one) => percent(one.pool_utilization)),
-    number("age", (one) => seconds(one.report_age_s), "of the replica's report"),
+    column("cached_tokens"),
+    column("own_tokens"),
+    ...PARTS.map(({ field }) => column(field)),
+    column("ttft_s", (one) => html`<strong>${millis(one.ttft_s)}</strong><${Bar} one=${one} highest=${highest} />`, "= "),
+    ...["behind_s", "queued_tokens", "num_requests", "pool_utilization"].map((field) => column(field)),
+    column("report_age_s", (one) => seconds(one.report_age_s)),
   ];
   return html`<${Scroller} label="Candidates">
       <${Table} kind="candidates" columns=${columns} rows=${each.candidates} keyOf=${(one) => one.replica}
         chosen=${(one) => one.chosen} caption="Candidates: expected time to first token, in ms" />
     <//>
-    <${Legend} entries=${TERMS.map(([name, meaning]) => [`${name} term`, meaning])} label="Terms" />`;
+    <${Legend} entries=${PARTS.map(({ heading, meaning }) => [`${heading} term`, meaning])} label="Terms" />`;
 }
 
 function Bar({ one, highest }) {
-  const width = (name) => `${(100 * (one[`${name}_s`] ?? 0)) / highest}%`;
+  const width = (field) => `${(100 * (one[field] ?? 0)) / highest}%`;
   return html`<span class="terms" aria-hidden="true">
-    ${TERMS.map(([name]) => html`<span key=${name} class=${`part ${name} term`} style=${{ width: width(name) }}></span>`)}
+    ${PARTS.map(({ field, heading }) => html`<span key=${field} class=${`part ${heading} term`} style=${{ width: width(field) }}></span>`)}
   </span>`;
 }

@@ -4,6 +4,7 @@ import { html } from "./vendor/htm/preact_standalone.js";
 import { bytes, count, millis, seconds, shortId } from "./format.js";
 import { Scroller } from "./panel.js";
 import { Id, Table, number } from "./table.js";
+import { DECODE_REPLICA } from "./terms.js"; // made by the server from routing/terms.py
 
 const REASONS = {
   hand_off_costs_less: "handing the prompt over costs less",
@@ -13,18 +14,17 @@ const REASONS = {
   needs_one_replica: "the request needs one replica",
 };
 
+const FORMAT = { s: millis, tokens: count, bytes };
+const SUMS = { local_cost_s: true, receive_cost_s: true };
+const SHOWN = ["cached_tokens", "transfer_bytes", "load_s", "ttft_s", "stall_s", "local_cost_s",
+  "transfer_s", "overhead_s", "pressure_s", "receive_cost_s"];
+
 const COLUMNS = [
   ["replica", (one) => html`<${Id} id=${one.replica_id} />`],
-  number("cached", (one) => count(one.cached_tokens), "tokens of the prompt held there"),
-  number("to move", (one) => bytes(one.transfer_bytes)),
-  number("load", (one) => millis(one.load_s), "slower steps beside those that run there; in both sums"),
-  number("TTFT", (one) => millis(one.ttft_s), "first token, computed there"),
-  number("stall", (one) => millis(one.stall_s), "what its requests lose meanwhile"),
-  number("= computed", (one) => html`<strong>${millis(one.local_cost_s)}</strong>`, "load + TTFT + stall"),
-  number("transfer", (one) => millis(one.transfer_s)),
-  number("fixed", (one) => millis(one.overhead_s)),
-  number("pressure", (one) => millis(one.pressure_s), "wait for pages or a place"),
-  number("= received", (one) => html`<strong>${millis(one.receive_cost_s)}</strong>`, "load + transfer + fixed + pressure, without the prefill replica's part"),
+  ...SHOWN.map((field) => DECODE_REPLICA.find((term) => term.field === field)).map(({ field, heading, unit, meaning }) => {
+    const shown = (one) => FORMAT[unit](one[field]);
+    return SUMS[field] ? number(`= ${heading}`, (one) => html`<strong>${shown(one)}</strong>`, meaning) : number(heading, shown, meaning);
+  }),
 ];
 
 export function PairTable({ pair }) {

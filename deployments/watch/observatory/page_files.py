@@ -1,16 +1,19 @@
 """The live view's files, as they lie in dashboards/ui, with what browsers need to know of each.
 
-Owns:      which files are served: those of known kinds, read once.
+Owns:      which files are served: those of known kinds, read once; and terms.js, made from the one table of routing's
+           terms.
 Never:     follows a path that a client gives: it is looked up among what was found.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import dashboards
+from routing import terms
 
 FOLDER = Path(dashboards.__path__[0]) / "ui"
 INDEX = "index.html"
@@ -48,17 +51,27 @@ class PageFile:
 
 
 def read_files(folder: Path = FOLDER) -> dict[str, PageFile]:
-    """By path below ``folder``; empty where there is no such folder."""
+    """The page's files by path below ``folder``, with terms.js beside the page; empty where there is no such folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        kind = KINDS.get(path.suffix)
         name = path.relative_to(folder)
-        if kind is None or not path.is_file() or any(part.startswith(".") for part in name.parts):
-            continue
-        body = path.read_bytes()
-        etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        found[name.as_posix()] = PageFile(body=body, content_type=kind, etag=etag)
+        if path.suffix in KINDS and path.is_file() and not any(part.startswith(".") for part in name.parts):
+            found[name.as_posix()] = _served(path.read_bytes(), KINDS[path.suffix])
+    if INDEX in found:
+        found["terms.js"] = _served(_terms_module().encode(), KINDS[".js"])
     return found
+
+
+def _terms_module() -> str:
+    """What a request's terms are called and mean (routing/terms.py), as a module of the page."""
+    tables = {"CANDIDATE": terms.CANDIDATE, "DECODE_REPLICA": terms.DECODE_REPLICA}
+    return "".join(
+        f"export const {name} = {json.dumps([asdict(term) for term in table])};\n" for name, table in tables.items()
+    )
+
+
+def _served(body: bytes, content_type: str) -> PageFile:
+    return PageFile(body=body, content_type=content_type, etag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 def login_needs(files: Mapping[str, PageFile]) -> set[str]:

@@ -6,7 +6,7 @@ older router's, a request that still runs) is left out, never drawn as 0.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,10 +16,23 @@ from rich.text import Text
 from deployments.watch.terminal import ask
 from deployments.watch.terminal.table import Bar, Cell, Table, count, percent, seconds
 from deployments.watch.terminal.top import on_terminal
+from routing.terms import CANDIDATE, DECODE_REPLICA, Term, chosen
 
 STAGES = (("route", "magenta"), ("queue", "yellow"), ("prefill", "blue"), ("transfer", "cyan"), ("decode", "green"))
 _BAR_WIDTH = 48
-_TERMS = ("queue_s", "own_s", "decode_s", "pressure_s")
+_FORM: Mapping[str, Callable[[float | None], str]] = {
+    "s": seconds, "tokens": count, "tokens/s": count, "requests": count, "pages": count,
+    "bytes": lambda value: f"{count(value)}B", "ratio": percent,
+}  # fmt: skip
+_SHOWN = chosen(
+    CANDIDATE, "cached_tokens own_tokens queued_tokens prefill_tokens_per_s queue_s own_s decode_s pressure_s ttft_s "
+    "behind_s num_requests pool_utilization"
+)  # fmt: skip
+_SPARE = (">tok/s", "role", ">pool", ">requests", ">queued", ">pressure", ">decode", ">to do")
+_SHOWN_OF_PAIR = chosen(
+    DECODE_REPLICA, "cached_tokens transfer_bytes transfer_s stall_s load_s local_cost_s receive_cost_s"
+)
+
 Part = str | Table
 
 
@@ -61,28 +74,21 @@ def _heading(body: Mapping[str, Any]) -> str:
 
 
 def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("", "candidate", "role", ">cached", ">to do", ">queued", ">tok/s", ">queue", ">own", ">decode",
-               ">pressure", ">= TTFT", ">others", ">requests", ">pool")  # fmt: skip
     rows: list[list[Cell]] = [
-        [
-            ">" if each["chosen"] else "",
-            each["replica"],
-            each["role"],
-            count(each["cached_tokens"]),
-            count(each["own_tokens"]),
-            count(each["queued_tokens"]),
-            count(each["prefill_tokens_per_s"]),
-            *(seconds(each[term]) for term in _TERMS),
-            seconds(each["ttft_s"]),
-            seconds(each["behind_s"]),
-            count(each["num_requests"]),
-            percent(each["pool_utilization"]),
-        ]
-        for each in candidates
+        [">" if each["chosen"] else "", each["replica"], each["role"], *_numbers(_SHOWN, each)] for each in candidates
     ]
-    chosen = [index for index, each in enumerate(candidates) if each["chosen"]]
-    spare = (">tok/s", "role", ">pool", ">requests", ">queued", ">pressure", ">decode", ">to do")
-    return Table(columns=columns, rows=rows, marked=chosen[0] if chosen else None, spare=spare)
+    marked = [index for index, each in enumerate(candidates) if each["chosen"]]
+    columns = (
+        "",
+        "candidate",
+        "role",
+        *(f">{'= ' if term.field == 'ttft_s' else ''}{term.heading}" for term in _SHOWN),
+    )
+    return Table(columns=columns, rows=rows, marked=marked[0] if marked else None, spare=_SPARE)
+
+
+def _numbers(terms: Sequence[Term], values: Mapping[str, Any]) -> list[str]:
+    return [_FORM[term.unit](values[term.field]) for term in terms]
 
 
 def _pair(each: Mapping[str, Any]) -> list[Part]:
@@ -91,18 +97,12 @@ def _pair(each: Mapping[str, Any]) -> list[Part]:
     who = "computed where it decodes" if pair["prefill"] is None else f"handed over by {pair['prefill']}"
     why = f"; {pair['why']}" if pair["why"] else ""
     costs = f"handing over costs {seconds(pair['hand_off_cost_s'])}, computing in place {seconds(pair['local_cost_s'])}"
-    columns = ("", "decode replica", ">cached", ">to receive", ">transfer", ">stall", ">load", ">in place", ">received")
+    columns = ("", "decode replica", *(f">{term.heading}" for term in _SHOWN_OF_PAIR))
     rows = [
         [
             ">" if terms["replica_id"] == pair["decode"] else "",
             terms["replica_id"],
-            count(terms["cached_tokens"]),
-            f"{count(terms['transfer_bytes'])}B",
-            seconds(terms["transfer_s"]),
-            seconds(terms["stall_s"]),
-            seconds(terms["load_s"]),
-            seconds(terms["local_cost_s"]),
-            seconds(terms["receive_cost_s"]),
+            *_numbers(_SHOWN_OF_PAIR, terms),
         ]
         for terms in pair["decode_replicas"]
     ]

@@ -122,7 +122,7 @@ def test_a_hand_off_tells_its_costs_and_how_it_went(report: dict[str, Any], said
     blocks = explain.plain(body).split("\n\n")
     assert blocks[3:6] == [
         "The prompt is handed over by p1 (cheaper): handing over costs 1.16 s, computing in place 3.20 s.",
-        "   decode replica  cached  to receive  transfer   stall  load  in place  received\n"
+        "   decode replica  cached  to receive  transfer   stall  load  computed  received\n"
         ">  d1                   0        78MB     50 ms  2.00 s  0 ms    3.20 s     60 ms",
         f"Not asked: p2, hand-offs from it failed\n{said}",
     ]
