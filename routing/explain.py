@@ -36,7 +36,7 @@ _FORM = {"s": "{:.3f}".format, "tokens/s": "{:.0f}".format, "ratio": "{:.0%}".fo
 
 
 def explain(decision: Decision, outcome: RouteOutcome | None = None) -> str:
-    """The sentence, a row a candidate (the winner marked ``>``), and a last sentence once the outcome is known."""
+    """Return the sentence, a row a candidate (the winner marked ``>``), and the end once the outcome is known."""
     lines = [sentence(decision), _CANDIDATE_ROW.format(mark=" ", replica="replica", **headings(CANDIDATE))]
     lines += [_candidate_row(candidate, decision) for candidate in decision.candidates]
     if decision.pair is not None:
@@ -47,7 +47,7 @@ def explain(decision: Decision, outcome: RouteOutcome | None = None) -> str:
 
 
 def sentence(decision: Decision, name: str = "") -> str:
-    """Where the request went (or would go), why, what is expected, and what was given up for it.
+    """Say where the request went (or would go), why, what is expected, and what was given up for it.
 
     Args: name: what to call the request; its rid unless given.
     """
@@ -77,7 +77,7 @@ def sentence(decision: Decision, name: str = "") -> str:
 
 
 def candidate_terms(candidate: Candidate, decision: Decision) -> dict[str, float]:
-    """The numbers of ``candidate`` by field, in the order of terms.CANDIDATE."""
+    """Return the numbers of ``candidate`` by field, in the order of terms.CANDIDATE."""
     beside = {
         "cached_tokens": candidate.overlap_tokens,
         "num_requests": candidate.num_requests,
@@ -106,7 +106,7 @@ def _candidate_row(candidate: Candidate, decision: Decision) -> str:
 
 
 def _decode_rows(decision: Decision, pair: Pair) -> list[str]:
-    """A header and a row for each decode replica, the chosen one marked ``>``."""
+    """Return a header and a row for each decode replica, the chosen one marked ``>``."""
     header = _DECODE_ROW.format(mark=" ", replica="decode replica", **headings(DECODE_REPLICA))
     measured = "measured" if pair.link_measured else "assumed"
     rows = [

@@ -1,9 +1,9 @@
 """One replica's events on their way into the index: each once, in the order of their numbers.
 
-Owns:      the number of the last event applied, events that came too early, requests that ended of late.
+Owns:      the number of the last event applied, events that came too early, requests that ended lately.
 Never:     fetches a snapshot; it says when one is needed.
 Invariant: in sync, the index's confirmed pages are those of the replica's cache after event ``seq``, and what else is
-           expected comes from decisions that are open or ended of late.
+           expected comes from decisions that are open or ended lately.
 Thread:    the router's own.
 
     unknown ──event 1, or a snapshot──> in sync ──a number is missing──> gap ──it turns up, or a snapshot──> in sync
@@ -18,9 +18,9 @@ from routing.index import PrefixIndex, pages_of
 from routing.runs import Pages
 from routing.types import IndexEvent, IndexSnapshot, KeysRemoved, KeysStored
 
-# Events that wait for a missing one: some seconds' worth. Beyond them only a snapshot helps, and it brings their pages.
+# Events kept while one is missing: some seconds' worth. With more, only a snapshot helps, which has their pages too.
 MAX_EARLY = 10_000
-# A request's last pages are in the batch that the replica sends next, unless that was on its way already.
+# A request's last pages are in the next batch of its replica, or in the one after if a batch was already on its way.
 BATCHES_UNTIL_SETTLED = 2
 
 
@@ -32,14 +32,14 @@ class _Ended:
 
 
 class Feed:
-    """What the events of one replica, by number ``replica`` of the index, have told so far."""
+    """The state of one replica's event stream; ``replica`` is its number in the index."""
 
     def __init__(self, index: PrefixIndex, replica: int, is_open: Callable[[int], bool]) -> None:
-        """``is_open`` says whether the request of a decision, by its number, has still to end."""
+        """``is_open`` tells whether the request of a decision, by its number, has not ended yet."""
         self._index = index
         self._replica = replica
         self._is_open = is_open
-        self.seq: int | None = None  # of the last event applied; None: what the replica holds is unknown
+        self.seq: int | None = None  # of the last event applied; None: the replica's pages are unknown
         self._early: dict[int, IndexEvent] = {}
         self._num_batches = 0
         self._ended: deque[_Ended] = deque()
@@ -49,7 +49,7 @@ class Feed:
         return self.seq is not None and not self._early
 
     def apply(self, events: Iterable[IndexEvent]) -> bool:
-        """Take in a batch. False if an event before them is missing, or nothing is known yet: a snapshot helps."""
+        """Apply a batch. Return False if an earlier event is missing, or nothing is known yet: fetch a snapshot."""
         self._num_batches += 1
         for event in events:
             if self.seq is None and event.seq == 1:
@@ -64,7 +64,7 @@ class Feed:
         return self.in_sync
 
     def apply_snapshot(self, snapshot: IndexSnapshot) -> bool:
-        """Begin anew from ``snapshot``, then with the events that came since. False if one of those is missing."""
+        """Start over from ``snapshot`` and the events that came since. Return False if one of those is missing."""
         if self.seq is None or snapshot.seq >= self.seq:
             self._begin(snapshot.seq, pages_of(snapshot.keys))
             self._early = {seq: event for seq, event in self._early.items() if seq > snapshot.seq}
@@ -72,12 +72,12 @@ class Feed:
         return self.in_sync
 
     def end(self, number: int, keys: PageKeys) -> None:
-        """The request of decision ``number`` ended: what it was expected to leave is confirmed soon, or never."""
-        if self.seq is not None:  # else `_begin` drops it, unless it turns up
+        """Record that the request of decision ``number`` ended: its expected pages are confirmed soon, or dropped."""
+        if self.seq is not None:  # else `_begin` drops them
             self._ended.append(_Ended(self._num_batches, number, keys))
 
     def _begin(self, seq: int, pages: Pages) -> None:
-        """After event ``seq`` the replica holds ``pages``. Those who ended while that was unknown leave no more."""
+        """Set the pages after event ``seq``. Requests that ended while the feed was out of sync add no pages."""
         unsettled = {ended.number for ended in self._ended}
         self._index.replace(self._replica, pages, keeps=lambda number: number in unsettled or self._is_open(number))
         self.seq = seq
@@ -88,10 +88,10 @@ class Feed:
             match event:
                 case KeysStored(keys=keys):
                     if not self._index.stored(self._replica, pages_of(keys)):
-                        self.seq = None  # more than its pool: we believe in pages that it no longer has
+                        self.seq = None  # more than its pool: the index has pages that the replica no longer holds
                 case KeysRemoved(keys=keys):
                     self._index.removed(self._replica, pages_of(keys))
-                case _:  # nothing was open there: what open decisions expect was sent since, and is to come
+                case _:  # nothing was running there: the pages that open decisions expect are still to come
                     self._begin(seq, [])
 
     def _settle(self) -> None:

@@ -16,7 +16,7 @@ WINDOW = 200  # requests: enough for a mean, few enough to see a change within m
 
 @dataclass(slots=True)
 class PredictionErrors:
-    """Differences are actual minus predicted: a positive bias means that the router hopes for too little."""
+    """Means of actual minus predicted: a positive bias means that the router predicts too little."""
 
     num: int = 0  # outcomes seen, ever
     cached_bias_tokens: float = 0.0
@@ -27,7 +27,7 @@ class PredictionErrors:
     actual_ttft_s: float = 0.0
 
     def record(self, decision: Decision, outcome: RouteOutcome) -> None:
-        """Learn from an outcome; one without a first token tells nothing."""
+        """Add an outcome to the means; one without a first token is ignored."""
         if outcome.ttft_s is None:
             return
         self.num += 1
@@ -43,7 +43,7 @@ class PredictionErrors:
 
 
 def _predicted(decision: Decision, outcome: RouteOutcome) -> int:
-    """Tokens that were to be cached where the prompt was computed in the end."""
+    """Return how many tokens were predicted to be cached where the prompt was computed in the end."""
     if outcome.hand_off_failed and decision.pair is not None:
         return decision.pair.chosen.cached_tokens
     return decision.overlap_tokens
@@ -51,15 +51,15 @@ def _predicted(decision: Decision, outcome: RouteOutcome) -> int:
 
 # Until the first hand-off: a 10 Gbit/s network. One host by shared memory makes 2 to 4e9 (notes on NIXL).
 ASSUMED_BYTES_PER_S = 1e9
-TELLING_BYTES = 1 << 20  # of smaller ones the time is that of messages, not of bytes
+TELLING_BYTES = 1 << 20  # the time of a smaller one is that of its messages, not of its bytes
 KEPT = 32
-# Pages also wait for the sender to compute them: a slow hand-off says little of the link. Nor does the fastest: the
-# time runs from when its first pages were seen, so that what had come by then counts as bytes and not as time.
+# Pages also wait for the sender to compute them, so a slow hand-off says little about the link. Nor does the fastest:
+# its time runs from when the first pages were seen, so what had arrived by then counts as bytes and not as time.
 BELIEVED = 0.75
 
 
 class Link:
-    """One rate for all pairs of one application."""
+    """The transfer rate between replicas, one for all pairs of the application."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=KEPT)
@@ -70,12 +70,12 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of the last KEPT, the rate that BELIEVED of them do not exceed."""
+        """The rate that a share BELIEVED of the last KEPT hand-offs do not exceed."""
         if not self._rates:
             return ASSUMED_BYTES_PER_S
         return sorted(self._rates)[int(BELIEVED * (len(self._rates) - 1))]
 
     def record(self, num_bytes: int, transfer_s: float) -> None:
-        """A hand-off went well: so many bytes from its first page to its last."""
+        """Add the rate of a completed hand-off: ``num_bytes`` from its first page to its last in ``transfer_s``."""
         if num_bytes >= TELLING_BYTES and transfer_s > 0:
             self._rates.append(num_bytes / transfer_s)

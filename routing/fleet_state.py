@@ -1,6 +1,6 @@
-"""What one router knows of the replicas: how busy each is, which pages each holds, what its events have told.
+"""What one router knows of the replicas: how busy each is, which pages each holds, and how far its events have come.
 
-Owns:      the three books of that (load.py, index.py, feed.py), each replica under one column in all of them.
+Owns:      the three books of that (load.py, index.py, feed.py); a replica has one column number in all of them.
 Never:     chooses.
 Invariant: a replica is in all three books or in none.
 Thread:    the router's own.
@@ -20,7 +20,7 @@ from routing.types import ReplicaView, Role, RouteQuery
 
 
 class FleetState:
-    """The replicas of the last `update`, less those forgotten since."""
+    """The replicas of the last `update`, without those forgotten since."""
 
     def __init__(self, page_size: int) -> None:
         self.load = Load()
@@ -30,7 +30,7 @@ class FleetState:
         self._feeds: dict[str, Feed] = {}
 
     def update(self, views: Iterable[ReplicaView]) -> None:
-        """These are the replicas now."""
+        """Take ``views`` as the replicas that exist now."""
         now = {view.replica_id: view for view in views}
         for replica_id in self.load.ids - now.keys():
             self.forget(replica_id)
@@ -48,42 +48,42 @@ class FleetState:
         self.apart = any(view.role is not Role.UNIFIED for view in now.values())
 
     def forget(self, replica_id: str) -> None:
-        """The replica is gone, if it was there."""
+        """Remove the replica, if it is known."""
         if self._feeds.pop(replica_id, None) is not None:
             self._index.leave(self.load.column(replica_id))
             self.load.forget(replica_id)
 
     def feed(self, replica_id: str) -> Feed | None:
-        """What takes a replica's events; None if it is not known."""
+        """Return what takes a replica's events; None if the replica is not known."""
         return self._feeds.get(replica_id)
 
     def candidates(
         self, query: RouteQuery, eligible: Eligible, usable: Pages, now_s: float, *, max_new_tokens: int
     ) -> Candidates:
-        """What ``query``, with ``usable`` pages to find in a cache, would meet at each of ``eligible``."""
+        """Return what ``query``, whose ``usable`` pages a cache may hold, would meet at each of ``eligible``."""
         overlap_tokens = self._index.overlap(usable, eligible.columns) * self._page_size
         load = self.load.estimate(eligible, now_s)
         terms = estimate(load, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens)
         return Candidates(views=eligible.views, load=load, overlap_tokens=overlap_tokens, terms=terms)
 
     def send(self, leg: RouteLeg, pages: Pages, *, now_s: float) -> None:
-        """``leg`` is open at its replica from now on, which will soon hold ``pages``."""
+        """Open ``leg`` at its replica, which will soon hold ``pages``."""
         self.load.send(leg.replica_id, number=leg.number, uncached_tokens=leg.own_tokens, now_s=now_s)
         self._index.expect(self.load.column(leg.replica_id), pages, number=leg.number)
 
     def end(self, leg: RouteLeg, keys: PageKeys) -> bool:
-        """``leg`` of a prompt with ``keys`` ended. False if it was not open."""
+        """Close ``leg`` of a prompt with ``keys``. Return False if it was not open."""
         was_open = self.load.end(leg.number)
         if was_open:
             self._feeds[leg.replica_id].end(leg.number, keys)
         return was_open
 
     def num_pages(self, replica_id: str) -> tuple[int, int]:
-        """(confirmed, only expected) pages of a known replica."""
+        """Return the (confirmed, only expected) pages of a known replica."""
         return self._index.num_pages(self.load.column(replica_id))
 
     def pages(self, replica_id: str) -> set[int]:
-        """Those pages. Walks the whole index."""
+        """Return those pages. Walks the whole index."""
         return self._index.pages(self.load.column(replica_id))
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
-"""What each replica's pool is believed to hold; a walk over a prompt's keys gives the overlap with every replica.
+"""The pages that each replica's pool is expected to hold; one walk over a prompt's keys gives every replica's overlap.
 
-Owns:      each replica's capacity and how many pages its events have confirmed; what a decision or an event changes.
+Owns:      each replica's capacity and number of confirmed pages; what a decision or an event changes.
 Never:     holds tokens; asks a replica.
 Invariant: per replica, expected pages are at most its capacity (least recently used out first), and so are those that
            its events stored.
@@ -12,8 +12,8 @@ on, what a request was expected to leave and did not is dropped once it has ende
 
     page_owners.py: which replicas hold each page      runs.py: the order in which a replica's expected pages were used
 
-A replica that leaves, or says that its cache is empty, gives up its bit: at once no walk sees it. The bit is cleaned
-from the pages a few at a time, with each write, and only then given to another.
+A replica that leaves, or reports an empty cache, gives up its bit, and no walk sees it from then on. Each write clears
+the bit from a few pages; when no page has it, another replica may get it.
 """
 
 from collections.abc import Callable
@@ -39,27 +39,27 @@ class _Replica:
 
 
 class PrefixIndex:
-    """Pages by replica; a replica is a small number of the caller's that it keeps until it leaves."""
+    """The index of pages by replica; a replica is a small number of the caller's that it keeps until it leaves."""
 
     def __init__(self) -> None:
         self._owners = PageOwners()
         self._replicas: dict[int, _Replica] = {}
 
     def __len__(self) -> int:
-        """Pages held by any replica; those still to be cleaned count."""
+        """Count the pages held by any replica, those still to be cleaned too."""
         return len(self._owners)
 
     def num_pages(self, replica: int) -> tuple[int, int]:
-        """(confirmed by events, only expected) pages of a replica."""
+        """Return the (confirmed by events, only expected) pages of a replica."""
         state = self._replicas[replica]
         return state.num_confirmed, state.expected.num_pages
 
     def pages(self, replica: int) -> set[int]:
-        """Everything a replica is believed to hold. Slow: for tests and for showing."""
+        """Return every page that a replica is expected to hold. Slow: for tests and for showing."""
         return self._owners.pages(self._replicas[replica].expected)
 
     def join(self, replica: int, *, capacity: int) -> None:
-        """A new replica that holds nothing yet; with ``capacity`` 0 it never will."""
+        """Add a replica that holds nothing yet; with ``capacity`` 0 it never will."""
         assert replica not in self._replicas, f"replica {replica} is there already"
         self._replicas[replica] = _Replica(capacity=capacity, expected=self._owners.join(replica))
 
@@ -71,11 +71,11 @@ class PrefixIndex:
         return self._replicas[replica].capacity
 
     def overlap(self, pages: Pages, replicas: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-        """How many of the first of ``pages`` each of ``replicas`` [n] holds without a hole. Returns [n]."""
+        """Return [n]: how many of the first of ``pages`` each of ``replicas`` [n] holds without a hole."""
         return self._owners.overlap(pages, replicas)
 
     def expect(self, replica: int, pages: Pages, *, number: int) -> None:
-        """Decision ``number`` (greater than any before) makes ``replica`` hold ``pages`` soon; they are used now."""
+        """Expect ``pages`` on ``replica`` by decision ``number`` (greater than any before); they count as used now."""
         state = self._replicas[replica]
         if not state.capacity:
             return
@@ -94,7 +94,7 @@ class PrefixIndex:
                     if taken is not run:
                         lost.setdefault(run, []).extend(part)
                     fresh, source = None, run if taken is not run else None
-            elif not bits_of(entry) & mine.bit:  # of those that are confirmed, the replica's events tell
+            elif not bits_of(entry) & mine.bit:  # confirmed pages are left to the replica's events
                 if fresh is None:
                     used.append(fresh := Run(owner=mine, number=number))
                     source = None
@@ -106,14 +106,14 @@ class PrefixIndex:
         self._owners.clean(len(pages))
 
     def unexpect(self, replica: int, pages: Pages, *, number: int) -> None:
-        """What only decision ``number`` made expected, and no event has confirmed, will not come."""
+        """Drop the pages that only decision ``number`` made expected and no event has confirmed."""
         mine = self._replicas[replica].expected
         for _, run, part in self._owners.stretches(mine, pages):
             if run is not None and run.number == number:
                 self._owners.drop(mine, run, part)
 
     def stored(self, replica: int, pages: Pages) -> bool:
-        """The replica holds ``pages``. False if that makes more than it can hold: what is known of it is wrong."""
+        """Confirm ``pages``. Return False if the replica cannot hold so many: the index is wrong about it."""
         state = self._replicas[replica]
         if not state.capacity:
             return True
@@ -136,7 +136,7 @@ class PrefixIndex:
         return True
 
     def removed(self, replica: int, pages: Pages) -> None:
-        """The replica no longer holds ``pages``, expected or not."""
+        """Remove ``pages`` from the replica, expected or confirmed."""
         state = self._replicas[replica]
         mine = state.expected
         for entry, run, part in self._owners.stretches(mine, list(dict.fromkeys(pages))):  # a key goes but once
@@ -146,15 +146,15 @@ class PrefixIndex:
                     state.num_confirmed -= num_dropped
 
     def clear(self, replica: int) -> None:
-        """The replica holds nothing, and nothing is expected of it."""
+        """Remove all pages of the replica, expected and confirmed."""
         state = self._replicas[replica]
         if state.num_confirmed or state.expected.num_pages:
             self.leave(replica)
             self.join(replica, capacity=state.capacity)
 
     def replace(self, replica: int, pages: Pages, *, keeps: Callable[[int], bool] = lambda number: True) -> None:
-        """The replica holds exactly ``pages``, and is expected to hold beyond them what decisions did whose number
-        ``keeps`` takes. Too many are cut off."""
+        """Set the confirmed pages to ``pages`` and keep the expected ones of decisions whose number ``keeps`` accepts.
+        What is beyond the capacity is cut off."""
         before = self._replicas[replica].expected
         kept = [(run.number, before.live(run)) for run in before.runs() if keeps(run.number)]
         self.clear(replica)
@@ -181,6 +181,6 @@ class PrefixIndex:
 
 
 def pages_of(keys: PageKeys) -> Pages:
-    """What stands for ``keys`` in the index."""
+    """Return the numbers that stand for ``keys`` in the index."""
     pages: Pages = (keys & KEY_BITS).tolist()
     return pages

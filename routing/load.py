@@ -1,7 +1,7 @@
 """How busy each replica is: its last report, what this router sent since, and how old the report is.
 
 Owns:      the last view of each replica; the open requests of this router; a column of numbers made from both.
-Never:     guesses at other routers' requests; those show in the next report.
+Never:     guesses other routers' requests; they show in the next report.
 Invariant: per replica, requests_since <= in_flight; the counts in a column equal those over its open requests.
 Thread:    the router's own (one event loop).
 """
@@ -58,7 +58,7 @@ class _Replica:
 
 
 class Load:
-    """A column of numbers for each replica; the fields are in load_estimate.py."""
+    """The load of all replicas: a column of numbers for each, whose fields are in load_estimate.py."""
 
     def __init__(self) -> None:
         self._data: Floats = np.zeros((NUM_FIELDS, 8))  # [field, column]
@@ -78,11 +78,11 @@ class Load:
         return tuple(replica.view for replica in self._replicas.values())
 
     def column(self, replica_id: str) -> int:
-        """A small number that is the replica's until it leaves."""
+        """Return the number that is the replica's until it leaves."""
         return self._replicas[replica_id].column
 
     def join(self, views: Iterable[ReplicaView]) -> None:
-        """New replicas, each with its first report."""
+        """Add replicas, each with its first report."""
         for view in views:
             if not self._free:
                 size = self._data.shape[1]
@@ -97,7 +97,7 @@ class Load:
         self._able = None
 
     def forget(self, replica_id: str) -> None:
-        """The replica has left: its open requests end here."""
+        """Remove a replica that has left; its open requests end here."""
         replica = self._replicas.pop(replica_id)
         self._free.append(replica.column)
         for number in replica.open:
@@ -105,7 +105,7 @@ class Load:
         self._able = None
 
     def report(self, view: ReplicaView) -> None:
-        """A known replica measured itself; numbers no newer than the last ones are not taken, its health is."""
+        """Take a report of a known replica: its health always, its numbers only if they are newer than the last."""
         replica = self._replicas[view.replica_id]
         if view.may_take != replica.view.may_take:
             self._able = None
@@ -130,7 +130,7 @@ class Load:
             self._enqueue(replica, request)
 
     def send(self, replica_id: str, *, number: int, uncached_tokens: int, now_s: float) -> None:
-        """Decision ``number`` sends a request to a known replica, with so many tokens to compute; 0: it gets K/V."""
+        """Open the request of decision ``number`` at a known replica; ``uncached_tokens`` 0: it receives K/V."""
         replica = self._replicas[replica_id]
         request = replica.open[number] = _Open(now_s, uncached_tokens)
         self._where[number] = replica_id
@@ -139,7 +139,7 @@ class Load:
             self._enqueue(replica, request)
 
     def end(self, number: int) -> bool:
-        """The request of decision ``number`` ended. False if it was not open: ended before, or its replica left."""
+        """Close the request of decision ``number``. Return False if it was not open: ended, or its replica left."""
         replica_id = self._where.pop(number, None)
         if replica_id is None:
             return False
@@ -153,15 +153,15 @@ class Load:
         column[SINCE] -= 1
         column[TOKENS_SINCE] -= request.uncached_tokens
         column[RECEIVING] -= request.uncached_tokens == 0
-        column[QUEUE] = min(column[QUEUE], column[TOKENS] + column[TOKENS_SINCE])  # what ended waits no more
+        column[QUEUE] = min(column[QUEUE], column[TOKENS] + column[TOKENS_SINCE])  # an ended request no longer waits
         return True
 
     def is_open(self, number: int) -> bool:
-        """Whether the request of decision ``number`` has still to end, at a replica that is still there."""
+        """Tell whether the request of decision ``number`` is still open."""
         return number in self._where
 
     def eligible(self) -> Eligible:
-        """The replicas that may take a request."""
+        """Return the replicas that may take a request."""
         if self._able is None:
             self._able = [replica for replica in self._replicas.values() if replica.view.may_take]
             self._columns = np.array([replica.column for replica in self._able], dtype=np.intp)
@@ -171,7 +171,7 @@ class Load:
         return self._eligible
 
     def estimate(self, eligible: Eligible, now_s: float) -> LoadEstimate[Floats]:
-        """What is believed of them at ``now_s``."""
+        """Estimate the load of ``eligible`` at ``now_s``."""
         return load_estimate_of(self._data, eligible, now_s)
 
     @property

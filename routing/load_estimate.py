@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from routing.types import Floats, LoadEstimate, ReplicaView, RouteQuery
 
-# Reports come every 0.05 to 2 s (a setting), so that one of 2 s still says what is; an older one is late.
+# Reports come every 0.05 to 2 s (a setting), so a report 2 s old is still current; an older one is late.
 FRESH_S = 2.0
 # A late report is worth half after 5 s: about the time that a request spends in a replica, so that half of those it
 # counted have ended. Twice as fast or slow changes little, since a healthy replica never gets there.
@@ -43,13 +43,13 @@ class Eligible:
     oldest_s: float  # time of the oldest report among them
 
     def permitted(self, query: RouteQuery) -> "Eligible":
-        """Those that ``query`` permits."""
+        """Return those that ``query`` permits."""
         if not query.excluded and query.allowed is None:
             return self
         return self.those([at for at, view in enumerate(self.views) if query.permits(view.replica_id)])
 
     def those(self, at: list[int]) -> "Eligible":
-        """Those at the positions ``at``."""
+        """Return those at the positions ``at``."""
         return replace(
             self,
             views=[self.views[i] for i in at],
@@ -60,7 +60,7 @@ class Eligible:
 
 
 def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.intp]) -> Eligible:
-    """The replicas of ``views`` [n], whose columns of ``data`` [field, column] are ``columns`` [n]."""
+    """Return the replicas of ``views`` [n] with their rates, from ``columns`` [n] of ``data`` [field, column]."""
     return Eligible(
         views=views,
         columns=columns,
@@ -71,17 +71,17 @@ def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.
 
 
 def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEstimate[Floats]:
-    """What is believed of them at ``now_s``, from all columns ``data`` [field, column]."""
+    """Estimate the load of ``eligible`` at ``now_s`` from all columns ``data`` [field, column]."""
     own = data.take(eligible.columns, axis=1)  # [field, n] a copy
     late = now_s - eligible.oldest_s > FRESH_S
-    busy_until = np.minimum(now_s, own[REPORT_S] + FRESH_S) if late else now_s  # more silence is no sign of work
+    busy_until = np.minimum(now_s, own[REPORT_S] + FRESH_S) if late else now_s  # silence is no sign of work
     drained = np.maximum(busy_until - own[QUEUE_S], 0.0)
     drained *= own[RATE]
     queue = np.maximum(own[QUEUE] - drained, 0.0)
     requests = own[REQUESTS] + own[SINCE]
     requests -= own[ENDED]
     busy = np.maximum(requests - own[RECEIVING], 0.0)
-    # of those who waited at the report or came since, the share that the queue still has of their tokens
+    # requests that waited at the report or were sent since, times the share of their tokens that is still queued
     waiting = own[WAITING] + own[SINCE]
     waiting *= queue / np.maximum(own[TOKENS] + own[TOKENS_SINCE], 1.0)
     utilization = own[UTILIZATION]
@@ -111,25 +111,25 @@ def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEsti
 
 
 def enqueue(data: Floats, at: int, *, sent_s: float, uncached_tokens: int) -> None:
-    """A request joins the queue of column ``at``, which has drained until then."""
+    """Add a request to the queue of column ``at``, drained until ``sent_s``."""
     queue, queue_s, report_s, rate = data[QUEUE : RATE + 1, at].tolist()
     drained = rate * max(min(sent_s, report_s + FRESH_S) - queue_s, 0.0)
     data[QUEUE, at] = max(queue - drained, 0.0) + uncached_tokens
     data[QUEUE_S, at] = sent_s
     data[SINCE, at] += 1
     data[TOKENS_SINCE, at] += uncached_tokens
-    data[RECEIVING, at] += uncached_tokens == 0  # who computes a prompt computes its last token at least
+    data[RECEIVING, at] += uncached_tokens == 0  # a replica that computes a prompt computes at least its last token
 
 
 def smooth(old: float, new: float, since_s: float) -> float:
-    """An exponential mean over time; 0 stands for not measured, on either side."""
+    """Return an exponential mean over time; 0 stands for not measured, on either side."""
     if old == 0.0 or new == 0.0:
         return old or new
     return new + (old - new) * float(0.5 ** (since_s / RATE_HALF_S))
 
 
 def _fade(values: Floats, late_s: Floats) -> Floats:
-    """``values`` of late reports on their way to the mean of the others; to that of all where all are late."""
+    """Move ``values`` of late reports towards the mean of the others, or of all if all are late."""
     fresh = late_s == 0
     believed = values[fresh].mean() if fresh.any() else values.mean()
     faded: Floats = believed + (values - believed) * np.exp2(-late_s / FADE_HALF_S)
@@ -137,7 +137,7 @@ def _fade(values: Floats, late_s: Floats) -> Floats:
 
 
 def _measured(values: Floats, prior: float) -> Floats:
-    """``values`` with those that are 0, not measured, replaced by the mean of the others, or else the prior."""
+    """Replace the ``values`` that are 0 (not measured) by the mean of the others, or by the prior."""
     known = values > 0
     if known.all():
         return values

@@ -33,7 +33,7 @@ class Bits:
         self._of = np.zeros(8, dtype=np.intp)  # position by replica
 
     def take(self, replica: int) -> int:
-        """A bit that no page has, for ``replica``."""
+        """Give ``replica`` a bit that no page has."""
         if not self._free:
             self._free.append(self.num_positions)
             self.num_positions += 1
@@ -45,17 +45,17 @@ class Bits:
         return bit
 
     def retire(self, bit: int) -> None:
-        """Its replica is gone, or holds nothing of what has the bit."""
+        """Give up a bit whose replica has left or holds none of the pages that have it."""
         self.present ^= bit
         self.retired |= bit
 
     def recycle(self, bits: int) -> None:
-        """No page has these retired bits any more."""
+        """Free these retired bits, which no page has now."""
         self.retired &= ~bits
         self._free += positions(bits)
 
     def of_replicas(self, values: npt.NDArray[np.int64], replicas: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-        """Of ``values`` by position, those of ``replicas`` [n]. Returns [n]."""
+        """Return [n] of ``values`` by position: those of ``replicas`` [n]."""
         return values[self._of[replicas]]
 
     def check(self, of_replicas: dict[int, int]) -> None:
@@ -68,7 +68,7 @@ class Bits:
 
 
 def positions(bits: int) -> list[int]:
-    """Positions of the bits that are 1."""
+    """Return the positions of the bits that are 1."""
     if bits.bit_count() > 16:
         raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
         many: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
@@ -82,7 +82,7 @@ def positions(bits: int) -> list[int]:
 
 
 class PageOwners:
-    """A replica is a small number of the caller's; what it holds is spoken of by what it expects, an `Expected`."""
+    """The owners of every page. A replica is a small number of the caller's, and after `join` its `Expected`."""
 
     def __init__(self) -> None:
         self._entries: Entries = {}
@@ -92,27 +92,27 @@ class PageOwners:
         self._sweep: Iterator[int] = iter(())  # the pages there were when it began
 
     def __len__(self) -> int:
-        """Pages held by any replica; those still to be cleaned count."""
+        """Count the pages held by any replica, those still to be cleaned too."""
         return len(self._entries)
 
     def pages(self, mine: Expected) -> set[int]:
-        """Everything a replica is believed to hold. Slow: for tests and for showing."""
+        """Return every page that a replica is expected to hold. Slow: for tests and for showing."""
         return {page for page, entry in self._entries.items() if bits_of(entry) & mine.bit}
 
     def join(self, replica: int) -> Expected:
-        """A replica that holds nothing yet."""
+        """Add a replica that holds nothing yet."""
         mine = Expected(self._bits.take(replica), self._entries)
         self._by_bit[mine.bit] = mine
         return mine
 
     def leave(self, mine: Expected) -> None:
-        """A replica holds nothing from now on; `clean` takes its bit out of the pages."""
+        """Remove a replica; `clean` takes its bit out of the pages later."""
         mine.shared.clear()
         del self._by_bit[mine.bit]
         self._bits.retire(mine.bit)
 
     def overlap(self, pages: Pages, replicas: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-        """How many of the first of ``pages`` each of ``replicas`` [n] holds without a hole. Returns [n]."""
+        """Return [n]: how many of the first of ``pages`` each of ``replicas`` [n] holds without a hole."""
         depths = np.zeros(self._bits.num_positions, dtype=np.int64)  # by position
         alive, depth = self._bits.present, 0
         for entry, stretch in groupby(map(self._entries.get, pages)):
@@ -128,11 +128,11 @@ class PageOwners:
         return self._bits.of_replicas(depths, replicas)
 
     def stretches(self, mine: Expected, pages: Pages) -> Iterator[tuple[int | Run | None, Run | None, Pages]]:
-        """``pages`` cut where their entry or the run of ``mine`` changes: (entry, that run or None, pages).
+        """Cut ``pages`` where their entry or the run of ``mine`` changes: (entry, that run or None, pages).
 
         A whole run that begins with a page that only it has is one stretch, whatever the entries of its other pages.
-        They are looked up while what came before is worked on, so that a key that stands twice may come with what it
-        was before; with the run it had, or with none.
+        Entries are looked up while earlier stretches are worked on, so a key that stands twice may come with its old
+        entry: with the run it had, or with none.
         """
         rest, end = iter(pages), 0
         entries = groupby(map(self._entries.get, rest))
@@ -157,9 +157,9 @@ class PageOwners:
                 yield entry, None, pages[start:end]
 
     def hold(self, mine: Expected, part: Pages, entry: int | Run | None, run: Run | None) -> None:
-        """The replica of ``mine`` comes to hold ``part``, which has ``entry``: expected in ``run``, or confirmed."""
+        """Make the replica of ``mine`` hold ``part``, which has ``entry``: expected in ``run``, or confirmed."""
         others = bits_of(entry) & self._bits.present
-        if others and isinstance(entry, Run):  # it shares them now
+        if others and isinstance(entry, Run):  # the other replica shares its pages from now on
             entry.owner.shared.update(dict.fromkeys(part, entry))
         if run is None:
             self._entries.update(dict.fromkeys(part, others | mine.bit if others else mine.bit))
@@ -173,7 +173,7 @@ class PageOwners:
             self._entries.update(runs)
 
     def confirm(self, run: Run, part: Pages) -> None:
-        """``part``, different pages live in ``run``, are held whatever becomes of the decision."""
+        """Confirm ``part``, different pages live in ``run``: they stay whatever the decision's request does."""
         entries, mine = self._entries, run.owner
         for page in part:
             if entries[page] is run:
@@ -183,8 +183,8 @@ class PageOwners:
         mine.lose(run, len(part))
 
     def use(self, run: Run, part: Pages, number: int, into: Run | None) -> Run:
-        """What decision ``number`` uses of ``run``, of which ``part`` is live: all of it, or a run of what it takes:
-        ``into``, with the part behind what that has, or else a new one.
+        """Use ``part``, live in ``run``, for decision ``number``. Return the run that has it then: ``run`` if all of it
+        is used, else ``into`` with the part appended, or a new run.
 
         ``run`` still lists what it lost then: `Expected.trim` it when all parts are used.
         """
@@ -203,7 +203,7 @@ class PageOwners:
         return taken
 
     def drop(self, mine: Expected, run: Run | None, part: Pages) -> int:
-        """The replica of ``mine`` holds ``part`` no more, all of it live in ``run`` or confirmed. Returns how many."""
+        """Remove ``part`` from the replica of ``mine``, all live in ``run`` or confirmed. Return how many."""
         gone = dict.fromkeys(part)
         last, rest = 0, 0
         for page, entry in zip(gone, list(map(self._entries.__getitem__, gone)), strict=True):
@@ -220,7 +220,7 @@ class PageOwners:
         return len(gone)
 
     def clean(self, num_written: int) -> None:
-        """Go on with the sweep that takes retired bits out of the pages; begin one if there is need."""
+        """Continue the sweep that takes retired bits out of the pages; begin one if bits are retired."""
         if not self._bits.retired:
             return
         if not self._sweeping:
@@ -243,14 +243,14 @@ class PageOwners:
         assert self._sweeping & ~self._bits.retired == 0
         used = self._bits.present | self._bits.retired
         bits = [bits_of(entry) for entry in self._entries.values()]
-        assert all(each and not each & ~used for each in bits), "a page has a bit that is nobody's"
+        assert all(each and not each & ~used for each in bits), "a page has a bit that no replica has"
         for mine in replicas.values():
             mine.check()
             assert mine.shared.keys() <= self.pages(mine)
-            assert all(bits_of(self._entries[page]) != mine.bit for page in mine.shared), "shared with nobody"
+            assert all(bits_of(self._entries[page]) != mine.bit for page in mine.shared), "shared with no other replica"
 
     def _put(self, page: int, bits: int) -> None:
-        """``page`` is held by those of the present ``bits`` and by no others."""
+        """Set the owners of ``page`` to the present ``bits``."""
         sole = self._by_bit.get(bits)
         run = None if sole is None else sole.shared.pop(page, None)
         if run is not None:
@@ -262,7 +262,7 @@ class PageOwners:
 
 
 def bits_of(entry: int | Run | None) -> int:
-    """The bits of those that hold a page; some may be retired."""
+    """Return the bits of the replicas that hold a page; some may be retired."""
     if isinstance(entry, int):
         return entry
     return 0 if entry is None else entry.owner.bit

@@ -3,23 +3,21 @@
 Pure. Both ways are costs in seconds: until the first token, and what the request takes from those that run.
 
     handed over  the soonest prefill replica: queue + own + missing free tokens     / its prefill rate
-                 transfer_s  pages that the decode replica has not                  / the link's rate (link.py)
+                 transfer_s  pages that the decode replica has not                  / the link's rate (feedback.py)
                  overhead_s  what a hand-off costs however small it is              (OVERHEAD_S)
     computed by  queue + own tokens                                                 / its prefill rate
-    the decode   stall_s     own_s for every request that runs or is to be computed there: who runs makes one token
-    replica                  in each step of ours, which takes many times a decode step (counted as if it made none), or
-                             waits. Not for those that wait for K/V: prompts handed over would be a reason to hand over
-                             more
+    the decode   stall_s     own_s for each request that runs or is to be computed there: one that runs makes a token
+    replica                  in each step of ours, which takes many times a decode step (counted as if it made none), the
+                             others wait. Not for those that wait for K/V: prompts handed over would be a reason to
+                             hand over more
     either way   pressure_s  the wait for pages or for a place among the running    (ttft.py)
                  load_s      slower steps beside those that run
 
-So no threshold says which prompts are handed over: with nobody to disturb, or little to compute, the decode replica
-computes it. A way with a longer queue than the request may wait is left out, as in ttft.py. Not counted, on either
-side: who arrives later and waits behind ours.
+So no threshold says which prompts are handed over: if no request is delayed, or little is to compute, the decode
+replica computes the prompt. A way with a longer queue than the request may wait is left out, as in ttft.py. Not
+counted, on either side: requests that arrive later and wait behind ours.
 
-A pair as a `Decision`, and a decision as its legs: what the router's books need of it.
-
-Pure. Invariant: a decision's first leg is at its replica and carries its number; the prefill leg, if any, comes second.
+Invariant: a decision's first leg is at its replica and carries its number; the prefill leg, if any, comes second.
 """
 
 from collections.abc import Sequence
@@ -54,7 +52,7 @@ POLICY = "pd_pair"  # name of this way of choosing in decisions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairChoice:
-    """What `choose_pair` answers: a position among the decode candidates, and the pair."""
+    """The answer of `choose_pair`: a position among the decode candidates, and the pair."""
 
     decode: int
     prefill: int | None  # position among the prefill candidates; None: the decode replica does all
@@ -75,7 +73,7 @@ def choose_pair(
     always: bool,
     prefill_number: int,
 ) -> PairChoice:
-    """The pair, or the decode replica alone, with the lowest cost.
+    """Choose the pair, or the decode replica alone, with the lowest cost.
 
     Args: prefills: None where none may take the request. costs: `costs_of` ``decodes``. always: hand over whatever
           may be.
@@ -116,7 +114,7 @@ def choose_pair(
 def costs_of(
     decodes: Candidates, query: RouteQuery, *, link_bytes_per_s: float, page_size: int
 ) -> PairTerms[Floats, Ints]:
-    """What the request costs at each decode replica, either way."""
+    """Return what the request costs at each decode replica, either way."""
     load, terms = decodes.load, decodes.terms
     page_bytes: Ints = np.array([view.page_bytes for view in decodes.views], dtype=np.int64)
     pages: Ints = -(-terms.own_tokens // page_size)
@@ -143,23 +141,23 @@ def costs_of(
 
 
 def prefill_side(eligible: Eligible, *, num_tokens: int) -> Eligible:
-    """Of those that may take a request, the prefill replicas whose pool holds a prompt of ``num_tokens``."""
+    """Return the prefill replicas of ``eligible`` whose pool holds a prompt of ``num_tokens``."""
     at = [
         at
         for at, view in enumerate(eligible.views)
         if view.role is Role.PREFILL and (view.pool_pages == 0 or view.pool_pages * view.page_size > num_tokens)
     ]
-    # they run no decode steps; what stands for one that has not measured is the mean of those that do
+    # they run no decode steps; an unmeasured one would otherwise get the mean of the replicas that do
     return replace(eligible.those(at), decode_step_s=np.zeros(len(at)))
 
 
 def decode_side(eligible: Eligible) -> Eligible:
-    """And the others."""
+    """Return the replicas of ``eligible`` that may decode: all but the prefill replicas."""
     return eligible.those([at for at, view in enumerate(eligible.views) if view.role is not Role.PREFILL])
 
 
 def with_pressure(prefills: Candidates) -> Candidates:
-    """The wait for pages at prefill replicas, where no decode step says how long a request stays (ttft.py).
+    """Add the wait for pages at prefill replicas, where no decode step says how long a request stays (ttft.py).
 
     What is held there has been computed, or is about to be, and comes free as it is handed over: about as fast as it
     is computed. So one waits for what is missing at the prefill rate. Those queued before ours take pages and give
@@ -172,20 +170,20 @@ def with_pressure(prefills: Candidates) -> Candidates:
 
 
 def _missing_tokens(load: LoadEstimate[Floats], own_tokens: Ints) -> Floats:
-    """Of ours, those that no free page is there for; 0 where the pool was not told."""
+    """Return how many of our tokens lack a free page; 0 if the pool's size was not reported."""
     missing: Floats = load.utilization * load.pool_tokens + own_tokens - load.pool_tokens
     return np.where(load.pool_tokens > 0, np.maximum(missing, 0.0), 0.0)
 
 
 def _soonest(prefills: Candidates, turn: Turn, max_wait_s: float) -> int:
-    """Where the prompt costs least: its first token's time, and what a prefix computed anew delays others, unless the
-    queue is too long (ttft.py); of equals the one with fewer requests, then at random."""
+    """Return where the prompt costs least: the time to its first token, and how long computing a prefix anew delays
+    others, unless the queue is too long (ttft.py); of equals the one with fewer requests, then at random."""
     terms = prefills.terms
     return _cheapest(prefills, bounded(terms.cost_s, terms.ttft_s, terms.wait_s, max_wait_s), turn)[0]
 
 
 def _cheapest(candidates: Candidates, cost_s: Floats, turn: Turn) -> tuple[int, Reason]:
-    """The lowest cost; of equals the session's last replica, then fewer requests, then at random."""
+    """Return the lowest cost; of equals the session's last replica, then fewer requests, then at random."""
     if len(candidates) == 1:
         return 0, Reason.ONLY
     lowest = np.flatnonzero(cost_s <= cost_s.min() + TIE_S)
@@ -211,7 +209,7 @@ def _why(query: RouteQuery, *, handed_over: bool, always: bool, any_prefill: boo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteLeg:
-    """What one replica has to do of a decision; the router's books have a line for each."""
+    """The part of a decision that one replica does; the router keeps books for each."""
 
     replica_id: str
     number: int
@@ -220,7 +218,7 @@ class RouteLeg:
 
 
 def legs(decision: Decision) -> tuple[RouteLeg, ...]:
-    """One, or the decode leg and then the prefill leg."""
+    """Return the one leg, or the decode leg and then the prefill leg."""
     own_tokens, pair = decision.num_tokens - decision.overlap_tokens, decision.pair
     if pair is None or pair.prefill_id is None:
         return (RouteLeg(replica_id=decision.replica_id, number=decision.number, own_tokens=own_tokens,
@@ -266,7 +264,7 @@ def pair_decision(
     now_s: float,
     dry_run: bool,
 ) -> Decision:
-    """``choice`` among these candidates."""
+    """Return ``choice`` among these candidates as a decision."""
     handed_over = prefills is not None and choice.prefill is not None
     computes, at = (prefills, choice.prefill) if handed_over else (decodes, choice.decode)
     assert computes is not None

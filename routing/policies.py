@@ -1,8 +1,8 @@
 """How to choose among replicas: one pure function a policy.
 
 A policy sees the query, the candidates (at least one, in order of ids, each with its load and its estimated time to
-first token) and the turn (what of the router's past it may use, and an injected random generator); it answers a
-PolicyChoice. Whatever it compares stands in the candidates, so that every decision can be explained afterwards.
+first token) and the turn (the part of the router's past that it may use, and an injected random generator); it answers
+a PolicyChoice. All that it compares stands in the candidates, so every decision can be explained afterwards.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ from routing.types import Floats, Ints, Reason, RouteQuery, Terms
 # Estimates closer than this are equal: the report's period and the network blur them by milliseconds.
 TIE_S = 0.002
 # prefix_threshold, the defaults of SGLang's router (cache_aware): a prefix counts from this share of the prompt on,
-# and the load is out of balance when the busiest has so many requests more, and so many times more, than the idlest.
+# and the load is out of balance when the busiest has BALANCE_REQUESTS more, and BALANCE_RATIO times more, than the
+# idlest.
 PREFIX_SHARE = 0.3
 BALANCE_REQUESTS = 64
 BALANCE_RATIO = 1.5
@@ -25,7 +26,7 @@ BALANCE_RATIO = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a policy may use besides the candidates."""
+    """What a policy may use beside the candidates."""
 
     rng: Random
     last: str | None = None  # winner of the router's previous decision
@@ -34,21 +35,21 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """What a policy answers, as positions among the candidates."""
+    """A policy's answer, as positions among the candidates."""
 
     index: int
     reason: Reason
-    compared: tuple[int, ...] | None = None  # whose load or prefix the policy looked at; None: everyone's
+    compared: tuple[int, ...] | None = None  # candidates whose load or prefix the policy looked at; None: all
 
 
 Policy = Callable[[RouteQuery, Candidates, Turn], PolicyChoice]
 
 
 def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
-    """The soonest first token, others' delay added (ttft.py); then the session's last replica, fewer requests, a draw.
+    """Choose the soonest first token plus others' delay (ttft.py); then the session's last, fewest requests, any.
 
-    A replica that holds the prefix wins until its queue costs more than to compute the prefix elsewhere, for this
-    request and for those who wait there: hot prefixes are replicated by themselves. Candidates with a longer queue
+    A replica that holds the prefix wins until its queue costs more than computing the prefix elsewhere, for this
+    request and for those waiting there: hot prefixes are replicated by themselves. Candidates with a longer queue
     than ``query.max_wait_s`` are left out; with no other, only our own first token counts.
     """
     terms = candidates.terms
@@ -66,7 +67,7 @@ def estimated_ttft(query: RouteQuery, candidates: Candidates, turn: Turn) -> Pol
 
 
 def prefix_threshold(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
-    """The longest prefix, where it is long enough and the load is in balance; else the fewest requests.
+    """Choose the longest prefix if it is long enough and the load is in balance; else the fewest requests.
 
     Source: SGLang's router (cache_aware) and Ray Serve's PrefixCacheAffinityRouter; both match text, we match pages.
     """
@@ -86,27 +87,27 @@ def prefix_threshold(query: RouteQuery, candidates: Candidates, turn: Turn) -> P
 
 
 def round_robin(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
-    """The next id after the last winner's, in order of ids; load is not looked at."""
+    """Choose the next id after the last winner's, in order of ids; load is not looked at."""
     ids = [view.replica_id for view in candidates.views]
     after = (at for at, replica_id in enumerate(ids) if turn.last is not None and replica_id > turn.last)
     return PolicyChoice(index=next(after, 0), reason=Reason.TURN if len(ids) > 1 else Reason.ONLY, compared=())
 
 
 def random(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
-    """Any, each as likely."""
+    """Choose any candidate, each as likely."""
     index = turn.rng.randrange(len(candidates))
     return PolicyChoice(index=index, reason=Reason.RANDOM if len(candidates) > 1 else Reason.ONLY, compared=())
 
 
 def power_of_two(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
-    """Of two drawn at random, the one with fewer requests. Source: Mitzenmacher 2001, "The power of two choices"."""
+    """Choose the one with fewer requests of two random ones. Source: Mitzenmacher 2001, "The power of two choices"."""
     drawn = sorted(turn.rng.sample(range(len(candidates)), k=min(2, len(candidates))))
     choice = _fewest_requests(candidates, np.array(drawn), turn)
     return PolicyChoice(index=choice.index, reason=choice.reason, compared=tuple(drawn))
 
 
 def least_tokens(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
-    """The fewest uncached prompt tokens still to compute; then the fewest requests; then at random."""
+    """Choose the fewest uncached prompt tokens still to compute; then the fewest requests; then at random."""
     fewest = _lowest(candidates.load.queued_tokens, within=0.5)  # a token is whole
     if len(fewest) == 1:
         return PolicyChoice(index=int(fewest[0]), reason=Reason.FEWER_TOKENS if len(candidates) > 1 else Reason.ONLY)
@@ -122,7 +123,7 @@ def _why_least(terms: Terms[Floats, Ints], index: int, max_wait_s: float) -> Rea
 
 
 def _fewest_requests(candidates: Candidates, among: Ints, turn: Turn) -> PolicyChoice:
-    """Of those at the positions ``among``, the one with the fewest requests; at random where they are equal."""
+    """Choose, of the positions ``among``, the one with the fewest requests; of equals at random."""
     requests = candidates.load.num_requests[among]
     fewest = among[requests == requests.min()]
     if len(fewest) > 1:
@@ -131,7 +132,7 @@ def _fewest_requests(candidates: Candidates, among: Ints, turn: Turn) -> PolicyC
 
 
 def _lowest(values: Floats, *, within: float) -> Ints:
-    """Positions of the lowest values, those ``within`` of the least included."""
+    """Return the positions of the values at most ``within`` above the lowest."""
     return np.flatnonzero(values <= values.min() + within)
 
 

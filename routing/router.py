@@ -1,6 +1,6 @@
-"""Router: from a request and what is known of the replicas to a decision, in this process, with no I/O.
+"""Router: chooses a replica for each request from what is known of the replicas, in this process, with no I/O.
 
-Owns:      what is known of the replicas (fleet_state.py), and how wrong it was (errors.py); what was decided last.
+Owns:      the state of the replicas (fleet_state.py), how wrong predictions were (feedback.py), the last winners.
 Never:     reads a clock or a random source that was not injected; talks to a replica.
 Invariant: a decision names a replica of the last ``update`` that is healthy, accepting and permitted by the query;
            open requests return to zero once each decision is done or its replica has left.
@@ -9,7 +9,7 @@ Thread:    one event loop; no call blocks.
     update(views), apply(events) ──> choose(query) ──> the caller sends ──> done(decision, outcome)
 
     keys of the prompt's pages ─> overlap with every replica ─┐
-    reports, sent since, age ───> load of every replica ── ──┴─> seconds to the first token (ttft.py) ─> policy
+    reports, sent since, age ───> load of every replica ─────┴─> seconds to the first token (ttft.py) ─> policy
 """
 
 from collections import Counter, OrderedDict
@@ -61,7 +61,7 @@ class Router:
         self.policy = policy
         self.page_size = page_size
         self.errors = PredictionErrors()
-        self.link = Link()  # told of every hand-off that went well
+        self.link = Link()  # fed with every completed hand-off
         self._policy = POLICIES[policy]
         self._rng = rng
         self._clock = clock
@@ -73,15 +73,15 @@ class Router:
         self._endings: Counter[Ending] = Counter()
 
     def update(self, views: Iterable[ReplicaView]) -> None:
-        """These are the replicas now. One that is not among them is forgotten at once, its open requests with it."""
+        """Take ``views`` as the replicas that exist now. Any other is forgotten at once, its open requests with it."""
         self._fleet.update(views)
 
     def forget(self, replica_id: str) -> None:
-        """The replica is gone (a call to it just failed); do not wait for the next ``update``."""
+        """Remove a replica at once (a call to it just failed) instead of with the next ``update``."""
         self._fleet.forget(replica_id)
 
     def apply(self, replica_id: str, events: Iterable[IndexEvent]) -> bool:
-        """Take in what a replica's cache stored and removed, in batches of any size, empty ones too.
+        """Apply what a replica's cache stored and removed, in batches of any size, empty ones too.
 
         Returns: False if events are missing or the replica is not known: fetch a snapshot for `apply_snapshot`.
                  Later events are kept meanwhile; until then choices use what is known.
@@ -90,12 +90,12 @@ class Router:
         return feed is not None and feed.apply(events)
 
     def apply_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> bool:
-        """Believe ``snapshot``, then the events after it. False as for `apply`: events are missing."""
+        """Apply ``snapshot``, then the events after it. Return False as `apply` does: events are missing."""
         feed = self._fleet.feed(replica_id)
         return feed is not None and feed.apply_snapshot(snapshot)
 
     def choose(self, query: RouteQuery) -> Decision:
-        """Where ``query`` goes; it counts as open there until ``done``. Raises NoReplica if none may take it."""
+        """Choose where ``query`` goes; it counts as open there until ``done``. Raises NoReplica if none may take it."""
         decision, pages = self._decide(query, dry_run=False)
         replica_id = decision.replica_id
         for leg in legs(decision):
@@ -110,7 +110,7 @@ class Router:
         return decision
 
     def explain_only(self, query: RouteQuery) -> Decision:
-        """What `choose` would answer now, the draw included. Changes nothing; its decision is never open."""
+        """Return what `choose` would answer now, the draw included. Changes nothing; the decision is never open."""
         state = self._rng.getstate()
         try:
             return self._decide(query, dry_run=True)[0]
@@ -118,7 +118,7 @@ class Router:
             self._rng.setstate(state)
 
     def done(self, decision: Decision, outcome: RouteOutcome) -> bool:
-        """The request of ``decision`` ended, however it did. False if it was not open any more.
+        """Close the request of ``decision``, however it ended. Return False if it was not open.
 
         Safe to call twice (from an error path and a ``finally``), and after the replica has left.
         """
@@ -129,7 +129,7 @@ class Router:
         return ended
 
     def prefill_done(self, decision: Decision) -> bool:
-        """The prefill leg of a pair ended, well or not; the request goes on. False if it was not open any more."""
+        """Close the prefill leg of a pair, however it ended; the request goes on. Return False if it was not open."""
         return self._end(decision, legs(decision)[1:])
 
     @property
@@ -138,25 +138,25 @@ class Router:
 
     @property
     def num_open(self) -> int:
-        """Requests chosen and not done, at replicas that are still there."""
+        """The number of requests chosen and not done, at replicas that still exist."""
         return self._fleet.load.num_open
 
     @property
     def endings(self) -> Mapping[Ending, int]:
-        """How many decisions ended how."""
+        """The number of ended decisions, by how they ended."""
         return self._endings
 
     def applied(self, replica_id: str) -> int:
-        """Number of the last event of a replica that the index has taken in; 0: none, or what it holds is unknown."""
+        """Return the number of a replica's last event in the index; 0: none, or its pages are unknown."""
         feed = self._fleet.feed(replica_id)
         return 0 if feed is None else feed.seq or 0
 
     def num_pages(self, replica_id: str) -> tuple[int, int]:
-        """(confirmed by its events, only expected after decisions) pages that a known replica is believed to hold."""
+        """Return how many pages of a known replica are (confirmed by its events, only expected after decisions)."""
         return self._fleet.num_pages(replica_id)
 
     def held(self, replica_id: str) -> set[int]:
-        """Those pages, as the index names them (index.pages_of): to compare routers. Walks the whole index."""
+        """Return those pages, as the index names them (index.pages_of): to compare routers. Walks the whole index."""
         return self._fleet.pages(replica_id)
 
     def check(self) -> None:
@@ -164,7 +164,7 @@ class Router:
         self._fleet.check()
 
     def _end(self, decision: Decision, ended: Iterable[RouteLeg]) -> bool:
-        """Whether any of these legs was still open."""
+        """Close these legs. Return whether any was still open."""
         if decision.dry_run:
             return False
         return sum(self._fleet.end(leg, decision.keys) for leg in ended) > 0  # each of them: no `any`
@@ -207,7 +207,7 @@ class Router:
     def _decide_pair(
         self, query: RouteQuery, eligible: Eligible, keys: PageKeys, usable: Pages, *, now_s: float, dry_run: bool
     ) -> Decision:
-        """As `_decide`, for a decode replica and maybe a prefill replica before it."""
+        """Decide for a decode replica and maybe a prefill replica before it."""
         prefills, decodes = prefill_side(eligible, num_tokens=len(query.token_ids)), decode_side(eligible)
         if not decodes.views:
             raise NoReplica(f"{self._why_none(query)}. A decode replica is needed; a prefill replica only hands over")

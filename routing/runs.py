@@ -1,15 +1,14 @@
 """What decisions expect one replica to hold: runs of pages, in order of use.
 
 Owns:      the runs, their order, and which run a page is in where other replicas hold the page too.
-Never:     writes who holds a page; the table of entries (page_owners.py) does, and changes the runs with it.
+Never:     writes the owners of a page; the table of entries (page_owners.py) does, and changes the runs with it.
 Invariant: an expected page is live in exactly one run, that of the last decision that used it: the page's entry is the
            run itself if no other replica holds it, and `shared` has the run otherwise.
 Thread:    the router's own.
 
 A prompt that begins like an earlier one uses that one's run again: one step in the order of use for all its pages.
-Where only part of a run is used again, the part becomes a run of its own (once; from then on it is used as a whole).
-A page that an event confirms or removes leaves its run; the run's list may keep it until the run goes, and then the
-page is not live in it.
+If only part of a run is used again, the part becomes a run of its own, and is used as a whole from then on. A page that
+an event confirms or removes leaves its run: it is no longer live, even while the run's list still has it.
 """
 
 from collections import deque
@@ -17,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Pages = list[int]  # page keys of 60 bits
-# Dead runs in the order of use, and stale pages in lists, that are not worth collecting. Where there are events, every
-# decision's run is dead (confirmed) soon, and each weighs about 150 bytes.
+# Dead runs in the order of use, and stale pages in lists, that are not worth collecting. With events, every decision's
+# run is soon dead (confirmed); each takes about 150 bytes.
 SLACK = 256
 
 
@@ -30,7 +29,7 @@ class Run:
     number: int  # of the last decision that used it
     pages: Pages = field(default_factory=list)
     num_live: int = 0  # of ``pages``
-    times: int = 0  # it stands in the order of use; the last one counts
+    times: int = 0  # that it stands in the order of use; the last place counts
 
     @property
     def whole(self) -> bool:
@@ -53,20 +52,20 @@ class Expected:
         self._listed = 0  # pages in the lists of all runs, live or not
 
     def run_of(self, page: int) -> Run | None:
-        """Where ``page`` is live; None if it is not expected."""
+        """Return the run in which ``page`` is live; None if it is not expected."""
         value = self._entries.get(page)
         if isinstance(value, Run):
             return value if value.owner is self else None
         return self.shared.get(page)
 
     def live(self, run: Run) -> Pages:
-        """The pages of ``run`` that are still in it, in order."""
+        """Return the pages that are live in ``run``, in order."""
         if run.whole:
             return run.pages
         return [page for page in run.pages if self.run_of(page) is run]
 
     def add(self, run: Run, pages: Iterable[int]) -> None:
-        """``pages``, all different and new here, are now live in ``run``, behind those it has."""
+        """Append ``pages``, all different and new here, to ``run`` as live."""
         before = len(run.pages)
         run.pages += pages
         num_added = len(run.pages) - before
@@ -77,7 +76,7 @@ class Expected:
         self._listed += num_added
 
     def lose(self, run: Run, num_pages: int) -> None:
-        """So many pages are not live in ``run`` any more."""
+        """Record that ``num_pages`` of ``run`` are no longer live."""
         run.num_live -= num_pages
         self.num_pages -= num_pages
         if num_pages and not run.num_live:
@@ -85,12 +84,12 @@ class Expected:
             self._relist(run, [])
 
     def trim(self, run: Run, lost: Pages) -> None:
-        """``run`` has lost the pages ``lost``; where it begins with them, the rest of it is whole again."""
+        """Cut ``lost`` off the front of ``run``'s list, if it begins with them: the rest is whole again."""
         if run.pages[: len(lost)] == lost:
             self._relist(run, run.pages[len(lost) :])
 
     def use(self, runs: Iterable[Run]) -> None:
-        """These are used now, the first of them the least."""
+        """Mark ``runs`` as used now, the first of them least recently."""
         for run in runs:
             run.times += 1
             self._order.append(run)
@@ -98,7 +97,7 @@ class Expected:
             self._compact()
 
     def pop_oldest(self) -> Run:
-        """Take the run used least recently out of the order; there must be one."""
+        """Remove and return the run used least recently; there must be one."""
         while True:
             run = self._order.popleft()
             run.times -= 1
@@ -106,13 +105,13 @@ class Expected:
                 return run
 
     def put_back(self, run: Run, pages: Pages) -> None:
-        """``run``, just popped, is the oldest again, with ``pages``: all of its live ones."""
+        """Make ``run``, just popped, the oldest again, with ``pages``: all its live ones."""
         self._relist(run, pages)
         run.times = 1
         self._order.appendleft(run)
 
     def runs(self) -> list[Run]:
-        """Runs with live pages, oldest first."""
+        """Return the runs with live pages, oldest first."""
         newest_first = dict.fromkeys(run for run in reversed(self._order) if run.num_live)
         return list(newest_first)[::-1]
 
@@ -135,7 +134,7 @@ class Expected:
         run.pages = pages
 
     def _compact(self) -> None:
-        """Each run once in the order, each with its live pages alone."""
+        """Leave each run once in the order, with its live pages alone."""
         self._order = deque(self.runs())
         for run in self._order:
             run.times = 1

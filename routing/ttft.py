@@ -1,15 +1,15 @@
-"""How long until a request's first token, at each candidate: tokens before it and its own, over the prefill rate.
+"""Estimates the time to a request's first token at each candidate: tokens before it and its own, over the prefill rate.
 
 Pure. Each term is in seconds and stands in the decision. No constant here is fitted; each comes from how the engine
 schedules (replicas/scheduler/scheduler.py).
 
-`behind_s` is what ours costs others. A prefix that one candidate holds and another computes anew delays everyone who
-waits behind ours there by that much. How many will: in a queue that is served in turn, as many are left behind on
-average when a request leaves the queue as it found when it came (level crossing), so those who wait there now stand for
-them. Without a queue it is 0. What must be computed wherever the request goes is not counted: that would send long
+`behind_s` is what ours costs others. If a candidate computes a prefix anew that another holds, every request behind
+ours there waits that much longer. How many will be behind: in a queue served in turn, a request leaves on average as
+many behind as it found when it came (level crossing), so the requests waiting now stand for them. Without a queue it
+is 0. What must be computed wherever the request goes is not counted: that would send long
 prompts where few wait and short ones where many do, which orders requests by size, not by where they are cached.
-That has a bound: for the sake of others nobody is sent behind a queue that is longer than a request may wait
-(`bounded`), so that a hot prefix is computed again at the latest when its queue is that long.
+That has a bound: no request is sent, for the sake of others, behind a queue longer than it may wait (`bounded`), so a
+hot prefix is computed again at the latest when its queue is that long.
 Source: Kleinrock 1975, "Queueing Systems" I, section 5.3 (arrivals find what departures leave).
 """
 
@@ -24,8 +24,8 @@ from routing.types import Candidate, Floats, Ints, LoadEstimate, ReplicaView, Te
 # The next step takes new prompts in: a request waits only for the decode step in progress, on average half of it. Where
 # that is a step with prompts, what is left of them stands in the queue; what decode rows cost is in the prefill rate.
 DECODE_STEPS_WAITED = 0.5
-# How long an answer is taken to be where more is allowed: nobody knows before, and a chat without a limit is allowed
-# the whole context.
+# The length assumed for an answer that may be longer: the real one is not known before, and a chat without a limit may
+# use the whole context.
 OUTPUT_TOKENS = 256
 
 
@@ -65,7 +65,7 @@ class Candidates(Sequence[Candidate]):
 def estimate(
     load: LoadEstimate[Floats], overlap_tokens: Ints, *, num_tokens: int, max_new_tokens: int
 ) -> Terms[Floats, Ints]:
-    """Terms of a request of ``num_tokens`` prompt tokens, of which each candidate holds ``overlap_tokens`` [n]."""
+    """Return the terms of a prompt of ``num_tokens``, of which each candidate holds ``overlap_tokens`` [n]."""
     own_tokens = num_tokens - overlap_tokens
     queue_s = load.queued_tokens / load.prefill_tokens_per_s
     own_s = own_tokens / load.prefill_tokens_per_s
@@ -86,7 +86,7 @@ def estimate(
 
 
 def bounded(cost_s: Floats, ttft_s: Floats, wait_s: Floats, max_wait_s: float) -> Floats:
-    """What to compare, of any shape: the cost where the wait is allowed; if it is nowhere, our first token's time."""
+    """Return what to compare, of any shape: the cost where the wait is allowed, or ``ttft_s`` if it is nowhere."""
     allowed = wait_s <= max_wait_s
     if allowed.all():
         return cost_s
@@ -94,19 +94,19 @@ def bounded(cost_s: Floats, ttft_s: Floats, wait_s: Floats, max_wait_s: float) -
 
 
 def _behind_s(load: LoadEstimate[Floats], own_s: Floats) -> Floats:
-    """The time beyond the least that ours must be computed for anywhere, for each who waits there."""
+    """Return the prefill time beyond the shortest at any candidate, times the requests that wait there."""
     more_s: Floats = own_s - own_s.min()
     return more_s * load.num_waiting
 
 
 def _pressure_s(load: LoadEstimate[Floats], need_tokens: Ints, output_tokens: int) -> Floats:
-    """The wait for running requests to end, where pages or places among the running are short.
+    """Return the wait for running requests to end, where pages or places among the running are short.
 
-    A running request takes about ``output_tokens`` decode steps (ours stands for all), so that in this time all that
-    is held now comes free, evenly: short of a share x of what is held, one waits the share x of the time. Those
-    queued before ours take their pages and places first, and give them back as evenly. Nobody needs more than the pool:
-    the engine cuts outputs to it, so that where nothing is held nobody waits. For pages nobody waits longer than that
-    time; for a place it takes as many turns as requests are before ours.
+    A running request takes about ``output_tokens`` decode steps (ours stands for all), so all that is held now comes
+    free evenly in this time: a request that lacks the share x of what is held waits the share x of the time. Requests
+    queued before ours take their pages and places first, and give them back as evenly. No request needs more than the
+    pool, since the engine cuts outputs to it: if nothing is held, there is no wait. The wait for pages is never longer
+    than that time; the wait for a place takes as many turns as there are requests before ours.
     """
     before = load.utilization * load.pool_tokens + load.queued_tokens
     cut_tokens = np.minimum(need_tokens, load.pool_tokens)

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]  # [n]
 
 
 class Role(enum.Enum):
-    """What a replica is for. Any of them could do all of a request; a prefill replica is only asked to hand over."""
+    """The role of a replica. Each could serve whole requests; a prefill replica only computes prompts for others."""
 
     UNIFIED = "unified"
     PREFILL = "prefill"
@@ -29,7 +29,7 @@ class Role(enum.Enum):
 
 
 class NoReplica(Exception):
-    """No replica may take the request now. The message lists what there is and why each was passed over."""
+    """No replica may take the request now; the message lists the replicas and why each was passed over."""
 
     http_status = 503
     retryable = True
@@ -37,7 +37,7 @@ class NoReplica(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouteQuery:
-    """One request, as far as choosing a replica needs it."""
+    """The part of a request that choosing a replica needs."""
 
     rid: str
     token_ids: TokenIds  # [L] the tokenised prompt
@@ -47,7 +47,7 @@ class RouteQuery:
     session_id: str = ""  # of several equal replicas, the one that had this session last; "" for none
     allowed: frozenset[str] | None = None  # None: every replica
     excluded: frozenset[str] = frozenset()  # for example those that a retry has already tried
-    max_wait_s: float = float("inf")  # others' delay is no reason for a longer queue than this
+    max_wait_s: float = float("inf")  # a longer queue is not accepted for the sake of other requests
     one_replica: str = ""  # why one replica must do all of it; "" where prefill and decode may be apart
 
     def __post_init__(self) -> None:
@@ -60,24 +60,24 @@ class RouteQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
-    """The last that a replica said of itself."""
+    """The last report of a replica about itself."""
 
     replica_id: str
     time_s: float  # when it was measured, on the router's clock
     num_running: int = 0
-    num_waiting: int = 0  # for their prompts to be computed there
-    num_receiving: int = 0  # their prompts are computed elsewhere: they wait for K/V, or for pages to have it in
+    num_waiting: int = 0  # requests whose prompts are still to be computed there
+    num_receiving: int = 0  # requests whose prompts are computed elsewhere: they wait for K/V or for pages
     queued_uncached_tokens: int = 0  # prompt tokens queued that no cache holds
     pool_utilization: float = 0.0  # share of the KV pool that a new request cannot have, 0 to 1
     pool_pages: int = 0  # capacity of its KV pool; with 0 the router's index holds nothing for it
     page_size: int = 16  # tokens a page; other than the router's, the index holds nothing for it
     prefill_tokens_per_s: float = 0.0  # 0 until measured
     decode_step_s: float = 0.0  # 0 until measured
-    max_running_requests: int = 0  # 0: no limit was told
+    max_running_requests: int = 0  # 0: no limit was reported
     healthy: bool = True
     accepting: bool = True  # False while it drains
     role: Role = Role.UNIFIED
-    page_bytes: int = 0  # of K and V, all ranks; 0: not told
+    page_bytes: int = 0  # of K and V, all ranks; 0: not reported
 
     @property
     def may_take(self) -> bool:
@@ -232,7 +232,7 @@ class Candidate:
 
 
 class Reason(enum.Enum):
-    """Why the winner won."""
+    """The reason why a replica was chosen."""
 
     ONLY = "only_candidate"
     TURN = "next_in_turn"
@@ -256,7 +256,7 @@ class PairReason(enum.Enum):
     ALWAYS = "hand_off_always"  # a setting
     LOCAL = "local_costs_less"
     NO_PREFILL = "no_prefill_replica"
-    ONE_REPLICA = "needs_one_replica"  # what in the request asks for it stands in Pair.why
+    ONE_REPLICA = "needs_one_replica"  # Pair.why says what in the request needs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -288,7 +288,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """Where a request goes, and everything that decided it."""
+    """The replica that a request goes to, and everything that decided it."""
 
     number: int  # grows with this router's decisions; a retry of a request is a decision of its own
     rid: str
@@ -296,7 +296,7 @@ class Decision:
     policy: str
     reason: Reason
     compared: tuple[str, ...]
-    candidates: Sequence[Candidate]  # all that might have taken it, by id (prefill replicas first); made when asked for
+    candidates: Sequence[Candidate]  # all that could take it, by id (prefill replicas first); made when asked for
     num_tokens: int  # prompt length
     overlap_tokens: int  # predicted to be cached where the prompt is computed
     predicted_ttft_s: float
@@ -313,14 +313,14 @@ class Decision:
 
     @property
     def shortest_wait_s(self) -> float:
-        """Until the prompt could be begun, at the best candidate for that, whatever the prompt itself takes."""
+        """The shortest time until the prompt could begin at any candidate, whatever the prompt itself takes."""
         if self.pair is not None:
             return self.pair.shortest_wait_s
         return min(each.terms.ttft_s - each.terms.own_s for each in self.candidates)
 
     @property
     def given_up(self) -> int:
-        """Cached tokens that the best overlap had more than the winner."""
+        """The cached tokens that the replica with the best overlap has and the winner lacks."""
         return self.best_overlap[1] - self.overlap_tokens
 
 
@@ -332,7 +332,7 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteOutcome:
-    """What became of a decision."""
+    """The end of a decision's request, and what it measured."""
 
     ending: Ending
     cached_tokens: int = 0  # prompt tokens the replica did not have to compute

@@ -1,10 +1,10 @@
-"""What one process may emit: the entries of dashboards/catalog.py that are its own, with its identity on every series.
+"""The metrics of one process: its entries of dashboards/catalog.py, with its identity on every series.
 
 Owns:      one `CollectorRegistry`; nothing of the client's global one is touched or shown.
-Never:     declares a metric: a name that is not in the catalogue, or is another process's, raises.
+Never:     declares a metric: a name that is not in the catalogue, or belongs to another process, raises.
 Invariant: a metric has one source: events (counter, gauge, histogram), a `Tally`, or a function called at each scrape.
            Series of labels whose values are known exist from the start, with 0; of others from their first use.
-           A function that fails takes no other metric with it: its last answer is told.
+           If a function fails, its last answer is shown and no other metric is affected.
 Thread:    the client's objects may be used on any; a `Tally` has one writer; functions run on the scrape's thread.
 """
 
@@ -26,7 +26,7 @@ from replicas.types import TallyCounts
 
 log = logging.getLogger(__name__)
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each counter and histogram, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they add an unused series to each counter and histogram
 
 Value = float | TallyCounts  # TallyCounts: of a histogram
 Read = Callable[[], Iterable[tuple[str, Mapping[str, str], Value]]]  # (name, own labels, value)
@@ -51,7 +51,7 @@ class Identity:
 
 
 class Emitter:
-    """The metrics of one process."""
+    """The metrics of one process, each bound to its source."""
 
     def __init__(self, process: Process, identity: Identity, *, disaggregated: bool = False) -> None:
         """``disaggregated``: whether prefill and decode are apart; what needs that may not be emitted otherwise."""
@@ -60,38 +60,38 @@ class Emitter:
         self._process = process
         self._disaggregated = disaggregated
         self._made: dict[str, Counter | Gauge | Histogram] = {}
-        self._told: set[str] = set()  # by a tally or a function
+        self._told: set[str] = set()  # names read from a tally or a function
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """All that this process emits, once everything is bound."""
+        """The metrics that this process emits, once everything is bound."""
         return tuple(metric for metric in CATALOG.values() if self._refusal(metric) is None)
 
     @property
     def bound(self) -> set[str]:
-        """Names that have a source."""
+        """The names of the metrics that have a source."""
         return {*self._made, *self._told}
 
     def counter(self, name: str, **labels: str) -> Counter:
-        """The series of ``name`` with these labels of its own, made at the first call. Raises: KeyError, ValueError."""
+        """Return the series of counter ``name`` with these labels, made once. Raises: KeyError, ValueError."""
         found = self._child(name, Kind.COUNTER, labels)
         assert isinstance(found, Counter)
         return found
 
     def gauge(self, name: str, **labels: str) -> Gauge:
-        """As `counter`."""
+        """Return the series of gauge ``name``; made and refused as by `counter`."""
         found = self._child(name, Kind.GAUGE, labels)
         assert isinstance(found, Gauge)
         return found
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        """As `counter`. Its ``observe`` takes a microsecond or two; for what happens with every token see `tally`."""
+        """Return the series of histogram ``name``, as `counter` does. It takes 1-2 us; for each token use `tally`."""
         found = self._child(name, Kind.HISTOGRAM, labels)
         assert isinstance(found, Histogram)
         return found
 
     def tally(self, name: str) -> Tally:
-        """The values of histogram ``name``, which has no labels of its own: `Tally.add` is several times as quick."""
+        """Return the values of histogram ``name``, which has no labels: `Tally.add` is several times as quick."""
         metric = self._of(name, Kind.HISTOGRAM)
         assert not metric.labels, f"{name} has labels: use histogram()"
         tally = Tally(metric.buckets)
@@ -99,7 +99,7 @@ class Emitter:
         return tally
 
     def tell(self, names: Iterable[str], read: Read) -> None:
-        """``read`` gives the values of metrics ``names`` whenever they are scraped. Raises: KeyError, ValueError."""
+        """Have ``read`` give the values of metrics ``names`` at each scrape. Raises: KeyError, ValueError."""
         metrics = [self._of(name) for name in names]
         for metric in metrics:
             if metric.name in self.bound:
@@ -150,7 +150,7 @@ class Emitter:
 
 
 class _Told(Collector):
-    """Metrics whose values are asked for at the scrape."""
+    """Metrics whose values a function gives at each scrape."""
 
     def __init__(self, metrics: list[Metric], identity: Identity, read: Read) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
@@ -160,7 +160,7 @@ class _Told(Collector):
         self._failing = False
 
     def describe(self) -> Iterator[Family]:
-        """The names, without asking: `CollectorRegistry` wants no name twice."""
+        """Return the names without reading values: `CollectorRegistry` wants no name twice."""
         return iter([_family(metric) for metric in self._metrics.values()])
 
     def collect(self) -> Iterator[Family]:
@@ -195,7 +195,7 @@ def _family(metric: Metric) -> Family:
 
 
 def _own(metric: Metric, labels: Mapping[str, str]) -> list[str]:
-    """Values of a metric's own labels, in its order. Raises: ValueError for other labels, or a value it cannot have."""
+    """Return the values of a metric's labels, in its order. Raises: ValueError for other labels or impossible values."""
     if labels.keys() != metric.labels.keys():
         raise ValueError(f"{metric.name} has the labels {list(metric.labels)}, not {list(labels)}")
     for label, value in labels.items():
@@ -205,13 +205,13 @@ def _own(metric: Metric, labels: Mapping[str, str]) -> list[str]:
 
 
 def _cumulative(value: TallyCounts) -> list[tuple[str, float]]:
-    """(upper bound, values up to it), as a histogram's series are."""
+    """Return (upper bound, count up to it), as a histogram's series are."""
     bounds = [*map(floatToGoString, value.bounds), "+Inf"]
     return list(zip(bounds, map(float, itertools.accumulate(value.counts)), strict=True))
 
 
 def emitter_of(process: Process, identity: Identity, *, disaggregated: bool) -> Emitter:
-    """An emitter with what every process tells; the rest is to be bound to it."""
+    """Return an emitter with what every process emits; the rest is to be bound to it."""
     emitter = Emitter(process, identity, disaggregated=disaggregated)
     versions = {name: importlib.metadata.version(name) for name in ("manta", "ray")}
     emitter.gauge("build_info", version=versions["manta"], ray=versions["ray"]).set(1)

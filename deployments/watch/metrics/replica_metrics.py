@@ -23,7 +23,7 @@ L1 = {"tier": "L1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What does not change about a replica."""
+    """The facts of a replica that do not change while it runs."""
 
     node_id: str
     accelerator: str  # cpu, or cuda
@@ -42,7 +42,7 @@ def tell_replica(
     stats: Callable[[], EngineStats],
     tallies: Callable[[], EngineTallies],
 ) -> None:
-    """Have ``emitter`` tell all metrics of a replica. ``stats`` and ``tallies``: as of now, from any thread."""
+    """Bind all metrics of a replica to ``emitter``. ``stats`` and ``tallies``: as of now, from any thread."""
 
     def read() -> Iterator[Told]:
         now, seen = stats(), tallies()
@@ -163,8 +163,8 @@ def replica_emitter(
     replica_id: str,
     node_id: str,
 ) -> Emitter:
-    """An emitter of everything about ``engine``; metrics of hand-offs where it takes part in any. ``stats`` and
-    ``tallies`` are its own as of now, from any thread (`EngineLoop`'s)."""
+    """Return an emitter of all metrics of ``engine``, those of hand-offs only if it takes part in any. ``stats`` and
+    ``tallies`` are the engine's as of now, from any thread (`EngineLoop`'s)."""
     has_transfer = stats().transfer is not None
     identity = Identity(model=model, role=role.value, replica=replica_id)
     emitter = emitter_of(Process.REPLICA, identity, disaggregated=has_transfer)

@@ -1,6 +1,6 @@
-"""What happens to requests, as the metrics of their router: counted when it happens.
+"""A router's metrics of its requests, counted when something happens to one.
 
-Owns:      which event is which metric. The watch of following.py, so that no instrument stands in anyone's way.
+Owns:      which event is which metric.
 Never:     keeps a request.
 Invariant: best, predicted and actual overlap, and the prompt tokens that they are held against, are counted together,
            with the first token of a request: their ratios compare the same requests.
@@ -11,8 +11,8 @@ prompts was sent on (a wrong body, say) as one, in ``requests_total`` alone. Tok
 requests that ended ok. Requests for tokens alone have a count and a duration.
 
 The first-token objective is missed by a request that failed before its first token, and the inter-token one by one that
-failed after it: an overload that refuses or times out must not look like one that serves everybody in time. A client
-that leaves, or asks for what cannot be, says nothing of either.
+failed after it: an overload that refuses or times out must not look like one that serves all requests in time. A
+client that leaves, or asks for something impossible, counts for neither.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from deployments.watch.metrics.emitter import Emitter
 from replicas.errors import EngineDead, Overloaded
 from routing.types import Decision
 
-FAILED = ("error", "shed", "timeout")  # outcomes in which the client did not get what it should have
+FAILED = ("error", "shed", "timeout")  # outcomes in which the client did not get its answer
 RETRIES: Mapping[type, str] = {
     ReplicaGone: "replica_gone",
     ReplicaHangs: "replica_hangs",
@@ -134,7 +134,7 @@ class RouterEvents(RequestWatch):
             self._slo["ttft", False].inc()
 
     def _judge(self, timeline: Timeline, outcome: str) -> None:
-        """Against each objective, as the module's docstring says."""
+        """Count against each objective, as the module's docstring says."""
         failed = outcome in FAILED
         if not failed and outcome != "ok":
             return
@@ -150,7 +150,7 @@ class RouterEvents(RequestWatch):
 
 
 def predicted_tokens(noted: Try) -> int:
-    """To be reused where the prompt was computed in the end, as `routing.feedback` counts it."""
+    """Return the tokens predicted to be cached where the prompt was computed in the end (as routing/feedback.py)."""
     failed = noted.hand_off is not None and not noted.hand_off.transferred
     if failed and noted.decision.pair is not None:
         return noted.decision.pair.chosen.cached_tokens

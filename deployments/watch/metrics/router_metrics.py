@@ -47,7 +47,7 @@ class FleetFigures:
 
 
 class RouterFigures:
-    """Tells the metrics ``NAMES`` of one router. To be made on its event loop."""
+    """The metrics ``NAMES`` of one router, bound on its event loop."""
 
     def __init__(self, emitter: Emitter, fleet: Fleet, *, page_size: int) -> None:
         self._fleet = fleet
@@ -89,7 +89,7 @@ class RouterFigures:
 
 
 def figures_of(fleet: Fleet, *, page_size: int) -> FleetFigures:
-    """As of now."""
+    """Read the fleet as it is now."""
     seen = fleet.seen()
     return FleetFigures(
         index_tokens={
@@ -107,22 +107,22 @@ ROLE = "router"
 
 
 class RouterMetrics:
-    """With ``observability.metrics: false`` nothing is counted and no port is opened."""
+    """All metrics of one router; with ``observability.metrics: false`` nothing is counted and no port is opened."""
 
     def __init__(self, config: AppConfig, *, router_id: str, fleet: Fleet) -> None:
         identity = Identity(model=config.model.name, role=ROLE, replica=router_id)
         self._settings = config.observability
         self._emitter: Emitter | None = None
-        self.watch = RequestWatch()  # to be told of requests
+        self.watch = RequestWatch()  # what follows requests
         if self._settings.metrics:
             self._emitter = self._bind(config, identity, fleet)
-        #  what a scrape through Serve's proxy may see: it meets any one of the routers
+        # what a scrape through Serve's proxy may see: it reaches any one of the routers
         self.shown: CollectorRegistry = emitter_of(Process.ROUTER, identity, disaggregated=False).registry
         if self._emitter is not None and config.router.count == 1:
             self.shown = self._emitter.registry
 
     def served(self, *, host: str, node_id: str, guard: bytes | None = None) -> ServedMetrics | None:
-        """Over HTTP from now on, where they are on; ``guard``: as MetricsServer's.
+        """Serve the metrics over HTTP if they are on; ``guard``: as MetricsServer's.
 
         Raises: InvalidConfig when the port is taken.
         """

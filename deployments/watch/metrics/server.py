@@ -30,13 +30,13 @@ from replicas.errors import InvalidConfig
 
 log = logging.getLogger(__name__)
 
-READ_S = 10.0  # a client that says nothing for so long is not waited for
-LEAVES_S = 1.0  # how long one that is cut off may take to go
-MAX_SCRAPES = 16  # at once; one more, and the oldest is cut off
+READ_S = 10.0  # a client that sends nothing for this long is dropped
+LEAVES_S = 1.0  # how long a scrape that is cut off may take to end
+MAX_SCRAPES = 16  # at once; with one more, the oldest is cut off
 
 
 class MetricsServer:
-    """Has its port from its making on, and answers from `serve` on; who comes between the two waits."""
+    """The server of one process's metrics: it has its port once made; a scrape that comes before `serve` waits."""
 
     def __init__(self, *, host: str, port: int = 0, guard: bytes | None = None) -> None:
         """``host``: this node's address, as others reach it. ``port``: 0 takes any that is free. ``guard``: digest of
@@ -57,13 +57,13 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="manta-metrics", daemon=True)
 
     def serve(self, registry: CollectorRegistry) -> None:
-        """Answer with ``registry``'s metrics; once."""
+        """Start to answer with ``registry``'s metrics; call it once."""
         app = make_wsgi_app(registry)
         self._server.set_app(app if self._guard is None else _guarded(app, self._guard))
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening; may be called again."""
+        """Stop listening. Idempotent."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -74,7 +74,7 @@ class _Handler(WSGIRequestHandler):
     timeout = READ_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not worth a line each."""
+        """Log nothing: a line per scrape is noise."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -90,7 +90,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
             with self._lock, contextlib.suppress(OSError, StopIteration):
-                next(iter(self._open)).shutdown(socket.SHUT_RDWR)  # its thread finds the end and leaves
+                next(iter(self._open)).shutdown(socket.SHUT_RDWR)  # its thread sees the end and returns
             if not self._free.acquire(timeout=LEAVES_S):
                 self.shutdown_request(request)
                 return
@@ -107,18 +107,18 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def server_bind(self) -> None:
-        """Without the base's look-up of the host's full name, which can take seconds where no name server answers."""
+        """Bind without looking up the host's full name, which can take seconds if no name server answers."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that hangs up, or says nothing, is not worth the base's stack on stderr."""
+        """Log one line: a scraper that hangs up or sends nothing needs no stack on stderr."""
         log.info("a scrape from %s failed: %r", client_address, sys.exception())
 
 
 def _guarded(app: WSGIApplication, guard: bytes) -> WSGIApplication:
-    """``app`` for whoever shows the key as a bearer token."""
+    """Wrap ``app`` so that it answers only requests with the key as a bearer token."""
 
     def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         scheme, _, key = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
@@ -135,7 +135,7 @@ def _family_of(host: str) -> socket.AddressFamily:
 
 
 class ServedMetrics:
-    """``emitter``'s metrics on the port of ``server``, from now on."""
+    """An emitter's metrics, served from its making until `close`."""
 
     def __init__(self, emitter: Emitter, server: MetricsServer, *, node_id: str) -> None:
         self._server = server
@@ -148,5 +148,5 @@ class ServedMetrics:
         )
 
     def close(self) -> None:
-        """May be called again."""
+        """Stop serving. Idempotent."""
         self._server.close()
