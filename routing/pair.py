@@ -6,8 +6,8 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
                  transfer_s  pages that the decode replica has not                  / the link's rate (feedback.py)
                  overhead_s  what a hand-off costs however small it is              (OVERHEAD_S)
     computed by  queue + own tokens                                                 / its prefill rate
-    the decode   stall_s     own_s for each request that runs or is to be computed there: one that runs makes a token
-    replica                  in each step of ours, which takes many times a decode step (counted as if it made none), the
+    the decode   stall_s     own_s for each request that runs or is to be computed there: a running one makes a
+    replica                  token in each step of ours, which takes many decode steps (counted as if it made none), the
                              others wait. Not for those that wait for K/V: prompts handed over would be a reason to
                              hand over more
     either way   pressure_s  the wait for pages or for a place among the running    (ttft.py)

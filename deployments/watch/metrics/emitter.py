@@ -195,7 +195,7 @@ def _family(metric: Metric) -> Family:
 
 
 def _own(metric: Metric, labels: Mapping[str, str]) -> list[str]:
-    """Return the values of a metric's labels, in its order. Raises: ValueError for other labels or impossible values."""
+    """Return the values of a metric's labels, in its order. Raises: ValueError for other labels or bad values."""
     if labels.keys() != metric.labels.keys():
         raise ValueError(f"{metric.name} has the labels {list(metric.labels)}, not {list(labels)}")
     for label, value in labels.items():
