@@ -37,7 +37,7 @@ from replicas.config import CacheConfig, SchedulerConfig, resolve
 from replicas.engine.engine import Engine, Executor
 from replicas.engine.loop import EngineLoop
 from replicas.runner.device import measure_hardware
-from replicas.runner.weights import load_model_config
+from replicas.runner.model_files import load_model_config
 from replicas.scheduler.plan import DecodePlan, DoneStep, PendingStep, StepPlan, StepResult
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta

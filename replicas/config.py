@@ -191,7 +191,7 @@ class EngineConfig:
 def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvLayout:
     """What the pages of this engine's pool mean.
 
-    Args:   model: identity of config and weights (runner/identity.py).
+    Args:   model: identity of config and weights (runner/model_files.py).
             tp: another than the engine's: 1 for bytes that hold all heads.
     Raises: ValueError when the ranks share KV heads (more ranks than heads): such pages cannot be cut by heads.
     """

@@ -30,10 +30,9 @@ from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.errors import InvalidConfig
 from replicas.runner.device import measure_hardware
-from replicas.runner.identity import model_identity
+from replicas.runner.model_files import load_model_config, model_identity
 from replicas.runner.port import MakeAgent, PortSpec
 from replicas.runner.product_choice import choose_products
-from replicas.runner.weights import load_model_config
 from replicas.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

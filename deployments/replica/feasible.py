@@ -19,7 +19,8 @@ from deployments.settings.transfer_settings import with_token
 from replicas.config import Device, EngineConfig, Hardware, ModelConfig, resolve, settings_problems
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.memory import sizing
-from replicas.runner.weights import load_model_config, safetensors_files
+from replicas.runner.model_files import load_model_config
+from replicas.runner.weights import safetensors_files
 from routing.types import Role
 
 ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one

@@ -1,33 +1,91 @@
 """The fast CPU backend: sets the arguments of the kernels in cpu_decode.py and cpu_extend.py.
 
-A mixed step is two parts, one after the other: the requests that extend, and those that decode.
+A mixed step runs as two parts, one after the other: the requests that extend, then those that decode. Decode attention
+of every layer is also available as stages of a program, so a whole decode step can be one.
 
 Owns:      the buffers that kernels write (results, partial results, scratch): grown when a step is larger than all
-           before, never shrunk.
+           before, never shrunk. One `DecodeArgs` per layer for the stages.
 Never:     gathers K and V into tensors, or does arithmetic in Python.
-Invariant: a request's decode result never depends on the rest of the batch, nor on whether others extend beside it.
+Invariant: a request's decode result never depends on the rest of the batch, nor on whether others extend beside it. The
+           stages run the same kernel with the same arguments, so they give the same bits. A step's memory (its tasks,
+           partial results) stays until the next `begin`.
 Thread:    the thread that runs the model; kernels run on torch's OpenMP threads (replicas/kernels/team.py).
 """
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention import cpu_decode, cpu_extend, cpu_pages, cpu_stages, cpu_tasks
+from replicas.attention import cpu_decode, cpu_extend, cpu_pages, cpu_tasks
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.errors import InvalidConfig
 from replicas.kernels.program import Stage
 from replicas.kernels.team import Kernel, Team
 
+_SIZE = ctypes.sizeof(cpu_decode.DecodeArgs)
+
+
+class DecodeStage:
+    """One layer's decode attention as a `replicas.kernels.program.Stage`."""
+
+    def __init__(self, arguments: ctypes.Structure) -> None:
+        self._arguments = arguments
+
+    def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:
+        self._arguments.counter, self._arguments.merge_counter = counter, counter + 8
+        return cpu_decode.decode, self._arguments
+
+
+class DecodeStages:
+    """The decode attention of all layers as stages, over one set of activations."""
+
+    def __init__(self, layers: Sequence[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """``layers``: addresses of their first keys and values. q [T, H, D], k, v [T, K, D] and out [T, H * D] are the
+        same memory for all of them."""
+        self._array = np.zeros(len(layers), np.dtype(cpu_decode.DecodeArgs))
+        memory = self._array.view(np.uint8).data
+        self.stages = tuple(
+            DecodeStage(cpu_decode.DecodeArgs.from_buffer(memory, i * _SIZE)) for i in range(len(layers))
+        )
+        self._layers = np.array(layers, np.int64).reshape(-1, 2)
+        self._shared = {"out": out.data_ptr(), "out_stride": 4 * out.stride(0)}
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            self._shared |= {name: x.data_ptr(), f"{name}_stride": 4 * x.stride(0)}
+
+    def set(self, step: ctypes.Structure) -> None:
+        """Enter a step's arguments; the counters stay those of the program."""
+        array = self._array
+        counters = array["counter"].copy()
+        array[:] = np.frombuffer(bytes(step), array.dtype)
+        for name, value in self._shared.items():
+            array[name] = value
+        array["keys"], array["values"] = self._layers.T
+        array["counter"], array["merge_counter"] = counters, counters + 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heads:
+    """Heads of this rank: ``num`` query heads and ``num_kv`` kv heads of ``dim`` numbers."""
+
+    num: int
+    num_kv: int
+    dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.num // self.num_kv
+
 
 class CpuAttention:
     """AttentionBackend over a KvPool in memory whose numbers are one of `cpu_pages.KINDS`; queries are fp32.
 
-    Raises: InvalidConfig for another dtype of either, or a head_dim that is not a multiple of 16 (torch_native serves
-            those).
+    Raises: InvalidConfig for another dtype of either, or a head_dim that is not a multiple of 16: torch_native serves
+            those.
     """
 
     def __init__(
@@ -38,15 +96,14 @@ class CpuAttention:
             raise InvalidConfig(f"attention: cpu {reason}; set attention: torch_native")
         self._pool = pool
         self._team = Team(num_threads)
-        self._num_heads, self._head_dim = num_heads, head_dim
-        self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
+        self._heads = _Heads(num=num_heads, num_kv=num_kv_heads, dim=head_dim)
         self._layers: list[tuple[int, int]] = []  # per layer: addresses of its first key and value
         self._batch: BatchMeta | None = None  # its memory is what the kernels read
         self._num_extend_tokens = self._num_decode = 0
         self._extend_tasks = np.zeros((0, 4), np.int32)  # what the kernels read, too
         self._decode_tasks: cpu_tasks.DecodeTasks | None = None
         self._out, self._out_rows = torch.empty(0), torch.empty(0)
-        self._stages: cpu_stages.DecodeStages | None = None
+        self._stages: DecodeStages | None = None
         self._partial, self._scratch = torch.empty(0), torch.empty(0)
         self._counters = np.zeros(2 * 8, np.int64)  # next task, next request to merge; each in a cache line
         self._decode, self._extend = cpu_decode.DecodeArgs(), cpu_extend.ExtendArgs()
@@ -64,7 +121,7 @@ class CpuAttention:
     def begin(self, batch: BatchMeta) -> None:
         self._batch = batch
         if self._out.shape[0] < batch.num_tokens:
-            self._out = torch.empty(batch.num_tokens, self._num_heads * self._head_dim)
+            self._out = torch.empty(batch.num_tokens, self._heads.num * self._heads.dim)
         self._out_rows = self._out[: batch.num_tokens]
         size = batch.rows.shape[0]
         self._num_decode = size if batch.is_decode else batch.num_decode
@@ -77,7 +134,7 @@ class CpuAttention:
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for x in (q, k, v):
             assert x.dtype == torch.float32, f"kernels read float32, got {x.dtype}"
-            assert x.stride()[1:] == (self._head_dim, 1), f"heads must lie in a row, strides are {x.stride()}"
+            assert x.stride()[1:] == (self._heads.dim, 1), f"heads must lie in a row, strides are {x.stride()}"
         if self._num_extend_tokens:
             self._run(cpu_extend.extend, self._extend, layer, q, k, v, first_token=0)
         if self._num_decode:
@@ -85,12 +142,12 @@ class CpuAttention:
         return self._out_rows
 
     def decode_stages(self, num_layers: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Sequence[Stage]:
-        """What `forward` does in a decode step, as a stage for each layer, reading q, k, v and writing ``out``."""
-        self._stages = cpu_stages.DecodeStages([self._layer(i) for i in range(num_layers)], q, k, v, out)
+        """Make one stage per layer that does what `forward` does in a decode step: read q, k, v, write ``out``."""
+        self._stages = DecodeStages([self._layer(i) for i in range(num_layers)], q, k, v, out)
         return self._stages.stages
 
     def set_stages(self) -> bool:
-        """Make the last `decode_stages` ready for the step that has begun; False where more than decode is in it."""
+        """Prepare the last `decode_stages` for the step that has begun; False if the step holds more than decode."""
         if self._stages is None or self._num_extend_tokens:
             return False
         self._stages.set(self._decode)
@@ -99,7 +156,7 @@ class CpuAttention:
     def _run(
         self, kernel: Kernel, arguments: ctypes.Structure, layer: int, q: Tensor, k: Tensor, v: Tensor, first_token: int
     ) -> None:
-        """The part of the step that begins with token ``first_token``."""
+        """Run the part of the step that begins with token ``first_token``."""
         arguments.keys, arguments.values = self._layer(layer)
         q_stride, k_stride, v_stride = 4 * q.stride(0), 4 * k.stride(0), 4 * v.stride(0)
         arguments.q, arguments.q_stride = q.data_ptr() + first_token * q_stride, q_stride
@@ -113,13 +170,14 @@ class CpuAttention:
         item_bytes = keys.element_size()
         arguments.kind = cpu_pages.KINDS[keys.dtype]
         arguments.page_stride, arguments.head_stride = item_bytes * keys.stride(0), item_bytes * keys.stride(1)
-        arguments.token_bytes = item_bytes * self._head_dim
+        arguments.token_bytes = item_bytes * self._heads.dim
         arguments.page_size = page_size = self._pool.page_size
         arguments.page_shift = page_size.bit_length() - 1 if page_size.bit_count() == 1 else -1
-        arguments.scales_at = page_size * self._head_dim
-        arguments.num_kv_heads, arguments.head_dim, arguments.group = self._num_kv_heads, self._head_dim, self._group
+        arguments.scales_at = page_size * self._heads.dim
+        heads = self._heads
+        arguments.num_kv_heads, arguments.head_dim, arguments.group = heads.num_kv, heads.dim, heads.group
         arguments.counter = self._counters.ctypes.data
-        arguments.scale = self._head_dim**-0.5
+        arguments.scale = self._heads.dim**-0.5
 
     def _layer(self, layer: int) -> tuple[int, int]:
         while len(self._layers) <= layer:
@@ -128,46 +186,44 @@ class CpuAttention:
         return self._layers[layer]
 
     def _begin_extend(self, batch: BatchMeta, size: int) -> None:
-        """The first ``size`` requests."""
+        """Set the arguments of the first ``size`` requests, which extend."""
         arguments = self._extend
         counts, prefix_lens = np.diff(batch.qo_indptr.numpy()[: size + 1]), batch.prefix_lens.numpy()[:size]
-        heads = self._num_kv_heads
-        tile = cpu_tasks.tile_tokens(
-            counts, group=self._group, num_kv_heads=heads, num_threads=self._team.num_threads
-        )
-        self._extend_tasks = cpu_tasks.extend_tasks(counts, prefix_lens, tile=tile, num_kv_heads=heads)
+        num_kv, group = self._heads.num_kv, self._heads.group
+        tile = cpu_tasks.tile_tokens(counts, group=group, num_kv_heads=num_kv, num_threads=self._team.num_threads)
+        self._extend_tasks = cpu_tasks.extend_tasks(counts, prefix_lens, tile=tile, num_kv_heads=num_kv)
         arguments.tasks, arguments.num_tasks = self._extend_tasks.ctypes.data, len(self._extend_tasks)
         arguments.qo_indptr, arguments.prefix_lens = batch.qo_indptr.data_ptr(), batch.prefix_lens.data_ptr()
-        arguments.tile_rows = tile * self._group
+        arguments.tile_rows = tile * group
         self._set_part(arguments, batch, first_request=0, first_token=0, num_tokens=self._num_extend_tokens)
-        self._set_scratch(arguments, cpu_extend.scratch_floats(tile * self._group, self._head_dim))
+        self._set_scratch(arguments, cpu_extend.scratch_floats(tile * group, self._heads.dim))
 
     def _begin_decode(self, batch: BatchMeta, first: int) -> None:
-        """The requests from ``first`` on."""
+        """Set the arguments of the requests from ``first`` on, which decode."""
         arguments = self._decode
-        group = cpu_decode.max_members(self._group)
+        group = cpu_decode.max_members(self._heads.group)
         cut = cpu_tasks.decode_tasks(
             batch.seq_lens.numpy()[first:], batch.prefix_groups, first=first, max_members=group
         )
         self._decode_tasks = cut
         arguments.tasks, arguments.num_tasks = cut.tasks.ctypes.data, len(cut.tasks)
-        few = 1 < len(cut.tasks) < self._team.num_threads  # of a single task others would only wait for the parts
-        arguments.part_heads = 1 if few else self._num_kv_heads
+        few = 1 < len(cut.tasks) < self._team.num_threads  # a single task would only make the others wait for its parts
+        arguments.part_heads = 1 if few else self._heads.num_kv
         arguments.members, arguments.first_partial = cut.members.ctypes.data, cut.first_partial.ctypes.data
-        floats = int(cut.first_partial[-1]) * cpu_decode.partial_floats(self._num_heads, self._head_dim)
+        floats = int(cut.first_partial[-1]) * cpu_decode.partial_floats(self._heads.num, self._heads.dim)
         self._partial = _grown(self._partial, floats)
         arguments.partial = self._partial.data_ptr()
         arguments.seq_lens = batch.seq_lens.data_ptr() + 4 * first
         first_token = self._num_extend_tokens
         self._set_part(arguments, batch, first_request=first, first_token=first_token, num_tokens=self._num_decode)
-        self._set_scratch(arguments, cpu_decode.scratch_floats(self._num_heads, self._group, self._head_dim))
+        self._set_scratch(arguments, cpu_decode.scratch_floats(self._heads.num, self._heads.group, self._heads.dim))
 
     def _set_part(
         self, arguments: ctypes.Structure, batch: BatchMeta, *, first_request: int, first_token: int, num_tokens: int
     ) -> None:
         arguments.table, arguments.table_stride = batch.table.data_ptr(), 4 * batch.table.stride(0)
         arguments.rows = batch.rows.data_ptr() + 4 * first_request
-        arguments.out_stride = 4 * self._num_heads * self._head_dim
+        arguments.out_stride = 4 * self._heads.num * self._heads.dim
         arguments.out = self._out.data_ptr() + first_token * arguments.out_stride
         arguments.out_slots, arguments.num_tokens = batch.out_slots.data_ptr() + 8 * first_token, num_tokens
 
@@ -180,7 +236,7 @@ class CpuAttention:
 
 
 def why_not(pool: KvPool, *, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why these kernels cannot serve the pool and a model in ``dtype``; None when they can."""
+    """Explain why these kernels cannot serve the pool and a model in ``dtype``; None if they can."""
     if dtype != torch.float32:
         return f"wants a model in float32, this one is in {str(dtype).removeprefix('torch.')}"
     keys = pool.get_key_buffer(0)  # [P, K, page_size, D]

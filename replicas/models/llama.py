@@ -16,8 +16,7 @@ from replicas.config import ModelConfig
 from replicas.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from replicas.layers.fused import FusedBlocks, StagedAttention
 from replicas.layers.layer import Layer
-from replicas.layers.linear import QKVParallelLinear, RowParallelLinear
-from replicas.layers.mlp import GatedMLP
+from replicas.layers.linear import GatedMLP, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
 from replicas.layers.rope import RotaryEmbedding, Rotation
 from replicas.layers.tp_group import TpGroup

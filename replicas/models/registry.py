@@ -2,8 +2,7 @@
 
 from replicas.errors import UnsupportedModel
 from replicas.models.llama import Llama
-from replicas.models.qwen2 import Qwen2
-from replicas.models.qwen3 import Qwen3
+from replicas.models.qwen import Qwen2, Qwen3
 
 MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,

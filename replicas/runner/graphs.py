@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.runner.batch import DeviceBatch, DeviceTable, build_decode, decode_arrays
 from replicas.runner.staging import Staging, places
+from replicas.runner.warm_up import idle_decode
 from replicas.scheduler.plan import DecodePlan
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class DecodeGraphs:
         self._attention, self._table, self._staging = attention, table, staging
         self.sizes = graph_sizes(max_rows)
         largest, device = self.sizes[-1], staging.device
-        _, num_bytes = places(decode_arrays(idle_plan(1), largest))
+        _, num_bytes = places(decode_arrays(idle_decode(1), largest))
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._logits = torch.zeros(largest, vocab_size, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -62,7 +62,7 @@ class DecodeGraphs:
         # One stream for all: cuBLAS keeps a workspace for each stream that it has seen.
         stream = torch.cuda.Stream(self._staging.device)  # type: ignore[no-untyped-call]
         for size in reversed(self.sizes):
-            batch = self.fill(idle_plan(size))
+            batch = self.fill(idle_decode(size))
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_RUNS):
@@ -107,11 +107,3 @@ def graph_bytes(
     sizes = graph_sizes(max_rows)
     per_row = 12 * vocab_size + 4 * (6 * hidden_size + 3 * intermediate_size + 48 * num_heads * head_dim)
     return sizes[-1] * per_row + len(sizes) * BYTES_PER_GRAPH + CUBLAS_BYTES
-
-
-def idle_plan(size: int) -> DecodePlan:
-    """A decode step of ``size`` rows that read and write the sink alone."""
-    zeros = np.zeros(size, np.int32)
-    return DecodePlan(
-        table_writes=(), rows=zeros, token_ids=zeros, seq_lens=zeros + np.int32(1), slots=zeros, sampling=()
-    )

@@ -18,7 +18,7 @@ from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from replicas.config import EngineConfig, kv_layout
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.runner.identity import model_identity
+from replicas.runner.model_files import model_identity
 
 
 @dataclass(frozen=True, slots=True, eq=False)

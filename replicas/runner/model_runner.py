@@ -29,10 +29,9 @@ from replicas.runner import batch as batches
 from replicas.runner import set_aside
 from replicas.runner.device import free_device_bytes
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
-from replicas.runner.largest_step import idle_extend, run_largest_step
-from replicas.runner.pending import PendingTokens
 from replicas.runner.sampler import Sampler
-from replicas.runner.staging import Staging
+from replicas.runner.staging import PendingTokens, Staging
+from replicas.runner.warm_up import idle_decode, idle_extend, run_largest_step
 from replicas.runner.weights import load_weights, weight_bytes
 from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, PendingStep, PrefixGroup, StepPlan, StepResult
 from replicas.types import TokenLogprob
@@ -51,9 +50,9 @@ class ModelRunner:
         self.device = tp.device
         free_before = self._free_bytes(0)
         self._reserve_bytes = int(free_before * (1.0 - config.cache.mem_fraction_static))
-        self._attention: AttentionBackend | None = None
+        self._attention = _LateAttention()
         started_s = time.monotonic()
-        self._model = model_class(config.model.architecture)(config.model, tp, _Unsized(self))
+        self._model = model_class(config.model.architecture)(config.model, tp, self._attention)
         load_weights(self._model, config.model, tp, products=config.products)
         self.weight_bytes = weight_bytes(self._model)
         load_s = time.monotonic() - started_s
@@ -64,7 +63,7 @@ class ModelRunner:
         )
         self.pool = self._make_pool()
         self.table = batches.DeviceTable(self.max_running + 1, config.model.context_len + ROW_SLACK, self.device)
-        self._attention, self.attention_choice = make_attention(
+        self._attention.backend, self.attention_choice = make_attention(
             config.attention,
             self.pool,
             dtype=getattr(torch, config.model.dtype),
@@ -76,16 +75,15 @@ class ModelRunner:
         )
         self._sampler = Sampler(config.model.vocab_size, self.device)
         self._sampled: Tensor | None = None  # [S] of the step launched last; rank 0 only
-        self._samples_on_device = self.device.type == "cuda"  # where the host may go on meanwhile
+        self._samples_on_device = self.device.type == "cuda"  # so the host may go on meanwhile
         self._staging = Staging(self.device)
-        self._begun: BatchMeta | None = None  # a step that graphs.py has begun
         self._graphs: DecodeGraphs | None = None
         self.start_times = {"load_weights": load_s, "warm_up": self._warm_up()}  # s, by phase
 
     @property
     def attention(self) -> AttentionBackend:
-        assert self._attention is not None
-        return self._attention
+        """The backend that runs this rank's attention."""
+        return self._attention.ready
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, batches.DeviceBatch]:
         """Run a step. Returns: logits [S, V] fp32 of the wanted rows, complete on every rank, and the batch."""
@@ -158,11 +156,11 @@ class ModelRunner:
             if self.device.type == "cuda" and self._config.cuda_graphs and self.tp.rank == 0:
                 log.info("CUDA graphs: none, there are %d ranks, and they need one", self.tp.size)
             return
-        if not isinstance(self._attention, GraphAttention):
+        if not isinstance(self.attention, GraphAttention):
             log.info("CUDA graphs: none, the attention backend cannot be captured")
             return
         graphs = DecodeGraphs(
-            self._attention,
+            self.attention,
             self.table,
             self._staging,
             max_rows=rows,
@@ -173,7 +171,7 @@ class ModelRunner:
 
     def _forward_begun(self, batch: batches.DeviceBatch) -> Tensor:
         """The forward pass of a step for which attention is prepared already."""
-        self._begun = batch.meta
+        self._attention.begun = batch.meta
         return self._model.forward(batch.input_ids, batch.meta, None)
 
     def _make_pool(self) -> MHATokenToKVPool:
@@ -195,13 +193,14 @@ class ModelRunner:
         """
         started_s = time.monotonic()
         self.forward(idle_extend(self.max_running, 2))
-        logits = self._decode_idle(1, 2, ())
+        logits, _ = self.forward(idle_decode(1, row=self.max_running, seq_len=2))
         if self.tp.rank == 0:
             self._sampler.warm_up(logits)
         shared_len = self.pool.page_size
         if self.device.type == "cuda" and shared_len < self._config.model.context_len:
             group = PrefixGroup(members=np.arange(2, dtype=np.int32), length=shared_len)
-            self._decode_idle(2, shared_len + 1, (group,))  # kernels that only a group has
+            plan = idle_decode(2, row=self.max_running, seq_len=shared_len + 1, groups=(group,))
+            self.forward(plan)  # kernels that only a group has
         self._capture_graphs()
         if self.device.type == "cuda":
             run_largest_step(
@@ -211,33 +210,25 @@ class ModelRunner:
         log.info("warm-up: %.1f s", warm_up_s)
         return warm_up_s
 
-    def _decode_idle(self, size: int, seq_len: int, groups: tuple[PrefixGroup, ...]) -> Tensor:
-        """Logits [size, V] of a decode step on the dummy page."""
-        zeros = np.zeros(size, dtype=np.int32)
-        plan = DecodePlan(
-            table_writes=(),
-            rows=zeros + np.int32(self.max_running),
-            token_ids=zeros,
-            seq_lens=zeros + np.int32(seq_len),
-            slots=zeros,
-            sampling=(),
-            prefix_groups=groups,
-        )
-        return self.forward(plan)[0]
 
+class _LateAttention:
+    """The attention backend as the model sees it: set after the pool, which is sized by what the weights leave."""
 
-class _Unsized:
-    """Stands in the model for its attention backend: that needs the pool, which is sized by what the weights leave."""
+    def __init__(self) -> None:
+        self.backend: AttentionBackend | None = None
+        self.begun: BatchMeta | None = None  # a step that graphs.py has begun
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    @property
+    def ready(self) -> AttentionBackend:
+        assert self.backend is not None
+        return self.backend
 
     def begin(self, batch: BatchMeta) -> None:
-        if batch is not self._runner._begun:
-            self._runner.attention.begin(batch)
+        if batch is not self.begun:
+            self.ready.begin(batch)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._runner.attention.forward(layer, q, k, v)
+        return self.ready.forward(layer, q, k, v)
 
 
 def _only_tokens(plan: StepPlan) -> bool:

@@ -1,25 +1,161 @@
-"""Logits to tokens: which rows are edited, which are greedy, which draw, and whose logprobs are wanted.
+"""Chooses tokens from logits, and computes logprobs.
 
-Owns:      the order: penalties, bias and masks (logit_edits.py); then the largest logit for greedy rows, and
-           temperature, top-k, top-p, min-p and the draw for the others (draw.py). Logprobs are of the model's logits.
-Never:     keeps state between steps; looks at more of a request than its SampleRow.
+Owns:      the order of edits: repetition penalty, frequency and presence penalties, logit bias, then the masks of
+           allowed_token_ids, bad_words and min_new_tokens. Then a greedy row takes the largest logit; the others go
+           through temperature, top-k, top-p, min-p and the draw (draw.py). Logprobs are the natural logarithm of
+           softmax(logits) of the model's own logits, before any edit (vLLM's ``raw_logprobs``).
+Never:     keeps state between steps; reads more of a request than its SampleRow; changes the logits it is given.
 Invariant: a row's token is a function of that row alone; the batch, its order and its size do not enter.
 Thread:    engine thread of rank 0.
+
+Repetition penalty r divides positive logits and multiplies negative ones of every token in prompt and output (Keskar et
+al. 2019, arXiv:1909.05858). Frequency and presence penalties subtract count * f + p for tokens of the output (OpenAI).
+A bad word is a sequence of tokens: if the output ends with all of it but the last, that last token is masked (vLLM).
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from replicas.kernels.argmax import argmax
 from replicas.runner.device_draw import sample_on_device
 from replicas.runner.draw import draw
-from replicas.runner.logit_edits import edit_logits, needs_edit
-from replicas.runner.logprobs import token_logprobs
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import TokenIds, TokenLogprob
+
+
+class _Entries:
+    """Entries (row, token id, value) of a logits matrix, gathered over the rows to be applied in one operation."""
+
+    def __init__(self) -> None:
+        self._rows: list[npt.NDArray[np.int64]] = []
+        self._ids: list[npt.NDArray[np.int64]] = []
+        self._values: list[npt.NDArray[np.float32]] = []
+
+    def add(self, row: int, ids: npt.NDArray[np.int64], values: npt.ArrayLike) -> None:
+        self._rows.append(np.full(len(ids), row, dtype=np.int64))
+        self._ids.append(ids)
+        self._values.append(np.broadcast_to(np.asarray(values, dtype=np.float32), len(ids)))
+
+    def on(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
+        """Return ((rows [N], ids [N]), values [N]) on ``device``, or None if there are none."""
+        if not self._rows:
+            return None
+        rows, ids, values = (np.concatenate(parts) for parts in (self._rows, self._ids, self._values))
+        where = (torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device))
+        return where, torch.from_numpy(values).to(device)
+
+
+def needs_edit(row: SampleRow) -> bool:
+    """Tell whether ``edit_logits`` would change anything for ``row``."""
+    return row.params.edits_logits or _masks_stops(row)
+
+
+def _masks_stops(row: SampleRow) -> bool:
+    return row.num_output < row.params.min_new_tokens and bool(row.stop_ids)
+
+
+def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Copy ``logits`` [S, V] and apply each row's parameters.
+
+    If the other masks leave a request no token but its stop ids, it cannot meet min_new_tokens: its stop ids stay.
+    """
+    vocab_size = logits.shape[1]
+    repetition, additive, masked = _Entries(), _Entries(), _Entries()
+    allowed: dict[int, npt.NDArray[np.int64]] = {}  # by row
+    for r, row in enumerate(rows):
+        params = row.params
+        if params.repetition_penalty != 1.0:
+            seen = np.zeros(vocab_size, dtype=np.bool_)
+            seen[row.prompt_ids] = True
+            seen[row.output_ids] = True
+            repetition.add(r, np.flatnonzero(seen), params.repetition_penalty)
+        if (params.frequency_penalty or params.presence_penalty) and len(row.output_ids):
+            ids, counts = np.unique(row.output_ids, return_counts=True)
+            additive.add(r, ids.astype(np.int64), -(params.frequency_penalty * counts + params.presence_penalty))
+        if params.logit_bias:
+            tokens, biases = zip(*params.logit_bias, strict=True)
+            additive.add(r, np.array(tokens, dtype=np.int64), biases)
+        banned = _bad_ends(row)
+        if params.allowed_token_ids is not None:
+            allowed[r] = _ids(params.allowed_token_ids)
+        if _masks_stops(row):
+            stopping = banned | row.stop_ids
+            others = params.allowed_token_ids
+            if len(stopping) < vocab_size if others is None else any(token not in stopping for token in others):
+                banned = stopping
+        if banned:
+            masked.add(r, np.fromiter(banned, dtype=np.int64), -np.inf)
+    edited = logits.clone()
+    if (found := repetition.on(logits.device)) is not None:
+        where, factors = found
+        values = edited[where]
+        edited[where] = torch.where(values > 0, values / factors, values * factors)
+    if (found := additive.on(logits.device)) is not None:
+        edited.index_put_(found[0], found[1], accumulate=True)
+    for r, allowed_ids in allowed.items():
+        index = torch.from_numpy(allowed_ids).to(logits.device)
+        kept = edited[r, index]
+        edited[r] = -torch.inf
+        edited[r, index] = kept
+    if (found := masked.on(logits.device)) is not None:
+        edited.index_put_(found[0], found[1])
+    return edited
+
+
+@lru_cache(maxsize=16)
+def _ids(token_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.array(token_ids, dtype=np.int64)
+
+
+def _bad_ends(row: SampleRow) -> frozenset[int]:
+    """Return the tokens that would complete a bad word."""
+    words = row.params.bad_words
+    if not words:
+        return frozenset()
+    longest = max(map(len, words))
+    tail = tuple(row.output_ids[max(len(row.output_ids) - longest + 1, 0) :].tolist())
+    return frozenset(word[-1] for word in words if word[:-1] == tail[len(tail) - len(word) + 1 :])
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: TokenIds, num_tops: Sequence[int], *, ranked: bool = False
+) -> list[TokenLogprob]:
+    """Compute the logprobs of ``token_ids`` [n] under ``logits`` [n, V], each with its ``num_tops`` [n] best tokens.
+
+    Alternatives are in order of probability, equals by id, so the first is the greedy token. ``ranked`` adds the rank
+    of each of ``token_ids``.
+    """
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)  # [n, 1]
+    chosen = logits.gather(1, torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(logits.device)[:, None])
+    values = (chosen - normaliser)[:, 0].tolist()
+    ranks = ((logits > chosen).sum(dim=-1) + 1).tolist() if ranked else [None] * len(values)
+    num_top = min(max(num_tops, default=0), logits.shape[1])
+    if num_top == 0:
+        plain = zip(token_ids, values, ranks, strict=True)
+        return [TokenLogprob(token_id=int(t), logprob=v, rank=rank) for t, v, rank in plain]
+    top_ids = _most_likely(logits, num_top)  # [n, num_top]
+    top_values = (logits.gather(1, torch.from_numpy(top_ids).to(logits.device)) - normaliser).tolist()
+    return [
+        TokenLogprob(token_id=int(t), logprob=v, top=tuple(zip(ids[:num], tops[:num], strict=True)), rank=rank)
+        for t, v, ids, tops, num, rank in zip(
+            token_ids, values, top_ids.tolist(), top_values, num_tops, ranks, strict=True
+        )
+    ]
+
+
+def _most_likely(logits: Tensor, num: int) -> npt.NDArray[np.int64]:
+    """Return the ids [n, num] of the largest logits, equals by id."""
+    more = min(num + 1, logits.shape[1])
+    values, ids = logits.topk(more, dim=-1)
+    if more > num and bool((values[:, num - 1] == values[:, num]).any()):
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :num].cpu().numpy()  # a tie at the edge
+    host_values, host_ids = values[:, :num].cpu().numpy(), ids[:, :num].cpu().numpy()
+    return np.take_along_axis(host_ids, np.lexsort((host_ids, -host_values), axis=-1), axis=-1)
 
 
 class Sampler:
@@ -30,16 +166,16 @@ class Sampler:
         self.device = torch.device(device)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Compile what the first greedy request would otherwise wait for."""
+        """Compile the argmax kernel, so the first greedy request does not wait for it."""
         argmax(logits)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[TokenIds, tuple[TokenLogprob | None, ...]]:
-        """One token for each row, and its logprob where asked for.
+        """Choose one token per row, with its logprob if the row asks for it.
 
         Args:    logits: [S, V] float32; not changed.
-        Returns: token ids [S], BROKEN for a row whose logits hold NaN or inf or are all masked out: one request's
-                 overflow must not end the others. logprobs [S] with None for rows that did not ask (or are broken), or
-                 () when no row asked. Greedy ties go to the lowest id.
+        Returns: token ids [S], BROKEN for a row whose logits hold NaN or inf or are all masked: one request's overflow
+                 must not end the others. logprobs [S], None for rows that did not ask (or are broken), or () if no row
+                 asked. Greedy ties go to the lowest id.
         """
         self._check_shape(logits, len(rows))
         if not rows:
@@ -56,7 +192,7 @@ class Sampler:
         return token_ids, self._logprobs(logits, token_ids, rows)
 
     def sample_on_device(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """`sample` without logprobs, by the device: tokens [S] int64, for which nothing has waited."""
+        """Choose tokens [S] int64 on the device, without logprobs and without waiting for it."""
         self._check_shape(logits, len(rows))
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=logits.device)
@@ -64,10 +200,10 @@ class Sampler:
         return sample_on_device(edited, rows)
 
     def prompt_logprobs(self, logits: Tensor, target_ids: TokenIds, top_n: int = 0) -> tuple[TokenLogprob, ...]:
-        """Logprobs and ranks of prompt tokens, with the ``top_n`` most likely alternatives.
+        """Compute logprobs and ranks of prompt tokens, with the ``top_n`` most likely alternatives.
 
         Args:    logits: [E, V]; row e was computed from the tokens before target e.
-                 target_ids: [E] the prompt's own tokens at those positions. Position 0 has no context, hence no row.
+                 target_ids: [E] the prompt's own tokens at those positions. Position 0 has no context, so no row.
         """
         self._check_shape(logits, len(target_ids))
         return tuple(token_logprobs(logits, target_ids, [top_n] * len(target_ids), ranked=True))
@@ -89,4 +225,3 @@ class Sampler:
         assert logits.shape == (num_rows, self.vocab_size), (
             f"logits are {tuple(logits.shape)}, wanted ({num_rows}, {self.vocab_size}): rows x vocabulary"
         )
-

@@ -1,8 +1,8 @@
-"""Host arrays to the device in one copy, which the host does not wait for.
+"""Copies between host and device that the host does not wait for: a step's arrays up, its tokens down.
 
 Owns:      pinned host buffers, written in turn; one is written again only when its last copy has run.
-Invariant: arrays lie behind one another, each at a multiple of ALIGNMENT, in the order in which they are given: equal
-           shapes give equal places, so what a CUDA graph has read once is where it will read again.
+Invariant: arrays lie behind one another in the order given, each at a multiple of ALIGNMENT. Equal shapes give equal
+           places, so a CUDA graph finds its inputs where it read them when it was captured.
 Thread:    the thread that runs the model.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from replicas.attention.fence import Fence
+from replicas.scheduler.plan import StepResult
 
 ALIGNMENT = 64  # bytes
 BUFFERS = 8  # a step takes two or three, and two steps are under way at most
@@ -23,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 class Staging:
-    """Uploads to ``device``; on a CPU the arrays themselves are the tensors, unless a place is given."""
+    """Uploads to ``device``; on a CPU the arrays themselves are the tensors, unless ``into`` is given."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,9 +33,9 @@ class Staging:
         self._next = 0
 
     def upload(self, arrays: Sequence[Array], into: Tensor | None = None) -> list[Tensor]:
-        """``arrays`` as tensors of the device, in order; valid for work of the current stream.
+        """Return ``arrays`` as tensors of the device, in order; valid for work of the current stream.
 
-        Args: into: uint8, where they shall lie; None takes fresh memory.
+        Args: into: uint8 memory for them; None takes fresh memory.
         """
         if self.device.type == "cpu" and into is None:
             return [torch.from_numpy(array) for array in arrays]
@@ -53,7 +54,7 @@ class Staging:
         ]
 
     def _buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] of the next buffer, free to be written."""
+        """Return [num_bytes] of the next buffer, once its last copy has run."""
         self._fences[self._next].wait()
         if len(self._buffers[self._next]) < num_bytes:
             pinned = self.device.type == "cuda"
@@ -65,10 +66,25 @@ _DTYPES = {"<i4": torch.int32, "<i8": torch.int64}
 
 
 def places(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    """Where each array starts, and where the last ends, in bytes."""
+    """Compute where each array starts and where the last ends, in bytes."""
     starts, end = [], 0
     for array in arrays:
         start = -(-end // ALIGNMENT) * ALIGNMENT
         starts.append(start)
         end = start + array.nbytes
     return starts, end
+
+
+class PendingTokens:
+    """A PendingStep whose tokens are being copied to the host; its K and V are in the pool when `result` returns."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        """Start the copy of ``tokens`` [S] int64, which work queued on the current stream makes."""
+        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.device.type == "cuda")
+        self._host.copy_(tokens, non_blocking=True)
+        self._fence = Fence(tokens.device)
+        self._fence.mark()
+
+    def result(self) -> StepResult:
+        self._fence.wait()
+        return StepResult(token_ids=self._host.numpy().astype(np.int32))

@@ -112,7 +112,7 @@ ONLY: dict[str, set[str]] = {
     "triton": {"replicas.attention", "replicas.kernels"},
     "numba": {"replicas.kernels", "replicas.attention", "replicas.layers"},
     "llvmlite": {"replicas.kernels"},
-    "transformers": {"replicas.text.tokenizer", "replicas.runner.hf_files"},
+    "transformers": {"replicas.text.tokenizer", "replicas.runner.model_files"},
     "safetensors": {"replicas.runner.weights"},
     "gguf": set(),
     "torch": {

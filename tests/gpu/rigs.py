@@ -11,8 +11,8 @@ from replicas.cache.kv import KvCache
 from replicas.config import CacheConfig, EngineConfig, Hardware, SchedulerConfig, resolve
 from replicas.layers.tp_group import TpGroup
 from replicas.request import Req
+from replicas.runner.model_files import load_model_config
 from replicas.runner.model_runner import ModelRunner
-from replicas.runner.weights import load_model_config
 from replicas.scheduler.scheduler import Scheduler
 from replicas.types import GenerateRequest, SamplingParams
 

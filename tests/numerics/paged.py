@@ -14,8 +14,9 @@ from replicas.layers.tp_group import TpGroup
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.models.llama import Llama
 from replicas.models.registry import model_class
+from replicas.runner.model_files import load_model_config
 from replicas.runner.product_choice import blas_products
-from replicas.runner.weights import load_model_config, load_weights
+from replicas.runner.weights import load_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"

@@ -13,7 +13,7 @@ from replicas.config import ProductSetting
 from replicas.kernels.linear import FEW_ROWS
 from replicas.kernels.program import Program
 from replicas.layers.tp_group import TpGroup
-from replicas.runner.weights import load_model_config
+from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import PagedModel, assert_close_in_range, open_model
 

@@ -15,7 +15,7 @@ from replicas.layers import int8
 from replicas.layers.int8 import round_weight
 from replicas.layers.matmul import Matmul
 from replicas.layers.tp_group import TpGroup
-from replicas.runner.weights import load_model_config
+from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import PagedModel, open_model
 from tests.rounding import round_activations

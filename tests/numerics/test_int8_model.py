@@ -20,7 +20,7 @@ from replicas.config import (
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import load_engine
-from replicas.runner.weights import load_model_config
+from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
 from tests.embedded import MODEL
 from tests.pairwise import ALL

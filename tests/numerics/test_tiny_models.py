@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from replicas.runner.weights import load_model_config
+from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 

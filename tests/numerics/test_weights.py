@@ -10,7 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from replicas.errors import InvalidConfig, UnsupportedModel
-from replicas.runner.weights import load_model_config, safetensors_files, weight_bytes
+from replicas.runner.model_files import load_model_config
+from replicas.runner.weights import safetensors_files, weight_bytes
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 

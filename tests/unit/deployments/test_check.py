@@ -26,8 +26,7 @@ from deployments.settings.places import ROOT
 from deployments.settings.schema import parse
 from replicas.errors import InvalidConfig
 from replicas.memory.sizing import weight_bytes
-from replicas.runner.hf_files import architecture_of
-from replicas.runner.weights import load_model_config
+from replicas.runner.model_files import architecture_of, load_model_config
 from routing.types import Role
 from tests.embedded import MODEL
 

@@ -6,8 +6,9 @@ import torch
 
 from replicas.attention.base import BatchMeta
 from replicas.runner.batch import DeviceTable, decode_arrays
-from replicas.runner.graphs import BYTES_PER_GRAPH, DecodeGraphs, graph_bytes, graph_size, graph_sizes, idle_plan
+from replicas.runner.graphs import BYTES_PER_GRAPH, DecodeGraphs, graph_bytes, graph_size, graph_sizes
 from replicas.runner.staging import Staging
+from replicas.runner.warm_up import idle_decode
 from replicas.scheduler.plan import DecodePlan
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def test_every_step_of_a_size_lies_where_the_first_did() -> None:
     table = DeviceTable(9, 32, CPU)
     attention = Began()
     graphs = DecodeGraphs(attention, table, Staging(CPU), max_rows=8, vocab_size=11)
-    first = graphs.fill(idle_plan(4))
+    first = graphs.fill(idle_decode(4))
     second = graphs.fill(plan([3, 7, 1], [10, 20, 5], [160, 320, 80]))
     for name in ("rows", "seq_lens", "prefix_lens", "positions", "out_slots", "qo_indptr"):
         assert getattr(first.meta, name).data_ptr() == getattr(second.meta, name).data_ptr()

@@ -15,8 +15,8 @@ from replicas.errors import InvalidConfig
 from replicas.kernels.linear import FEW_ROWS
 from replicas.layers.tp_group import TpGroup
 from replicas.runner import product_choice
+from replicas.runner.model_files import load_model_config
 from replicas.runner.product_choice import Rates, Shape, choose_products, faster, int8_warning, product_shapes
-from replicas.runner.weights import load_model_config
 from tests.harness import model_config
 from tests.numerics import tiny
 from tests.numerics.paged import PagedModel

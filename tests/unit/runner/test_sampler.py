@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from replicas.errors import InvalidRequest
 from replicas.runner.draw import HEAD, uniform
-from replicas.runner.logit_edits import edit_logits
-from replicas.runner.sampler import Sampler
+from replicas.runner.sampler import Sampler, edit_logits
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import SamplingParams
 

@@ -1,4 +1,5 @@
-"""A complete config.json is taken as it is, one that leans on defaults goes through Transformers; both mean as much."""
+"""A complete config.json is read as it is, an incomplete one through Transformers, with the same meaning; and a model's
+identity depends on the contents of its folder alone."""
 
 import json
 import subprocess
@@ -11,10 +12,12 @@ import transformers
 
 from replicas.config import ModelConfig
 from replicas.errors import InvalidConfig
-from replicas.runner.weights import load_model_config
+from replicas.runner import model_files
+from replicas.runner.model_files import load_model_config, model_identity
 from tests.numerics import tiny
 
 SHAPE = {**tiny.SHAPE, "eos_token_id": 7}
+SIZE = 3 << 20  # of the weight file; samples are 32 of its 48 blocks of 64 KiB
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"rope_theta": 500.0},
     "linear": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -52,7 +55,7 @@ def test_a_complete_file_means_what_transformers_makes_of_it(
     with monkeypatch.context() as patch:
         patch.setattr(transformers.AutoConfig, "from_pretrained", must_not)
         direct = load_model_config(folder, dtype="float32")
-    monkeypatch.setattr("replicas.runner.hf_files._is_complete", lambda config: False)
+    monkeypatch.setattr("replicas.runner.model_files._is_complete", lambda config: False)
     assert load_model_config(folder, dtype="float32") == direct
     assert isinstance(direct, ModelConfig)
 
@@ -71,7 +74,50 @@ def test_reading_the_embedded_models_config_leaves_torchs_compiler_alone(tmp_pat
     """3 s of a start: Transformers' configuration classes import it."""
     folder = write(tmp_path, "Llama", rope_theta=1e4)
     program = (
-        "import sys\nfrom replicas.runner.weights import load_model_config\n"
+        "import sys\nfrom replicas.runner.model_files import load_model_config\n"
         f"load_model_config({folder!r})\nassert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def make(folder: Path, *, weights: bytes = bytes(SIZE), **config: object) -> str:
+    folder.mkdir(exist_ok=True)
+    fields = {"architectures": ["LlamaForCausalLM"], "rope_theta": 1e4, "transformers_version": "5.0", **config}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "model.safetensors").write_bytes(weights)
+    return model_identity(str(folder), "none")
+
+
+def test_the_same_files_have_the_same_name_wherever_they_lie(tmp_path: Path) -> None:
+    one = make(tmp_path / "a")
+    assert len(one) == 32
+    assert make(tmp_path / "b", transformers_version="5.1", _name_or_path="elsewhere") == one
+    (tmp_path / "b" / "tokenizer.json").write_text("{}")
+    assert model_identity(str(tmp_path / "b"), "none") == one
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [bytes(SIZE + 1), b"\1" + bytes(SIZE - 1), bytes(SIZE - 1) + b"\1", bytes(SIZE // 2) + b"\1" * (SIZE // 2)],
+    ids=["longer", "first byte", "last byte", "half"],
+)
+def test_other_weights_have_another_name(tmp_path: Path, weights: bytes) -> None:
+    assert make(tmp_path / "a") != make(tmp_path / "b", weights=weights)
+
+
+def test_rounded_weights_have_another_name_than_those_of_the_checkpoint(tmp_path: Path) -> None:
+    one = make(tmp_path / "a")
+    assert model_identity(str(tmp_path / "a"), "int8") != one
+
+
+def test_weights_rounded_by_another_rule_have_another_name_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "a")
+    one = model_identity(str(tmp_path / "a"), "int8")
+    monkeypatch.setattr(model_files, "RULE", "int8, one scale a row")
+    assert model_identity(str(tmp_path / "a"), "int8") != one
+
+
+def test_another_config_has_another_name(tmp_path: Path) -> None:
+    assert make(tmp_path / "a") != make(tmp_path / "b", rope_theta=1e6)

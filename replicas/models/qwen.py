@@ -1,6 +1,7 @@
-"""Qwen3 (dense): Llama with an RMSNorm on each query head and each key head before the rotation.
+"""Qwen2 and Qwen2.5: Llama with biases on the query, key and value projections and none on the output. Qwen3 (dense):
+Llama with an RMSNorm on each query head and each key head before the rotation.
 
-Source: Yang et al. 2025 (arXiv:2505.09388).
+Source: Yang et al. 2024 (arXiv:2407.10671); Yang et al. 2025 (arXiv:2505.09388).
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,17 @@ from replicas.config import ModelConfig
 from replicas.layers.layer import Layer
 from replicas.layers.norm import RMSNorm
 from replicas.layers.rope import Rotation
-from replicas.models.llama import Llama, LlamaAttention, LlamaBlock
 from replicas.layers.tp_group import TpGroup
+from replicas.models.llama import Llama, LlamaAttention, LlamaBlock
+
+
+class Qwen2(Llama):
+    """Qwen2ForCausalLM. The checkpoints' config.json does not mention the biases; they are part of the family."""
+
+    def __init__(self, config: ModelConfig, tp: TpGroup, attention: AttentionBackend) -> None:
+        if (config.attention_bias, config.output_bias) != (True, False):
+            raise ValueError(f"{config.path}: Qwen2 has biases on q, k and v and none on o; the config says otherwise")
+        super().__init__(config, tp, attention)
 
 
 class Qwen3Attention(LlamaAttention):

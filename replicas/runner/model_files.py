@@ -1,0 +1,221 @@
+"""Finds a model's folder, reads its config into a ModelConfig, and identifies the model by its files.
+
+Owns:      when Transformers is asked for an architecture's defaults: importing its configuration classes takes 3 s of a
+           start (they import its kernels and torch's compiler), and a checkpoint's config.json seldom needs them. The
+           identity that KvLayout.model and snapshots carry.
+Never:     interprets the values of config.json (replicas/hf_config.py does), or reads all weights for the identity: a
+           large checkpoint would take minutes.
+Invariant: the config means the same to `model_config_from_hf`, with or without Transformers. Equal files give equal
+           identities, wherever they lie.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import xxhash
+
+from replicas.config import Device, DType, ModelConfig, Quantization
+from replicas.errors import InvalidConfig
+from replicas.hf_config import model_config_from_hf
+from replicas.kernels.int8_groups import RULE
+from replicas.models.registry import model_class
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+def model_folder(path_or_hub_id: str, *, revision: str | None = None, files: Sequence[str] = HUB_FILES) -> Path:
+    """Return the local folder of a model; a hub id is fetched, or found in the hub's local cache.
+
+    Args:   revision: of a hub id: branch, tag or commit; files: patterns of the files that are needed.
+    Raises: InvalidConfig if there is no such folder and the hub cannot give it.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    if not HUB_ID.match(path_or_hub_id) or path_or_hub_id.startswith("models/"):
+        raise InvalidConfig(
+            f"model: there is no folder {path.absolute()}. Give a folder with config.json and *.safetensors, or a hub "
+            f"id such as Qwen/Qwen3-0.6B; `make model` makes the embedded one, models/SmolLM2-135M-Instruct"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=list(files)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise InvalidConfig(
+            f"model: there is no folder {path.absolute()}, and the hub did not give {path_or_hub_id!r}: {error}. Check "
+            f"the name, the network and HF_TOKEN, or give a local folder"
+        ) from error
+
+
+def load_model_config(
+    path_or_hub_id: str,
+    *,
+    revision: str | None = None,
+    dtype: DType | None = None,
+    context_len: int | None = None,
+    device: Device | None = None,
+    quantization: Quantization = "none",
+) -> ModelConfig:
+    """Read the config of a model's folder or hub id.
+
+    Args:    revision: of a hub id; None is its main branch.
+             dtype: to compute in; None takes float32 on CPU (bfloat16 is slower there) and the checkpoint's on CUDA.
+             context_len: a shorter context than the model's own; None takes the model's.
+             device: for the default dtype; None is CUDA where there is one.
+             quantization: of the weights, as they are loaded.
+    Raises:  InvalidConfig (UnsupportedModel for architectures that replicas/models lacks), naming the file.
+    """
+    folder = model_folder(path_or_hub_id, revision=revision)
+    if not (folder / "config.json").is_file():
+        raise InvalidConfig(f"model: {folder} has no config.json; there is: {listing(folder)}. Give a model's folder")
+    model_class(architecture_of(folder))  # first: Transformers says less about an unknown architecture
+    hf = read_config(folder)
+    if hf.get("hidden_act", "silu") != "silu":
+        raise InvalidConfig(f"model: {folder}/config.json has hidden_act {hf['hidden_act']!r}; supported: 'silu'")
+    if hf.get("quantization_config"):
+        raise InvalidConfig(f"model: {folder} is quantized; supported: weights in float32, bfloat16 or float16")
+    config = model_config_from_hf(
+        str(path_or_hub_id) if folder == Path(path_or_hub_id) else str(folder),
+        hf,
+        eos_ids=_eos_ids(folder, hf),
+        dtype=dtype or _default_dtype(folder, hf, device or ("cuda" if torch.cuda.is_available() else "cpu")),
+    )
+    config = replace(config, quantization=quantization)
+    return config if context_len is None else _shorten(config, context_len)
+
+
+def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:
+    """Collect the ids that end a text from config.json and from generation_config.json, which chat models extend."""
+    file = folder / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.is_file() else {}
+    ids: set[int] = set()
+    for value in (hf.get("eos_token_id"), generation.get("eos_token_id")):
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(ids))
+
+
+def _default_dtype(folder: Path, hf: dict[str, Any], device: Device) -> DType:
+    if device == "cpu":
+        return "float32"
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    for dtype in get_args(DType):
+        if name == dtype:
+            return dtype  # type: ignore[no-any-return]
+    raise InvalidConfig(f"model: {folder} is stored in {name}; set dtype to one of {', '.join(get_args(DType))}")
+
+
+def _shorten(config: ModelConfig, context_len: int) -> ModelConfig:
+    if not 1 <= context_len <= config.context_len:
+        raise InvalidConfig(f"model.context_len = {context_len}; {config.path} allows 1 to {config.context_len} tokens")
+    return replace(config, context_len=context_len)
+
+
+def listing(folder: Path) -> str:
+    return ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"
+
+
+NOT_MEANING = frozenset({"_name_or_path", "transformers_version"})  # keys of config.json that change no K/V
+SAMPLES = 32  # blocks read of each weight file, evenly spaced, its header and its end among them
+SAMPLE_BYTES = 1 << 16
+
+
+def model_identity(path_or_hub_id: str, quantization: Quantization) -> str:
+    """Hash the config and the weight files (names, sizes, headers and samples of their bytes) into 32 hex digits.
+
+    How weights are rounded when they are loaded is part of it: K and V of one rounding are wrong for another. Two
+    checkpoints of one architecture (a fine-tune and its base) differ nearly everywhere, so samples tell them apart; a
+    checkpoint with only a few edited numbers may go unnoticed.
+    """
+    folder = model_folder(path_or_hub_id)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    meaning = {key: value for key, value in config.items() if key not in NOT_MEANING}
+    digest = xxhash.xxh3_128(json.dumps(meaning, sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        _add_samples(digest, path)
+    if quantization != "none":
+        digest.update(RULE.encode())
+    return str(digest.hexdigest())
+
+
+def _add_samples(digest: "xxhash.xxh3_128", path: Path) -> None:
+    last = max(path.stat().st_size - SAMPLE_BYTES, 0)
+    with path.open("rb") as file:
+        for i in range(SAMPLES):
+            file.seek(last * i // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+
+
+# keys with a default other than "absent" in some architecture that replicas/models runs
+_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+_BY_FAMILY = {
+    "Llama": (),
+    "Mistral": ("sliding_window",),
+    "Qwen2": ("use_sliding_window",),
+    "Qwen3": ("use_sliding_window", "head_dim"),
+}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read ``folder``'s config.json with its defaults. Raises: InvalidConfig, naming the file."""
+    config = _as_it_is(folder)
+    try:
+        return config if _is_complete(config) else _with_defaults(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidConfig(f"model.path: {folder}/config.json cannot be read: {error}") from error
+
+
+def architecture_of(folder: Path) -> str:
+    """Read the architecture from ``folder``'s config.json; "?" without one. Raises: InvalidConfig with the file."""
+    return str((_as_it_is(folder).get("architectures") or ["?"])[0])
+
+
+def _as_it_is(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model.path: {folder}/config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidConfig(f"model.path: {folder}/config.json holds no settings of a model")
+    return config
+
+
+def _is_complete(config: dict[str, Any]) -> bool:
+    """Tell whether no default is needed. A value that is no number goes to Transformers too: it names the fault."""
+    architecture = str((config.get("architectures") or ["?"])[0])
+    keys = next((keys for name, keys in _BY_FAMILY.items() if architecture.startswith(name)), None)
+    rope_theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    numbers = [rope_theta, *(config.get(key) for key in _NUMBERS)]
+    return (
+        keys is not None
+        and all(isinstance(number, int | float) for number in numbers)
+        and all(key in config for key in (*keys, "eos_token_id"))
+    )
+
+
+def _with_defaults(folder: Path) -> dict[str, Any]:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config: dict[str, Any] = AutoConfig.from_pretrained(str(folder)).to_dict()
+    except StrictDataclassError as error:
+        raise ValueError(str(error)) from error
+    return config

@@ -1,0 +1,68 @@
+"""Steps on the dummy page before the first request: to compile, to capture, and to try the largest step on a GPU.
+
+Never:     writes outside the dummy page.
+Thread:    the one that loads the model.
+
+After the largest step, everything that libraries choose, specialise and allocate for a chunk of full size is there, and
+the chunk is known to fit beside the pool: an allocation that fails in service ends the engine for every request.
+"""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from replicas.config import EngineConfig
+from replicas.errors import InvalidConfig
+from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, PrefixGroup
+
+log = logging.getLogger(__name__)
+
+
+def idle_extend(row: int, num_tokens: int) -> ExtendPlan:
+    """Plan a prompt of ``num_tokens``, all in the sink; ``row`` of the table is zeros."""
+    zeros = np.zeros(num_tokens, dtype=np.int32)
+    whole = ExtendRow(row=row, token_ids=zeros, prefix_len=0, slots=zeros, sample=True)
+    return ExtendPlan(table_writes=(), rows=(whole,), sampling=())
+
+
+def idle_decode(size: int, *, row: int = 0, seq_len: int = 1, groups: tuple[PrefixGroup, ...] = ()) -> DecodePlan:
+    """Plan a decode step of ``size`` requests that read and write the sink alone; ``row`` of the table is zeros."""
+    zeros = np.zeros(size, dtype=np.int32)
+    return DecodePlan(
+        table_writes=(),
+        rows=zeros + np.int32(row),
+        token_ids=zeros,
+        seq_lens=zeros + np.int32(seq_len),
+        slots=zeros,
+        sampling=(),
+        prefix_groups=groups,
+    )
+
+
+def run_largest_step(
+    config: EngineConfig, forward: Callable[[ExtendPlan], object], *, row: int, device: torch.device, reserve_bytes: int
+) -> None:
+    """Run ``forward`` with a chunk of full size. ``reserve_bytes``: the memory that mem_fraction_static leaves for it.
+
+    Raises: InvalidConfig if the device has too little memory left.
+    """
+    num_tokens = min(config.chunked_prefill_size, config.model.context_len)
+    remedy = (
+        f"lower cache.mem_fraction_static ({config.cache.mem_fraction_static:g}) or scheduler.chunked_prefill_size "
+        f"({config.chunked_prefill_size})"
+    )
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    try:
+        forward(idle_extend(row, num_tokens))
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidConfig(f"a step of {num_tokens} tokens does not fit beside the KV pool: {remedy}") from error
+    peak = torch.cuda.max_memory_allocated(device) - held
+    sizes = (num_tokens, peak / 2**20, reserve_bytes / 2**20)
+    if peak > reserve_bytes:
+        log.warning("a step of %d tokens takes %.0f MiB, more than the reserve of %.0f MiB: %s", *sizes, remedy)
+    else:
+        log.info("a step of %d tokens takes %.0f MiB of the reserve of %.0f MiB", *sizes)
