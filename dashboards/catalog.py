@@ -99,7 +99,7 @@ AGE = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
 TIERS = ("L1",)  # L1: the device's KV pool; others join when they exist
 POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 PHASES = ("prefill", "decode")
-BY_PHASE = "prefill: steps with prompts, and what running requests make in them. decode: all others."
+BY_PHASE = "prefill: steps with prompts, running requests in them included; decode: all other steps."
 STAGES = ("route", "queue", "prefill", "transfer", "decode")
 ANSWERING = ("chat", "completions", "generate")  # endpoints that generate
 ENDPOINTS = (*ANSWERING, "tokens")
@@ -117,15 +117,15 @@ _REPLICA = [
     Metric(REPLICA, GAUGE, "replica_info", "Always 1; static facts of this replica, for joins.",
             {"node": OPEN, "accelerator": OPEN, "attention": OPEN, "tensor_parallel": OPEN, "page_size_tokens": OPEN,
              "kv_dtype": OPEN, "transfer_backend": OPEN}, unit="info"),
-    Metric(REPLICA, GAUGE, "replica_start_seconds", "How long this replica's start took, by phase.",
+    Metric(REPLICA, GAUGE, "replica_start_seconds", "Duration of this replica's start, by phase.",
             {"phase": ("load_weights", "warm_up", "total")}, unit="seconds"),
     Metric(REPLICA, GAUGE, "scheduler_requests", "Requests in this replica, by state; each is in one. "
-            "preallocating and receiving: decode legs that wait for pages, and for K/V. handing_off: prefill legs "
-            "whose receiver is not ready yet, whose last pages are on their way, or that drain.",
+            "preallocating: decode legs that wait for pages; receiving: decode legs that wait for K/V; handing_off: "
+            "prefill legs that wait for their receiver, send their last pages, or drain.",
             {"state": ("waiting", "running", "preallocating", "receiving", "handing_off")}, unit="requests"),
     Metric(REPLICA, GAUGE, "scheduler_running_limit_requests", "Most requests that can run at once.", unit="requests"),
-    Metric(REPLICA, GAUGE, "scheduler_queued_tokens", "Prompt tokens that wait to be computed and no cache holds.",
-            unit="tokens"),
+    Metric(REPLICA, GAUGE, "scheduler_queued_tokens",
+            "Prompt tokens in the queue that are in no cache and have to be computed.", unit="tokens"),
     Metric(REPLICA, HISTOGRAM, "scheduler_batch_requests", f"Requests of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="requests", buckets=BATCH),
     Metric(REPLICA, HISTOGRAM, "scheduler_batch_tokens", f"New tokens of one forward step. {BY_PHASE}",
@@ -133,15 +133,15 @@ _REPLICA = [
     Metric(REPLICA, HISTOGRAM, "scheduler_step_duration_seconds", f"Duration of one forward step. {BY_PHASE}",
             {"phase": PHASES}, unit="seconds", buckets=STAGE),
     Metric(REPLICA, COUNTER, "scheduler_mixed_steps_total",
-            "Forward steps of prompts in which running requests made a token too."),
+            "Prefill steps in which running requests got a token too."),
     Metric(REPLICA, COUNTER, "scheduler_tokens_total", "Tokens computed, reused from the cache, and generated.",
             {"kind": ("prefill_computed", "prefill_cached", "decode")}),
     Metric(REPLICA, COUNTER, "scheduler_busy_seconds_total",
-            f"Time in forward steps; its rate is the busy share. {BY_PHASE}", {"phase": PHASES}),
+            f"Time spent in forward steps; its rate is the busy share. {BY_PHASE}", {"phase": PHASES}),
     Metric(REPLICA, COUNTER, "scheduler_retractions_total",
-            "Running requests that went back to the queue because the pool was full."),
-    Metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V retractions gave up."),
-    Metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by how.",
+            "Running requests retracted to the queue because the pool was full."),
+    Metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V was freed by retractions."),
+    Metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by outcome.",
             {"outcome": ("finished", "aborted", "error")}),
     Metric(REPLICA, GAUGE, "kv_pool_capacity_tokens", "Size of the pool in tokens.", {"tier": TIERS}, unit="tokens"),
     Metric(REPLICA, GAUGE, "kv_pool_capacity_bytes", "Size of the pool in bytes, all ranks.", {"tier": TIERS},
@@ -149,104 +149,106 @@ _REPLICA = [
     Metric(REPLICA, GAUGE, "kv_pool_tokens", "Token slots by state; the states sum to the capacity.",
             {"tier": TIERS, "state": POOL_STATES}, unit="tokens"),
     Metric(REPLICA, GAUGE, "kv_pool_utilization_ratio",
-            "Share of the pool that a new request cannot have: protected, reserved and quarantined.", {"tier": TIERS},
+            "Share of the pool that a new request cannot take: protected, reserved and quarantined.", {"tier": TIERS},
             unit="ratio"),
     Metric(REPLICA, COUNTER, "kv_pool_alloc_failures_total", "Allocations that failed even after eviction.",
             {"tier": TIERS}),
     Metric(REPLICA, COUNTER, "cache_lookup_tokens_total", "Prompt tokens looked up in the prefix cache."),
     Metric(REPLICA, COUNTER, "cache_hit_tokens_total", "Prompt tokens that were reused, by tier.", {"tier": TIERS}),
-    Metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left the prefix cache, by why.",
+    Metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left the prefix cache, by reason.",
             {"tier": TIERS, "reason": ("capacity", "flush")}),
     Metric(REPLICA, HISTOGRAM, "cache_evicted_idle_seconds",
-            "Time since the last use of nodes evicted for room; small values mean that the pool is too small.",
+            "Time since the last use of nodes evicted for room; small values mean the pool is too small.",
             {"tier": TIERS}, unit="seconds", buckets=AGE),
     Metric(REPLICA, GAUGE, "cache_nodes", "Nodes of the prefix tree.", {"tier": TIERS}),
 ]  # fmt: skip
 
 _TRANSFER = [
-    Metric(REPLICA, COUNTER, "transfers_total", "Hand-offs that ended in this replica, by how.",
+    Metric(REPLICA, COUNTER, "transfers_total", "Hand-offs that ended in this replica, by outcome.",
             {"direction": ("send", "receive"), "outcome": ("ok", "failed")}, disaggregated=True),
     Metric(REPLICA, COUNTER, "transfer_bytes_total", "K/V bytes moved.", {"direction": ("send", "receive")},
             disaggregated=True),
     Metric(REPLICA, HISTOGRAM, "transfer_duration_seconds",
-            "Parts of a hand-off: grant (until the receiver had row and pages, or gave up), wait (from then until all "
-            "had come, or it failed), post and wire (one NIXL write, as its telemetry says).",
+            "Parts of a hand-off: grant (until the receiver had a row and pages, or gave up), wait (from then until "
+            "all pages had arrived, or it failed), post and wire (one NIXL write, from its telemetry).",
             {"phase": ("grant", "wait", "post", "wire")}, unit="seconds", buckets=STAGE, disaggregated=True),
-    Metric(REPLICA, GAUGE, "transfers_in_flight", "Hand-offs in progress; draining ones have failed and their pages "
-            "are not yet safe to reuse.", {"direction": ("send", "receive", "draining")}, disaggregated=True),
-    Metric(REPLICA, GAUGE, "transfer_oldest_drain_seconds", "How long the oldest draining hand-off has been waiting.",
+    Metric(REPLICA, GAUGE, "transfers_in_flight", "Hand-offs in progress; draining: failed, and their pages are "
+            "not yet safe to reuse.", {"direction": ("send", "receive", "draining")}, disaggregated=True),
+    Metric(REPLICA, GAUGE, "transfer_oldest_drain_seconds", "Age of the oldest draining hand-off.",
             unit="seconds", disaggregated=True),
-    Metric(REPLICA, GAUGE, "transfer_peers", "Replicas that this one is connected to for hand-offs.",
+    Metric(REPLICA, GAUGE, "transfer_peers", "Replicas to which this one is connected for hand-offs.",
             disaggregated=True),
-    Metric(REPLICA, COUNTER, "transfer_digest_mismatches_total", "Pages that came and were not what was sent.",
-            disaggregated=True),
-    Metric(REPLICA, COUNTER, "transfer_late_messages_total", "Messages of rooms that had ended, or that could "
-            "not be read; dropped.", disaggregated=True),
+    Metric(REPLICA, COUNTER, "transfer_digest_mismatches_total",
+            "Received pages whose digest was not that of the sent page.", disaggregated=True),
+    Metric(REPLICA, COUNTER, "transfer_late_messages_total", "Messages dropped because their room had ended or "
+            "they could not be read.", disaggregated=True),
 ]  # fmt: skip
 
 _REQUESTS = [
     Metric(ROUTER, COUNTER, "requests_total", "Requests that ended, by outcome; invalid: the client's mistake; shed: "
-            "refused because all queues are too long.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
-    Metric(ROUTER, GAUGE, "requests_in_flight", "Prompts whose answers are open.", {"endpoint": ANSWERING}),
-    Metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "From a request's arrival to its first output token, "
-            "counted when that comes.", {"endpoint": ANSWERING}, unit="seconds", buckets=TTFT),
-    Metric(ROUTER, HISTOGRAM, "inter_token_latency_seconds", "Gap between deltas of one answer, per token.",
+            "refused because all queues were too long.", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}),
+    Metric(ROUTER, GAUGE, "requests_in_flight", "Requests received whose answers have not ended.",
+            {"endpoint": ANSWERING}),
+    Metric(ROUTER, HISTOGRAM, "time_to_first_token_seconds", "Time from a request's arrival to its first output token, "
+            "counted at that token.", {"endpoint": ANSWERING}, unit="seconds", buckets=TTFT),
+    Metric(ROUTER, HISTOGRAM, "inter_token_latency_seconds", "Time between the deltas of one answer, per token.",
             unit="seconds", buckets=ITL),
-    Metric(ROUTER, HISTOGRAM, "request_duration_seconds", "From a request's arrival to its end, of those that "
+    Metric(ROUTER, HISTOGRAM, "request_duration_seconds", "Time from a request's arrival to its end, for requests that "
             "ended ok.", {"endpoint": ENDPOINTS}, unit="seconds", buckets=DURATION),
-    Metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "What a request that ended ok spent in each "
-            "stage.", {"stage": STAGES}, unit="seconds", buckets=STAGE),
-    Metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Length of prompts of requests that ended ok.",
+    Metric(ROUTER, HISTOGRAM, "request_stage_duration_seconds", "Time in each stage, for requests that ended "
+            "ok.", {"stage": STAGES}, unit="seconds", buckets=STAGE),
+    Metric(ROUTER, HISTOGRAM, "request_prompt_tokens", "Prompt length of requests that ended ok.",
             unit="tokens", buckets=TOKENS),
-    Metric(ROUTER, HISTOGRAM, "request_output_tokens", "Length of answers of requests that ended ok.",
+    Metric(ROUTER, HISTOGRAM, "request_output_tokens", "Answer length of requests that ended ok.",
             unit="tokens", buckets=TOKENS),
     Metric(ROUTER, COUNTER, "slo_requests_total", "Requests judged against each objective. Met: the "
-            "first token, or the mean gap, came in time. Not met also: what ended in an error, a timeout, or was shed, "
-            "before its first token (ttft) or after it (itl). Not judged: what clients cancelled, or asked wrongly.",
+            "first token, or the mean gap, was in time. An error, a timeout or a refusal misses ttft before the first "
+            "token and itl after it. Cancelled and invalid requests are not judged.",
             {"slo": ("ttft", "itl"), "met": ("true", "false")}),
 ]  # fmt: skip
 
 _ROUTING = [
-    Metric(ROUTER, COUNTER, "router_decisions_total", "Decisions, by policy and why the winner won.",
+    Metric(ROUTER, COUNTER, "router_decisions_total", "Routing decisions, by policy and reason.",
             {"policy": OPEN, "reason": OPEN}),
-    Metric(ROUTER, HISTOGRAM, "router_decision_duration_seconds", "Time of one decision.", unit="seconds",
+    Metric(ROUTER, HISTOGRAM, "router_decision_duration_seconds", "Duration of one routing decision.", unit="seconds",
             buckets=FAST),
-    Metric(ROUTER, COUNTER, "router_prompt_tokens_total", "Prompt tokens of requests that had their first token; this "
-            "and the three that follow are counted with it."),
-    Metric(ROUTER, COUNTER, "router_best_overlap_tokens_total", "Longest prefix known at any candidate."),
-    Metric(ROUTER, COUNTER, "router_predicted_overlap_tokens_total", "Prefix expected at the chosen replica."),
-    Metric(ROUTER, COUNTER, "router_actual_overlap_tokens_total", "Prefix that the chosen replica then reused."),
-    Metric(ROUTER, HISTOGRAM, "router_overlap_error_ratio", "Difference of predicted and actual prefix over the "
-            "prompt's tokens; sign: what was predicted was over, under, or exact.",
+    Metric(ROUTER, COUNTER, "router_prompt_tokens_total", "Prompt tokens of requests, counted at the first token like "
+            "the three metrics that follow."),
+    Metric(ROUTER, COUNTER, "router_best_overlap_tokens_total", "Prefix tokens that the best candidate held."),
+    Metric(ROUTER, COUNTER, "router_predicted_overlap_tokens_total", "Prefix tokens expected at the chosen replica."),
+    Metric(ROUTER, COUNTER, "router_actual_overlap_tokens_total", "Prefix tokens that the chosen replica reused."),
+    Metric(ROUTER, HISTOGRAM, "router_overlap_error_ratio", "Difference of predicted and actual prefix as a share "
+            "of the prompt; sign: the prediction was over, under, or exact.",
             {"sign": ("over", "under", "exact")}, unit="ratio", buckets=RATIO),
     Metric(ROUTER, HISTOGRAM, "router_ttft_error_seconds", "Difference of predicted and actual time to first token.",
             {"sign": ("over", "under")}, unit="seconds", buckets=STAGE),
-    Metric(ROUTER, GAUGE, "router_index_tokens", "Tokens that the prefix index holds for a replica: told by its "
+    Metric(ROUTER, GAUGE, "router_index_tokens", "Tokens in the prefix index per replica: confirmed by its "
             "events, or expected from decisions.", {"target": OPEN, "source": ("confirmed", "expected")},
             unit="tokens"),
-    Metric(ROUTER, GAUGE, "router_report_age_seconds", "How long ago a replica was as it last told, a step "
-            "in progress included; of one that has not told anything, how long it has been known.", {"target": OPEN},
+    Metric(ROUTER, GAUGE, "router_report_age_seconds", "Age of a replica's newest report, a step in progress "
+            "included; before its first report, time since the router learnt of it.", {"target": OPEN},
             unit="seconds"),
-    Metric(ROUTER, COUNTER, "router_cache_event_gaps_total", "Times that a replica's cache events were missed."),
-    Metric(ROUTER, COUNTER, "router_cache_snapshots_total", "Snapshots of replicas' caches that came."),
+    Metric(ROUTER, COUNTER, "router_cache_event_gaps_total", "Times that cache events of a replica were missed."),
+    Metric(ROUTER, COUNTER, "router_cache_snapshots_total", "Snapshots of replicas' caches received."),
     Metric(ROUTER, GAUGE, "router_replicas", "Replicas that this router knows, by state.",
             {"target_role": ROLES, "state": ("starting", "accepting", "draining", "unhealthy")}, unit="replicas"),
-    Metric(ROUTER, COUNTER, "router_retries_total", "Tries that failed and were made again elsewhere, by error.",
+    Metric(ROUTER, COUNTER, "router_retries_total",
+            "Attempts that failed and were retried on another replica, by error.",
             {"reason": ("replica_gone", "replica_hangs", "engine_dead", "overloaded", "prefill_lost")}),
-    Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Whether the prompt was to be handed over, by why.",
+    Metric(ROUTER, COUNTER, "router_pair_decisions_total", "Decisions whether to hand the prompt over, by reason.",
             {"reason": OPEN}, disaggregated=True),
-    Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished tries; failed: computed at the decode "
-            "replica instead.", {"outcome": ("transferred", "failed")}, disaggregated=True),
+    Metric(ROUTER, COUNTER, "router_hand_offs_total", "Hand-offs of finished attempts; failed: the decode replica "
+            "computed the prompt itself.", {"outcome": ("transferred", "failed")}, disaggregated=True),
 ]  # fmt: skip
 
 _OBSERVATORY = [
-    Metric(OBSERVATORY, GAUGE, "autoscaler_replicas", "Replicas: running, wanted, and the bounds.",
+    Metric(OBSERVATORY, GAUGE, "autoscaler_replicas", "Number of replicas: running, desired, minimum and maximum.",
             {"target_role": ROLES, "kind": ("running", "desired", "minimum", "maximum")}, unit="replicas"),
-    Metric(OBSERVATORY, GAUGE, "autoscaler_pressure_ratio", "Load over what the replicas carry within the limits; "
-            "above 1 asks for more.", {"target_role": ROLES, "signal": SIGNALS}, unit="ratio"),
-    Metric(OBSERVATORY, COUNTER, "autoscaler_decisions_total", "Changes of the wanted number of replicas.",
+    Metric(OBSERVATORY, GAUGE, "autoscaler_pressure_ratio", "Load divided by what the replicas can carry within the "
+            "limits; above 1 asks for more replicas.", {"target_role": ROLES, "signal": SIGNALS}, unit="ratio"),
+    Metric(OBSERVATORY, COUNTER, "autoscaler_decisions_total", "Changes of the desired number of replicas.",
             {"target_role": ROLES, "direction": ("up", "down")}),
-    Metric(OBSERVATORY, GAUGE, "observatory_viewers", "Live views that are open."),
+    Metric(OBSERVATORY, GAUGE, "observatory_viewers", "Open live views."),
     Metric(OBSERVATORY, HISTOGRAM, "observatory_poll_duration_seconds", "Time to ask all routers for their state.",
             unit="seconds", buckets=STAGE),
 ]  # fmt: skip

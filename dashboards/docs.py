@@ -1,6 +1,6 @@
-"""docs/metrics.md, out of the catalogue.
+"""Writes docs/metrics.md from the catalogue.
 
-Invariant: what the file says of a metric is what the catalogue says; a test compares the two.
+Invariant: the file says of a metric what the catalogue says; a test compares the two.
 """
 
 from dashboards.catalog import IDENTITY, METRICS, OPEN, POOL_STATES, STAGES, Kind, Metric, Process
@@ -13,60 +13,60 @@ HEADINGS = {
 }
 STATE_MEANS = {
     "free": "holds nothing",
-    "evictable": "cached, and nobody uses it: goes as soon as room is needed",
-    "protected": "cached, and some request uses it",
-    "reserved": "taken by requests and not in the cache: what running requests are writing, the unused end of a last "
-    "page, and what a hand-off under way will fill",
-    "quarantined": "of a failed hand-off whose sender might still write there; nobody may have it",
+    "evictable": "cached and unused: evicted when room is needed",
+    "protected": "cached and in use by a request",
+    "reserved": "taken by requests and not in the cache: tokens that running requests are writing, the unused end of a "
+    "last page, and pages that a hand-off will fill",
+    "quarantined": "kept from use after a failed hand-off, as its sender might still write there",
 }
 STAGE_MEANS = {
-    "route": "from the request's arrival until the try that answered it was sent: reading, tokenising, choosing, and "
-    "earlier tries",
-    "queue": "waiting at the replica, and the way to it and back; of a prompt that was handed over: waiting for row "
-    "and pages at the decode replica (`phase=\"grant\"` of `manta_transfer_duration_seconds` is that part), and then "
-    "in the prefill replica's queue",
-    "prefill": "from the first step that computed some of its prompt to the first token",
-    "transfer": "what is left of the way of its K/V when the prefill replica has computed the prompt, and the way to "
-    "the replicas and back; 0 where nothing was handed over",
+    "route": "from the request's arrival until the attempt that answered it was sent: reading, tokenising, choosing, "
+    "and earlier attempts",
+    "queue": "waiting at the replica, and the way to it and back; for a prompt that is handed over: waiting for a row "
+    "and pages at the decode replica (`phase=\"grant\"` of `manta_transfer_duration_seconds`), then in the prefill "
+    "replica's queue",
+    "prefill": "from the first step that computed part of its prompt to the first token",
+    "transfer": "the rest of the K/V transfer after the prefill replica has computed the prompt, and the way to the "
+    "replicas and back; 0 if nothing was handed over",
     "decode": "from the first token to the last",
 }
 INTRODUCTION = f"""\
 # Metrics
 
-Written by `python -m dashboards docs` from `dashboards/catalog.py`; change it there. What is not in the catalogue can
-be neither emitted nor plotted.
+Written by `python -m dashboards docs` from `dashboards/catalog.py`; change it there. A metric that is not in the
+catalogue can be neither emitted nor plotted.
 
-Each replica and router, and the observatory, serves `/metrics` on a port of its own; Prometheus finds them all through
-`/manta/sd` (`python -m dashboards export DIR` writes its settings), and `/manta/metrics` is all of them in one
+Every replica, every router and the observatory serve `/metrics` on a port of their own. Prometheus finds them all
+through `/manta/sd` (`python -m dashboards export DIR` writes its settings); `/manta/metrics` returns all of them in one
 answer. Every series carries {", ".join(f"`{label}`" for label in IDENTITY)} besides its own labels: `role` is unified,
 prefill or decode for a replica, else router or observatory; `replica` names the process. Prometheus adds `job`,
 `instance` and `node`. The series of a replica that left are removed. No label holds an id of a request, a tenant, or a
 text.
 
-Where a label's values are listed, a series exists for each of them from the first scrape, so that a rate is 0 before
-the first event and not missing. *any* stands for values that are known only when the system runs. Times are in
+If a label's values are listed, a series exists for each of them from the first scrape, so a rate is 0 before the first
+event and not missing. *any* stands for values that are known only at run time. Times are in
 seconds, shares between 0 and 1. A histogram adds `_bucket` (with `le`), `_sum` and `_count` to its name.
 
-What to do when an alert fires stands in [runbook.md](runbook.md).
+[runbook.md](runbook.md) says what to do when an alert fires.
 """
 RATIOS = """\
 *Capacity* of a pool = free + evictable + protected + reserved + quarantined. *Utilisation*
-(`manta_kv_pool_utilization_ratio`) counts what a new request cannot have: (protected + reserved + quarantined) /
-capacity. *Occupancy* counts what holds anything: 1 - free / capacity. A full cache that nobody uses is 100 % occupied
-and 0 % utilised, and that is as it should be.
+(`manta_kv_pool_utilization_ratio`) counts what a new request cannot take: (protected + reserved + quarantined) /
+capacity. *Occupancy* counts every slot that is not free: 1 - free / capacity. A full cache that no request uses is
+100 % occupied and 0 % utilised, which is normal.
 
-Shares are made of two counters when they are asked for, never averaged: the reused share of prompts is
+A share is computed from two counters when it is queried, never averaged: the reused share of prompts is
 `sum(rate(manta_cache_hit_tokens_total[5m])) / sum(rate(manta_cache_lookup_tokens_total[5m]))`.
 """
-STAGES_NOTE = "They follow one another without a gap, so they add up to the request's duration."
+STAGES_NOTE = "The stages follow one another without a gap, so they add up to the request's duration."
 
 
 def markdown() -> str:
-    """The whole file."""
+    """Write the whole file."""
     parts = [INTRODUCTION, "## What the words mean\n", "A token slot of a pool is in one of these states:\n"]
     parts.append(_list([(state, STATE_MEANS[state]) for state in POOL_STATES]))
     parts.append(RATIOS)
-    parts.append("A finished request has spent its time in these stages:\n")
+    parts.append("The time of a finished request is divided into these stages:\n")
     parts.append(_list([(stage, STAGE_MEANS[stage]) for stage in STAGES]))
     parts.append(STAGES_NOTE + "\n")
     for process, heading in HEADINGS.items():
@@ -74,7 +74,7 @@ def markdown() -> str:
         apart = [metric for metric in of_process if metric.disaggregated]
         parts += [f"## {heading}\n", _table([metric for metric in of_process if not metric.disaggregated])]
         if apart:
-            parts += ["Only where prefill and decode are apart (`mode: disaggregated`):\n", _table(apart)]
+            parts += ["Only with prefill and decode apart (`mode: disaggregated`):\n", _table(apart)]
     parts += ["## Buckets\n", _buckets()]
     return "\n".join(parts)
 
@@ -84,7 +84,7 @@ def _list(rows: list[tuple[str, str]]) -> str:
 
 
 def _table(metrics: list[Metric]) -> str:
-    rows = ["| metric | kind | labels and their values | what |", "|---|---|---|---|"]
+    rows = ["| metric | kind | labels and their values | meaning |", "|---|---|---|---|"]
     rows += [f"| `{each.full_name}` | {each.kind.value} | {_labels(each)} | {each.help} |" for each in metrics]
     return "\n".join(rows) + "\n"
 
@@ -95,7 +95,7 @@ def _labels(metric: Metric) -> str:
 
 
 def _buckets() -> str:
-    """Upper bounds, each set once with the histograms that have it."""
+    """List each set of upper bounds once, with the histograms that have it."""
     sets: dict[tuple[float, ...], list[str]] = {}
     for metric in METRICS:
         if metric.kind is Kind.HISTOGRAM:

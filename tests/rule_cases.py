@@ -68,7 +68,7 @@ BURN = {"labels": {"model": "m"}, "quiet_at": "2m", "fires_at": "3m"}
 CASES = (
     Case(alert="NoRouter", series={f'manta_build_info{{{ROUTER},version="1"}}': "1 1 1 1 stale"},
          quiet_at="4m", fires_at="5m",
-         summary="No router is scraped: nobody answers requests, or Prometheus does not find them."),
+         summary="No router is scraped: none runs, or Prometheus does not find them."),
     Case(alert="NoReadyReplica", series={**replicas("unified", "1 1 1 0x9"), **replicas("decode", "0x9")},
          quiet_at="3m", fires_at="4m", labels={"model": "m", "replica": "r1"},
          summary="Router r1 knows no replica of m that accepts requests."),
@@ -82,9 +82,9 @@ CASES = (
          summary="10.0.0.1:9101 does not answer Prometheus."),
     Case(alert="PoolVanished", series={**pool(A, "1000x20 stale"), **pool(B, "1000x40")},
          quiet_at="25m", fires_at="26m", labels=IN_A,
-         summary="The pool of replica a (decode) is gone, and no other came for it."),
+         summary="The pool of replica a (decode) is gone, and no other replaced it."),
     Case(alert="PoolVanished", series=pool(A, "1000x20 stale"), quiet_at="25m", fires_at="26m", labels=IN_A,
-         summary="The pool of replica a (decode) is gone, and no other came for it."),
+         summary="The pool of replica a (decode) is gone, and no other replaced it."),
     Case(alert="PoolVanished", quiet_at="30m",  # another came for it
          series={**pool(A, "1000x20 stale"), **pool(B, "1000x40"), **pool(C, "_x22 1000x20")}),
     Case(alert="PoolVanished", quiet_at="30m",  # the autoscaler took it away
@@ -109,7 +109,7 @@ CASES = (
     Case(alert="AutoscalerAtMaximum", series=scaled(running=3), quiet_at="20m"),
     Case(alert="KvPoolNearlyFull", series={f'manta_kv_pool_utilization_ratio{{{A},tier="L1"}}': "0.5 0.97x9"},
          quiet_at="2m", fires_at="3m", labels=IN_A,
-         summary="97% of the KV pool of a cannot be had by new requests."),
+         summary="97% of the KV pool of a cannot be taken by new requests."),
     Case(alert="RetractionsHigh",
          series={f"manta_scheduler_retracted_tokens_total{{{A}}}": "0+20x30",
                  f'manta_scheduler_tokens_total{{{A},kind="decode"}}': "0+100x30"},
@@ -122,7 +122,7 @@ CASES = (
          summary="10% of the hand-offs of m fail; prompts are computed twice."),
     Case(alert="KvTransferDamaged", series={f"manta_transfer_digest_mismatches_total{{{A}}}": "0 0 0 1x9"},
          quiet_at="2m", fires_at="3m", labels=IN_A,
-         summary="a received K/V that is not what was sent. It was not used."),
+         summary="a received K/V that differs from what was sent. It was not used."),
     Case(alert="QuarantineDoesNotEnd", series={f"manta_transfer_oldest_drain_seconds{{{A}}}": "0+60x20"},
          quiet_at="6m", fires_at="7m", labels=IN_A,
          summary="A failed hand-off has kept pages of a for 7m 0s."),

@@ -1,4 +1,4 @@
-"""The board of the KV pools and the prefix caches in them: what fills them, what is reused, what is lost."""
+"""The board of the KV pools and their prefix caches: what fills them, what is reused, what is lost."""
 
 from dashboards.board import (
     Board,
@@ -21,13 +21,13 @@ NAME = "{{role}} {{replica}}"
 
 FULL = Row("How full", (
     Panel("Pool in use now",
-        shows="Share of each replica's pool that a new request cannot have; what is evictable counts as free.",
+        shows="Share of each replica's pool that a new request cannot take; evictable pages count as free.",
         act="Above 95 % for minutes: more replicas, a larger pool, or a lower max_running_requests.",
         queries={NAME: gauge("kv_pool_utilization_ratio", over="max", by=BY_REPLICA, where=L1)},
         shape=Shape.BARS, unit=Unit.RATIO, limits=Limits(0.8, 0.95),
     ),
     Panel("Tokens by state",
-        shows="Token slots of all pools: free, evictable (cached, nobody uses it), protected (cached and in use), "
+        shows="Token slots of all pools: free, evictable (cached and unused), protected (cached and in use), "
               "reserved (taken, not yet in the cache), quarantined (of failed hand-offs).",
         act="Free near 0 is normal, the cache uses what is there. Evictable near 0: the pools are too small for the "
             "load.",
@@ -41,8 +41,8 @@ FULL = Row("How full", (
         unit=Unit.RATIO, limits=Limits(0.8, 0.95),
     ),
     Panel("Occupied",
-        shows="Share of each pool that holds anything, evictable pages included.",
-        act="Far below 100 % after hours of traffic: the pool is larger than what clients reuse.",
+        shows="Share of each pool that is not free; evictable pages count as occupied.",
+        act="Far below 100 % after hours of traffic: the pool is larger than clients need.",
         queries={
             NAME: "1 - " + ratio(
                 gauge("kv_pool_tokens", by=BY_REPLICA, where={**L1, "state": "free"}),
@@ -62,7 +62,7 @@ FULL = Row("How full", (
         queries={"bytes": gauge("kv_pool_capacity_bytes", where=L1)}, shape=Shape.STAT, unit=Unit.BYTES, width=4,
     ),
     Panel("Quarantined tokens",
-        shows="Token slots that nobody may have, since a failed hand-off might still write to them.",
+        shows="Token slots kept from use because the sender of a failed hand-off might still write to them.",
         act="Not 0 for minutes: see Oldest drain on the routing board and the runbook, QuarantineDoesNotEnd.",
         queries={NAME: gauge("kv_pool_tokens", by=BY_REPLICA, where={**L1, "state": "quarantined"})},
         unit=Unit.NUMBER,
@@ -71,8 +71,9 @@ FULL = Row("How full", (
 
 REUSE = Row("What is reused", (
     Panel("Reused share by tier",
-        shows="Share of looked-up prompt tokens that each tier had.",
-        act="Below the share of prompts that begin alike: compare the routing board's overlaps, then evictions here.",
+        shows="Share of looked-up prompt tokens found in each tier.",
+        act="Below the share of prompts that begin alike: compare the overlaps on the routing board, then evictions "
+            "here.",
         queries={
             "{{tier}}": ratio(
                 rate("cache_hit_tokens_total", by=["tier"]), rate("cache_lookup_tokens_total"), of_all=True
@@ -91,8 +92,8 @@ REUSE = Row("What is reused", (
         unit=Unit.RATIO,
     ),
     Panel("Looked up and reused",
-        shows="Prompt tokens that were looked up and that were found, per second.",
-        act="The gap between the two is what prefill has to compute.",
+        shows="Prompt tokens looked up and found, per second.",
+        act="Prefill has to compute the difference.",
         queries={"looked up": rate("cache_lookup_tokens_total"), "reused": rate("cache_hit_tokens_total")},
         unit=Unit.PER_S,
     ),
@@ -105,8 +106,8 @@ REUSE = Row("What is reused", (
 
 LOST = Row("What is lost", (
     Panel("Evicted tokens",
-        shows="Tokens that left the caches, by why; flush: somebody asked for it.",
-        act="Evictions are normal in a full pool; what matters is how long ago the evicted was used, to the right.",
+        shows="Tokens that left the caches, by reason; flush: by an operator's request.",
+        act="Evictions are normal in a full pool; the panel to the right shows whether they hurt.",
         queries={"{{reason}}": rate("cache_evicted_tokens_total", by=["reason"])},
         shape=Shape.STACKED, unit=Unit.PER_S,
     ),
@@ -117,13 +118,13 @@ LOST = Row("What is lost", (
         queries=quantiles("cache_evicted_idle_seconds"), unit=Unit.SECONDS, needs=Needs.EVENT,
     ),
     Panel("Idle time of what was evicted, all of it",
-        shows="How many nodes were evicted after which time without use.",
+        shows="Number of evicted nodes by time since their last use.",
         act="Weight at the bottom: the cache thrashes; enlarge pools or add replicas.",
         queries={"{{le}}": heatmap("cache_evicted_idle_seconds")},
         shape=Shape.HEATMAP, unit=Unit.SECONDS, needs=Needs.EVENT,
     ),
     Panel("Retractions and failed allocations",
-        shows="Running requests that went back to the queue, and allocations that found no room even after eviction.",
+        shows="Running requests retracted to the queue, and allocations that failed even after eviction.",
         act="Lasting: raise scheduler.new_token_ratio, lower max_running_requests, or enlarge the pool.",
         queries={
             "{{replica}} retracted": rate("scheduler_retractions_total", by=["replica"]),
@@ -132,12 +133,12 @@ LOST = Row("What is lost", (
         unit=Unit.PER_S,
     ),
     Panel("Tokens given up by retractions",
-        shows="K/V that retractions gave back and that may have to be computed again.",
+        shows="Tokens whose K/V was freed by retractions and may have to be computed again.",
         act="Against Tokens per second on the fleet board: above a few percent the pool is the bottleneck.",
         queries={"{{replica}}": rate("scheduler_retracted_tokens_total", by=["replica"])}, unit=Unit.PER_S,
     ),
     Panel("Requests by state",
-        shows="Requests in replicas that do not run yet or any more, by state.",
+        shows="Requests in replicas that are not running, by state.",
         act="waiting with a full pool: memory is the limit; with a free one: compute is. preallocating for long: the "
             "decode pool is full; handing_off grows with it.",
         queries={"{{state}}": gauge("scheduler_requests", by=["state"], where={"state": "!running"})},
