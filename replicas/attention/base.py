@@ -1,7 +1,7 @@
 """The attention protocol: queries of a packed batch attend over the paged KV pool.
 
-A backend is told the step's shape once (`begin`) and is then called per layer. It stores the new K and V first,
-so that a token attends to itself and to the tokens before it in the same chunk.
+A backend gets the step's shape once (`begin`) and is then called per layer. It stores the new K and V first, so a token
+attends to itself and to the tokens before it in the same chunk.
 """
 
 from dataclasses import dataclass
@@ -36,11 +36,11 @@ class BatchMeta:
     num_tokens: int
     num_decode: int = 0  # B in a decode step
     prefix_groups: tuple[PrefixGroup, ...] = ()  # of requests that decode; a backend may ignore them
-    host_qo_indptr: Lengths | None = None  # what is on the device, so that nobody waits for it; None on a CPU
+    host_qo_indptr: Lengths | None = None  # a copy of the device's, so no step waits to read it; None on a CPU
     host_seq_lens: Lengths | None = None
 
     def on_host(self) -> tuple[Lengths, Lengths]:
-        """``qo_indptr`` and ``seq_lens`` as arrays of the host."""
+        """Return ``qo_indptr`` and ``seq_lens`` as arrays of the host."""
         bounds, seq_lens = self.host_qo_indptr, self.host_seq_lens
         if bounds is None or seq_lens is None:
             bounds, seq_lens = self.qo_indptr.cpu().numpy(), self.seq_lens.cpu().numpy()
@@ -48,7 +48,7 @@ class BatchMeta:
 
 
 class AttentionBackend(Protocol):
-    """One per rank. Shapes: H query heads and K kv heads *of this rank*, D head_dim."""
+    """The attention of one rank. Shapes: H query heads and K kv heads *of this rank*, D head_dim."""
 
     def begin(self, batch: BatchMeta) -> None:
         """Prepare for a step; called once before its first layer."""
@@ -64,18 +64,18 @@ class AttentionBackend(Protocol):
 
 
 class KvPool(Protocol):
-    """What attention needs of memory/pool.py's MHATokenToKVPool."""
+    """The part of memory/pool.py's MHATokenToKVPool that attention uses."""
 
     page_size: int
 
     def get_key_buffer(self, layer: int) -> Tensor:
-        """[num_pages, K, page_size, D] strided view."""
+        """Return a strided view [num_pages, K, page_size, D]."""
         ...
 
     def get_value_buffer(self, layer: int) -> Tensor: ...
 
     def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [n, K, D] of ``slots`` [n] int64 as numbers, scaled where the pool's are."""
+        """Read K and V [n, K, D] of ``slots`` [n] int64 as numbers, scaled if the pool stores scales."""
         ...
 
     def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:

@@ -52,17 +52,17 @@ DecodeArgs = struct(
 
 
 def partial_floats(num_heads: int, head_dim: int) -> int:
-    """Floats of one chunk's result: the weighted values of each head, then each head's maximum and sum, padded."""
+    """Count the floats of one chunk's result: each head's weighted values, then each head's maximum and sum, padded."""
     return num_heads * head_dim + math.ceil(2 * num_heads / W) * W
 
 
 def scratch_floats(num_heads: int, group: int, head_dim: int) -> int:
-    """Floats a thread needs: a block of K or V; scores, and for several requests queries, results, maxima and sums."""
+    """Count the floats of a thread: a block of K or V, scores; for several requests also queries, results and sums."""
     return BLOCK * head_dim + max(num_heads * CHUNK, max(group, SHARED_ROWS) * (CHUNK + 2 * head_dim + 2))
 
 
 def max_members(group: int) -> int:
-    """Requests of a task at most."""
+    """Return the most requests that one task may have."""
     return max(1, SHARED_ROWS // group)
 
 
@@ -116,7 +116,7 @@ def attend_chunk(
 
 @inlined
 def place_of(a: Any, task: int) -> tuple[int, int, int]:
-    """Row, first position, and the one after the last, of a task's chunk."""
+    """Return the row, the first position and the end of a task's chunk."""
     at = a.tasks + task * TASK_BYTES
     request, start = load_i32(a.members + 4 * load_i32(at)), load_i32(at + 8) * CHUNK
     return load_i32(a.rows + 4 * request), start, min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
@@ -124,7 +124,7 @@ def place_of(a: Any, task: int) -> tuple[int, int, int]:
 
 @inlined
 def block_length(a: Any, position: int, end: int) -> int:
-    """Tokens that are worked on at a time: a run inside a page, or a block."""
+    """Count the tokens of one round: a run inside a page, or a block."""
     return run_length(a, position, end) if a.in_place else min(BLOCK, end - position)
 
 
@@ -181,33 +181,33 @@ def attend(
 
 @inlined
 def copy_floats(src: int, dst: int, num_bytes: int) -> None:
-    """``num_bytes`` of float32, a multiple of 64."""
+    """Copy ``num_bytes`` of float32, a multiple of 64."""
     for i in range(0, num_bytes, 4 * W):
         store(dst + i, load(src + i))
 
 
 @inlined
 def partial_stride(a: Any) -> int:
-    """Bytes of one chunk's result: see `partial_floats`."""
+    """Return the bytes of one chunk's result: see `partial_floats`."""
     num_heads = a.num_kv_heads * a.group
     return int(4 * (num_heads * a.head_dim + (2 * num_heads + W - 1) // W * W))
 
 
 @inlined
 def partial_of(a: Any, request: int, chunk: int) -> int:
-    """Address of the result of a request's chunk."""
+    """Return the address of the result of a request's chunk."""
     return int(a.partial + (load_i32(a.first_partial + 4 * request) + chunk) * partial_stride(a))
 
 
 @inlined
 def statistics_of(a: Any, partial: int, kv_head: int) -> int:
-    """Address of the maxima and sums of a head's group in a chunk's result."""
+    """Return the address of the maxima and sums of a head's group in a chunk's result."""
     return int(partial + a.num_kv_heads * a.group * a.head_dim * 4 + 8 * kv_head * a.group)
 
 
 @inlined
 def softmax_row(scores: int, count: int, scale: float, result: int) -> None:
-    """scores[count] becomes exp(scale * (score - maximum)); writes scale * maximum and the sum to ``result``."""
+    """Replace scores[count] by exp(scale * (score - maximum)); writes scale * maximum and the sum to ``result``."""
     for i in range(count, (count + W - 1) // W * W):
         store1(scores + 4 * i, -1e30)
     top = load(scores)
@@ -225,7 +225,7 @@ def softmax_row(scores: int, count: int, scale: float, result: int) -> None:
 
 @inlined
 def merge_chunks(a: Any, request: int) -> None:
-    """out[request] from the results of its chunks, in order."""
+    """Merge the results of a request's chunks, in order, into out[request]."""
     vector_bytes, partial_bytes = a.head_dim * 4, partial_stride(a)
     num_heads = a.num_kv_heads * a.group
     first, last = load_i32(a.first_partial + 4 * request), load_i32(a.first_partial + 4 * request + 4)
@@ -252,7 +252,7 @@ def merge_chunks(a: Any, request: int) -> None:
 
 @inlined
 def run_part(a: Any, part: int, following: int, work: int) -> None:
-    """Some heads of a task's chunk, all of them where a task is one part; then comes part ``following``."""
+    """Run some heads of a task's chunk, or all if the task is one part; part ``following`` is next."""
     parts = a.num_kv_heads // a.part_heads
     task, head = part // parts, part % parts * a.part_heads
     at = a.tasks + task * TASK_BYTES

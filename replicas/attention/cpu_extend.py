@@ -46,13 +46,13 @@ ExtendArgs = struct(
 
 
 def scratch_floats(tile_rows: int, head_dim: int) -> int:
-    """Floats a thread needs: queries, results, scores, maxima and sums of a tile; K, K transposed and V of a block."""
+    """Count a thread's floats: queries, results, scores, maxima, sums of a tile; K, K transposed, V of a block."""
     return tile_rows * (2 * head_dim + BLOCK + 2) + 3 * BLOCK * head_dim + W
 
 
 @inlined
 def load_queries(a: Any, kv_head: int, first: int, tokens: int, target: int) -> None:
-    """q * scale of the tile's tokens into target [tokens * group, D]; row t * group + g."""
+    """Write q * scale of the tile's tokens into target [tokens * group, D]; row t * group + g."""
     width = a.group * a.head_dim
     factor = splat(a.scale)
     for t in range(tokens):
@@ -63,7 +63,7 @@ def load_queries(a: Any, kv_head: int, first: int, tokens: int, target: int) -> 
 
 @inlined
 def store_results(a: Any, kv_head: int, first: int, tokens: int, acc: int, statistics: int) -> None:
-    """acc [rows, D] over the rows' sums into out [T, H * D]."""
+    """Divide acc [rows, D] by the rows' sums into out [T, H * D]."""
     vector_bytes = a.head_dim * 4
     for t in range(tokens):
         for g in range(a.group):
@@ -94,7 +94,7 @@ def load_block(
 
 @inlined
 def online_softmax(scores: int, visible: int, acc: int, head_dim: int, statistic: int) -> None:
-    """A row of scores [64], the first ``visible`` of which count, becomes weights; acc is scaled to the new maximum."""
+    """Turn a row of scores [64], the first ``visible`` of which count, into weights; scales acc to the new maximum."""
     for j in range(max(visible, 0), BLOCK):
         store1(scores + 4 * j, -1e30)
     top = load(scores)
@@ -119,7 +119,7 @@ def online_softmax(scores: int, visible: int, acc: int, head_dim: int, statistic
 
 @inlined
 def attend_tile(a: Any, request: int, kv_head: int, first: int, tokens: int, scratch: int) -> None:
-    """All keys that the tile's tokens see; ``first`` counts from the request's first new token."""
+    """Attend to all keys that the tile's tokens see; ``first`` counts from the request's first new token."""
     rows, head_dim = tokens * a.group, a.head_dim
     vector_bytes = head_dim * 4
     queries, acc = scratch, scratch + a.tile_rows * vector_bytes

@@ -56,26 +56,26 @@ BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots 
 
 @inlined
 def page_of(a: Any, slot: int) -> int:
-    """The page of ``slot``. A division costs as much as reading a token from L2: most page sizes need none."""
+    """Find the page of ``slot``. A division costs as much as reading a token from L2: most page sizes need none."""
     return int(slot >> a.page_shift if a.page_shift >= 0 else slot // a.page_size)
 
 
 @inlined
 def slot_offset(a: Any, slot: int) -> int:
-    """Bytes from a head's first key (or value) of this layer to that of ``slot``."""
+    """Count the bytes from a head's first key (or value) of this layer to the one in ``slot``."""
     page = page_of(a, slot)
     return int(page * a.page_stride + (slot - page * a.page_size) * a.token_bytes)
 
 
 @inlined
 def token_offset(a: Any, row: int, position: int) -> int:
-    """`slot_offset` of the token at ``position`` of table row ``row``."""
+    """Return the `slot_offset` of the token at ``position`` of table row ``row``."""
     return int(slot_offset(a, load_i32(a.table + row * a.table_stride + 4 * position)))
 
 
 @inlined
 def run_length(a: Any, position: int, end: int) -> int:
-    """Tokens from ``position`` that lie one behind the other: to the end of the page, at most to ``end``."""
+    """Count the contiguous tokens from ``position``: to the end of the page, at most to ``end``."""
     offset = position & (a.page_size - 1) if a.page_shift >= 0 else position % a.page_size
     return int(min(a.page_size - offset, end - position))
 
@@ -95,7 +95,7 @@ def store_new(a: Any, first: int, last: int) -> None:
 
 @inlined
 def store_vector(a: Any, src: int, block: int, offset: int) -> None:
-    """src [D] float32 becomes token ``offset`` of the head's block."""
+    """Store src [D] float32 as token ``offset`` of the head's block."""
     dst = block + offset * a.token_bytes
     if a.kind == FLOAT32:
         for i in range(0, a.head_dim, W):
@@ -133,7 +133,7 @@ def read_block(
     a: Any, buffer: int, row: int, start: int, end: int, dst: int, next_buffer: int, next_row: int, shift: int,
     last: int,
 ) -> None:
-    """Positions [start, end) of a head as float32 into dst [end - start, D]; ``buffer``: the head's keys or values.
+    """Read a head's positions [start, end) as float32 into dst [end - start, D]; ``buffer``: the head's keys or values.
 
     Meanwhile asks for what is read next: for each position that ``shift`` further of another buffer and row, which ends
     before ``last``.
@@ -153,7 +153,7 @@ def read_block(
 
 @inlined
 def read_run(a: Any, src: int, scales: int, length: int, dst: int, ahead: int) -> None:
-    """``length`` tokens that lie one behind the other."""
+    """Read ``length`` contiguous tokens."""
     if a.kind == FLOAT32:
         for i in range(0, 4 * length * a.head_dim, 4 * W):
             prefetch(src + ahead + i)

@@ -1,4 +1,4 @@
-"""What the threads of a step take one by one: chunks of a decode batch, tiles of an extend batch.
+"""Cuts a step into tasks that threads take one by one: chunks of a decode batch, tiles of an extend batch.
 
 Owns:      how a step is cut into tasks: numpy arrays that the kernels read.
 Never:     touches K, V or queries.
@@ -18,12 +18,12 @@ from replicas.scheduler.plan import PrefixGroup
 Ints = npt.NDArray[np.int32]
 TILE_ROWS = 192  # rows of an extend task: enough to pay for copying K and V, few enough for L2
 MIN_TILE_TOKENS = 8
-TASKS_PER_THREAD = 4  # smaller tiles until there are so many tasks, so that threads end together
+TASKS_PER_THREAD = 4  # tiles shrink until there are this many, so threads end together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeTasks:
-    """What `cpu_decode.decode` reads; each task is for all KV heads."""
+    """The tasks of a decode step as `cpu_decode.decode` reads them; each is for all KV heads."""
 
     tasks: Ints  # [N, 4] (first member, members, chunk, 0), those of several requests first
     members: Ints  # [M] requests
@@ -31,7 +31,7 @@ class DecodeTasks:
 
 
 def decode_tasks(seq_lens: Ints, groups: Sequence[PrefixGroup], *, first: int, max_members: int) -> DecodeTasks:
-    """One task a chunk; whole chunks that a group has in common are one task, or few of at most ``max_members``.
+    """Make one task per chunk; a whole chunk that a group shares is one task, or a few of at most ``max_members``.
 
     Args: seq_lens: [B]. first: the request from which the groups count.
     """
@@ -63,7 +63,7 @@ def decode_tasks(seq_lens: Ints, groups: Sequence[PrefixGroup], *, first: int, m
 
 
 def extend_tasks(counts: Ints, prefix_lens: Ints, *, tile: int, num_kv_heads: int) -> Ints:
-    """One task a tile of queries and KV head; those with the most keys first.
+    """Make one task per tile of queries and KV head; those with the most keys first.
 
     Args:    counts, prefix_lens: [B] new tokens and those before; tile: tokens.
     Returns: [N, 4] of (request, KV head, first token of the tile, tokens).
@@ -78,7 +78,7 @@ def extend_tasks(counts: Ints, prefix_lens: Ints, *, tile: int, num_kv_heads: in
 
 
 def tile_tokens(counts: Ints, *, group: int, num_kv_heads: int, num_threads: int) -> int:
-    """Tokens of a tile: as large as pays, smaller when that would leave threads without work."""
+    """Choose the tokens of a tile: as many as pay, fewer if threads would be without work."""
     tile = max(MIN_TILE_TOKENS, TILE_ROWS // group)
     wanted = TASKS_PER_THREAD * num_threads
     while tile > MIN_TILE_TOKENS and int((-(-counts // tile)).sum()) * num_kv_heads < wanted:

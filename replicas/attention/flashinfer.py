@@ -99,7 +99,7 @@ class FlashInferAttention:
         self._copied.mark()
 
     def begin_graph(self, batch: BatchMeta) -> None:
-        """A decode step whose forward is captured in, or replayed from, a CUDA graph of its batch size."""
+        """Begin a decode step that is captured in, or replayed from, a CUDA graph of its batch size."""
         self._copied.wait()
         size = batch.rows.shape[0]
         if size not in self._graphs:
@@ -124,7 +124,7 @@ class FlashInferAttention:
         return out.flatten(1)
 
     def _cascade(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, members: Tensor) -> None:
-        """Each request's own keys, then those of its group; q, out [B, H, D]."""
+        """Attend to each request's own keys, then to those of its group; q, out [B, H, D]."""
         _, own = self._decode.run(q, kv, out=out, return_lse=True)  # own: [B, H] log2 of the sums of weights
         shared_out, shared = self._group.run(q[members], kv, return_lse=True)
         out[members] = flashinfer.merge_state(out[members], own[members], shared_out, shared)[0]
@@ -133,7 +133,7 @@ class FlashInferAttention:
         self._plan_prefill(self._extend, batch.table, batch.rows[: len(seq_lens)], bounds, seq_lens, causal=True)
 
     def _plan_groups(self, batch: BatchMeta, groups: tuple[PrefixGroup, ...], first_request: int) -> Ints:
-        """Returns: [num_decode] pages of each request that its group reads."""
+        """Plan the groups' wrapper. Returns: [num_decode] pages of each request that its group reads."""
         page_size = self._pool.page_size
         members = np.concatenate([group.members for group in groups]).astype(np.int64)
         counts = np.array([len(group.members) for group in groups], np.int32)
@@ -182,7 +182,7 @@ class FlashInferAttention:
         )
 
     def _graph_wrapper(self, size: int, max_pages: int) -> Any:
-        """``max_pages``: of a request."""
+        """Make the wrapper of a graph; a request has at most ``max_pages``."""
         if len(self._indices) < size * max_pages:
             assert not self._graphs, "the largest batch size is captured first"
             self._indices = torch.zeros(size * max_pages, dtype=torch.int32, device=self._device)

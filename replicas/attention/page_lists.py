@@ -16,14 +16,14 @@ Ints = npt.NDArray[np.int32]
 
 
 def to_device(array: npt.NDArray[np.integer[Any]], device: torch.device) -> Tensor:
-    """``array`` on ``device``, for work of the current stream; nothing is waited for. PyTorch keeps the pinned copy
+    """Copy ``array`` to ``device`` for work of the current stream, without waiting. PyTorch keeps the pinned copy
     until it is read."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def page_bounds(seq_lens: Ints, page_size: int, first_pages: Ints | None = None) -> tuple[Ints, Ints]:
-    """indptr [B + 1] and last_page_len [B] of requests with ``seq_lens`` [B] tokens, each at least 1.
+    """Compute indptr [B + 1] and last_page_len [B] of requests with ``seq_lens`` [B] tokens, each at least 1.
 
     Args: first_pages: [B] pages of each request that are left out from its beginning; at least one remains.
     """
@@ -39,7 +39,7 @@ def page_bounds(seq_lens: Ints, page_size: int, first_pages: Ints | None = None)
 def page_indices(
     table: Tensor, rows: Tensor, indptr: Ints, page_size: int, first_pages: Ints | None = None
 ) -> Tensor:
-    """The pages [indptr[-1]] int32, on the table's device; nothing there is waited for.
+    """List the pages [indptr[-1]] int32 on the table's device, without waiting for it.
 
     Args: table: [R, C] slot of (row, position). rows: [B] rows of the requests.
     """

@@ -36,7 +36,7 @@ def make_attention(
     num_threads: int,
     graph_rows: int = 0,
 ) -> tuple[AttentionBackend, AttentionChoice]:
-    """The backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, else
+    """Make the backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, else
     ``torch_native``; on a GPU the first of ON_A_GPU that runs a trial step.
 
     Args:   dtype: of the queries; the pool may have another.
@@ -75,7 +75,7 @@ def make_attention(
 def _first_that_runs(
     make: Callable[[str], AttentionBackend], pool: MHATokenToKVPool, dtype: torch.dtype, heads: Mapping[str, int]
 ) -> tuple[AttentionBackend, str, str]:
-    """The first of ON_A_GPU whose trial step runs, its name, and the reason. Raises: EngineDead."""
+    """Return the first of ON_A_GPU whose trial step runs, its name, and the reason. Raises: EngineDead."""
     failed: list[str] = []
     for name in ON_A_GPU:
         reason = _why_not(name, pool, dtype, heads["head_dim"])
@@ -123,7 +123,7 @@ def _make(
 
 
 def _why_not(name: str, pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: int) -> str | None:
-    """What keeps a backend of a GPU from being tried, in words that follow its name."""
+    """Say what keeps a GPU backend from being tried, in words that follow its name."""
     if name == "torch_native":
         return None
     reason = missing("triton")  # which the FlashInfer backend stores K and V with
@@ -139,7 +139,7 @@ def _why_not(name: str, pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: in
 
 
 def _require_device(device: torch.device, name: str, error: Exception) -> None:
-    """Raises: EngineDead when the device itself has failed, of which nothing on it recovers in this process."""
+    """Check the device. Raises: EngineDead if it has failed: nothing on it recovers in this process."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as sticky:
@@ -151,7 +151,7 @@ def _require_device(device: torch.device, name: str, error: Exception) -> None:
 
 
 def add_scripts_to_path() -> None:
-    """Let programs of this environment be found where it was not activated: FlashInfer starts ``ninja`` by its name."""
+    """Put this environment's programs on PATH, if it was not activated: FlashInfer starts ``ninja`` by name."""
     scripts, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
     if scripts not in path.split(os.pathsep):
         os.environ["PATH"] = scripts + os.pathsep + path
@@ -166,7 +166,7 @@ def try_out(
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
-    """One layer of a mixed step with a prefix group, all of it on the dummy page; returns when it has run.
+    """Run one layer of a mixed step with a prefix group on the dummy page, and wait for it.
 
     Raises: whatever the backend's libraries do.
     """
@@ -196,7 +196,7 @@ def try_out(
 
 
 def missing(package: str) -> str | None:
-    """Why ``package`` cannot be imported, in words that follow its name."""
+    """Say why ``package`` cannot be imported, in words that follow its name."""
     try:
         importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:  # a missing dependency or library of its own counts too

@@ -40,12 +40,12 @@ class TorchNativeAttention:
 
 
 def gather(buffer: Tensor, slots: Tensor, page_size: int) -> Tensor:
-    """buffer [P, K, page_size, D], slots [n] -> [n, K, D]."""
+    """Read ``slots`` [n] of buffer [P, K, page_size, D] as [n, K, D]."""
     return buffer[slots // page_size, :, slots % page_size]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last E tokens of a sequence of n.
+    """Compute causal attention of the last E tokens of a sequence of n.
 
     Args:    q: [E, H, D]; k, v: [n, K, D], H a multiple of K, n >= E.
     Returns: [E, H, D].
@@ -62,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def paged_attention_forward(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, page_size: int
 ) -> Tensor:
-    """Reference of attention over pages, by page tables (SPEC C12).
+    """Compute attention over page tables: the reference (SPEC C12).
 
     Args:    query: [B, E, H, D], the last E tokens of each sequence.
              key_cache, value_cache: [P, K, page_size, D].

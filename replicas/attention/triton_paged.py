@@ -6,7 +6,7 @@ among programs, parts merged), and what groups of those have in common, read onc
 Owns:      the lists of tiles of a step, and sizes of tiles and splits.
 Never:     reads tensors of the device on the host; keeps results (they are fresh, so a CUDA graph may hold them).
 Invariant: what is launched depends on numbers of requests and tiles alone, never on lengths on the device: a decode
-           step of so many requests can be captured once and replayed.
+           step of a given size can be captured once and replayed.
 Thread:    the thread that runs the model.
 """
 
@@ -32,7 +32,7 @@ GROUP_SPLITS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What is the same in all steps, as the kernels take it."""
+    """Constants of all steps, as the kernels take them."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,7 +52,7 @@ class _Shape:
         return max(16, int(triton.next_power_of_2(self.head_dim)))
 
     def constants(self, dtype: torch.dtype) -> dict[str, object]:
-        """Of every attention kernel. Without "ieee", fp32 products keep 10 bits."""
+        """Return the constants of every attention kernel. Without "ieee", fp32 products keep 10 bits."""
         precision = "ieee" if dtype == torch.float32 else "tf32"
         return {
             "GROUP": self.group, "PAGE": self.page_size, "D": self.head_dim, "BLOCK_D": self.block_d,
@@ -99,7 +99,7 @@ class TritonAttention:
             self._groups = _Groups(*(to_device(array, device) for array in made))
 
     def begin_graph(self, batch: BatchMeta) -> None:
-        """A decode step whose forward is captured or replayed: nothing to prepare, all that is read is in ``batch``."""
+        """Begin a decode step that is captured or replayed: everything it reads is in ``batch``."""
         self._batch, self._num_decode = batch, batch.rows.shape[0]
         self._tiles = self._groups = None
 
@@ -162,12 +162,12 @@ class TritonAttention:
         return max(1, GROUP_TILE_ROWS // self._shape.group_rows)
 
     def _extend_tile(self, device: torch.device) -> int:
-        """New tokens of a tile: 128 rows on a GPU; fewer are quicker to interpret."""
+        """Choose the new tokens of a tile: 128 rows on a GPU; fewer are quicker to interpret."""
         return max(1, (128 if device.type == "cuda" else 32) // self._shape.group_rows)
 
 
 def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, out_slots: Tensor) -> None:
-    """k, v [T, K, D] into slots ``out_slots`` [T] of a layer's ``keys`` and ``values`` [P, K, page_size, D]."""
+    """Store k, v [T, K, D] in slots ``out_slots`` [T] of a layer's ``keys`` and ``values`` [P, K, page_size, D]."""
     num_tokens, num_kv_heads, head_dim = k.shape
     kernels.store[(num_tokens, num_kv_heads)](
         k, v, keys, values, out_slots, k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
@@ -176,7 +176,7 @@ def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, out_slots: Tens
 
 
 def num_splits(num_requests: int, num_kv_heads: int) -> int:
-    """Into how many shares the keys of each request that decodes are cut: a power of two, for PROGRAMS in all."""
+    """Choose how many shares to cut a decoding request's keys into: a power of two, for PROGRAMS in all."""
     splits = 1
     while splits < MAX_SPLITS and 2 * splits * num_requests * num_kv_heads <= PROGRAMS:
         splits *= 2
@@ -184,7 +184,7 @@ def num_splits(num_requests: int, num_kv_heads: int) -> int:
 
 
 def extend_tiles(counts: npt.NDArray[np.int32], tile: int) -> npt.NDArray[np.int32]:
-    """[N, 2] request and first new token of each tile, for requests with ``counts`` new tokens; the last tiles of a
+    """List each tile's request and first new token [N, 2], for requests with ``counts`` new tokens; the last tiles of a
     request, which see the most keys, come first."""
     tiles_of = -(-counts // tile)
     request = np.repeat(np.arange(len(counts), dtype=np.int32), tiles_of)
@@ -196,7 +196,7 @@ def extend_tiles(counts: npt.NDArray[np.int32], tile: int) -> npt.NDArray[np.int
 def group_tiles(
     groups: tuple[PrefixGroup, ...], *, first_request: int, num_decode: int, tile: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The arrays of `_Groups`: at most ``tile`` members a tile."""
+    """Make the arrays of `_Groups`: at most ``tile`` members per tile."""
     members = np.concatenate([group.members - first_request for group in groups]).astype(np.int32)
     shared_lens = np.zeros(num_decode, np.int32)
     tiles, first = [], 0

@@ -1,4 +1,4 @@
-"""What attention on a GPU takes of the device beside the pool: set aside before the pool is sized.
+"""The device memory that attention on a GPU takes beside the pool: set aside before the pool is sized.
 
 Owns:      the formulas of FlashInfer's plans (scheduler.cuh of 0.6.13) for the partial results of split keys.
 Never:     allocates.
@@ -13,7 +13,7 @@ EAGER_WRAPPERS = 3  # extend, group, decode
 
 
 def workspace_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, graph_rows: int, num_sms: int) -> int:
-    """FlashInfer's float workspace: fp32 results and sums of every query row of every tile whose keys are split.
+    """Compute FlashInfer's float workspace: fp32 results and sums of every query row of each tile with split keys.
 
     Args: graph_rows: of the largest decode step in a CUDA graph, whose tiles are counted whether they are split or not;
           0 without graphs. num_sms: multiprocessors, two programs on each.
@@ -30,7 +30,7 @@ def workspace_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, graph_r
 def attention_bytes(
     *, num_heads: int, num_kv_heads: int, head_dim: int, graph_rows: int, num_sms: int, max_pages: int
 ) -> int:
-    """All that FlashInfer takes but the integers of a graph's wrapper, which runner/graphs.py counts.
+    """Compute all that FlashInfer takes, except the integers of a graph's wrapper, which runner/graphs.py counts.
 
     Args: max_pages: of a request; graphs have place for the page numbers of ``graph_rows`` such.
     """
@@ -41,14 +41,14 @@ def attention_bytes(
 
 
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of ``device``; 1 of a CPU, where tests run."""
+    """Count the multiprocessors of ``device``; 1 on a CPU, where tests run."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _tile(rows: int, head_dim: int) -> int:
-    """Query rows (tokens x heads of a group) that a program takes of a request with ``rows``."""
+    """Return the query rows (tokens x heads of a group) that a program takes of a request with ``rows``."""
     if rows > 64 and head_dim < 256:
         return 128
     return 64 if rows > 16 else 16

@@ -15,7 +15,7 @@ from torch import Tensor
 from replicas.kernels.simd import W, add, hmax, hsum, load, load1, maximum, splat, store_i64, sub
 from replicas.kernels.team import kernel, struct, team_for, team_size, thread_id
 
-BLOCK = 1024  # floats whose largest is compared with the largest so far
+BLOCK = 1024  # floats per comparison with the largest so far
 FLOATS_OF_TEAM = 64 << 10  # fewer are searched by one thread
 
 ArgmaxArgs = struct("ArgmaxArgs", "x x_stride out rows size")
@@ -47,7 +47,7 @@ def argmax_rows(pointer: Any) -> None:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """[S, V] -> [S] int64: torch.argmax along rows."""
+    """Find the largest of each row as torch.argmax does: [S, V] -> [S] int64."""
     rows, size = x.shape
     if x.dtype != torch.float32 or x.device.type != "cpu" or x.stride(1) != 1 or size % W or not rows:
         return torch.argmax(x, dim=-1)

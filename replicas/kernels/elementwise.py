@@ -80,7 +80,7 @@ def rotate_rows(pointer: Any) -> None:
 
 
 class VectorStage:
-    """One of the kernels above as a stage of a program, on rows of tensors whose memory the caller keeps."""
+    """A kernel of this file as a stage of a program, on rows of tensors that the caller keeps."""
 
     def __init__(self, function: Kernel, x: Tensor, out: Tensor, *, heads: int = 1, size: int, **more: float) -> None:
         self._function = function
@@ -100,7 +100,7 @@ class VectorStage:
 
 
 def serves(x: Tensor, *, halves: bool = False) -> bool:
-    """Whether the kernels can read x [T, size] or [T, heads, size], or its two ``halves`` each by itself."""
+    """Tell whether the kernels can read x [T, size] or [T, heads, size], or its two ``halves`` each by itself."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
@@ -111,21 +111,21 @@ def serves(x: Tensor, *, halves: bool = False) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, size] or [T, heads, size] over its root mean square, times weight [size] (contiguous)."""
+    """Divide x [T, size] or [T, heads, size] by its root mean square, times weight [size] (contiguous)."""
     out = torch.empty(x.shape)
     _run(rms_norm_rows, x, out, weight=weight.data_ptr(), eps=eps)
     return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 size] -> silu(first half) * second half, [T, size]."""
+    """Compute silu(first half) * second half: [T, 2 size] -> [T, size]."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _run(silu_mul_rows, gate_up, out)
     return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] rotated by cos, sin [T, 1, D] (contiguous, sin's first half negated)."""
+    """Rotate x [T, heads, D] by cos, sin [T, 1, D] (contiguous, sin's first half negated)."""
     out = torch.empty(x.shape)
     _run(rotate_rows, x, out, cos=cos.data_ptr(), sin=sin.data_ptr())
     return out

@@ -2,7 +2,7 @@
 
 Owns:      the packed form of a weight: panels of 32 output channels, in groups of 32 inputs: 32 scales, then the bytes.
 Method:    the kernel first rounds the rows of x, shared among the threads, then multiplies: x is fp32 in memory, and
-           nobody else sees its bytes. Panels are read once by few rows, and stay in L1 for many.
+           no other module sees its bytes. Panels are read once by few rows, and stay in L1 for many.
 Invariant: integer sums are exact and groups are added in their order, so an output row depends on its own x row
            alone: not on other rows, their number, or threads.
 Thread:    all of the team; tasks are taken one by one.
@@ -24,9 +24,9 @@ from replicas.kernels.simd import W, add, hmax, hsum, load, maximum, mul, splat,
 from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
 
 PANEL = COLS * W  # output channels of a panel
-BLOCK_ROWS = 252  # of x, of one task: a multiple of 6 whose bytes lie in L2
+BLOCK_ROWS = 252  # of x, per task: a multiple of 6, and its bytes fit L2
 STRIP_BYTES = 64 << 10  # weight bytes a task reads, less where threads would have few tasks
-TASKS_PER_THREAD = 2  # at least, where there are so many panels
+TASKS_PER_THREAD = 2  # at least, if there are enough panels
 AHEAD_BYTES = 4 << 10  # what is asked for before it is read
 
 # bytes: [m, k] x rounded; parts: [m, groups, 2] what the sum of a group starts with (int32), and its scale (fp32);
@@ -62,7 +62,7 @@ def multiply(
     m: int, a: int, lda: int, parts: int, b: int, bias: int, c: int, ldc: int, groups: int,
     steps: int,
 ) -> None:  # fmt: skip
-    """One panel by m rows."""
+    """Multiply one panel by m rows."""
     row = 0
     while row < m:
         left, a_at, p, ldp, c_at = m - row, a + row * lda, parts + row * groups * 8, groups * 8, c + row * ldc
@@ -110,7 +110,7 @@ def product(pointer: Any) -> None:
 
 
 class Int8Kernel:
-    """Multiplies by one weight, packed; K a multiple of 16, any N."""
+    """The product by one packed int8 weight; K a multiple of 16, any N."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, team: Team) -> None:
         """weight [N, K] int8, scales [N, groups] bf16 and bias [N] fp32; the weight is not kept."""
@@ -129,7 +129,7 @@ class Int8Kernel:
         return self._packed.nbytes + self._bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, K] fp32 -> [M, N], a fresh tensor."""
+        """Multiply x [M, K] fp32 into a fresh tensor [M, N]."""
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(x.shape[0], -(-self._n // PANEL) * PANEL)
@@ -140,18 +140,18 @@ class Int8Kernel:
         return out if out.shape[1] == self._n else out[:, : self._n].contiguous()
 
     def stage(self, x: Tensor, out: Tensor, team: Team) -> "Int8Stage":
-        """The product as a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept by
-        the caller. Only where ``dense``."""
+        """Make the product a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept
+        by the caller. Only where ``dense``."""
         assert self.dense, f"{self._n} output channels do not fill panels of {PANEL}"
         return Int8Stage(self._bias, self._packed, x, out, team)
 
     @property
     def dense(self) -> bool:
-        """Whether the output channels fill the panels."""
+        """Tell whether the output channels fill the panels."""
         return self._n % PANEL == 0
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` [T] of the weight, as floats [T, K]."""
+        """Return rows ``ids`` [T] of the weight as floats [T, K]."""
         weight, scales = views(self._packed)
         panel, column = ids // PANEL, ids % PANEL
         rows = weight[panel, :, :, column].flatten(2).float()  # [T, groups, K / groups]
@@ -159,7 +159,7 @@ class Int8Kernel:
 
 
 class Int8Stage:
-    """One product of a program (replicas/kernels/program.py); its bytes of x lie in the team's scratch."""
+    """An Int8Kernel as a stage of a program; its bytes of x lie in the team's scratch."""
 
     def __init__(self, bias: Tensor, packed: Tensor, x: Tensor, out: Tensor, team: Team) -> None:
         n, groups = bias.shape[0], packed.shape[1]
@@ -209,17 +209,17 @@ def pack(weight: Tensor, scales: Tensor, padded: int) -> Tensor:
 
 
 def views(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The two parts of a packed weight: bytes [panels, G, K / G / 4, 32, 4] and scales [panels, G, 32], bf16."""
+    """View the two parts of a packed weight: bytes [panels, G, K / G / 4, 32, 4] and scales [panels, G, 32], bf16."""
     weight, scales = packed[:, :, SCALE_BYTES:], packed[:, :, :SCALE_BYTES]
     panels, groups, num_bytes = weight.shape
     return weight.view(panels, groups, num_bytes // (4 * PANEL), PANEL, 4), scales.view(torch.bfloat16)
 
 
 def num_groups(k: int) -> int:
-    """Groups of a row of k numbers."""
+    """Count the groups of a row of k numbers."""
     return k // group_length(k)
 
 
 def serves(weight: Tensor) -> bool:
-    """Whether the kernel can multiply by this weight [N, K] int8, on this CPU."""
+    """Tell whether the kernel can multiply by this weight [N, K] int8, on this CPU."""
     return weight.device.type == "cpu" and weight.shape[1] % W == 0 and cpu_has_vnni()

@@ -9,10 +9,10 @@ RULE = f"int8, groups of {GROUP} inputs"
 
 
 def group_length(inputs: int) -> int:
-    """Numbers of a group of a row of ``inputs``: `GROUP`, half of it where that does not fit, else the whole row."""
+    """Choose the group length for a row of ``inputs``: `GROUP`, half of it if that does not fit, else the whole row."""
     return next((length for length in (GROUP, GROUP // 2) if inputs % length == 0), inputs)
 
 
 def cut_by(inputs: int, ranks: int) -> bool:
-    """Whether ``ranks`` that share a row of inputs evenly would cut a group."""
+    """Tell whether ``ranks`` that share a row of inputs evenly would cut a group."""
     return group_length(inputs // ranks) != group_length(inputs)

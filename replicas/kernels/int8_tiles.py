@@ -47,12 +47,12 @@ _OLD_LLVM = 22  # until then the intrinsic took its bytes as vectors of int32
 
 
 def cpu_has_vnni() -> bool:
-    """Whether kernels may multiply bytes 64 at a time (AVX-512 VNNI)."""
+    """Tell whether kernels may multiply bytes 64 at a time (AVX-512 VNNI)."""
     return compiles_for("avx512vnni", "avx512bw")
 
 
 def _emit_dot4(builder: Any, sums: Any, unsigned: Any, signed: Any) -> Any:
-    """sums + the products of 16 x 4 bytes; operands are <16 x i32>."""
+    """Add the products of 16 x 4 bytes to sums; operands are <16 x i32>."""
     kind = IVEC if llvmlite.binding.llvm_version_info[0] < _OLD_LLVM else _QUADS
     args = [sums, builder.bitcast(unsigned, kind), builder.bitcast(signed, kind)]
     signature = ir.FunctionType(IVEC, [IVEC, kind, kind])
@@ -126,7 +126,7 @@ def _emit_load_one(builder: Any, address: Any, offset: int) -> Any:
 
 
 def _emit_splat_int(builder: Any, address: Any) -> Any:
-    """The int32 at ``address`` in all lanes."""
+    """Load the int32 at ``address`` into all lanes."""
     scalar = builder.load(pointer_to(builder, address, I32), align=1)
     one = builder.insert_element(ir.Constant(IVEC, ir.Undefined), scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, ir.Constant(IVEC, ir.Undefined), int_const(0))
@@ -134,7 +134,7 @@ def _emit_splat_int(builder: Any, address: Any) -> Any:
 
 @op(types.int64, types.int64, vector)
 def store_bytes(builder: Any, address: Any, x: Any) -> Any:
-    """Sixteen floats of -127 to 127, rounded to the nearest integer (ties to even), as 16 bytes; returns their sum."""
+    """Store sixteen floats of -127 to 127 as bytes, rounded to the nearest (ties to even); returns their sum."""
     whole = builder.fptosi(emit_llvm(builder, "llvm.rint.v16f32", VEC, x), IVEC)
     builder.store(builder.trunc(whole, BYTES), pointer_to(builder, address, BYTES), align=1)
     add = ir.FunctionType(I32, [IVEC])

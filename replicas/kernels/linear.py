@@ -76,7 +76,7 @@ def few_rows(pointer: Any) -> None:
 
 @inlined
 def pack_panel(weight: int, rows: int, k: int, panel: int) -> None:
-    """rows (at most 64, a multiple of 16) of weight [rows, k] into panel [k, 64]."""
+    """Pack rows (at most 64, a multiple of 16) of weight [rows, k] into panel [k, 64]."""
     for j in range(0, rows, W):
         for i in range(0, k, W):
             transpose16(weight + 4 * (j * k + i), 4 * k, panel + 4 * (i * PANEL + j), 4 * PANEL)
@@ -108,7 +108,7 @@ def many_rows(pointer: Any) -> None:
 
 
 class LinearKernel:
-    """Multiplies by one weight [N, K], adds ``bias`` [N]; N and K multiples of 16, fp32, contiguous, in memory."""
+    """The product by one weight [N, K] plus ``bias`` [N]; N and K multiples of 16, fp32, contiguous, in memory."""
 
     def __init__(self, weight: Tensor, team: Team, bias: Tensor | None = None, *, one_order: bool = False) -> None:
         """``one_order``: a row's sums are taken in the same order in steps of any number of rows."""
@@ -119,7 +119,7 @@ class LinearKernel:
         self._arguments = self._fixed_arguments()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, K] -> [M, N], a fresh tensor."""
+        """Multiply x [M, K] into a fresh tensor [M, N]."""
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(x.shape[0], self._weight.shape[0])
@@ -132,8 +132,8 @@ class LinearKernel:
         return out
 
     def stage(self, x: Tensor, out: Tensor, team: Team) -> "LinearStage":
-        """The product as a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept by
-        the caller."""
+        """Make the product a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept
+        by the caller."""
         arguments = self._fixed_arguments()
         arguments.x, arguments.x_stride = x.data_ptr(), 4 * x.stride(0)
         arguments.out, arguments.out_stride = out.data_ptr(), 4 * out.stride(0)
@@ -154,7 +154,7 @@ class LinearKernel:
         )
 
     def _set_rows(self, arguments: Any, num_rows: int) -> Kernel:
-        """Fits the arguments to so many rows of x. Returns: the kernel for them."""
+        """Fit the arguments to the number of rows of x. Returns: the kernel for them."""
         arguments.m = num_rows
         if num_rows < self._few_rows:
             arguments.block = max(12, BLOCK_BYTES // (4 * arguments.k) // 12 * 12)  # whole tiles, of three rows or four
@@ -173,7 +173,7 @@ class LinearKernel:
         return self._weight.shape[1] * PANEL * self._team.num_threads
 
     def _block(self, m: int) -> int:
-        """Rows of x a task takes, so that the threads end together without packing panels too often."""
+        """Choose the rows of x per task, so threads end together without packing panels too often."""
         panels, threads = -(-self._weight.shape[0] // PANEL), self._team.num_threads
 
         def cost(blocks: int) -> float:
@@ -183,7 +183,7 @@ class LinearKernel:
 
 
 class LinearStage:
-    """One product of a program (replicas/kernels/program.py)."""
+    """A LinearKernel as a stage of a program (replicas/kernels/program.py)."""
 
     def __init__(self, arguments: Any, set_rows: Callable[[Any, int], Kernel], scratch: Tensor) -> None:
         self._arguments, self._set_rows = arguments, set_rows
@@ -201,7 +201,7 @@ class LinearStage:
 
 
 def serves(weight: Tensor) -> bool:
-    """Whether the kernels can multiply by this weight [N, K]."""
+    """Tell whether the kernels can multiply by this weight [N, K]."""
     n, k = weight.shape
     return (
         weight.dtype == torch.float32

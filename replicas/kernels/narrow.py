@@ -51,7 +51,7 @@ def load_bf16(builder: Any, address: Any) -> Any:
 
 @op(vector, types.int64)
 def splat_bf16(builder: Any, address: Any) -> Any:
-    """The bfloat16 number at ``address`` in all lanes."""
+    """Load the bfloat16 number at ``address`` into all lanes."""
     half = builder.load(pointer_to(builder, address, ir.IntType(16)), align=2)
     return emit_splat(builder, builder.bitcast(builder.shl(builder.zext(half, I32), ir.Constant(I32, 16)), F32))
 
@@ -74,7 +74,7 @@ def load_int8(builder: Any, address: Any) -> Any:
 
 @op(types.void, types.int64, vector)
 def store_int8(builder: Any, address: Any, value: Any) -> None:
-    """``value`` lies within -127 and 127."""
+    """Store ``value``, which lies within -127 and 127."""
     rounded = emit_llvm(builder, "llvm.rint.v16f32", VEC, value)
     _store_bytes(builder, address, builder.trunc(builder.fptosi(rounded, IVEC), BYTES))
 
@@ -89,7 +89,7 @@ def load_fp8(builder: Any, address: Any) -> Any:
 
 @op(types.void, types.int64, vector)
 def store_fp8(builder: Any, address: Any, value: Any) -> None:
-    """``value`` lies within -448 and 448."""
+    """Store ``value``, which lies within -448 and 448."""
     bits = builder.bitcast(builder.fmul(value, splat_const(2.0**-120)), IVEC)
     magnitude = _rounded(builder, builder.and_(bits, int_const(0x7FFFFFFF)), 20)
     sign = builder.and_(builder.lshr(bits, int_const(24)), int_const(0x80))
@@ -97,7 +97,7 @@ def store_fp8(builder: Any, address: Any, value: Any) -> None:
 
 
 def _rounded(builder: Any, bits: Any, dropped: int) -> Any:
-    """``bits`` without the lowest ``dropped`` ones, rounded to nearest, ties to even."""
+    """Drop the lowest ``dropped`` of ``bits``, rounded to nearest, ties to even."""
     odd = builder.and_(builder.lshr(bits, int_const(dropped)), int_const(1))
     half = builder.add(odd, int_const((1 << (dropped - 1)) - 1))
     return builder.lshr(builder.add(bits, half), int_const(dropped))

@@ -25,10 +25,10 @@ ProgramArgs = struct("ProgramArgs", "stages num_stages")  # stages: [N, 2] int64
 
 
 class Stage(Protocol):
-    """One kernel on memory that stays where it is, for any number of rows that fit there."""
+    """One kernel on memory that does not move, for any number of rows that fit there."""
 
     def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:
-        """The kernel for so many rows, and its arguments (kept alive by the stage, set in place).
+        """Return the kernel for ``num_rows`` and its arguments (kept alive by the stage, set in place).
 
         Args: counter: address of an int64 that is 0 whenever the kernel begins, for tasks taken one by one.
         """
@@ -36,7 +36,7 @@ class Stage(Protocol):
 
 
 class ReadingStage(Stage, Protocol):
-    """A stage whose input may lie elsewhere at each run."""
+    """A stage that can read its input from another place at each run."""
 
     def read_from(self, x: Tensor) -> None:
         """Read the rows of ``x`` from now on. The caller keeps ``x`` until the run has ended."""
@@ -53,7 +53,7 @@ def _run_stages(pointer: Any) -> None:
 
 
 class Program:
-    """Stages in order, run by ``team``."""
+    """Stages that ``team`` runs in order."""
 
     def __init__(self, stages: Sequence[Stage], team: Team) -> None:
         self.stages = tuple(stages)

@@ -44,7 +44,7 @@ def _transpose_stage(builder: Any, rows: list[Any], step: int) -> list[Any]:
 
 @op(types.void, types.int64, types.int64, types.int64, types.int64)
 def transpose16(builder: Any, src: Any, src_stride: Any, dst: Any, dst_stride: Any) -> None:
-    """dst[j, i] = src[i, j] for a 16 x 16 block; strides in bytes."""
+    """Transpose a 16 x 16 block: dst[j, i] = src[i, j]; strides in bytes."""
     rows = [emit_load(builder, builder.add(src, builder.mul(src_stride, ir.Constant(I64, i)))) for i in range(W)]
     for step in (8, 4, 2, 1):
         rows = _transpose_stage(builder, rows, step)
@@ -133,7 +133,7 @@ def dot_tile(rows: int, cols: int) -> Any:
 
 
 def _store_sums(builder: Any, vectors: list[Any], c_rows: list[Any], cols: int) -> None:
-    """The sum of the lanes of each vector, ``cols`` of them to each row."""
+    """Store the sum of each vector's lanes, ``cols`` of them per row."""
     lanes = _lane_sums(builder, vectors)
     for r, c_row in enumerate(c_rows):
         mask = ir.Constant(ir.VectorType(I32, cols), list(range(r * cols, (r + 1) * cols)))
@@ -146,7 +146,7 @@ def _row_addresses(builder: Any, start: Any, stride: Any, count: int) -> list[An
 
 
 def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
-    """One vector whose lane i is the sum over lanes of ``vectors[i]``; at most 16 vectors, halved four times."""
+    """Sum the lanes of ``vectors[i]`` into lane i of one vector; at most 16 vectors, halved four times."""
     undefined = ir.Constant(VEC, ir.Undefined)
     level = vectors + [undefined] * (W - len(vectors))
     for width in (8, 4, 2, 1):  # a lane group of 2 * width holds one partial sum and becomes one of width

@@ -30,15 +30,15 @@ IVEC = ir.VectorType(I32, W)
 
 
 def compiles_for(*features: str) -> bool:
-    """Whether kernels may use these instructions (LLVM's names): this CPU has them, and numba compiles for them, which
-    NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX may forbid (LLVM would end the process at a forbidden instruction)."""
+    """Tell whether kernels may use these instructions (LLVM's names): this CPU has them, and numba compiles for them,
+    which NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX may forbid (LLVM would end the process at a forbidden instruction)."""
     here = llvmlite.binding.get_host_cpu_features()
     compiled = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
     return all(here.get(name, False) and f"+{name}" in compiled.split(",") for name in features)
 
 
 def compiled_for() -> str:
-    """The CPU and the instructions that kernels are compiled for, as numba's own cache tells them apart."""
+    """Describe the CPU and the instructions that kernels are compiled for, as numba's own cache tells them apart."""
     features = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
     return f"{config.CPU_NAME or llvmlite.binding.get_host_cpu_name()} {features}"
 
@@ -60,7 +60,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def op(returns: Any, *params: Any) -> Callable[[Callable[..., Any]], Any]:
-    """An intrinsic of fixed types whose body emits IR: ``emit(builder, *values) -> value``."""
+    """Make an intrinsic of fixed types; ``emit(builder, *values) -> value`` emits its IR."""
 
     def wrap(emit: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -192,13 +192,13 @@ def maximum(builder: Any, a: Any, b: Any) -> Any:
 
 @op(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """Compute a * b + c, rounded once."""
     return emit_fma(builder, a, b, c)
 
 
 @op(vector, vector)
 def rint(builder: Any, x: Any) -> Any:
-    """The nearest integers, ties to even."""
+    """Round to the nearest integers, ties to even."""
     return emit_llvm(builder, "llvm.rint.v16f32", VEC, x)
 
 
@@ -214,7 +214,7 @@ def hmax(builder: Any, v: Any) -> Any:
 
 @op(vector, vector)
 def exp(builder: Any, x: Any) -> Any:
-    """e ** x to 2 ulp; below -87 it is a tiny positive number or 0, above 88 it saturates. Source: Cephes' expf."""
+    """Compute e ** x to 2 ulp; below -87 it is a tiny positive number or 0, above 88 it saturates. Cephes' expf."""
     x = emit_llvm(builder, "llvm.maxnum.v16f32", VEC, x, splat_const(-87.3))
     x = emit_llvm(builder, "llvm.minnum.v16f32", VEC, x, splat_const(88.3))
     n = emit_llvm(builder, "llvm.rint.v16f32", VEC, builder.fmul(x, splat_const(1.4426950408889634)))
@@ -230,13 +230,13 @@ def exp(builder: Any, x: Any) -> Any:
 
 @op(types.int64, types.int64)
 def take_next(builder: Any, counter: Any) -> Any:
-    """Atomically add 1 to the int64 at ``counter``; returns what it was: the next task for the thread that asks."""
+    """Atomically add 1 to the int64 at ``counter``; returns the old value: the next task of the calling thread."""
     return builder.atomic_rmw("add", pointer_to(builder, counter, I64), ir.Constant(I64, 1), "monotonic")
 
 
 @op(types.void, types.int64, types.int64)
 def call_kernel(builder: Any, function: Any, arguments: Any) -> None:
-    """Call the kernel whose code lies at ``function`` with the address of its arguments."""
+    """Call the kernel with its code at ``function`` and the address of its arguments."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte])
     builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(arguments, byte)])

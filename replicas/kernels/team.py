@@ -3,7 +3,7 @@
 Owns:      how a Python function becomes a kernel (numba, compiled once per machine and kept on disk), and how it is
            started: ``GOMP_parallel`` of the libgomp that torch loaded. One pool serves both, so that no idle pool spins
            on the cores that the other one needs (numba's own work queue beside torch: +90 us a call on two cores).
-Never:     holds data. A kernel gets one struct of addresses and sizes; whoever calls it keeps the memory alive.
+Never:     holds data. A kernel gets one struct of addresses and sizes; the caller keeps the memory alive.
 Invariant: a kernel runs to its end before `Team.run` returns; results do not depend on the number of threads.
 Thread:    any; the interpreter lock is released while a kernel runs. Each calling thread has its own OpenMP team.
 """
@@ -34,13 +34,14 @@ barrier = types.ExternalFunction("GOMP_barrier", types.void())  # every thread o
 
 
 def inlined(function: F) -> F:
-    """A function that kernels call."""
+    """Compile a function that kernels call."""
     compiled: F = numba.jit(**_OPTIONS)(function)
     return compiled
 
 
 def struct(name: str, integers: str, floats: str = "") -> type[ctypes.Structure]:
-    """The arguments of a kernel: int64 (addresses in bytes, sizes) and float32 fields; names separated by spaces."""
+    """Make the struct of a kernel's arguments: int64 (addresses in bytes, sizes) and float32 fields; names separated
+    by spaces."""
     fields = [(field, ctypes.c_int64) for field in integers.split()] + [(f, ctypes.c_float) for f in floats.split()]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
@@ -65,12 +66,12 @@ class Kernel:
 
 
 def kernel(arguments: type[ctypes.Structure]) -> Callable[[Callable[[Any], None]], Kernel]:
-    """Decorator: ``f(pointer)``, run by every thread of a team at once, with ``pointer[0]`` the struct."""
+    """Decorate ``f(pointer)``, which is run by every thread of a team at once, with ``pointer[0]`` the struct."""
     return lambda function: Kernel(function, arguments)
 
 
 class Team:
-    """``num_threads`` threads that run kernels together."""
+    """The ``num_threads`` threads that run kernels together."""
 
     def __init__(self, num_threads: int) -> None:
         if num_threads < 1:
@@ -83,11 +84,12 @@ class Team:
         _PARALLEL(function.address, ctypes.addressof(arguments), self.num_threads, 0)
 
     def scratch(self, floats: int) -> int:
-        """Address of memory for kernels that this thread starts, until its next `scratch`; grows, never shrinks."""
+        """Return the address of memory for kernels that this thread starts, until its next `scratch`; grows, never
+        shrinks."""
         return self.memory(floats).data_ptr()
 
     def memory(self, floats: int) -> torch.Tensor:
-        """What `scratch` gives, for those who keep its address: as long as they keep the tensor."""
+        """Return the memory of `scratch` as a tensor; its address stays valid while the caller keeps the tensor."""
         if getattr(self._local, "floats", 0) < floats:
             self._local.floats, self._local.memory = floats, torch.empty(floats)
         memory: torch.Tensor = self._local.memory
@@ -96,18 +98,18 @@ class Team:
 
 @functools.cache
 def team(num_threads: int) -> Team:
-    """The process's team of that size: kernels of all layers run one after the other on it."""
+    """Return the process's team of that size: kernels of all layers run on it, one after the other."""
     return Team(num_threads)
 
 
 def team_for(num_floats: int, least: int) -> Team:
-    """All of torch's threads for work on at least ``least`` floats, else one: for a team between the two libgomp ends
-    threads, and starts them anew for the next kernel."""
+    """Return all of torch's threads for work on at least ``least`` floats, else one: for a team between the two
+    libgomp ends threads, and starts them anew for the next kernel."""
     return team(torch.get_num_threads() if num_floats >= least else 1)
 
 
 class PassingThread(threading.Thread, Generic[T]):
-    """``work()`` on a daemon thread that ends, and its OpenMP team with it.
+    """A daemon thread that runs ``work()`` and ends, and its OpenMP team with it.
 
     For what another thread will go on with: libgomp counts the threads of all teams of a process, and while there are
     more than CPUs none of them waits awake: at every barrier it sleeps and is woken (a decode step of 16 ms took 19.5).
@@ -121,17 +123,17 @@ class PassingThread(threading.Thread, Generic[T]):
     def run(self) -> None:
         try:
             self._future.set_result(self._work())
-        except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the result
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is read
             self._future.set_exception(error)
 
     def result(self) -> T:
-        """What ``work`` returned or raised; not before the thread has ended: a process that exits sooner is aborted."""
+        """Return or raise the outcome of ``work`` once the thread has ended: a process that exits sooner is aborted."""
         self.join()
         return self._future.result()
 
 
 def _openmp() -> ctypes.CDLL:
-    """The OpenMP library in torch's process: by its plain name when torch loaded it so, else the file torch ships.
+    """Load the OpenMP library of torch's process: by its plain name when torch loaded it so, else the file torch ships.
 
     Raises: RuntimeError when there is none.
     """

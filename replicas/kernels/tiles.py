@@ -1,7 +1,7 @@
 """Small matrix products out of register tiles: what attention and the linear layers are made of.
 
-Owns:      the choice of tiles for a shape. ``outer`` multiplies by a matrix whose rows run along the result's columns
-           (fast for many rows), ``dot`` by one whose rows run along the summed dimension (no transposition needed),
+Owns:      the choice of tiles for a shape. ``outer`` multiplies by a matrix with rows along the result's columns
+           (fast for many rows), ``dot`` by one with rows along the summed dimension (no transposition needed),
            `dot_in_parts` is `dot` by four such rows, a part of that dimension after the other.
 Never:     threads, packs, or chooses blocks for caches; callers do.
 Invariant: an element's sum is taken in the same order whatever the number of rows and columns, and whatever the tile.
@@ -26,7 +26,7 @@ _DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
 
 @inlined
 def outer(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, keep: int) -> None:
-    """c[m, n] = a[m, k] @ b[k, n], added to c where ``keep`` is 1; n is a multiple of 16, b lies in cache."""
+    """Compute c[m, n] = a[m, k] @ b[k, n], added to c if ``keep`` is 1; n is a multiple of 16, b lies in cache."""
     column = 0
     while column < n:
         wide = MANY_REGISTERS and n - column >= 4 * W
@@ -74,7 +74,7 @@ def _outer_narrow(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: in
 def outer_fetch(
     m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, keep: int, ahead: int
 ) -> None:
-    """`outer` for b in memory: meanwhile asks for what lies ``ahead`` bytes behind b."""
+    """Compute `outer` for b in memory; prefetches ``ahead`` bytes behind b."""
     column = 0
     while column < n:
         wide = n - column >= 4 * W and (MANY_REGISTERS or m <= 3)  # few rows: reading b once matters more
@@ -107,7 +107,7 @@ def outer_fetch(
 
 @inlined
 def dot(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, ahead: int) -> None:
-    """c[m, n] = a[m, k] @ b[n, k].T; k is a multiple of 16. Each four rows of b are read once from memory;
+    """Compute c[m, n] = a[m, k] @ b[n, k].T; k is a multiple of 16. Each four rows of b are read once from memory;
     meanwhile asks for what lies ``ahead`` bytes behind them."""
     column = 0
     while column < n:

@@ -26,7 +26,7 @@ from replicas.kernels.tiles import dot, dot_in_parts
 
 PANEL = 4  # rows of the weight that are widened at a time
 STRIP_BYTES = 64 << 10  # weight bytes a task reads, less where threads would have few tasks
-TASKS_PER_THREAD = 4  # at least, where there are so many panels
+TASKS_PER_THREAD = 4  # at least, if there are enough panels
 AHEAD_PANELS = 2  # what is asked for before it is read
 
 # rounded: [m, k] floats. scratch: of each thread, PANEL widened rows, then what dot_in_parts keeps
@@ -66,7 +66,7 @@ def widen_row(weight: int, scales: int, groups: int, length: int, out: int, ahea
 
 @kernel(WidenedArgs)
 def product(pointer: Any) -> None:
-    """Tasks are strips of the weight."""
+    """Multiply strip by strip: a task is a strip of the weight."""
     a = carray(pointer, 1)[0]
     me, threads = thread_id(), team_size()
     length = a.k // a.groups
@@ -98,7 +98,7 @@ def product(pointer: Any) -> None:
 
 
 class WidenedKernel:
-    """Multiplies by one weight in int8: takes the place of an `Int8Kernel` (int8.py); any K, any N."""
+    """The product by one int8 weight on a CPU without VNNI, in place of an `Int8Kernel` (int8.py); any K, any N."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, team: Team) -> None:
         """weight [N, K] int8, scales [N, groups] bf16 and bias [N] fp32."""
@@ -116,7 +116,7 @@ class WidenedKernel:
         return self._weight.nbytes + self._scales.nbytes + self._bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, K] fp32 -> [M, N], a fresh tensor."""
+        """Multiply x [M, K] fp32 into a fresh tensor [M, N]."""
         if x.stride(1) != 1 or self._k % W:
             x = F.pad(x, (0, -self._k % W)).contiguous()
         out = torch.empty(x.shape[0], self._bias.shape[0])
@@ -127,25 +127,25 @@ class WidenedKernel:
         return out if out.shape[1] == self._n else out[:, : self._n].contiguous()
 
     def stage(self, x: Tensor, out: Tensor, team: Team) -> "WidenedStage":
-        """The product as a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept by
-        the caller. Only where ``dense``."""
+        """Make the product a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept
+        by the caller. Only where ``dense``."""
         assert self.dense, f"{self._n} output channels and {self._k} inputs do not fill panels of {PANEL} x {W}"
         return WidenedStage(self._bias, self._weight, self._scales, x, out, team)
 
     @property
     def dense(self) -> bool:
-        """Whether inputs and output channels fill the panels."""
+        """Tell whether inputs and output channels fill the panels."""
         return self._weight.shape == (self._n, self._k)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` [T] of the weight, as floats [T, K]."""
+        """Return rows ``ids`` [T] of the weight as floats [T, K]."""
         scales = self._scales[ids]
         parts = self._weight[ids].float().view(len(scales), scales.shape[1], -1)
         return parts.mul_(scales.float().unsqueeze(2)).flatten(1)[:, : self._k]
 
 
 class WidenedStage:
-    """One product of a program (replicas/kernels/program.py); its rounded x lies in the team's scratch."""
+    """A WidenedKernel as a stage of a program; its rounded x lies in the team's scratch."""
 
     def __init__(self, bias: Tensor, weight: Tensor, scales: Tensor, x: Tensor, out: Tensor, team: Team) -> None:
         (n, k), groups = weight.shape, scales.shape[1]

@@ -19,7 +19,7 @@ from replicas.layers.tp_group import TpGroup
 
 
 class VocabParallelEmbedding(Layer):
-    """Token id -> row of the embedding."""
+    """The embedding: token ids to hidden states, rows split over the ranks."""
 
     def __init__(self, vocab_size: int, *, tp: TpGroup) -> None:
         self._vocab_size = vocab_size
@@ -53,7 +53,7 @@ class VocabParallelEmbedding(Layer):
         return 0 if self.weight is None else self.weight.nbytes
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """[T] -> [T, hidden], a fresh tensor."""
+        """Look up [T] ids: a fresh tensor [T, hidden]."""
         if self._tp.size == 1:
             return self._rows_of(ids)
         local = ids - self._first
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(Layer):
-    """Hidden state -> logits over the whole vocabulary. ``tied`` is the embedding whose weight it shares, or None."""
+    """The head: hidden states to logits over the whole vocabulary. ``tied``: the embedding that shares its weight."""
 
     def __init__(self, vocab_size: int, *, tp: TpGroup, tied: VocabParallelEmbedding | None) -> None:
         self._vocab_size = vocab_size
@@ -89,11 +89,11 @@ class ParallelLMHead(Layer):
         self.matmul = Matmul(products)
 
     def quantize(self) -> None:
-        """After the embedding's, where tied."""
+        """Comes after the embedding's, if tied."""
         self.matmul = Int8Matmul() if self._tied is None or self._tied.table is None else self._tied.table
 
     def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
-        """After the embedding's, where tied."""
+        """Comes after the embedding's, if tied."""
         if self._tied is not None and self._tied.table is not None:
             return  # prepared by the embedding
         weight = self._piece if self._tied is None else self._tied.weight
@@ -106,7 +106,7 @@ class ParallelLMHead(Layer):
         return 0 if self._tied else self.matmul.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[S, hidden] -> [S, V] in fp32."""
+        """Compute logits [S, V] fp32 of hidden states [S, hidden]."""
         if x.shape[0] == 0:
             return x.new_empty(0, self._vocab_size, dtype=torch.float32)
         logits = self.matmul(x).float()
@@ -116,7 +116,7 @@ class ParallelLMHead(Layer):
 
 
 def slice_vocab(tensor: Tensor, *, first: int, rows: int) -> Tensor:
-    """Rows [first, first + rows) of [V, hidden]; those from V on are zero. A view where all rows exist."""
+    """Cut rows [first, first + rows) of [V, hidden]; rows from V on are zero. A view if all rows exist."""
     there = tensor[first : first + rows]
     if len(there) == rows:
         return there

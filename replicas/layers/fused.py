@@ -32,7 +32,7 @@ from replicas.layers.rope import Rotation
 
 
 class Attention(Protocol):
-    """What is used of a block's attention."""
+    """The part of a block's attention that stages use."""
 
     @property
     def qkv(self) -> QKVParallelLinear: ...
@@ -40,12 +40,12 @@ class Attention(Protocol):
     def o_proj(self) -> RowParallelLinear: ...
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
-        """Norms of each query head and each key head before the rotation, where the model has them."""
+        """Return the norms of query heads and key heads before the rotation, if the model has them."""
         ...
 
 
 class Block(Protocol):
-    """What is used of a block."""
+    """The part of a block that stages use."""
 
     @property
     def input_norm(self) -> RMSNorm: ...
@@ -58,7 +58,7 @@ class Block(Protocol):
 
 
 class Activations:
-    """The buffers of up to ``rows`` tokens."""
+    """The buffers of a step of up to ``rows`` tokens."""
 
     def __init__(self, rows: int, block: Block) -> None:
         hidden, qkv = _columns(block.attn.qkv)
@@ -78,7 +78,8 @@ class Activations:
 def stages_of(
     blocks: Sequence[Block], norm: RMSNorm, at: Activations, team: Team
 ) -> tuple[list[list[Stage]], list[ReadingStage]]:
-    """Stages before each block's attention and after the last one's [L + 1], and those that read its result [L].
+    """Make the stages before each block's attention and after the last one's [L + 1], and those that read its result
+    [L].
 
     ``norm``: the one after the last block. Each call makes new stages: a stage knows the counter of its one program.
     """
@@ -93,7 +94,7 @@ def stages_of(
 
 
 def program_rows(blocks: Sequence[Block], norm: RMSNorm) -> int:
-    """Steps of fewer rows can run as programs; 0 when weights or sizes are not for the kernels."""
+    """Return the rows below which a step can run as programs; 0 if weights or sizes do not suit the kernels."""
     for block in blocks:
         norms = (block.input_norm, block.post_norm, norm, *(block.attn.head_norms() or ()))
         odd = block.attn.qkv.head_dim % (2 * W)
@@ -104,7 +105,7 @@ def program_rows(blocks: Sequence[Block], norm: RMSNorm) -> int:
 
 
 def _before_attention(block: Block, at: Activations, team: Team) -> list[Stage]:
-    """normed -> qkv, rotated in place."""
+    """Make the stages from normed to qkv, rotated in place."""
     layer = block.attn.qkv
     q, k, _ = layer.split(at.qkv)  # [rows, H, D], [rows, K, D]
     norms = [
@@ -116,7 +117,7 @@ def _before_attention(block: Block, at: Activations, team: Team) -> list[Stage]:
 
 
 def _after_attention(block: Block, at: Activations, team: Team) -> list[Stage]:
-    """The o product's term -> the MLP's term."""
+    """Make the stages from the o product's term to the MLP's term."""
     gate_up, down = block.mlp.gate_up.matmul, block.mlp.down.matmul
     return [
         _add_and_norm(block.post_norm, at),
@@ -127,7 +128,7 @@ def _after_attention(block: Block, at: Activations, team: Team) -> list[Stage]:
 
 
 def _add_and_norm(norm: RMSNorm, at: Activations) -> Stage:
-    """hidden += term; normed = norm(hidden)."""
+    """Make the stage hidden += term; normed = norm(hidden)."""
     return _norm(norm, at.hidden, at.normed, term=at.term.data_ptr())
 
 
@@ -140,7 +141,7 @@ def _norm(norm: RMSNorm, x: Tensor, out: Tensor, *, heads: int = 1, term: int = 
 
 
 def _columns(product: RowParallelLinear | ColumnParallelLinear) -> tuple[int, int]:
-    """Length of a product's input and output rows on this rank."""
+    """Return the length of a product's input and output rows on this rank."""
     outputs, inputs = product.matmul.shape
     return inputs, outputs
 
@@ -155,21 +156,21 @@ class StagedAttention(Protocol):
 
     @property
     def num_threads(self) -> int:
-        """Of the largest team that can run its stages."""
+        """Threads of the largest team that can run its stages."""
         ...
 
     def decode_stages(self, num_layers: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Sequence[Stage]:
-        """Of each layer: stores k and v [T, K, D], and attends with q [T, H, D] into out [T, H * D]."""
+        """Make a stage per layer that stores k and v [T, K, D] and attends with q [T, H, D] into out [T, H * D]."""
         ...
 
     def set_stages(self) -> bool:
-        """Make the stages that were made last ready for the step that has begun; False where they cannot run it."""
+        """Prepare the last stages for the step that has begun; False if they cannot run it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Programs:
-    """All programs over one set of buffers."""
+    """The programs of a step over one set of buffers."""
 
     at: Activations
     programs: tuple[Program, ...]  # [L + 1]: before each block's attention, and after the last one's
@@ -178,7 +179,7 @@ class _Programs:
 
 
 class FusedBlocks:
-    """The blocks and the norm after the last."""
+    """The blocks of a model and the norm after the last, run as programs."""
 
     def __init__(
         self,
@@ -188,17 +189,17 @@ class FusedBlocks:
         num_threads: int,
         staged: StagedAttention | None = None,
     ) -> None:
-        """``staged``: ``attend``'s backend, where it can be part of a program."""
+        """``staged``: the backend of ``attend``, if it can be part of a program."""
         self._blocks, self._norm, self._attend = blocks, norm, attend
         self._staged = staged if staged is not None and num_threads <= staged.num_threads else None
-        self.apart = False  # for who measures: attention is always called by itself
+        self.apart = False  # for measurements: attention is always called by itself
         self._team = Team(num_threads)  # its scratch is no other model's
         self.max_rows = program_rows(blocks, norm) - 1  # of a step; without any, the layers are called one by one
         self._made: _Programs | None = None
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Those of the last step, for who measures."""
+        """The programs of the last step, for measurements."""
         return self._made.programs if self._made is not None else ()
 
     def __call__(self, hidden: Tensor, rotation: Rotation) -> Tensor:

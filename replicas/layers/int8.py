@@ -21,7 +21,7 @@ CHUNK_ROWS = 4096  # of a weight, that are rounded at a time
 
 
 class Int8Matmul:
-    """Takes the place of a `Matmul` (replicas/layers/matmul.py)."""
+    """The int8 product that replaces a `Matmul` (replicas/layers/matmul.py)."""
 
     one_order = True  # of sums, in steps of any number of rows
 
@@ -38,7 +38,7 @@ class Int8Matmul:
         self._product = kernel(rounded, scales, floats, team(torch.get_num_threads()))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] fp32 -> [T, out], a fresh tensor."""
+        """Multiply x [T, in] fp32 into a fresh tensor [T, out]."""
         return self.product(x)
 
     @property
@@ -47,16 +47,16 @@ class Int8Matmul:
         return self._product
 
     def rows(self, ids: Tensor) -> Tensor:
-        """[T] -> rows of the rounded weight as floats [T, in], a fresh tensor."""
+        """Return rows [T] of the rounded weight as a fresh float tensor [T, in]."""
         return self.product.rows(ids)
 
     def stages(self, x: Tensor, out: Tensor, team: Team) -> tuple[ReadingStage, *tuple[Stage, ...]]:
-        """The product as stages of a program: see `Matmul.stages`."""
+        """Make the product stages of a program: see `Matmul.stages`."""
         return (self.product.stage(x, out, team),)
 
     @property
     def program_rows(self) -> int:
-        """Steps of fewer rows may run as part of a program; 0 where none may."""
+        """Rows below which a step may run as part of a program; 0 if none may."""
         return ANY_ROWS if self.product.dense else 0
 
     @property
@@ -65,7 +65,8 @@ class Int8Matmul:
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] -> (int8 [N, K], scales [N, G] bf16): the numbers of a group in steps of its largest magnitude / 127."""
+    """Round [N, K] to (int8 [N, K], scales [N, G] bf16): the numbers of a group in steps of its largest magnitude /
+    127."""
     groups = num_groups(weight.shape[1])
     rounded = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(len(weight), groups, dtype=torch.bfloat16)
@@ -82,7 +83,7 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def describe() -> str:
-    """Which product this CPU gets, in words."""
+    """Say which product this CPU gets."""
     if cpu_has_vnni():
         return "our kernels (AVX-512 VNNI)"
     return "our kernels, which widen weights for fp32 arithmetic, since this CPU has no AVX-512 VNNI"

@@ -1,4 +1,4 @@
-"""What every layer is: a thing that takes its weights under their Hugging Face names, and is then called.
+"""The base of every layer: it takes its weights under their Hugging Face names, and is then called.
 
 Owns:      how a tree of layers is walked: names of weights, finishing after loading, bytes.
 Never:     reads files (runner/weights.py does).
@@ -19,21 +19,21 @@ class Layer:
     """A node of the tree. Leaves have ``slots``; nodes above have ``parts``. Inference only: no gradients anywhere."""
 
     def parts(self) -> Mapping[str, "Layer"]:
-        """Layers below this one, by the name that precedes theirs ("" where the checkpoint has no such level)."""
+        """Return the layers below this one, by the name that precedes theirs ("" if there is no such level)."""
         return {}
 
     def slots(self) -> Mapping[str, Put]:
-        """This layer's own weights: name in the checkpoint -> what takes the tensor."""
+        """Return this layer's own weights: name in the checkpoint -> the function that takes the tensor."""
         return {}
 
     def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Bring the weights that were put into the form in which they are used."""
+        """Bring the weights into the form in which they are used."""
 
     def multiply_by(self, products: Products) -> None:
-        """Take these products, where this layer has one; comes before ``quantize``."""
+        """Use these products, if this layer has one; comes before ``quantize``."""
 
     def quantize(self) -> None:
-        """Multiply in int8, where this layer has a product; comes before ``finalize``."""
+        """Multiply in int8, if this layer has a product; comes before ``finalize``."""
 
     @property
     def num_bytes(self) -> int:
@@ -41,16 +41,16 @@ class Layer:
         return 0
 
     def walk(self, prefix: str = "") -> Iterator[tuple[str, "Layer"]]:
-        """This layer and all below it, with their names."""
+        """Yield this layer and all below it, with their names."""
         yield prefix, self
         for name, part in self.parts().items():
             yield from part.walk(full_name(prefix, name))
 
     def weights(self) -> dict[str, Put]:
-        """Every weight of the tree under its full name in the checkpoint."""
+        """Return every weight of the tree under its full name in the checkpoint."""
         return {full_name(prefix, name): put for prefix, layer in self.walk() for name, put in layer.slots().items()}
 
 
 def full_name(prefix: str, name: str) -> str:
-    """The name of weight or part ``name`` of the layer that is called ``prefix``."""
+    """Return the full name of weight or part ``name`` of the layer called ``prefix``."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -21,7 +21,7 @@ from replicas.layers.tp_group import TpGroup
 
 
 class _Linear(Layer):
-    """Named weights, one below the other, as one product."""
+    """A product by several named weights, one below the other."""
 
     def __init__(self, names: tuple[str, ...], *, bias: bool) -> None:
         self._names = names
@@ -36,7 +36,7 @@ class _Linear(Layer):
         self.matmul = Int8Matmul()
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
-        """This rank's share of a whole weight [out, in] or bias [out]; None where it has none."""
+        """Cut this rank's share of a whole weight [out, in] or bias [out]; None if it has none."""
         raise NotImplementedError
 
     def slots(self) -> Mapping[str, Put]:
@@ -71,7 +71,7 @@ class _Linear(Layer):
 
 
 class ColumnParallelLinear(_Linear):
-    """Each rank makes its share of the outputs of one or more weights that see the same input."""
+    """A product of which each rank makes a share of the outputs; its weights see the same input."""
 
     def __init__(self, names: tuple[str, ...], *, tp: TpGroup, bias: bool = False) -> None:
         super().__init__(names, bias=bias)
@@ -82,12 +82,13 @@ class ColumnParallelLinear(_Linear):
         return tensor.narrow(0, self._tp.rank * rows, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, sum of out / tp], one name's share after the other's."""
+        """Multiply x [T, in] into [T, sum of out / tp], one name's share after the other's."""
         return self.matmul(x)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projections as one product. A rank holds whole heads: H of queries, K of keys and values.
+    """The query, key and value projections as one product. A rank holds whole heads: H of queries, K of keys and
+    values.
 
     With more ranks than KV heads, each KV head lies on tp / num_kv_heads ranks: on those that hold its queries.
     """
@@ -110,14 +111,14 @@ class QKVParallelLinear(ColumnParallelLinear):
         return tensor.narrow(0, self._first_kv_head * self.head_dim, rows)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, (H + 2 K) D] -> views q [T, H, D], k [T, K, D], v [T, K, D]."""
+        """Split [T, (H + 2 K) D] into views q [T, H, D], k [T, K, D], v [T, K, D]."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return q, k, v
 
 
 class RowParallelLinear(_Linear):
-    """Each rank multiplies its share of the inputs; the sum over ranks is the output."""
+    """A product of which each rank multiplies a share of the inputs; the sum over ranks is the output."""
 
     def __init__(self, *, tp: TpGroup, bias: bool = False) -> None:
         super().__init__(("",), bias=bias)
@@ -130,7 +131,7 @@ class RowParallelLinear(_Linear):
         return tensor.narrow(1, self._tp.rank * columns, columns)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in / tp] -> [T, out]."""
+        """Multiply x [T, in / tp] into [T, out]."""
         part = self.matmul(x)
         if self._tp.size == 1 or not self.matmul.one_order:
             return self._tp.all_reduce(part)
@@ -163,12 +164,12 @@ class GatedMLP(Layer):
         return {"": self.gate_up, "down_proj": self.down}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Run the network on [T, hidden]."""
         return self.down(silu_mul(self.gate_up(x)))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 size] -> silu(first half) * second half, [T, size]; a fresh tensor."""
+    """Compute silu(first half) * second half of [T, 2 size]: a fresh tensor [T, size]."""
     if elementwise.serves(gate_up, halves=True):
         return elementwise.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

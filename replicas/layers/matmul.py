@@ -22,14 +22,14 @@ OWN = Products()
 
 
 class Matmul:
-    """``x @ weight.T + bias``."""
+    """The product ``x @ weight.T + bias`` by the kernels or by BLAS."""
 
     def __init__(self, products: Products = OWN) -> None:
         self.weight: Tensor | None = None  # [out, in]
         self.bias: Tensor | None = None  # [out]
         self._products = products
         self._kernel: LinearKernel | None = None
-        self._blas_rows = 0  # steps of so many rows or more go to F.linear
+        self._blas_rows = 0  # steps of this many rows or more go to F.linear
         self._padded = False  # the kernel has a copy of the weight, with zeros up to sizes that it serves
 
     def prepare(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -45,7 +45,7 @@ class Matmul:
             self._blas_rows = ANY_ROWS if self.one_order else self._products.blas_rows.get(self.shape, ANY_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out], a fresh tensor."""
+        """Multiply x [T, in] into a fresh tensor [T, out]."""
         if self._padded and self._kernel is not None:
             return self._kernel(F.pad(x, (0, -x.shape[1] % W)))[:, : self.shape[0]].contiguous()
         if self._kernel is not None and x.shape[0] < self._blas_rows and x.dtype == torch.float32:
@@ -54,8 +54,8 @@ class Matmul:
         return F.linear(x, self.weight, self.bias)
 
     def stages(self, x: Tensor, out: Tensor, team: Team) -> tuple[ReadingStage, *tuple[Stage, ...]]:
-        """The product as stages of a program of ``team``: rows of x [.., in] into rows of ``out`` [.., out], both kept
-        by the caller; the first reads x. Only where ``program_rows`` > 0, for steps of fewer rows than that."""
+        """Make the product stages of a program of ``team``: rows of x [.., in] into rows of ``out`` [.., out], both
+        kept by the caller; the first reads x. Only where ``program_rows`` > 0, for steps of fewer rows than that."""
         assert self._kernel is not None, "program_rows is 0: this product cannot be part of a program"
         return (self._kernel.stage(x, out, team),)
 
@@ -66,13 +66,13 @@ class Matmul:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight: (out, in)."""
+        """The weight's shape (out, in)."""
         assert self.weight is not None, "finalize() comes before the first step"
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def program_rows(self) -> int:
-        """Steps of fewer rows may run as part of a program; 0 where none may."""
+        """Rows below which a step may run as part of a program; 0 if none may."""
         return 0 if self._padded else self._blas_rows
 
     @property

@@ -14,7 +14,7 @@ from replicas.layers.layer import Layer, Put
 
 
 class RMSNorm(Layer):
-    """Normalises the last dimension. The same on all ranks."""
+    """The normalisation of the last dimension, the same on all ranks."""
 
     def __init__(self, eps: float) -> None:
         self.eps = eps
@@ -35,7 +35,7 @@ class RMSNorm(Layer):
         return 0 if self.weight is None else self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., size] -> the same shape, a fresh tensor."""
+        """Normalise [..., size] into a fresh tensor."""
         assert self.weight is not None, "finalize() comes before the first call"
         if elementwise.serves(x) and self.weight.dtype == x.dtype:
             return elementwise.rms_norm(x, self.weight, self.eps)

@@ -23,14 +23,14 @@ class Rotation:
     sin: Tensor  # [T, 1, D], the first half negated
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, heads, D] -> the same, rotated; a fresh tensor."""
+        """Rotate [T, heads, D] into a fresh tensor."""
         if elementwise.serves(x, halves=True):
             return elementwise.rotate(x, self.cos, self.sin)
         return (x * self.cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), self.sin)
 
 
 class RotaryEmbedding:
-    """Makes the rotation of a step from its positions."""
+    """The table of angles, from which a step's rotation is made by its positions."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RotaryEmbedding:
         self._dtype = dtype
 
     def at(self, positions: Tensor) -> Rotation:
-        """[T] int64 -> the rotation of those tokens; angles in fp32, their cosines in the model's dtype."""
+        """Make the rotation of positions [T] int64; angles in fp32, their cosines in the model's dtype."""
         angles = positions.float().unsqueeze(1) * self._inv_freq  # [T, D / 2]
         cos, sin = angles.cos(), angles.sin()
         return Rotation(
@@ -63,7 +63,7 @@ class RotaryEmbedding:
 
 
 def _llama3(inv_freq: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """Long wavelengths slowed by ``factor``, short ones kept, those between blended."""
+    """Slow long wavelengths by ``factor``, keep short ones, blend those between."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # in the original context
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)

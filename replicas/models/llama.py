@@ -23,7 +23,7 @@ from replicas.layers.tp_group import TpGroup
 
 
 class LlamaAttention(Layer):
-    """Attention of block ``index``. This rank holds H query heads and K KV heads of D dimensions."""
+    """The attention of block ``index``. This rank holds H query heads and K KV heads of D dimensions."""
 
     def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
         self._index = index
@@ -41,22 +41,22 @@ class LlamaAttention(Layer):
         return {"": self.qkv, "o_proj": self.o_proj}
 
     def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Run the attention on [T, hidden]."""
         q, k, v = self.qkv.split(self.qkv(x))
         q, k = self.rotate(q, k, rotation)
         return self.o_proj(self._backend.forward(self._index, q, k, v))
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
-        """Norms of each query head and each key head before the rotation, where the model has them."""
+        """Return the norms of query heads and key heads before the rotation, if the model has them."""
         return None
 
     def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """q [T, H, D], k [T, K, D] -> the same with their positions in."""
+        """Rotate q [T, H, D] and k [T, K, D] by their positions."""
         return rotation(q), rotation(k)
 
 
 class LlamaBlock(Layer):
-    """Attention and MLP, each behind a norm, each added to the residual stream."""
+    """One block: attention and MLP, each behind a norm, each added to the residual stream."""
 
     attention = LlamaAttention
 
@@ -75,13 +75,13 @@ class LlamaBlock(Layer):
         }
 
     def __call__(self, residual: Tensor, rotation: Rotation) -> None:
-        """Adds this block's two terms to ``residual`` [T, hidden] in place."""
+        """Add this block's two terms to ``residual`` [T, hidden] in place."""
         residual.add_(self.attn(self.input_norm(residual), rotation))
         residual.add_(self.mlp(self.post_norm(residual)))
 
 
 class Llama(Layer):
-    """LlamaForCausalLM, MistralForCausalLM."""
+    """The Llama family: LlamaForCausalLM, MistralForCausalLM."""
 
     block = LlamaBlock
 
@@ -104,7 +104,7 @@ class Llama(Layer):
 
     @functools.cached_property
     def fused(self) -> FusedBlocks | None:
-        """What runs the blocks of steps of up to its ``max_rows`` tokens; None where the layers run them all."""
+        """The programs for steps of up to ``max_rows`` tokens; None if the layers run all steps."""
         if self._tp.device.type != "cpu" or self._tp.size > 1:
             return None
         staged = self._attention if isinstance(self._attention, StagedAttention) else None
@@ -119,7 +119,7 @@ class Llama(Layer):
         """Run one step; stores the K and V of its tokens through the attention backend.
 
         Args:    input_ids: [T] on the model's device, packed as ``meta`` says.
-                 logits_rows: [S] int64, the packed tokens whose logits are wanted; None wants all T.
+                 logits_rows: [S] int64, the packed tokens that need logits; None: all T.
         Returns: [S, V] fp32, the same on every rank.
         """
         self._attention.begin(meta)

@@ -27,7 +27,7 @@ class Qwen2(Llama):
 
 
 class Qwen3Attention(LlamaAttention):
-    """The norms' weights [D] are shared by all heads, so every rank has them whole."""
+    """Attention with head norms; their weights [D] are shared by all heads, so every rank has them whole."""
 
     def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
         super().__init__(config, index, tp, backend)
@@ -49,6 +49,6 @@ class Qwen3Block(LlamaBlock):
 
 
 class Qwen3(Llama):
-    """Qwen3ForCausalLM."""
+    """The dense Qwen3 models: Qwen3ForCausalLM."""
 
     block = Qwen3Block

@@ -1,4 +1,4 @@
-"""Which class runs which architecture of Hugging Face's config.json."""
+"""The class that runs each architecture of Hugging Face's config.json."""
 
 from replicas.errors import UnsupportedModel
 from replicas.models.llama import Llama
@@ -13,7 +13,7 @@ MODELS: dict[str, type[Llama]] = {
 
 
 def model_class(architecture: str) -> type[Llama]:
-    """The class that runs ``architecture``. Raises UnsupportedModel, listing those that can be run."""
+    """Return the class that runs ``architecture``. Raises UnsupportedModel, listing those that can be run."""
     if architecture not in MODELS:
         raise UnsupportedModel(
             f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(MODELS))}. Serve a model of "

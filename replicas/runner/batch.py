@@ -19,14 +19,14 @@ from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan, TableWrite
 
 
 class DeviceTable:
-    """ReqToTokenPool on the device: slot of (row, position). Followers rebuild it from the plans they receive."""
+    """The ReqToTokenPool on the device: slot of (row, position). Followers rebuild it from the plans they receive."""
 
     def __init__(self, num_rows: int, row_len: int, device: torch.device) -> None:
         self.slots = torch.zeros((num_rows, row_len), dtype=torch.int32, device=device)  # [R, C]
         self._host = self.slots.numpy() if device.type == "cpu" else None  # the same memory, quicker to write
 
     def apply(self, writes: tuple[TableWrite, ...], staging: Staging) -> None:
-        """Make ``writes``, none of which names a position that another does: a GPU makes them in no order."""
+        """Make ``writes``; no two name the same position, since a GPU makes them in any order."""
         if self._host is not None:
             for write in writes:
                 self._host[write.row, write.start : write.start + len(write.slots)] = write.slots
@@ -35,12 +35,12 @@ class DeviceTable:
             self.slots.view(-1).index_copy_(0, index, values)
 
     def append(self, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Position ``positions[b]`` of ``rows[b]`` now lives in ``slots[b]``; all [B], on the table's device."""
+        """Enter ``slots[b]`` at position ``positions[b]`` of ``rows[b]``; all [B], on the table's device."""
         self.slots.index_put_((rows, positions), slots.int())
 
 
 def cells(writes: Sequence[TableWrite], *, row_len: int) -> list[Array]:
-    """``writes`` as one: places [n] int64 in the table laid flat, rows of ``row_len``, and their values [n] int32."""
+    """Join ``writes``: places [n] int64 in the flat table of rows of ``row_len``, and their values [n] int32."""
     places = [np.arange(len(write.slots)) + (write.row * row_len + write.start) for write in writes]
     slots = np.concatenate([write.slots for write in writes])
     return [np.concatenate(places).astype(np.int64), slots.astype(np.int32)]
@@ -48,7 +48,7 @@ def cells(writes: Sequence[TableWrite], *, row_len: int) -> list[Array]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
-    """Logits rows [first, first + count) predict the targets of row ``plan_row`` of the plan."""
+    """The logits rows [first, first + count) that predict the targets of row ``plan_row`` of the plan."""
 
     plan_row: int
     first: int
@@ -57,17 +57,17 @@ class PromptRows:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DeviceBatch:
-    """One step's input."""
+    """The tensors that one step takes as input."""
 
     input_ids: Tensor  # [T] int64
     meta: BatchMeta
-    logits_rows: Tensor | None  # [S] rows of T whose logits are wanted; None: all T
-    sample_rows: list[int]  # which of the S logits rows are to be sampled, in the order of plan.sampling
+    logits_rows: Tensor | None  # [S] rows of T that need logits; None: all T
+    sample_rows: list[int]  # the logits rows to sample, in the order of plan.sampling
     prompt_rows: list[PromptRows]
 
 
 def build(plan: StepPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:
-    """The tensors of ``plan``; applies its table writes first, and enters the slots of the rows that decode."""
+    """Make the tensors of ``plan``; applies its table writes first, and enters the slots of the rows that decode."""
     if isinstance(plan, DecodePlan):
         return build_decode(plan, table, staging, size=len(plan.rows))
     table.apply(plan.table_writes, staging)
@@ -79,7 +79,7 @@ def build(plan: StepPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:
 def build_decode(
     plan: DecodePlan, table: DeviceTable, staging: Staging, *, size: int, into: Tensor | None = None
 ) -> DeviceBatch:
-    """As `build`, filled up to ``size`` rows, which lie in ``into`` where it is given (runner/graphs.py)."""
+    """Make the tensors of a decode step, padded to ``size`` rows, in ``into`` if it is given (runner/graphs.py)."""
     table.apply(plan.table_writes, staging)
     arrays = decode_arrays(plan, size)
     ids, positions, out_slots, rows, prefix_lens, seq_lens, bounds = staging.upload(arrays, into)
@@ -106,8 +106,8 @@ def build_decode(
 
 
 def decode_arrays(plan: DecodePlan, size: int) -> list[Array]:
-    """Input ids, positions, slots (int64), rows, prefix_lens, seq_lens, qo_indptr (int32) of ``plan``, filled up to
-    ``size`` rows with ones that see one token, that of the sink."""
+    """Return input ids, positions, slots (int64), rows, prefix_lens, seq_lens, qo_indptr (int32) of ``plan``, padded to
+    ``size`` with rows that see only the sink's token."""
 
     def filled(values: Array, dtype: type[np.integer[Any]], rest: int = 0) -> Array:
         out = np.full(size, rest, dtype)
@@ -172,7 +172,7 @@ def _extend(plan: ExtendPlan, table: DeviceTable, staging: Staging) -> DeviceBat
 
 
 def _logits_rows(plan: ExtendPlan, indptr: np.ndarray) -> tuple[list[int], list[int], list[PromptRows]]:
-    """Which token rows need logits: the last of each sampled row, and those that predict a wanted prompt token."""
+    """Find the token rows that need logits: the last of each sampled row, and those before a wanted prompt token."""
     wanted: list[int] = []
     sample_rows: list[int] = []
     prompt_rows: list[PromptRows] = []

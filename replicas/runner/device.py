@@ -1,4 +1,4 @@
-"""What this machine offers: device, cores, memory. Measured once, before a model is loaded."""
+"""The hardware of this machine: device, cores, memory. Measured once, before a model is loaded."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ CGROUP_USED = pathlib.Path("/sys/fs/cgroup/memory.current")
 
 
 def measure_hardware() -> Hardware:
-    """The first CUDA device if there is one, else the CPU.
+    """Measure the first CUDA device if there is one, else the CPU.
 
     Available memory on CPU is what can be taken without swapping, within the container's limit.
     """
@@ -24,14 +24,14 @@ def measure_hardware() -> Hardware:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Free bytes of a CUDA device now; what PyTorch keeps for later counts as free."""
+    """Count the free bytes of a CUDA device; memory that PyTorch caches counts as free."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return int(free)
 
 
 def num_gpus() -> int:
-    """GPUs that PyTorch can use here, by the driver's library: no context is made on them."""
+    """Count the GPUs that PyTorch can use here, without making a context on them."""
     return torch.cuda.device_count()
 
 
@@ -40,7 +40,7 @@ def _num_cpus() -> int:
 
 
 def available_ram() -> int:
-    """Bytes of memory that can be taken without swapping, within the container's limit; asks no device."""
+    """Count the bytes of memory available without swapping, within the container's limit; asks no device."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = CGROUP_MAX.read_text().strip()

@@ -33,7 +33,7 @@ _BELOW_HEAD = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class DrawRules:
-    """Parameters of R rows that draw, on the device, as columns [R, 1]."""
+    """The parameters of R rows that draw, on the device, as columns [R, 1]."""
 
     temperature: Tensor  # float32
     top_k: Tensor  # int64

@@ -34,15 +34,15 @@ Forward = Callable[[DeviceBatch], Tensor]  # a step that attention has begun -> 
 
 @runtime_checkable
 class GraphAttention(AttentionBackend, Protocol):
-    """A backend that can be captured."""
+    """An attention backend that CUDA graphs can capture."""
 
     def begin_graph(self, batch: BatchMeta) -> None:
-        """As `begin`, for a decode step that is captured or replayed: what kernels read keeps its address."""
+        """Prepare for a decode step that is captured or replayed: everything kernels read keeps its address."""
         ...
 
 
 class DecodeGraphs:
-    """Capture once after the pools are made, then replay."""
+    """The CUDA graphs of decode steps: captured once after the pools are made, then replayed."""
 
     def __init__(
         self, attention: GraphAttention, table: DeviceTable, staging: Staging, *, max_rows: int, vocab_size: int
@@ -56,7 +56,7 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, forward: Forward) -> None:
-        """Record ``forward`` at every size, the largest first, whose memory the others use again."""
+        """Record ``forward`` at every size, the largest first: the others use its memory again."""
         started_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         # One stream for all: cuBLAS keeps a workspace for each stream that it has seen.
@@ -76,7 +76,7 @@ class DecodeGraphs:
         log.info("CUDA graphs: %d sizes up to %d in %.1f s", len(self.sizes), self.sizes[-1], capture_s)
 
     def fill(self, plan: DecodePlan) -> DeviceBatch:
-        """``plan`` in the graphs' inputs, filled up to a size of theirs, and begun."""
+        """Write ``plan`` into the graphs' inputs, padded to one of their sizes, and begin it."""
         size = graph_size(len(plan.rows), self.sizes)
         assert size is not None, "a plan of more rows than any graph has"
         batch = build_decode(plan, self._table, self._staging, size=size, into=self._inputs)
@@ -84,26 +84,26 @@ class DecodeGraphs:
         return batch
 
     def replay(self, batch: DeviceBatch, num_rows: int) -> Tensor:
-        """Logits [num_rows, V] of a batch that `fill` made; overwritten by the next replay."""
+        """Return the logits [num_rows, V] of a batch that `fill` made; the next replay overwrites them."""
         self._graphs[batch.meta.num_tokens].replay()
         return self._logits[:num_rows]
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """The batch sizes to capture where at most ``max_rows`` requests run."""
+    """Choose the batch sizes to capture if at most ``max_rows`` requests run."""
     return tuple(size for size in SIZES if size < max_rows) + ((min(max_rows, SIZES[-1]),) if max_rows else ())
 
 
 def graph_size(num_rows: int, sizes: tuple[int, ...]) -> int | None:
-    """The smallest of ``sizes`` (ascending) that holds ``num_rows``; None where none does."""
+    """Return the smallest of ``sizes`` (ascending) that holds ``num_rows``; None if none does."""
     return next((size for size in sizes if size >= num_rows), None)
 
 
 def graph_bytes(
     max_rows: int, *, vocab_size: int, hidden_size: int, intermediate_size: int, num_heads: int, head_dim: int
 ) -> int:
-    """Device memory to leave for the graphs of a rank: logits (held, made, and in the model's dtype), what the largest
-    batch needs within a layer, what each graph takes for itself, and the workspace of the stream they share."""
+    """Compute the device memory to leave for a rank's graphs: logits (held, made, in the model's dtype), the largest
+    batch within a layer, each graph's own memory, and the workspace of the stream they share."""
     sizes = graph_sizes(max_rows)
     per_row = 12 * vocab_size + 4 * (6 * hidden_size + 3 * intermediate_size + 48 * num_heads * head_dim)
     return sizes[-1] * per_row + len(sizes) * BYTES_PER_GRAPH + CUBLAS_BYTES

@@ -23,14 +23,14 @@ from replicas.runner.model_files import model_identity
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadKv:
-    """Every rank gives its heads of ``slots`` to all."""
+    """An order to every rank: give the K/V of your heads in ``slots`` to all."""
 
     slots: Slots  # [n]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteKv:
-    """Every rank takes its heads of ``payload`` into ``slots``."""
+    """An order to every rank: write your heads of ``payload`` into ``slots``."""
 
     slots: Slots  # [n]
     payload: Payload  # [L, 2, n, K, token_bytes]
@@ -40,7 +40,7 @@ KvOrder = ReadKv | WriteKv
 
 
 def run_order(order: KvOrder, pool: MHATokenToKVPool, tp: TpGroup, num_kv_heads: int) -> Payload | None:
-    """This rank's part. Returns: what was read, complete on every rank. ``num_kv_heads`` counts those of all ranks.
+    """Run this rank's part. Returns: the bytes read, complete on every rank. ``num_kv_heads`` counts all ranks' heads.
 
     With more ranks than KV heads, each head lies on tp / num_kv_heads ranks in a row (layers/linear.py).
     """
@@ -55,7 +55,7 @@ def run_order(order: KvOrder, pool: MHATokenToKVPool, tp: TpGroup, num_kv_heads:
 
 
 class RankedKvBytes:
-    """Implements kvtransfer.replay.payload.KvBytes on rank 0; ``send`` gives an order to the other ranks."""
+    """The kvtransfer.replay.payload.KvBytes of rank 0; ``send`` gives an order to the other ranks."""
 
     def __init__(
         self, config: EngineConfig, pool: MHATokenToKVPool, tp: TpGroup, send: Callable[[KvOrder], None]
@@ -67,7 +67,7 @@ class RankedKvBytes:
 
     @functools.cached_property
     def layout(self) -> KvLayout:
-        """Reads samples of the model's files, once."""
+        """The layout of K/V bytes, with the model's identity: samples its files, once."""
         return kv_layout(self._config, model_identity(self._config.model.path, self._config.model.quantization), tp=1)
 
     def read(self, slots: Slots) -> Payload:

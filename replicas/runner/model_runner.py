@@ -2,8 +2,8 @@
 
 Owns:      the rank's weights, its KV pool and its copy of the ReqToTokenPool.
 Never:     schedules, or knows a request; it sees rows, slots and tokens.
-Invariant: K/V of a chunk is in the pool of every rank when the step's result is there: a peer may be sent it next. On a
-           CPU, and on other ranks than 0, it is when `forward` returns; rank 0 of a GPU may have to wait for it.
+Invariant: K/V of a chunk is in the pool of every rank when the step's result is ready: it may be sent to a peer next.
+           On a CPU, and on ranks above 0, it is there when `forward` returns; rank 0 on a GPU may have to wait.
            All ranks have pools of equal size (the minimum over ranks, SPEC A04) and run equal plans in equal order.
 Thread:    the engine thread on rank 0; the worker's main thread on other ranks.
 """
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """One rank: load the model, size and allocate the pools, run steps (order of SPEC A03)."""
+    """The model on one rank: loads it, sizes and allocates the pools, runs steps (order of SPEC A03)."""
 
     def __init__(self, config: EngineConfig, tp: TpGroup) -> None:
         torch.set_num_threads(config.num_threads)
@@ -96,8 +96,8 @@ class ModelRunner:
         self._put_followed(plan, batch)
         logits = self._model.forward(batch.input_ids, batch.meta, batch.logits_rows)
         if isinstance(plan, ExtendPlan) and self.device.type == "cuda" and self.tp.rank > 0:
-            # Kernels may still be under way, and what sends pages knows no stream. Each rank waits for its own; rank 0,
-            # which gives the pages away, does so for its result, and waits for the others in the last collective.
+            # Kernels may still run, and the sender of pages knows no stream. Each rank waits for its own kernels. Rank
+            # 0, which releases the pages, waits for its result, and for the others in the last collective.
             torch.cuda.current_stream(self.device).synchronize()
         return logits, batch
 
@@ -122,18 +122,18 @@ class ModelRunner:
         return self.launch(plan).result()
 
     def _put_followed(self, plan: StepPlan, batch: batches.DeviceBatch) -> None:
-        """Into the input ids of a step that follows the last one: what rank 0 sampled there, told to every rank."""
+        """Put rank 0's tokens of the last step into the input ids of a step that follows it, on every rank."""
         if not isinstance(plan, DecodePlan) or plan.follows is None:
             return
         ids = batch.input_ids[: len(plan.follows)]
         if self.tp.rank == 0:
-            assert self._sampled is not None, "a plan follows a step, and none has sampled yet"
+            assert self._sampled is not None, "a plan follows a step, but no step has sampled yet"
             (index,) = self._staging.upload([plan.follows])
             ids.copy_(self._sampled[index].clamp_min(0))
         self.tp.broadcast(ids)
 
     def _free_bytes(self, weights: int) -> int:
-        """Device memory that is free with ``weights`` bytes of this rank's weights loaded."""
+        """Compute the free device memory with ``weights`` bytes of this rank's weights loaded."""
         if self.device.type == "cuda":
             return free_device_bytes(self.device)
         budget = self._config.cache.device_memory_bytes
@@ -150,7 +150,7 @@ class ModelRunner:
         return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
 
     def _capture_graphs(self) -> None:
-        """Record decode steps, where the device and its attention backend can."""
+        """Record decode steps, if the device and the attention backend can."""
         rows = set_aside.graph_rows(self._config, self.tp.size)
         if not rows:
             if self.device.type == "cuda" and self._config.cuda_graphs and self.tp.rank == 0:
@@ -170,7 +170,7 @@ class ModelRunner:
         self._graphs = graphs
 
     def _forward_begun(self, batch: batches.DeviceBatch) -> Tensor:
-        """The forward pass of a step for which attention is prepared already."""
+        """Run the forward pass of a step that attention has begun already."""
         self._attention.begun = batch.meta
         return self._model.forward(batch.input_ids, batch.meta, None)
 
@@ -187,9 +187,9 @@ class ModelRunner:
         )
 
     def _warm_up(self) -> float:
-        """Compile and touch what the first request would otherwise wait for; writes only to the dummy page 0.
+        """Compile and touch everything that would delay the first request; writes only to the dummy page 0.
 
-        Returns: how long it took.
+        Returns: its duration in s.
         """
         started_s = time.monotonic()
         self.forward(idle_extend(self.max_running, 2))
@@ -232,7 +232,7 @@ class _LateAttention:
 
 
 def _only_tokens(plan: StepPlan) -> bool:
-    """Whether nothing but tokens is wanted of a step: logprobs are made on the host."""
+    """Tell whether a step is asked for tokens only: logprobs are computed on the host."""
     if isinstance(plan, ExtendPlan) and any(row.target_ids is not None for row in plan.rows):
         return False
     return not any(row.return_logprobs for row in plan.sampling)

@@ -1,7 +1,7 @@
-"""Rank 0's connections to its followers: who may have one, and the plans that go over them.
+"""Rank 0's connections to its followers: which are admitted, and the plans that are sent over them.
 
-Owns:      a listener until all followers have come, and one connection for each of them.
-Never:     lets a stranger, loud or silent, hold anybody up.
+Owns:      a listener until all followers have connected, and one connection for each of them.
+Never:     lets a stranger, loud or silent, delay a follower.
 Invariant: a follower has proved that it knows the key; when `accept` is over, nothing listens and no thread is left.
 Thread:    the caller's; each connection proves itself on a thread of its own, which ends with `accept`.
 """
@@ -22,11 +22,11 @@ from replicas.errors import EngineDead
 from replicas.runner.kv_access import KvOrder
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan
 
-STEP_S = 0.05  # how often the end of the wait is looked for
+STEP_S = 0.05  # between two checks whether the wait is over
 
 
 class _Caller(NamedTuple):
-    """Somebody who has connected: the socket by which it can be hung up, and the thread that hears it."""
+    """A connected process that has not proved itself yet: its socket, to hang up, and the thread that reads it."""
 
     socket: socket.socket
     connection: Connection
@@ -34,7 +34,7 @@ class _Caller(NamedTuple):
 
 
 class PlanChannel:
-    """A plan is pickled once and written to all."""
+    """The connections over which rank 0 sends each plan, pickled once, to all followers."""
 
     def __init__(self, host: str, authkey: bytes) -> None:
         self._listener = socket.create_server((host, 0))
@@ -46,13 +46,13 @@ class PlanChannel:
 
     @property
     def connections(self) -> Sequence[Connection]:
-        """In the order in which they came."""
+        """The connections in the order in which they were admitted."""
         return self._followers
 
     def accept(self, count: int, *, timeout_s: float, dead: Callable[[], str | None]) -> None:
         """Wait until ``count`` followers have connected.
 
-        Raises: EngineDead when one died first, or not all came within ``timeout_s``.
+        Raises: EngineDead if one died first, or not all connected within ``timeout_s``.
         """
         deadline_s = time.monotonic() + timeout_s
         proving: list[_Caller] = []
@@ -87,16 +87,16 @@ class PlanChannel:
             self._followers.append(connection)
 
     def _end(self, proving: Sequence["_Caller"]) -> None:
-        """Hang up on who has not proved itself: its thread's read ends. Closing alone would leave it blocked."""
+        """Hang up on callers that are not admitted: this ends their threads' reads; closing alone would not."""
         for caller in proving:
-            if caller.connection not in self._followers:  # the thread of one that has may still be about to end
+            if caller.connection not in self._followers:  # an admitted one's thread may still be ending
                 with suppress(OSError):
                     caller.socket.shutdown(socket.SHUT_RDWR)
             caller.thread.join()
             caller.socket.close()
 
     def send(self, message: StepPlan | KvOrder) -> None:
-        """Raises: EngineDead when a follower has gone."""
+        """Send a plan or an order to all followers. Raises: EngineDead if a follower is gone."""
         try:
             if isinstance(message, ExtendPlan | DecodePlan):
                 message = replace(message, sampling=())  # rank 0 samples

@@ -49,7 +49,7 @@ ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what holds a 
 
 
 def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Products, str]:
-    """The products of an engine, and why, for people. Raises: InvalidConfig for an unknown setting."""
+    """Choose the products of an engine, with the reason in words. Raises: InvalidConfig for an unknown setting."""
     if setting not in get_args(ProductSetting):
         raise InvalidConfig(f"model.products = {setting!r} is unknown; allowed: {', '.join(get_args(ProductSetting))}")
     model, tp = config.model, config.parallel.tp
@@ -68,12 +68,12 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
 
 
 def blas_products(model: ModelConfig, tp: int) -> Products:
-    """BLAS for every step of `FEW_ROWS` rows and more, whatever is faster."""
+    """Choose BLAS for every step of `FEW_ROWS` rows and more, without measuring."""
     return Products(blas_rows=dict.fromkeys(product_shapes(model, tp), FEW_ROWS))
 
 
 def product_shapes(model: ModelConfig, tp: int) -> list[Shape]:
-    """Of the weights that a rank multiplies by: QKV, o, gate and up, down, the head."""
+    """List the shapes of the weights that a rank multiplies by: QKV, o, gate and up, down, the head."""
     heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
     inner, hidden = model.intermediate_size // tp, model.hidden_size
     return [
@@ -86,7 +86,7 @@ def product_shapes(model: ModelConfig, tp: int) -> list[Shape]:
 
 
 def faster(rates: Rates) -> Products:
-    """BLAS for the steps of so many rows and more at which it is clearly faster in all that was measured."""
+    """Choose BLAS from the number of rows on at which it is clearly faster in every measurement."""
     taken = {}
     for shape, by_rows in rates.items():
         for rows in sorted(by_rows, reverse=True):
@@ -98,13 +98,13 @@ def faster(rates: Rates) -> Products:
 
 
 def int8_speed(model: ModelConfig) -> dict[int, float]:
-    """By rows of a step: how many times as fast as in fp32 a product in int8 is here, weights read from memory."""
+    """Measure, by rows of a step, the speed of an int8 product over one in fp32, with weights read from memory."""
     rates = _recorded(_measure_int8, [(UNCACHED_FLOATS // model.hidden_size // W * W, model.hidden_size)])
     return {rows: int8 / fp32 for by_rows in rates.values() for rows, (fp32, int8) in by_rows.items()}
 
 
 def int8_warning(speed: Mapping[int, float]) -> str:
-    """What to expect of int8 on a CPU whose kernels cannot multiply bytes."""
+    """Say how fast int8 is on a CPU whose kernels cannot multiply bytes."""
     told = " and ".join(f"{speed[rows]:.2f} with {rows} row{'s' if rows > 1 else ''}" for rows in INT8_ROWS)
     slow = "" if min(speed.values()) >= 1 else "; leave model.quantization out where that is too slow"
     return (
@@ -127,7 +127,7 @@ def _measure(shapes: Sequence[Shape]) -> Rates:
 
 
 def _measure_int8(shapes: Sequence[Shape]) -> Rates:
-    """Of our products in fp32 and in int8, on CPUs without VNNI."""
+    """Measure our products in fp32 and in int8, on CPUs without VNNI."""
     cases: list[_Case] = []
     for n, k in shapes:
         weight, rounded = torch.full((n, k), 0.5), torch.ones(n, k, dtype=torch.int8)
@@ -141,7 +141,7 @@ def _measure_int8(shapes: Sequence[Shape]) -> Rates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Case:
-    """Two products of the same numbers."""
+    """Two products of the same numbers, to be compared."""
 
     shape: Shape
     x: Tensor  # [rows, K]
@@ -174,7 +174,7 @@ def _rates(cases: Sequence[_Case]) -> Rates:
 
 
 def _recorded(measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shape]) -> Rates:
-    """What was measured of these shapes by this program on this kind of CPU: read from disk, else measured and kept."""
+    """Return this program's measurements of these shapes on this kind of CPU: from disk, else made and kept."""
     key = {"what": measure.__name__, "shapes": sorted(set(shapes)), **_machine()}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta" / f"products-{name}.json"
@@ -204,7 +204,7 @@ def _told(rates: Rates) -> str:
 
 
 def _machine() -> dict[str, object]:
-    """What a measurement holds for: the CPU, the instructions that either side may use, and both programs."""
+    """Describe what a measurement is valid for: the CPU, the instructions that either side may use, both programs."""
     sources = sorted(Path(kernels.__path__[0]).glob("*.py"))
     return {
         "cpu": _cpu_model(),
@@ -218,7 +218,7 @@ def _machine() -> dict[str, object]:
 
 
 def _cpu_model() -> list[str]:
-    """The lines of /proc/cpuinfo that name the first CPU; none where there is no such file."""
+    """Read the lines of /proc/cpuinfo that name the first CPU; none without that file."""
     names = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size")
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]

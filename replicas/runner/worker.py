@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """All that a follower needs to know; picklable."""
+    """Everything that a follower needs to start; picklable."""
 
     config: EngineConfig
     rank: int
     init_method: str  # torch.distributed rendezvous, e.g. tcp://127.0.0.1:29500
     plan_address: tuple[str, int]
-    authkey: bytes  # shared secret of the plan channel, and of that of the ports
+    authkey: bytes  # shared secret of the plan channel and of the ports' channel
     port_address: tuple[str, int] | None = None  # where rank 0 waits for the transfer port of this rank
     port: PortSpec | None = None
 
 
 def run_worker(spec: WorkerSpec) -> None:
-    """The main loop of rank ``spec.rank``; returns when rank 0 hangs up."""
+    """Run the main loop of rank ``spec.rank``; returns when rank 0 hangs up."""
     plans = Client(spec.plan_address, authkey=spec.authkey)
     tp = TpGroup.create(
         spec.rank, spec.config.parallel.tp, init_method=spec.init_method, device=spec.config.device
@@ -60,7 +60,7 @@ def run_worker(spec: WorkerSpec) -> None:
 
 
 def die_with_parent() -> None:
-    """End this process when the one that started it does, even in the middle of a collective.
+    """End this process when its parent ends, even in the middle of a collective.
 
     Not by PR_SET_PDEATHSIG: that follows the *thread* that started it, and an engine may be loaded in a passing one.
     """
@@ -83,7 +83,7 @@ def worker_specs(
     port_address: tuple[str, int] | None = None,
     port: PortSpec | None = None,
 ) -> Sequence[WorkerSpec]:
-    """One spec for each rank above 0."""
+    """Make one spec for each rank above 0."""
     return [
         WorkerSpec(
             config=config,
