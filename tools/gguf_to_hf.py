@@ -1,4 +1,4 @@
-"""Turns a GGUF file of the Llama family into what Transformers reads: tensors, config, tokenizer, chat template.
+"""Converts a GGUF file of the Llama family for Transformers: tensors, config, tokenizer, chat template.
 
 Owns:      the mapping of names and layouts between llama.cpp and Hugging Face.
 Never:     downloads anything or knows where the result lies (tools/embedded_model.py).
@@ -39,7 +39,7 @@ CONTROL_TOKEN = 3  # GGUF token type of special tokens
 
 
 def hf_name(name: str) -> str:
-    """``blk.7.attn_q.weight`` -> ``model.layers.7.self_attn.q_proj.weight``."""
+    """Map ``blk.7.attn_q.weight`` to ``model.layers.7.self_attn.q_proj.weight``."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, layer, part, kind = name.split(".")
@@ -58,7 +58,7 @@ def rotate_half_rows(weight: FloatArray, *, num_heads: int) -> FloatArray:
 
 
 class GgufModel:
-    """One open GGUF file."""
+    """The tensors and metadata of one GGUF file."""
 
     def __init__(self, path: Path) -> None:
         self._reader = GGUFReader(str(path))
@@ -128,7 +128,7 @@ class GgufModel:
         }
 
     def _tokenizer(self) -> Tokenizer:
-        """GPT-2's byte-level BPE, digits split singly (GGUF's pre-tokenizer ``smollm``)."""
+        """Make GPT-2's byte-level BPE, digits split singly (GGUF's pre-tokenizer ``smollm``)."""
         kind = (self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre"))
         if kind != ("gpt2", "smollm"):
             raise ValueError(f"tokenizer {kind} is not known here; only ('gpt2', 'smollm') is")

@@ -1,6 +1,6 @@
 """``python -m tools.install WHAT LOG [ARGS]``: runs ``pip install ARGS`` with its output in the file LOG.
 
-Owns:      the log, and what of it is shown: one line of progress while pip runs, and the log's end when it fails.
+Owns:      the log, and what is shown of it: one line of progress while pip runs, and the log's end if it fails.
 Never:     needs more than the standard library: it runs before anything is installed.
 
 On a terminal the line is drawn in place, twice a second; elsewhere (CI) it is printed every 20 s.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 TAIL_LINES = 40  # of the log, shown when pip fails
-ON_TERMINAL_S, ELSEWHERE_S = 0.5, 20.0  # between two signs of life
+ON_TERMINAL_S, ELSEWHERE_S = 0.5, 20.0  # between two lines of progress
 _SIZE = re.compile(r"(?:Downloading|Using cached) (\S+) \(([\d.]+) (kB|MB|GB)\)")
 _BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 _STEPS = (  # the last line of the log that begins so says what pip is doing
@@ -29,7 +29,7 @@ _STEPS = (  # the last line of the log that begins so says what pip is doing
 
 
 def main(what: str, log: str, *args: str) -> int:
-    """Install; the exit status, which is pip's."""
+    """Install; returns pip's exit status."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off", *args]
     return run(what, Path(log), pip)
 
@@ -78,7 +78,7 @@ def run(
 
 
 def doing(log: str) -> str:
-    """What pip is doing by its output so far, and how much it has fetched."""
+    """Describe what pip is doing by its output so far, and how much it has fetched."""
     step = "starting pip"
     for line in reversed(log.splitlines()):
         found = next(((match, text) for pattern, text in _STEPS if (match := pattern.match(line))), None)

@@ -1,9 +1,9 @@
-"""Decode attention: one new token a request, limited by how fast K and V can be read.
+"""Decode attention: one new token per request, limited by the speed of reading K and V.
 
 Method:    each request's tokens are cut into chunks of 128 (flash decoding, Dao et al. 2023: the softmax of each chunk
            by itself, chunks merged by their maxima). A task is a chunk, or one KV head of it, for one request, or for
-           some that have the same tokens there: K and V are then read once, for all query heads of the group and all
-           those requests (cascade attention, Ye et al. 2024).
+           several that share its tokens: K and V are then read once, for all query heads of the group and all those
+           requests (cascade attention, Ye et al. 2024).
 Invariant: chunks begin at multiples of 128 of the request itself and merge in order, and a product of many rows adds up
            like one of few: a request's result is the same bit for bit whatever else is in the batch, whether its
            chunks are read for it alone or for many, and however many threads there are.

@@ -1,10 +1,10 @@
-"""Where a token's K and V lie in the paged pool, and the two ways to touch them: store new tokens, read a block.
+"""The place of a token's K and V in the paged pool, and the two accesses to it: store new tokens, read a block.
 
-Owns:      address arithmetic: slot s of a layer's view is page s // page_size, offset s % page_size; what a number of
-           each kind of pool means. The block of a head in a page is its values [page_size, D], and in pools of int8 or
-           8-bit floats one float32 a token behind them, by which its numbers are to be multiplied.
+Owns:      address arithmetic: slot s of a layer's view is page s // page_size, offset s % page_size; the meaning of a
+           number in each kind of pool. The block of a head in a page is its values [page_size, D], and in pools of
+           int8 or 8-bit floats one float32 a token behind them, by which its numbers are to be multiplied.
 Never:     computes attention; hands out slots.
-Invariant: the slots of one page belong to consecutive positions, so that a run inside a page is one stretch of memory.
+Invariant: the slots of one page belong to consecutive positions, so a run inside a page is contiguous memory.
 Thread:    inside kernels, any.
 """
 

@@ -1,4 +1,4 @@
-"""Lets the host wait until the device has come past a point of its work: what copies read may then be written."""
+"""A point in the device's work that the host can wait for; memory that copies read may be written after it."""
 
 import torch
 

@@ -1,8 +1,8 @@
 """The FlashInfer backend: its paged prefill and decode kernels over the page-major pool.
 
 A layer's keys and values are strided views of the one allocation (heads before tokens: "HND"), given as they are: the
-kernels take the stride between pages. Requests that extend are one plan, requests that decode another, and what groups
-of those have in common a third, whose results are merged by the logarithm of the sums of weights.
+kernels take the stride between pages. Requests that extend are one plan, requests that decode another, and the
+prefixes that groups of those share a third; results are merged by the logarithm of the sums of weights.
 
 Owns:      the wrappers and their workspaces; the pages of the step (page_lists.py).
 Never:     plans within a layer: `begin` plans the step once. In `begin_graph` every buffer that kernels read keeps its

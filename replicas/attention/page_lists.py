@@ -1,6 +1,6 @@
-"""Which pages the requests of a step read, as lists behind one another: what kernels for page tables want.
+"""The pages that the requests of a step read, as one list: the input of kernels that take page tables.
 
-Owns:      the arithmetic from slots to pages, on the table's device: from the host come a few numbers a request.
+Owns:      the arithmetic from slots to pages, on the table's device: the host sends a few numbers per request.
 Invariant: request b's pages are indices[indptr[b] : indptr[b + 1]], in order of position; its last page holds
            last_page_len[b] tokens, 1 to page_size.
 """

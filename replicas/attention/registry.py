@@ -1,6 +1,6 @@
-"""Which attention backend runs where, chosen by what is there and runs; says which, and why.
+"""Chooses the attention backend from those that are installed and run here, and says why.
 
-Invariant: on a GPU, what `auto` takes has run a step: nothing is chosen because something else failed.
+Invariant: on a GPU, the backend that `auto` takes has run a step: none is chosen only because another failed.
 """
 
 import functools

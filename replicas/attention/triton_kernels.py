@@ -1,4 +1,4 @@
-"""Attention over the paged pool in Triton: what each program computes. `triton_paged.py` decides what runs.
+"""Attention over the paged pool in Triton: the programs. `triton_paged.py` decides which run.
 
 Queries of one KV head's group are rows of one tile, so that its keys and values are read once for all of them. Row r of
 a tile is token r // GROUP_ROWS, query head r % GROUP_ROWS of the group (GROUP_ROWS is the group's size up to a power of

@@ -1,11 +1,11 @@
-"""The Triton backend: paged attention on a GPU without other libraries. Decides what runs; triton_kernels.py computes.
+"""The Triton backend: paged attention on a GPU without other libraries. It decides what triton_kernels.py computes.
 
 A step is up to three launches a layer after K and V are stored: requests that extend, requests that decode (keys split
-among programs, parts merged), and what groups of those have in common, read once for the group.
+among programs, parts merged), and the prefixes that groups of those share, read once for the group.
 
 Owns:      the lists of tiles of a step, and sizes of tiles and splits.
 Never:     reads tensors of the device on the host; keeps results (they are fresh, so a CUDA graph may hold them).
-Invariant: what is launched depends on numbers of requests and tiles alone, never on lengths on the device: a decode
+Invariant: the launches depend on numbers of requests and tiles alone, never on lengths on the device: a decode
            step of a given size can be captured once and replayed.
 Thread:    the thread that runs the model.
 """

@@ -1,4 +1,4 @@
-"""The largest number of each row: what a greedy step needs of the logits. On a CPU PyTorch takes 5 to 15 times as long.
+"""The largest logit of each row, for greedy steps. On a CPU PyTorch takes 5 to 15 times as long.
 
 Owns:      the search: row by row, blocks of a row first by their largest, then the place within the best block.
 Never:     changes its input.

@@ -1,7 +1,7 @@
-"""What stands between the matrix products, in one pass each: RMS norm, SiLU times up, rotary embedding. fp32 in memory.
+"""The operations between the matrix products, in one pass each: RMS norm, SiLU times up, rotary embedding; in fp32.
 
 Owns:      the kernels, as functions of tensors and as stages of a program (`VectorStage`), and how tokens are shared
-           among threads: few floats are not worth waking a second one.
+           among threads: a few floats are not worth a second one.
 Never:     as functions: changes its inputs; results are fresh tensors.
 Invariant: a token's result does not depend on the other tokens.
 Thread:    any.

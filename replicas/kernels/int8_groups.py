@@ -1,7 +1,7 @@
-"""How weights and activations of a quantised product are cut into groups that share a scale.
+"""The groups of weights and activations of a quantised product that share a scale.
 
-Owns:      the rule, which is part of what K and V mean: two engines with other rules hold other numbers.
-Invariant: the groups of a row are the same on any number of ranks; where they would not be, the ranks are refused.
+Owns:      the rule, which is part of the meaning of K and V: engines with different rules hold different numbers.
+Invariant: the groups of a row are the same on any number of ranks; a number of ranks that would cut one is refused.
 """
 
 GROUP = 32  # numbers that share a scale: one that is large costs the others of its group their precision

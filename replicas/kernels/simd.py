@@ -1,7 +1,7 @@
 """Sixteen floats at a time, inside numba kernels: loads, stores, arithmetic, exp.
 
-Owns:      the LLVM IR that numba cannot be talked into. The ``emit_`` functions build it; the operations below them are
-           what kernels call; register_tiles.py builds larger pieces of the same.
+Owns:      the LLVM IR that numba does not emit by itself. The ``emit_`` functions build it; kernels call the operations
+           below them; register_tiles.py builds larger pieces.
 Never:     allocates, checks bounds, or knows what is computed; memory is named by address (int64, bytes).
 Invariant: a result depends on operands and shapes alone, never on alignment or on what ran before.
 Thread:    any; no state.

@@ -1,4 +1,4 @@
-"""Small matrix products out of register tiles: what attention and the linear layers are made of.
+"""Small matrix products out of register tiles, for attention and the linear layers.
 
 Owns:      the choice of tiles for a shape. ``outer`` multiplies by a matrix with rows along the result's columns
            (fast for many rows), ``dot`` by one with rows along the summed dimension (no transposition needed),

@@ -1,6 +1,6 @@
 """The base of every layer: it takes its weights under their Hugging Face names, and is then called.
 
-Owns:      how a tree of layers is walked: names of weights, finishing after loading, bytes.
+Owns:      the walk over a tree of layers: names of weights, finishing after loading, bytes.
 Never:     reads files (runner/weights.py does).
 Invariant: weights are put once, as whole tensors; each layer keeps its rank's slice; ``finalize`` comes before a call.
 """

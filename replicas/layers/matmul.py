@@ -1,6 +1,6 @@
-"""The one place where a layer multiplies in floating point: ``x @ weight.T + bias``.
+"""The floating-point product of all layers: ``x @ weight.T + bias``.
 
-Owns:      the way to the product: on a CPU in fp32 our kernels (replicas/kernels/linear.py), or PyTorch's BLAS where
+Owns:      the choice of its kernel: on a CPU in fp32 our kernels (replicas/kernels/linear.py), or PyTorch's BLAS where
            the engine's `Products` say so.
 Never:     measures or chooses (runner/product_choice.py does, when an engine starts); keeps a second, packed copy of a
            weight: on CPU it stays a view of the mapped file (but for odd sizes with ``one_order``).

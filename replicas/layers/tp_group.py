@@ -1,12 +1,12 @@
-"""The tensor-parallel group: the ranks that hold one model together, and what they do at the same time.
+"""The tensor-parallel group: the ranks that hold one model together, and their collectives.
 
 Owns:      the process group (gloo on CPU, NCCL on GPU). It is not torch.distributed's default group: one process can be
            in several, as tests are.
 Never:     knows what the tensors mean; carries plans (rank 0 sends those over its pipes).
 Invariant: every rank calls the same operations in the same order with the same shapes.
 Dead ranks: gloo's `wait` raises EngineDead here. NCCL's only orders streams: on a GPU these calls return, and the host
-           waits later, for tokens that do not come. The engine's watchdog (`watchdog_s`) then answers everyone, and
-           NCCL's own ends the process after ``timeout_s``.
+           waits later, for tokens that never arrive. The engine's watchdog (`watchdog_s`) then answers all requests,
+           and NCCL's own ends the process after ``timeout_s``.
 Thread:    the thread that runs the model.
 """
 
@@ -24,7 +24,7 @@ from replicas.errors import EngineDead
 
 
 class TpGroup:
-    """Rank ``rank`` of ``size``, and the device of all that the rank has: weights, K and V, inputs. With size 1 every
+    """Rank ``rank`` of ``size``, and the device that holds the rank's data: weights, K and V, inputs. With size 1 every
     operation is the identity and torch.distributed is not touched.
 
     Args: device: ``cuda`` without a number is this rank's GPU, among those that the process sees.
@@ -44,7 +44,7 @@ class TpGroup:
     def create(
         rank: int, size: int, *, init_method: str, device: torch.device | str, timeout_s: float = 300.0
     ) -> "TpGroup":
-        """Meet the other ranks; returns when all are there.
+        """Join the other ranks; returns when all have joined.
 
         Args:    init_method: ``tcp://host:port`` (rank 0 listens) or ``file:///path``, the same on all ranks.
                  device: as of the constructor.
@@ -65,7 +65,7 @@ class TpGroup:
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors (all of one shape) joined along ``dim`` in rank order."""
+        """Join the ranks' tensors (all of one shape) along ``dim`` in rank order."""
         if self._group is None:
             return tensor
         tensor = tensor.contiguous()
@@ -75,7 +75,7 @@ class TpGroup:
         return torch.cat(parts, dim)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values into every rank's ``tensor``, in place; returns ``tensor``."""
+        """Copy rank 0's values into every rank's ``tensor``, in place; returns ``tensor``."""
         if self._group is not None:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
@@ -84,7 +84,7 @@ class TpGroup:
         return tensor
 
     def min_int(self, value: int) -> int:
-        """The smallest of the ranks' values (SPEC A04: all ranks size equal pools)."""
+        """Return the smallest of the ranks' values (SPEC A04: all ranks size equal pools)."""
         if self._group is None:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
@@ -95,7 +95,7 @@ class TpGroup:
         return int(tensor.item())
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Wait until every rank has called this."""
         self.min_int(0)
 
     def close(self) -> None:

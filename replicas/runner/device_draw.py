@@ -1,6 +1,6 @@
-"""The draw of draw.py in the device's own operations: the host learns the tokens later, and nothing waits for it.
+"""The draw of draw.py in the device's own operations: the host reads the tokens later, and nothing waits for it.
 
-Owns:      the same rules, noise and cuts as draw.py, row for row; that file says what they are and why.
+Owns:      the same rules, noise and cuts as draw.py, row for row; that file explains them.
 Never:     reads a number from the device: which rows may need all their logits is known from their parameters.
 Invariant: the token of a row is draw.py's, but where two tokens tie within the rounding of the device's logarithm, or
            one stands at the edge of top-p within the rounding of the sums: total and mass are added in another order.
@@ -61,18 +61,19 @@ class DrawRules:
         )  # fmt: skip
 
     def keeps(self, ranks: Tensor, log_p: Tensor, before: Tensor, total: Tensor) -> Tensor:
-        """[R, n] as in draw.py."""
+        """Tell which tokens [R, n] survive, as in draw.py."""
         return (ranks < self.top_k) & (before < self.top_p * total) & (log_p >= self.log_min_p)
 
     def noise(self, ids: Tensor) -> Tensor:
-        """Standard Gumbel noise [R, n] float64 of tokens ``ids`` int64."""
+        """Make standard Gumbel noise [R, n] float64 of tokens ``ids`` int64."""
         bits = _mix(_mix(_mix(self.seeds + _STRIDE) + self.positions * _STRIDE) + ids * _STRIDE + _STRIDE)
         uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53
         return -torch.log(-torch.log(uniform))
 
 
 def sample_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Tokens [S] int64 of ``rows`` on the device of ``logits`` [S, V], BROKEN where the largest logit is not finite."""
+    """Choose tokens [S] int64 of ``rows`` on the device of ``logits`` [S, V]; BROKEN if the largest logit is not
+    finite."""
     peaks = logits.max(dim=-1, keepdim=True).values  # [S, 1]; a NaN before any number
     tokens = (logits == peaks).to(torch.int8).argmax(dim=-1)  # the first of equals
     vocab_size = logits.shape[1]
@@ -148,7 +149,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of the unsigned number."""
+    """Compute x >> bits of the unsigned number."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -157,6 +158,6 @@ def _index(rows: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _pinned(array: np.ndarray, device: torch.device) -> Tensor:
-    """In memory from which a GPU copies while the host goes on; PyTorch keeps it until the copy is done."""
+    """Pin an array, so a GPU copies it while the host goes on; PyTorch keeps it until the copy is done."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor

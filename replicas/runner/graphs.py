@@ -3,8 +3,8 @@
 Owns:      the graphs, one for each of some batch sizes, and the memory that they read and write: inputs (one packed
            copy a step), and logits.
 Never:     samples; extends. A step of more rows than the largest size runs without a graph.
-Invariant: what a graph reads and writes keeps its address. A smaller batch is filled up with rows that read and write
-           the sink alone: row 0 of the table, slot 0 of page 0, one token.
+Invariant: what a graph reads and writes keeps its address. A smaller batch is padded with rows that read and write the
+           sink alone: row 0 of the table, slot 0 of page 0, one token.
 Thread:    the thread that runs the model.
 """
 

@@ -1,6 +1,6 @@
 """Reads and writes the K/V of chosen slots on all ranks of an engine at once.
 
-Owns:      the two orders that rank 0 gives the others for it, beside the plans of steps.
+Owns:      the two orders for it that rank 0 gives the others, beside the plans of steps.
 Never:     chooses slots, or runs within a step.
 Invariant: every rank runs the same order; `ReadKv` is a collective.
 Thread:    the runner's: engine thread on rank 0, the worker's main thread on the others.

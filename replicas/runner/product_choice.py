@@ -1,12 +1,12 @@
 """Chooses an engine's products on a CPU: measures ours and PyTorch's BLAS at the model's shapes when the engine starts.
 
 Owns:      the measurement (about a second), its record on disk, and the rule that makes `Products` of it.
-Never:     changes a choice later: `Products` are a value that the engine's layers are given.
-Invariant: BLAS takes nothing where what products make is rounded afterwards: its order of sums depends on the rows.
+Never:     changes a choice later: `Products` are a value that the engine's layers get.
+Invariant: BLAS is not used if the results are rounded afterwards: its order of sums depends on the rows.
 Thread:    the one that loads the engine. Rank 0 chooses for all ranks.
 
-Times are CPU time of one thread: what else runs while an engine starts must not decide how fast it is from then on (by
-wall time on two threads a kernel that was twice as fast lost one in eight tries on a busy machine).
+Times are CPU time of one thread: other load during an engine's start must not decide its speed from then on (by wall
+time on two threads, a kernel that was twice as fast lost one in eight tries on a busy machine).
 """
 
 import functools
@@ -150,8 +150,8 @@ class _Case:
 
 
 def _rates(cases: Sequence[_Case]) -> Rates:
-    """GFLOP/s of the quickest of several runs on one thread. Each round runs all of them: who disturbs one moment does
-    not decide."""
+    """Measure the GFLOP/s of the quickest of several runs on one thread. Each round runs all cases, so one disturbed
+    moment does not decide."""
     least_s = [[math.inf, math.inf] for _ in cases]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

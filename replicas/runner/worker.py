@@ -1,5 +1,5 @@
-"""A follower rank (> 0) of a tensor-parallel replica: receives plans (and orders for K/V bytes), runs
-them, says nothing back.
+"""A follower rank (> 0) of a tensor-parallel replica: receives plans (and orders for K/V bytes) and runs them; it sends
+nothing back.
 
 Life cycle: connect to rank 0's plan channel -> join the process group -> load its slice -> run plans until rank 0
 hangs up. Rank 0 notices a dead follower by its failing collective, or by `WorkerHandles.dead` when idle.
