@@ -114,7 +114,7 @@ class Needs(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Thresholds:
     """Values at which a panel turns orange, then red; falling: low values are the bad ones."""
 
     warn: float
@@ -133,7 +133,7 @@ class Panel:
     queries: Mapping[str, str]  # legend (text with ``{{label}}``) -> PromQL
     shape: Shape = Shape.LINES
     unit: Unit = Unit.COUNT
-    limits: Limits | None = None
+    limits: Thresholds | None = None
     width: int = 8
     height: int = 8
     needs: Needs = Needs.TRAFFIC
@@ -256,7 +256,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
     }
 
 
-def _thresholds(limits: Limits | None) -> dict[str, Any]:
+def _thresholds(limits: Thresholds | None) -> dict[str, Any]:
     steps: list[tuple[str, float | None]] = [("green", None)]
     if limits and limits.falling:
         steps = [("red", None), ("orange", limits.bad), ("green", limits.warn)]

@@ -3,11 +3,11 @@
 from dashboards.board import (
     QUANTILES,
     Board,
-    Limits,
     Needs,
     Panel,
     Row,
     Shape,
+    Thresholds,
     Unit,
     gauge,
     heatmap,
@@ -30,14 +30,14 @@ NOW = Row("Now", (
         shows="Share of requests that ended in an error, a timeout or a refusal.",
         act="Requests by outcome names the kind: shed needs more replicas; for error read the logs.",
         queries={"share": ratio(rate("requests_total", where=FAILED), rate("requests_total"))},
-        shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.01, 0.05), width=4, height=5,
+        shape=Shape.STAT, unit=Unit.RATIO, limits=Thresholds(0.01, 0.05), width=4, height=5,
     ),
     Panel("Time to first token, p90",
         shows="90 % of the requests had their first token within this time.",
         act="Where the time goes before decode names the stage: queue needs replicas, prefill needs cache "
             "hits.",
         queries={"p90": quantile(0.9, "time_to_first_token_seconds")},
-        shape=Shape.STAT, unit=Unit.SECONDS, limits=Limits(1, 5), width=4, height=5,
+        shape=Shape.STAT, unit=Unit.SECONDS, limits=Thresholds(1, 5), width=4, height=5,
     ),
     Panel("Within the first-token objective",
         shows="Share of requests with their first token within the configured objective; a request that failed or was "
@@ -50,7 +50,7 @@ NOW = Row("Now", (
                 rate("slo_requests_total", where={"slo": "ttft"}),
             ),
         },
-        shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.99, 0.95, falling=True), width=4, height=5,
+        shape=Shape.STAT, unit=Unit.RATIO, limits=Thresholds(0.99, 0.95, falling=True), width=4, height=5,
     ),
     Panel("Prompt tokens reused",
         shows="Share of looked-up prompt tokens found in the prefix cache; 0 is normal when prompts share nothing.",
@@ -62,7 +62,7 @@ NOW = Row("Now", (
         shows="The highest share of a replica's KV pool that a new request cannot take.",
         act="Above 95 % requests wait and running ones are retracted: add replicas, or give the pool more memory.",
         queries={"fullest": gauge("kv_pool_utilization_ratio", over="max", where={"tier": "L1"})},
-        shape=Shape.STAT, unit=Unit.RATIO, limits=Limits(0.8, 0.95), width=4, height=5,
+        shape=Shape.STAT, unit=Unit.RATIO, limits=Thresholds(0.8, 0.95), width=4, height=5,
     ),
 ))  # fmt: skip
 

@@ -2,11 +2,11 @@
 
 from dashboards.board import (
     Board,
-    Limits,
     Needs,
     Panel,
     Row,
     Shape,
+    Thresholds,
     Unit,
     gauge,
     heatmap,
@@ -24,7 +24,7 @@ FULL = Row("How full", (
         shows="Share of each replica's pool that a new request cannot take; evictable pages count as free.",
         act="Above 95 % for minutes: more replicas, a larger pool, or a lower max_running_requests.",
         queries={NAME: gauge("kv_pool_utilization_ratio", over="max", by=BY_REPLICA, where=L1)},
-        shape=Shape.BARS, unit=Unit.RATIO, limits=Limits(0.8, 0.95),
+        shape=Shape.BARS, unit=Unit.RATIO, limits=Thresholds(0.8, 0.95),
     ),
     Panel("Tokens by state",
         shows="Token slots of all pools: free, evictable (cached and unused), protected (cached and in use), "
@@ -38,7 +38,7 @@ FULL = Row("How full", (
         shows="The same share over time, by replica.",
         act="One replica far above the others: long requests or a favoured prefix; see Decisions on the routing board.",
         queries={NAME: gauge("kv_pool_utilization_ratio", over="max", by=BY_REPLICA, where=L1)},
-        unit=Unit.RATIO, limits=Limits(0.8, 0.95),
+        unit=Unit.RATIO, limits=Thresholds(0.8, 0.95),
     ),
     Panel("Occupied",
         shows="Share of each pool that is not free; evictable pages count as occupied.",
