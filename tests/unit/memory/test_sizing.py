@@ -1,9 +1,15 @@
 import logging
 
 import pytest
+import torch
 
+from replicas.config import CacheConfig, Hardware, ParallelConfig, resolve
 from replicas.errors import InvalidConfig
+from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
+from replicas.runner.model_runner import ModelRunner
+from replicas.types import PoolStats, PressureLevel
+from tests.harness import model_config
 
 GIB = 2**30
 
@@ -12,6 +18,50 @@ def test_kv_gets_what_weights_and_reserve_leave() -> None:
     """SPEC A05: 10 GiB free, weights take 4, a tenth is the reserve: 6 - 1 = 5."""
     assert sizing.kv_bytes(10 * GIB, 6 * GIB, 0.9) == pytest.approx(5 * GIB, abs=8)
     assert sizing.kv_bytes_by_reserve(10 * GIB, 6 * GIB, 0.1) == pytest.approx(5 * GIB, abs=8)  # SPEC A09
+
+
+class LeastOfTwo:
+    """A group of two ranks, whose other rank has half of what this one asks about."""
+
+    rank, size = 0, 2
+
+    def min_int(self, value: int) -> int:
+        return value // 2
+
+
+def test_a_rank_sizes_its_pool_by_the_rank_with_the_least_memory() -> None:
+    """SPEC A04: pools are equal on all ranks."""
+    model = model_config(num_kv_heads=2, num_heads=2)
+    cache = CacheConfig(page_size=4, device_memory_bytes=1 << 24)
+    hardware = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30)
+    runner = object.__new__(ModelRunner)
+    runner._config = resolve(model, hardware, cache=cache, parallel=ParallelConfig(tp=2))
+    runner.device, runner.weight_bytes = torch.device("cpu"), 1 << 20
+    pools = []
+    for tp in (TpGroup(device="cpu"), LeastOfTwo()):
+        runner.tp = tp  # type: ignore[assignment]
+        runner.tp.size = 2
+        pools.append(runner._size_pool(1 << 23).bytes)
+    assert pools[1] == pytest.approx(pools[0] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("used", "level"),
+    [(70, "LOW"), (71, "MEDIUM"), (85, "MEDIUM"), (86, "HIGH"), (95, "HIGH"), (96, "CRITICAL"), (100, "CRITICAL")],
+)
+def test_pressure_is_by_the_share_that_no_new_request_can_have(used: int, level: str) -> None:
+    """SPEC D15: more than 0.70, 0.85 and 0.95. Evictable pages are not used."""
+    free = (100 - used) // 2
+    pool = PoolStats(
+        page_size=16,
+        num_pages=100,
+        free_pages=free,
+        evictable_pages=100 - used - free,
+        protected_pages=10,
+        reserved_pages=used - 15,
+        quarantined_pages=5,
+    )
+    assert pool.pressure is PressureLevel[level]
 
 
 def test_no_room_for_kv_names_the_setting_and_the_value_that_would_do() -> None:

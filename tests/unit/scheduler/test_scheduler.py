@@ -84,6 +84,53 @@ def test_when_the_pool_is_full_the_least_output_gives_way_and_is_resumed() -> No
     assert second.output_ids.tolist() == continuation([5, 6, 7, 8], 20)
 
 
+@pytest.mark.parametrize("prompts", [(4, 7), (7, 4)])
+def test_of_equal_outputs_the_longest_prompt_is_retracted(prompts: tuple[int, int]) -> None:
+    """SPEC F11: it gives back the most pages; the order in which they joined does not matter."""
+    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
+    reqs = [bench.submit([100 * i + t for t in range(length)], max_new_tokens=12) for i, length in enumerate(prompts)]
+    bench.run()
+    assert {req.prompt_len: req.num_retractions for req in reqs} == {4: 0, 7: 1}
+
+
+def test_the_lowest_priority_is_retracted_however_much_it_has_made() -> None:
+    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0, priorities="on")
+    low = bench.submit([1, 2, 3, 4], max_new_tokens=20)
+    for _ in range(3):
+        bench.step()
+    high = bench.submit([5, 6, 7, 8], max_new_tokens=20, priority=5)
+    bench.run()
+    assert (low.num_retractions, high.num_retractions) == (1, 0)
+    assert low.output_ids.tolist() == continuation([1, 2, 3, 4], 20)
+
+
+def test_a_cached_prefix_that_a_request_reuses_is_not_counted_as_memory_that_it_could_evict() -> None:
+    """SPEC F05: the prefix is locked before memory is counted. 4 pages of 8 are cached, the runner holds 1: 3 are free.
+    The second needs 1 token beyond its prefix and reserves 12; evicting its own prefix would make room for that.
+    """
+    bench = Bench(num_pages=8, page_size=4, new_token_ratio=1.0, min_new_token_ratio=1.0)
+    bench.submit(list(range(16)), max_new_tokens=1)
+    bench.run()
+    runner = bench.submit([900, 901], max_new_tokens=4)
+    bench.step()
+    again = bench.submit([*range(16), 77], max_new_tokens=12)
+    bench.step()
+    assert bench.scheduler.last.refusals == {(again.rid, 0): Refusal.MEMORY}
+    bench.run()
+    assert (again.cached_tokens, again.num_retractions, runner.num_retractions) == (16, 0, 0)
+
+
+def test_a_running_request_gives_the_tree_nothing_before_it_ends() -> None:
+    """SPEC E14: one page of prompt is committed after prefill; pages filled in decode follow at the end."""
+    bench = Bench(page_size=4)
+    req = bench.submit([1, 2, 3, 4], max_new_tokens=12)
+    bench.step()
+    while req.finish is None:
+        assert bench.kv.store.stats().protected_pages == 1
+        bench.step()
+    assert bench.kv.store.stats().evictable_pages == (4 + 12 - 1) // 4  # the last token's K/V is never computed
+
+
 def test_admission_sets_output_aside_so_that_nobody_need_be_retracted() -> None:
     """SPEC F05: with the whole output reserved, the second waits for the first."""
     bench = Bench(num_pages=8, page_size=4, new_token_ratio=1.0, min_new_token_ratio=1.0)
@@ -165,7 +212,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     bench.scheduler.check()
 
 
-def test_higher_priority_starts_first_and_gives_way_last() -> None:
+def test_higher_priority_starts_first() -> None:
     bench = Bench(max_running=1, priorities="on")
     low = bench.submit([1, 2, 3], max_new_tokens=2)
     high = bench.submit([4, 5, 6], max_new_tokens=2, priority=5)
