@@ -55,13 +55,8 @@ model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 serve: model ## Serve $(CONFIG) in the foreground; Ctrl-C stops all of it (CONFIG=other.yaml)
 	@$(BIN)/python -m deployments serve $(CONFIG)
 
-# A hung test ends its process, with all stacks: Hypothesis would run one that pytest fails again, with no limit, and
-# xdist would give its file to the next process.
-test: install-test tools-test model ## Run the tests: without Ray in two processes, arithmetic under AVX2 too, then with Ray
-	@failed=0; $(BIN)/python -m pytest -m "not serve" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
-			--timeout-method thread --max-worker-restart 0 || failed=1; \
-		$(BIN)/python -m tests.under_avx2 || failed=1; \
-		$(BIN)/python -m pytest -m serve || failed=1; exit $$failed
+test: install-test tools-test model ## Run all tests: those with Ray beside the others, and arithmetic under AVX2 too; 13 minutes
+	@$(BIN)/python -m tests
 
 test-all: export MANTA_TEST_ALL := 1
 test-all: test ## Run the tests with whole matrices where `make test` has every two values meet (tests/pairwise.py)

@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Sequence
 
+from tests.__main__ import SHARED
 from tests.pairwise import ALL
 
 AVX2 = {
@@ -45,9 +46,8 @@ def main(arguments: Sequence[str]) -> None:
             print("This CPU has no AVX-512: the tests ran under AVX2 already")
             return
         print("The tests of arithmetic again, held to AVX2 ...", flush=True)
-    split = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --timeout-method thread --max-worker-restart 0"
     chosen = [*ARITHMETIC, *MORE] if ALL else ["-m", "not slow", *ARITHMETIC]
-    command = [sys.executable, "-m", "pytest", *(arguments or [*split.split(), *chosen])]
+    command = [sys.executable, "-m", "pytest", *(arguments or [*SHARED, *chosen])]
     os.execve(sys.executable, command, {**os.environ, **AVX2})
 
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(400)]
 ENDS_S = 10.0
 
 
-@pytest.mark.parametrize("phase", ["starting Ray", "starting Serve", "ModelReplica: "])
+@pytest.mark.parametrize("phase", ["starting Ray", "ModelReplica: "])
 def test_ctrl_c_during_a_start_says_what_it_waits_for_and_ends_within_ten_seconds(phase: str, tmp_path: Path) -> None:
     running = Running(tmp_path, replicas={"count": 1}, observatory=True)
     running.launch()
@@ -31,6 +31,7 @@ def test_ctrl_c_during_a_start_says_what_it_waits_for_and_ends_within_ten_second
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    """The first one comes while Serve starts."""
     running = Running(tmp_path, replicas={"count": 1}, observatory=True)
     running.launch()
     running.until(lambda: "starting Serve" in running.log.read_text() or running.process_ended, START_S)

@@ -1,0 +1,35 @@
+"""`python -m tests`: all tests, as `make test` runs them. Exit code 1 when any of them failed.
+
+Tests that start Ray mostly wait for its processes, so they run beside the others, one application at a time; what they
+said is printed at the end. The others share two processes: a hung test ends its process, with all stacks, since
+Hypothesis would run one that pytest fails again, with no limit, and xdist would give its file to the next process.
+"""
+
+import subprocess
+import sys
+import tempfile
+
+PYTEST = [sys.executable, "-m", "pytest"]
+SHARED = [
+    "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--timeout-method", "thread",
+    "--max-worker-restart", "0",
+]  # fmt: skip
+
+
+def main() -> int:
+    with tempfile.TemporaryFile() as said:
+        with_ray = subprocess.Popen([*PYTEST, "-m", "serve"], stdout=said, stderr=subprocess.STDOUT)
+        try:
+            statuses = [subprocess.call([*PYTEST, *SHARED, "-m", "not serve"])]
+            statuses.append(subprocess.call([sys.executable, "-m", "tests.under_avx2"]))
+            if with_ray.poll() is None:
+                print("The tests with Ray are still under way ...", flush=True)
+        finally:
+            ray_status = with_ray.wait()  # after a Ctrl-C too, which it has got: it stops what it started
+            said.seek(0)
+            print(said.read().decode(errors="replace"), flush=True)
+    return int(any([*statuses, ray_status]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
