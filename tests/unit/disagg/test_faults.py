@@ -145,6 +145,9 @@ def test_a_decode_leg_that_waits_too_long_for_its_grant_is_computed_here_and_its
     assert (report.transferred, report.wait_s) == (False, 0.0)
     assert report.reason == "no row and pages for it on the decode side within 180 s"
     assert report.grant_s == pytest.approx(180, abs=0.1)
+    order = pair.wire.room(1).order
+    assert order is not None
+    assert (order.first_page, len(order.pages)) == (len(PROMPT) // 4, 0)  # it asks for no page
     assert pair.prefill.end("a") is FinishReason.ERROR  # long before pages come free here
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
@@ -239,6 +242,18 @@ def test_a_meta_that_is_not_of_this_request_is_not_believed(changes: dict[str, o
     assert reason.replace("\\", "") in (report.reason or "")
     assert pair.decode.engine.stats().prefill_tokens == 45
     assert pair.decode.at_rest
+
+
+@pytest.mark.parametrize("first_token", [0, 999])
+def test_the_first_and_the_last_token_of_the_vocabulary_are_believed(first_token: int) -> None:
+    pair = Pair()
+    pair.ask("a", PROMPT)
+    pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
+    (event,) = pair.decode.service._events
+    assert isinstance(event, Received)
+    pair.decode.service._events = [replace(event, meta=replace(event.meta, first_token=first_token))]
+    pair.run()
+    assert pair.decode.ids("a") == [first_token, *continuation([*PROMPT, first_token], 7)]
 
 
 def test_a_first_token_without_the_logprob_that_is_wanted_is_made_again() -> None:
