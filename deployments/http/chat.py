@@ -6,7 +6,6 @@ Invariant: each choice's first chunk carries the role, and its last the finish r
 """
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +26,13 @@ from deployments.http.convert import (
     salt_of,
     truncated,
 )
-from deployments.http.openai_format import chat_logprobs, finish_reason, matched_stop, prompt_logprobs_body, usage_body
+from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_logprobs_body
 from deployments.http.openai_types import ChatRequest, TokenizeRequest
 from deployments.http.request_ids import name_of
-from deployments.http.routed import Routed, routed_of
 from deployments.http.service import Service, service_of
-from deployments.http.streaming import DONE, JsonAnswer, TextEvents, answer, collected, made, merged, sse, stream
+from deployments.http.streaming import Answer, Deltas, Key
 from replicas.errors import InvalidRequest
-from replicas.types import GenerateRequest, TokenDelta, Usage
+from replicas.types import GenerateRequest, TokenDelta
 
 router = APIRouter()
 _TAKEN = frozenset({"self", "messages", "tools", "check"})  # arguments beside the template's variables
@@ -44,97 +42,44 @@ _TAKEN = frozenset({"self", "messages", "tools", "check"})  # arguments beside t
 async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, ChatRequest, max_bytes=service.max_body_bytes)
-    job = await _job(service, body, name_of(request, body.rid))
-    routed = routed_of(request, job.answer_id)
-    return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
+    answer = await _answer(service, body, name_of(request, body.rid))
+    return await answer.respond(request, streams=body.stream)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatJob:
-    """One request on its way to one answer."""
+class ChatForm(OpenAIForm):
+    """A chat completion: each choice is a message, or what is new of it."""
 
-    service: Service
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
     body: ChatRequest
-    name: str
-    request: GenerateRequest
-    created: int
 
-    @property
-    def answer_id(self) -> str:
-        return f"chatcmpl-{self.name}"
+    def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text}
+        return self._choice(delta.index, delta, {"message": message}, self._logprobs(delta))
 
-    async def whole(self, routed: Routed) -> Response:
-        done = await collected(merged([routed.stream(self.request)]))
-        return await made(lambda: JsonAnswer(self._whole(done)), done.values())
+    def chunk(self, key: Key, delta: TokenDelta, *, begins: bool) -> dict[str, Any] | None:
+        content: dict[str, Any] = {"role": "assistant"} if begins else {}
+        if begins or delta.text:
+            content["content"] = delta.text
+        if not (content or self._has_news(delta)):
+            return None
+        return self._choice(delta.index, delta, {"delta": content}, self._logprobs(delta))
 
-    def _whole(self, done: dict[tuple[int, int], TokenDelta]) -> dict[str, Any]:
-        choices = [
-            self._choice(delta, "message", {"role": "assistant", "content": delta.text}) for delta in done.values()
-        ]
-        body = self._body("chat.completion", choices)
-        if self.body.prompt_logprobs is not None:
-            tokenizer, num_top = self.service.tokenizer, self.body.prompt_logprobs
-            body["prompt_logprobs"] = prompt_logprobs_body(tokenizer, done[0, 0].prompt_logprobs, num_top=num_top)
-        return {**body, "usage": usage_body({key: delta.usage for key, delta in done.items()})}
+    def beside_choices(self, deltas: Deltas) -> dict[str, Any]:
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return {}
+        rows = deltas[0, 0].prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs_body(self.service.tokenizer, rows, num_top=num_top)}
 
-    async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
-        options = self.body.stream_options
-        continuous = options is not None and options.continuous_usage_stats
-        only_text = not (continuous or self.body.return_token_ids or self.body.logprobs)
-        usages: dict[tuple[int, int], Usage] = {}
-        plain: dict[int, TextEvents] = {}  # by choice
-        async for _, delta in merged([routed.stream(self.request)]):
-            begins = (0, delta.index) not in usages
-            usages[0, delta.index] = delta.usage
-            content: dict[str, Any] = {"role": "assistant", "content": delta.text} if begins else {}
-            if delta.text:
-                content["content"] = delta.text
-            if not (content or delta.finish or delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
-                continue
-            if only_text and not begins and delta.finish is None:
-                if delta.index not in plain:
-                    plain[delta.index] = self._text_events(delta)
-                yield plain[delta.index].event(delta.text)
-                continue
-            chunk = self._body("chat.completion.chunk", [self._choice(delta, "delta", content)])
-            yield sse({**chunk, "usage": usage_body(usages)} if continuous else chunk)
-        if options is not None and options.include_usage:
-            yield sse({**self._body("chat.completion.chunk", []), "usage": usage_body(usages)})
-        yield DONE
-
-    def _text_events(self, delta: TokenDelta) -> TextEvents:
-        """Of the choice that ``delta`` is of, while it has nothing but text."""
-        return TextEvents(
-            lambda text: self._body("chat.completion.chunk", [self._choice(delta, "delta", {"content": text})])
-        )
-
-    def _choice(self, delta: TokenDelta, part: str, content: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None
-        if self.body.logprobs:
-            logprobs = chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=self.body.top_logprobs or 0)
-        choice: dict[str, Any] = {
-            "index": delta.index,
-            part: content,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason(delta.finish),
-            "matched_stop": matched_stop(delta.finish),
-        }
-        if self.body.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        return choice
-
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.service.model.name,
-            "choices": choices,
-            "system_fingerprint": None,
-        }
+    def _logprobs(self, delta: TokenDelta) -> dict[str, Any] | None:
+        if not self.has_logprobs:
+            return None
+        return chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=self.body.top_logprobs or 0)
 
 
-async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
+async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
     check_model(service, body.model)
     _refuse(body)
     num_prompt = logprobs_wanted(body)
@@ -154,13 +99,11 @@ async def _job(service: Service, body: ChatRequest, name: str) -> ChatJob:
         top_logprobs=max(body.top_logprobs or 0, num_prompt or 0),
         prompt_logprobs_from=None if num_prompt is None else 0,
     )
-    return ChatJob(
-        service=service,
-        body=body,
-        name=name,
-        request=checked(service, request, names={"prompt": "messages", "max_tokens": limit_name}),
-        created=int(time.time()),
-    )
+    checked(service, request, names={"prompt": "messages", "max_tokens": limit_name})
+    answer_id, created = f"chatcmpl-{name}", int(time.time())
+    has_logprobs = request.return_logprobs
+    form = ChatForm(service=service, body=body, answer_id=answer_id, created=created, has_logprobs=has_logprobs)
+    return Answer(requests=[request], form=form, answer_id=answer_id)
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -7,9 +7,7 @@ Invariant: choice ``i * n + j`` is choice j of prompt i; every chunk has a choic
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -32,21 +30,13 @@ from deployments.http.convert import (
     salt_of,
     truncated,
 )
-from deployments.http.openai_format import (
-    TextOffsets,
-    completion_logprobs,
-    finish_reason,
-    matched_stop,
-    prompt_logprobs_body,
-    usage_body,
-)
+from deployments.http.openai_format import OpenAIForm, TextOffsets, completion_logprobs, prompt_logprobs_body
 from deployments.http.openai_types import CompletionRequest
 from deployments.http.request_ids import name_of
-from deployments.http.routed import Routed, routed_of
 from deployments.http.service import Service, service_of
-from deployments.http.streaming import DONE, JsonAnswer, TextEvents, answer, collected, made, merged, sse, stream
+from deployments.http.streaming import Answer, Key
 from replicas.errors import InvalidRequest
-from replicas.types import GenerateRequest, TokenDelta, TokenIds, Usage
+from replicas.types import GenerateRequest, TokenDelta, TokenIds
 
 router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
@@ -56,117 +46,60 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, CompletionRequest, max_bytes=service.max_body_bytes)
-    job = await _job(service, body, name_of(request, body.rid))
-    routed = routed_of(request, job.answer_id)
-    return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
+    answer = await _answer(service, body, name_of(request, body.rid))
+    return await answer.respond(request, streams=body.stream)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionJob:
-    """One request on its way to one answer."""
+class CompletionForm(OpenAIForm):
+    """A text completion: each choice is text, which begins with its prompt where that is echoed."""
 
-    service: Service
+    kind = "text_completion"
+    chunk_kind = "text_completion"
     body: CompletionRequest
-    name: str
     requests: list[GenerateRequest]
     prompts: list[str]  # the text to echo for each request; empty without echo
-    created: int
+    offsets: dict[Key, TextOffsets] = field(default_factory=dict)  # of the choices with logprobs that have begun
 
-    @property
-    def answer_id(self) -> str:
-        return f"cmpl-{self.name}"
+    def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
+        return self._completion(key, delta, self.prompts[key[0]] + delta.text)
 
-    async def whole(self, routed: Routed) -> Response:
-        done = await collected(merged([routed.stream(request) for request in self.requests]))
-        return await made(lambda: JsonAnswer(self._whole(done)), done.values())
+    def chunk(self, key: Key, delta: TokenDelta, *, begins: bool) -> dict[str, Any] | None:
+        text = (self.prompts[key[0]] if begins else "") + delta.text
+        return self._completion(key, delta, text) if text or self._has_news(delta) else None
 
-    def _whole(self, done: dict[tuple[int, int], TokenDelta]) -> dict[str, Any]:
-        choices = [
-            self._choice(number, delta, self.prompts[number] + delta.text, self._offsets(number))
-            for (number, _), delta in done.items()
-        ]
-        return self._body(choices, usage_body({key: delta.usage for key, delta in done.items()}))
+    def _completion(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
+        number, index = key
+        place = number * self.requests[number].sampling.n + index
+        choice = self._choice(place, delta, {"text": text}, self._logprobs(key, delta))
+        num_top = self.body.prompt_logprobs
+        if num_top is not None:
+            rows = delta.prompt_logprobs
+            choice["prompt_logprobs"] = prompt_logprobs_body(self.service.tokenizer, rows, num_top=num_top)
+        return choice
 
-    async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
-        options = self.body.stream_options
-        continuous = options is not None and options.continuous_usage_stats
-        only_text = not (continuous or self.body.return_token_ids or self.body.logprobs is not None)
-        usages: dict[tuple[int, int], Usage] = {}
-        offsets: dict[tuple[int, int], TextOffsets] = {}
-        plain: dict[tuple[int, int], TextEvents] = {}
-        async for number, delta in merged([routed.stream(request) for request in self.requests]):
-            key = (number, delta.index)
-            begins = key not in usages
-            usages[key] = delta.usage
-            text = (self.prompts[number] if begins else "") + delta.text
-            if not (text or delta.finish or delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
-                continue
-            if only_text and delta.finish is None:
-                if key not in plain:
-                    plain[key] = self._text_events(number, delta)
-                yield plain[key].event(text)
-                continue
-            if key not in offsets:
-                offsets[key] = self._offsets(number)
-            usage = usage_body(usages) if continuous else None
-            yield await made(partial(self._event, number, delta, text, offsets[key], usage), [delta])
-        if options is not None and options.include_usage:
-            yield sse(self._body([], usage_body(usages)))
-        yield DONE
-
-    def _event(
-        self, number: int, delta: TokenDelta, text: str, offsets: TextOffsets, usage: dict[str, Any] | None
-    ) -> bytes:
-        return sse(self._body([self._choice(number, delta, text, offsets)], usage))
-
-    def _text_events(self, number: int, delta: TokenDelta) -> TextEvents:
-        """Of the choice that ``delta`` is of, while it has nothing but text."""
-        return TextEvents(lambda text: self._body([self._choice(number, delta, text)], None))
+    def _logprobs(self, key: Key, delta: TokenDelta) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        if key not in self.offsets:
+            self.offsets[key] = self._offsets(key[0])
+        offsets = self.offsets[key]
+        prompt = delta.prompt_logprobs if self.body.echo else ()
+        return completion_logprobs(
+            self.service.tokenizer,
+            (*prompt, *delta.logprobs),
+            num_top=self.body.logprobs,
+            offsets=(offsets.of_prompt([each.token_id for each in prompt]) if prompt else [])
+            + offsets.of_output([each.token_id for each in delta.logprobs]),
+        )
 
     def _offsets(self, number: int) -> TextOffsets:
         skip = self.requests[number].sampling.skip_special_tokens
         echo = self.prompts[number] if self.body.echo else None
         return TextOffsets(self.service.tokenizer, echo=echo, skip_special_tokens=skip)
 
-    def _choice(self, number: int, delta: TokenDelta, text: str, offsets: TextOffsets | None = None) -> dict[str, Any]:
-        """``offsets``: of the choice, which has been told every token before this delta; needed for logprobs."""
-        logprobs = None
-        if self.body.logprobs is not None and offsets is not None:
-            prompt = delta.prompt_logprobs if self.body.echo else ()
-            logprobs = completion_logprobs(
-                self.service.tokenizer,
-                (*prompt, *delta.logprobs),
-                num_top=self.body.logprobs,
-                offsets=(offsets.of_prompt([each.token_id for each in prompt]) if prompt else [])
-                + offsets.of_output([each.token_id for each in delta.logprobs]),
-            )
-        choice: dict[str, Any] = {
-            "index": number * self.requests[number].sampling.n + delta.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason(delta.finish),
-            "matched_stop": matched_stop(delta.finish),
-        }
-        if self.body.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        if self.body.prompt_logprobs is not None:
-            tokenizer, num_top = self.service.tokenizer, self.body.prompt_logprobs
-            choice["prompt_logprobs"] = prompt_logprobs_body(tokenizer, delta.prompt_logprobs, num_top=num_top)
-        return choice
 
-    def _body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-        body = {
-            "id": self.answer_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.service.model.name,
-            "choices": choices,
-            "system_fingerprint": None,
-        }
-        return body if usage is None else {**body, "usage": usage}
-
-
-async def _job(service: Service, body: CompletionRequest, name: str) -> CompletionJob:
+async def _answer(service: Service, body: CompletionRequest, name: str) -> Answer:
     check_model(service, body.model)
     _refuse(body)
     num_prompt = logprobs_wanted(body)
@@ -193,9 +126,17 @@ async def _job(service: Service, body: CompletionRequest, name: str) -> Completi
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
         await asyncio.sleep(0)  # to make the echo of 256 prompts takes long
     check_together(requests)
-    return CompletionJob(
-        service=service, body=body, name=name, requests=requests, prompts=prompts, created=int(time.time())
+    answer_id = f"cmpl-{name}"
+    form = CompletionForm(
+        service=service,
+        body=body,
+        answer_id=answer_id,
+        created=int(time.time()),
+        has_logprobs=body.logprobs is not None,
+        requests=requests,
+        prompts=prompts,
     )
+    return Answer(requests=requests, form=form, answer_id=answer_id)
 
 
 def _refuse(body: CompletionRequest) -> None:

@@ -7,9 +7,8 @@ Invariant: streamed text and ids are cumulative; a batch (or n > 1) answers a li
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -32,10 +31,10 @@ from deployments.http.convert import (
 from deployments.http.native_types import NativeRequest, NativeSampling
 from deployments.http.openai_format import number as json_number
 from deployments.http.request_ids import name_of
-from deployments.http.routed import Routed, routed_of
 from deployments.http.service import Service, service_of
-from deployments.http.streaming import DONE, JsonAnswer, answer, collected, made, merged, sse, stream
+from deployments.http.streaming import Answer, Deltas, Key
 from replicas.errors import InvalidRequest
+from replicas.text.tokenizer import Tokenizer
 from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob
 
 router = APIRouter()
@@ -48,44 +47,39 @@ _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # the
 async def generate(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, NativeRequest, max_bytes=service.max_body_bytes)
-    job = await _job(service, body, name_of(request))
-    routed = routed_of(request, job.names[0] if len(job.names) == 1 else None)
-    return await (stream(request, job.events(routed)) if body.stream else answer(request, job.whole(routed)))
+    answer = await _answer(service, body, name_of(request))
+    return await answer.respond(request, streams=body.stream)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeJob:
-    """One request, or a batch, on its way to one answer."""
+class NativeForm:
+    """A native answer: one object, or a list of one for each choice of each prompt."""
 
-    service: Service
+    is_cumulative = True
+    only_text = False
+
+    tokenizer: Tokenizer
     requests: list[GenerateRequest]
     names: list[str]  # what the client calls each of them
+    firsts: list[int]  # the place of each one's choice 0 in the list
     is_list: bool  # the answer is a list
     with_text: bool  # logprobs carry the tokens' texts
     tgi: bool
     started_s: float = field(default_factory=time.monotonic)
 
-    async def whole(self, routed: Routed) -> Response:
-        done = await collected(merged([routed.stream(request) for request in self.requests]))
-        return await made(lambda: JsonAnswer(self._whole(done)), done.values())
-
-    def _whole(self, done: dict[tuple[int, int], TokenDelta]) -> dict[str, Any] | list[Any]:
-        bodies = [self._body(number, delta) for (number, _), delta in done.items()]
+    def whole(self, deltas: Deltas) -> dict[str, Any] | list[Any]:
+        bodies = [self._body(number, delta) for (number, _), delta in deltas.items()]
         return bodies if self.is_list else bodies[0]
 
-    async def events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
-        so_far: dict[tuple[int, int], TokenDelta] = {}
-        first = [0, *itertools.accumulate(request.sampling.n for request in self.requests)]  # each prompt's choice 0
-        async for number, delta in merged([routed.stream(request) for request in self.requests]):
-            key = (number, delta.index)
-            so_far[key] = so_far[key].merge(delta) if key in so_far else delta
-            index = first[number] + delta.index if self.is_list else None
-            yield await made(partial(self._event, number, so_far[key], index), [so_far[key]])
-        yield DONE
-
-    def _event(self, number: int, delta: TokenDelta, index: int | None) -> bytes:
+    def event(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> dict[str, Any]:
+        number, choice = key
         body = self._body(number, delta)
-        return sse(body if index is None else {**body, "index": index})
+        if not self.is_list:
+            return body
+        return {**body, "index": self.firsts[number] + choice}
+
+    def last_event(self, latest: Deltas) -> None:
+        return None
 
     def _body(self, number: int, delta: TokenDelta) -> dict[str, Any]:
         request, usage, finish = self.requests[number], delta.usage, delta.finish
@@ -123,7 +117,7 @@ class NativeJob:
         return [[self._row(*pair) for pair in each.top] if each.logprob is not None else None for each in logprobs]
 
     def _row(self, token_id: int, logprob: float | None) -> list[Any]:
-        return [json_number(logprob), token_id, self.service.tokenizer.token_text(token_id) if self.with_text else None]
+        return [json_number(logprob), token_id, self.tokenizer.token_text(token_id) if self.with_text else None]
 
 
 def _finish_body(delta: TokenDelta) -> dict[str, Any]:
@@ -139,7 +133,7 @@ def _finish_body(delta: TokenDelta) -> dict[str, Any]:
     return body
 
 
-async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
+async def _answer(service: Service, body: NativeRequest, name: str) -> Answer:
     refuse_unsupported(body, prompt_logprobs=None)
     given = body.sampling_params if body.sampling_params is not None else body.parameters
     sampling = given or NativeSampling()
@@ -174,14 +168,16 @@ async def _job(service: Service, body: NativeRequest, name: str) -> NativeJob:
         requests.append(checked(service, request, names={**_NAMES, "prompt": param}))
         await asyncio.sleep(0)  # 256 of them take long
     check_together(requests)
-    return NativeJob(
-        service=service,
+    form = NativeForm(
+        tokenizer=service.tokenizer,
         requests=requests,
         names=names,
+        firsts=[0, *itertools.accumulate(request.sampling.n for request in requests)],
         is_list=is_batch or any(request.sampling.n > 1 for request in requests),
         with_text=bool(body.return_text_in_logprobs),
         tgi=body.inputs is not None,
     )
+    return Answer(requests=requests, form=form, answer_id=names[0] if count == 1 else None)
 
 
 def _cut(service: Service, ids: TokenIds, body: NativeRequest, sampling: NativeSampling) -> TokenIds:

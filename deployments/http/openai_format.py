@@ -1,43 +1,123 @@
-"""Parts of the OpenAI answers that completions and chat share: usage, reasons, logprobs.
+"""The answers of completions and chat in OpenAI's form: what both have in common, usage, reasons, logprobs.
 
-Never: emits a number that JSON has no form for (a token masked out has no finite logprob).
+Never: emits a number that JSON has no form for (a token that is masked out has no finite logprob).
 """
 
 import codecs
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from deployments.http.openai_types import SamplingFields
+from deployments.http.service import Service
+from deployments.http.streaming import Deltas, Key
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import Finish, TokenLogprob, Usage
+from replicas.types import TokenDelta, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-def finish_reason(finish: Finish | None) -> str | None:
-    return None if finish is None else finish.reason.value
+@dataclass(frozen=True, kw_only=True)
+class OpenAIForm(ABC):
+    """The parts of a form (streaming.py) that completions and chat share; a choice is each endpoint's own."""
+
+    kind: ClassVar[str]  # the answer's ``object``
+    chunk_kind: ClassVar[str]
+    is_cumulative = False
+
+    service: Service
+    body: SamplingFields
+    answer_id: str
+    created: int
+    has_logprobs: bool  # choices carry the logprobs of their tokens
+
+    @abstractmethod
+    def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
+        """The choice of an answer that is not streamed."""
+
+    @abstractmethod
+    def chunk(self, key: Key, delta: TokenDelta, *, begins: bool) -> dict[str, Any] | None:
+        """The choice of an event; None where ``delta`` has nothing for the client."""
+
+    @property
+    def only_text(self) -> bool:
+        return not (self._has_usage_in_each or self.body.return_token_ids or self.has_logprobs)
+
+    def whole(self, deltas: Deltas) -> dict[str, Any]:
+        choices = [self.choice(key, delta) for key, delta in deltas.items()]
+        return {**self._body(self.kind, choices), **self.beside_choices(deltas), "usage": usage_body(deltas)}
+
+    def beside_choices(self, deltas: Deltas) -> dict[str, Any]:
+        """Fields of the whole answer that precede its usage."""
+        return {}
+
+    def event(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> dict[str, Any] | None:
+        choice = self.chunk(key, delta, begins=begins)
+        if choice is None:
+            return None
+        body = self._body(self.chunk_kind, [choice])
+        return {**body, "usage": usage_body(latest)} if self._has_usage_in_each else body
+
+    def last_event(self, latest: Deltas) -> dict[str, Any] | None:
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return None
+        return {**self._body(self.chunk_kind, []), "usage": usage_body(latest)}
+
+    @property
+    def _has_usage_in_each(self) -> bool:
+        """Whether each event carries the usage so far."""
+        return self.body.stream_options is not None and bool(self.body.stream_options.continuous_usage_stats)
+
+    def _has_news(self, delta: TokenDelta) -> bool:
+        """Whether ``delta`` has anything beside text for the client."""
+        return bool(delta.finish or delta.logprobs or (self.body.return_token_ids and delta.token_ids))
+
+    def _choice(
+        self, index: int, delta: TokenDelta, content: dict[str, Any], logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": None if delta.finish is None else delta.finish.reason.value,
+            "matched_stop": None if delta.finish is None else delta.finish.matched,
+        }
+        return {**choice, "token_ids": delta.token_ids} if self.body.return_token_ids else choice
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.service.model.name,
+            "choices": choices,
+            "system_fingerprint": None,
+        }
 
 
-def matched_stop(finish: Finish | None) -> int | str | None:
-    return None if finish is None else finish.matched
+def usage_body(deltas: Deltas) -> dict[str, Any]:
+    """Sum the usage of a whole answer: a prompt counts once, whatever its number of choices; every output counts.
 
-
-def usage_body(usages: dict[tuple[int, int], Usage]) -> dict[str, Any]:
-    """Usage of a whole answer: a prompt counts once, whatever its number of choices; every output counts.
-
-    Args: usages: by (request's number, choice).
+    Args: deltas: the last one of each choice.
     """
+    usages = {key: delta.usage for key, delta in deltas.items()}
     prompts = {number: usage.prompt_tokens for (number, _), usage in usages.items()}
     cached: dict[int, int] = {}
     for (number, choice), usage in usages.items():
         if choice == 0 or number not in cached:  # choice 0 computes what the others share
             cached[number] = usage.cached_tokens
-    return _usage_body(
-        prompt=sum(prompts.values()),
-        completion=sum(usage.completion_tokens for usage in usages.values()),
-        cached=sum(cached.values()),
-    )
+    prompt, completion = sum(prompts.values()), sum(usage.completion_tokens for usage in usages.values())
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
 
 
 def number(logprob: float | None) -> float | None:
@@ -127,16 +207,6 @@ def prompt_logprobs_body(
         return own | {str(t): entry(t, value, rank) for rank, (t, value) in top if t != each.token_id}
 
     return [entries(each) for each in logprobs]
-
-
-def _usage_body(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
 
 
 def _top_by_text(tokenizer: Tokenizer, each: TokenLogprob, num_top: int) -> dict[str, float | None] | None:

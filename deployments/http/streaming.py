@@ -1,17 +1,20 @@
-"""Answers while the client listens, and stops when it goes: server-sent events, and plain answers with the same care.
+"""The answers of the generating endpoints: server-sent events or one body, for as long as the client listens.
 
-Owns:      the race between an answer and the client's leaving.
-Invariant: the answer's generator is closed on every path, so that a client that goes away aborts its request.
-Thread:    the router's event loop.
+Owns:      the race between an answer and the client's leaving; which deltas become which events.
+Never:     knows an endpoint's JSON: that is its `Form`.
+Invariant: the answer's generators are closed on every path, so that a client that goes away aborts its requests.
+Thread:    the router's event loop; bodies with many logprobs are made on another thread.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from json.encoder import encode_basestring
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -19,12 +22,15 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, body_of, error_body
-from replicas.types import TokenDelta
+from deployments.http.routed import Routed, routed_of
+from replicas.types import GenerateRequest, TokenDelta
 
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
+Key = tuple[int, int]  # (number of the request within its HTTP request, choice)
+Deltas = Mapping[Key, TokenDelta]
 
 
 class ClientGone(Exception):
@@ -51,6 +57,82 @@ class TextEvents:
 
     def event(self, text: str) -> bytes:
         return self._before + encode_basestring(text).encode() + self._after
+
+
+class Form(Protocol):
+    """How one endpoint writes its answer as JSON."""
+
+    @property
+    def is_cumulative(self) -> bool:
+        """Whether an event holds all that its choice has so far, and not only what is new."""
+
+    @property
+    def only_text(self) -> bool:
+        """Whether the events of a choice between its first and its last differ in their text alone."""
+
+    def whole(self, deltas: Deltas) -> Any:
+        """The body of an answer that is not streamed. Args: deltas: each choice as one delta, sorted."""
+
+    def event(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> dict[str, Any] | None:
+        """The event of ``delta``; None where it has nothing for the client. Args: latest: last delta of each choice."""
+
+    def last_event(self, latest: Deltas) -> dict[str, Any] | None:
+        """The event after all choices have ended; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to one HTTP request that generates, for one prompt or several."""
+
+    requests: list[GenerateRequest]
+    form: Form
+    answer_id: str | None  # None where each prompt's part has an id of its own
+
+    async def respond(self, request: Request, *, streams: bool | None) -> Response:
+        """Run the requests and answer in events or in one body. Raises: InvalidRequest for bad routing headers."""
+        routed = routed_of(request, self.answer_id)
+        return await (stream(request, self._events(routed)) if streams else answer(request, self._whole(routed)))
+
+    def _deltas(self, routed: Routed) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+        return merged([routed.stream(each) for each in self.requests])
+
+    async def _whole(self, routed: Routed) -> Response:
+        deltas = await collected(self._deltas(routed))
+        return await made(lambda: JsonAnswer(self.form.whole(deltas)), deltas.values())
+
+    async def _events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
+        form, latest = self.form, dict[Key, TokenDelta]()
+        texts: dict[Key, TextEvents] = {}
+        async for number, delta in self._deltas(routed):
+            key = (number, delta.index)
+            begins = key not in latest
+            if form.is_cumulative and not begins:
+                delta = latest[key].merge(delta)
+            latest[key] = delta
+            if key in texts and delta.finish is None:
+                if delta.text:
+                    yield texts[key].event(delta.text)
+                continue
+            event = await made(partial(self._event, key, delta, latest, begins), [delta])
+            if event is not None:
+                yield event
+            if form.only_text and delta.finish is None:
+                texts[key] = TextEvents(partial(self._text_event, key, delta))
+        last = form.last_event(latest)
+        if last is not None:
+            yield sse(last)
+        yield DONE
+
+    def _event(self, key: Key, delta: TokenDelta, latest: Deltas, begins: bool) -> bytes | None:
+        payload = self.form.event(key, delta, latest, begins=begins)
+        return None if payload is None else sse(payload)
+
+    def _text_event(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
+        """The payload of a later event of the choice of ``delta`` that has nothing but ``text``."""
+        plain = replace(delta, text=text, finish=None, logprobs=(), prompt_logprobs=())
+        payload = self.form.event(key, plain, {}, begins=False)
+        assert payload is not None, "an event without its text"
+        return payload
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
