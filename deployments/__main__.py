@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from deployments.command import haproxy
-from deployments.command.port import check_port
-from deployments.settings import ray_env, settings_file
-from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile
+from deployments.settings import settings_file
+from deployments.settings.settings_file import ALL_ADDRESSES, SettingsFile, check_port
 from replicas.errors import InvalidConfig
 
 DEFAULT = "serve_config.yaml"
@@ -40,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
     except InvalidConfig as error:
         print(f"{args.config} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
         return 2
-    ray_env.prepare(host=host)
+    haproxy.prepare_ray(host=host)
     if args.command == "serve":
         with haproxy.prepared(os.environ, host=host, warn=_warn):
             from deployments.command import cluster, serve

@@ -21,9 +21,9 @@ from deployments.replica.feasible import checked, device_of
 from deployments.replica.model_replica import ModelReplica
 from deployments.router import RouterIngress
 from deployments.settings.capacity import Capacity, auto_count, shortages
+from deployments.settings.groups import AutoscalingSettings
 from deployments.settings.keys import KEY_VARIABLE, without_keys
 from deployments.settings.places import weights_bytes
-from deployments.settings.replica_settings import AutoscalingSettings
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import AppConfig
 from replicas.runner.device import available_ram

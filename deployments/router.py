@@ -37,15 +37,14 @@ from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RayPeers, RouterPeers
 from deployments.http import tracing
-from deployments.http.browsers import browser_rules
+from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
-from deployments.http.model_face import read_face, tokenizer_folder
 from deployments.http.routes import own_route
-from deployments.http.service import Service
+from deployments.http.service import Service, read_face, tokenizer_folder
+from deployments.settings.groups import without_token
 from deployments.settings.keys import NO_KEYS, KeyDigests
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig, parse
-from deployments.settings.transfer_settings import without_token
 from deployments.watch.metrics.router_metrics import RouterMetrics
 from deployments.watch.metrics.server import ServedMetrics
 from deployments.watch.observatory import serve_details

@@ -22,8 +22,7 @@ from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
 from deployments.settings.places import local_path
 from deployments.settings.schema import AppConfig
-from deployments.settings.setting_errors import nearest, sentences, setting_of, shown, unknown
-from deployments.settings.settings_file import SettingsFile
+from deployments.settings.settings_file import SettingsFile, nearest, sentences, setting_of, shown, unknown
 from deployments.watch.observatory import settings as observatory
 from replicas.errors import InvalidConfig
 from replicas.runner.device import available_ram, num_gpus

@@ -1,11 +1,15 @@
-"""The Ray that is served on: a small one of our own, or the one that RAY_ADDRESS names; and what Ctrl-C does to it.
-
-Owns:      the Ray it starts, with every process that descends from it; the handlers of SIGINT and SIGTERM.
-Invariant: at the end no process of a Ray of our own is left; of a cluster that was there before, only Serve is ended.
-Thread:    the main thread.
+"""The Ray that is served on, a small one of our own or the one that RAY_ADDRESS names: its start, its watch, its end.
 
     signal ──> KeyboardInterrupt ──> nothing served yet: Ray is ended at once      serving: requests may finish first
                  └── a second one meanwhile ──> every process of ours is killed
+
+Owns:      the Ray it starts, with every process that descends from it; the handlers of SIGINT and SIGTERM; since when
+           each thing that is served has been missing.
+Never:     counts a single replica's death, which Serve mends, for as long as another one runs.
+Invariant: at the end no process of a Ray of our own is left; of a cluster that existed before, only Serve is ended.
+           What Ray restarts by itself (Serve's controller, replicas) has PATIENCE_S for it; Ray's GCS, which nothing
+           restarts, has none.
+Thread:    the main thread.
 """
 
 import contextlib
@@ -15,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -23,6 +27,13 @@ import ray
 from ray import serve
 from ray.exceptions import AuthenticationError, RayError
 from ray.serve.context import _get_global_client
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ServeInstanceDetails,
+)
 
 OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
 REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
@@ -179,3 +190,82 @@ def _kill(family: list[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()  # psutil compares start times: another process that has the id by now is not touched
     psutil.wait_procs(family, timeout=KILL_S)
+
+
+LOOK_S = 2.0  # between two looks at what is served
+PATIENCE_S = 60.0
+ANSWER_S = 10.0  # Serve's controller, to one question
+CONNECT_S = 5.0
+WANTED = "RUNNING"  # of a replica's states
+Status = Callable[[], Mapping[str, ApplicationStatusOverview]]
+
+
+class Supervision:
+    """What is served, as asked from time to time."""
+
+    def __init__(
+        self, names: Collection[str], *, status: Status, gcs_answers: Callable[[], bool], clock: Callable[[], float]
+    ) -> None:
+        """``names``: the applications that must live; ``status``: of all, raises where Serve does not answer."""
+        self._names = names
+        self._status = status
+        self._gcs_answers = gcs_answers
+        self._clock = clock
+        self._since_s: dict[str, float] = {}  # what is wrong -> since when
+        self.ray_is_dead = False
+
+    def look(self) -> str | None:
+        """Why nothing is served any more; None while all lives, or may come back."""
+        if not self._gcs_answers() and not self._gcs_answers():
+            self.ray_is_dead = True
+            return "Ray has died: its GCS does not answer"
+        now_s = self._clock()
+        wrong = self._wrong()
+        self._since_s = {each: self._since_s.get(each, now_s) for each in wrong}
+        for each, since_s in self._since_s.items():
+            if now_s - since_s >= PATIENCE_S:
+                return f"{each} for {now_s - since_s:.0f} s"
+        return None
+
+    def _wrong(self) -> list[str]:
+        try:
+            applications = self._status()
+        except Exception:  # noqa: BLE001 - the edge: whatever it is, Serve does not answer
+            return ["Serve's controller has not answered"]
+        wrong = []
+        for name in self._names:
+            application = applications.get(name)
+            if application is None:
+                wrong.append(f"application {name} has not been there")
+            elif application.status is ApplicationStatus.DEPLOY_FAILED:
+                wrong.append(f"application {name} has been failed")
+            else:
+                dead = [each for each, overview in application.deployments.items() if _is_dead(overview)]
+                wrong += [f"{each} of application {name} has had no replica that runs" for each in dead]
+        return wrong
+
+
+def _is_dead(deployment: DeploymentStatusOverview) -> bool:
+    return deployment.status is DeploymentStatus.UNHEALTHY and not deployment.replica_states.get(WANTED)
+
+
+def status_of_serve() -> Status:
+    """A call that asks Serve's controller, which runs; `serve.status` itself waits for its answer without a bound."""
+    client = _get_global_client()
+    assert client is not None
+
+    def status() -> Mapping[str, ApplicationStatusOverview]:
+        details = ray.get(client._controller.get_serve_instance_details.remote(), timeout=ANSWER_S)
+        return dict(ServeInstanceDetails(**details)._get_status().applications)
+
+    return status
+
+
+def listens(address: str) -> bool:
+    """Whether somebody accepts connections at ``address``, host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError:
+        return False
+    return True

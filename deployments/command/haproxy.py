@@ -1,9 +1,9 @@
-"""HAProxy in front of the routers, where it can be had: the environment that Ray Serve reads when it is imported.
+"""The environment that Ray and Ray Serve read when they are imported: a token, the loopback, HAProxy.
 
 Owns:      the private folder of HAProxy's files and sockets; which of Serve's flags are set for a Ray of our own.
 Never:     imports Ray; overrides what the environment says already: ``RAY_SERVE_ENABLE_HA_PROXY=0`` turns it off.
-Invariant: without a binary that runs, nothing is set and Serve's own proxy serves, which is said once; the environment
-           is afterwards what it was before.
+Invariant: without a binary that runs, nothing is set and Serve's own proxy serves, which is said once; HAProxy's part
+           of the environment is afterwards what it was before.
 Thread:    the main thread, before Ray.
 
 Serve's own proxy passes each event of a stream through one more Python process; HAProxy connects clients to the HTTP
@@ -13,6 +13,7 @@ server in the router (docs/performance.md has what that saves).
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from deployments.settings.ray_env import is_loopback
+from deployments.settings.places import is_loopback
 from deployments.settings.settings_file import ALL_ADDRESSES
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -144,3 +145,22 @@ def _free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
+
+
+ON_A_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" is Ray's name for: this machine alone, on its loopback
+
+
+def prepare_ray(environ: MutableMapping[str, str] = os.environ, *, host: str = ALL_ADDRESSES) -> None:
+    """A cluster of our own asks for a token that only it knows, and listens on the loopback where its HTTP server does;
+    a cluster that exists keeps its ways.
+
+    With RAY_AUTH_MODE unset, what Ray does depends on files that are lying around.
+    Args: host: what clients connect to (http_options).
+    """
+    if "RAY_ADDRESS" not in environ:
+        if "RAY_AUTH_MODE" not in environ:
+            environ["RAY_AUTH_MODE"] = "token"
+            environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        if is_loopback(host):
+            environ.setdefault(ON_A_CLUSTER, "0")
+    environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -28,13 +28,13 @@ from ray.serve.schema import (
 )
 
 from deployments.app import capacity_of_cluster
-from deployments.command import cluster, startup, supervision
+from deployments.command import cluster, startup
 from deployments.command.announce import OBSERVATORY, Observatories, announce
 from deployments.command.check import MANTA, read
-from deployments.command.port import check_port
 from deployments.settings.capacity import shortages
 from deployments.settings.keys import KEY_VARIABLE, KEYS_VARIABLE
 from deployments.settings.schema import AppConfig
+from deployments.settings.settings_file import check_port
 from deployments.watch.observatory import settings as observatory
 from replicas.errors import InvalidConfig
 
@@ -43,41 +43,41 @@ LOOK_S = 0.5
 
 def run(config_path: str) -> int:
     """Serve ``config_path`` until interrupted, or until it has died; the exit status."""
-    board = startup.Board()
+    progress = startup.StartProgress()
     try:
-        return _run(config_path, board)
+        return _run(config_path, progress)
     finally:
-        board.close()
+        progress.close()
 
 
-def _run(config_path: str, board: startup.Board) -> int:
-    say = board.say
+def _run(config_path: str, progress: startup.StartProgress) -> int:
+    say = progress.say
     try:
         schema, configs = read(config_path, say)
         check_port(schema.http_options.host, schema.http_options.port)
         settle_key(schema, say, on_cluster="RAY_ADDRESS" in os.environ)
     except InvalidConfig as error:
-        board.close()
+        progress.close()
         return refuse(config_path, error)
     cluster.listen_for_the_end()
     try:
         with cluster.opened(say) as opened:
             for shortage in () if opened.ours else shortages(configs.values(), capacity_of_cluster()):
                 say(f"{shortage}; they wait until the cluster grows")
-            opened.serving = _deploy(schema, configs, board)
+            opened.serving = _deploy(schema, configs, progress)
             if opened.serving:
                 opened.lost = _until_the_end(configs)
             return 1
     except cluster.NoCluster as error:
-        board.close()
+        progress.close()
         print(error, file=sys.stderr)
         return 1
     except cluster.StoppedAtOnce:
-        board.close()
+        progress.close()
         print("stopped at once", file=sys.stderr)
         return cluster.AT_ONCE
     except KeyboardInterrupt:
-        board.close()
+        progress.close()
         say("stopped")
     return 0
 
@@ -128,10 +128,10 @@ def _keyed(application: ServeApplicationSchema) -> dict[str, Any]:
     return application.args if application.import_path == OBSERVATORY else application.args.get("router") or {}
 
 
-def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], board: startup.Board) -> bool:
+def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: startup.StartProgress) -> bool:
     """Deploy as `serve run` does, and tell what is waited for until every application runs. False when one failed."""
-    board.say("starting Serve")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the board says how far it is
+    progress.say("starting Serve")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the progress says how far it is
     client = serve_start(
         http_options=schema.http_options.model_dump(),
         proxy_location=schema.proxy_location,
@@ -139,45 +139,45 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], board: sta
     )
     replica_logs = startup.ReplicaLogs(Path(get_serve_logs_dir()))
     client.deploy_apps(schema, _blocking=False)
-    observatories = Observatories(schema, board.say)
-    failed = _until_running(board, replica_logs, observatories)
-    board.close()
+    observatories = Observatories(schema, progress.say)
+    failed = _until_running(progress, replica_logs, observatories)
+    progress.close()
     if failed:
         for name, application in failed.items():
             print(f"{name} failed to start:\n{_why(application)}", file=sys.stderr)
         return False
     applications = serve.status().applications
     observatories.look(applications, last=True)
-    announce(schema, configs, applications, board.say, watched_at=observatories.told)
+    announce(schema, configs, applications, progress.say, watched_at=observatories.told)
     return True
 
 
 def _until_the_end(names: Collection[str]) -> bool:
     """Look after what serves until it does no more, and say why. Returns: whether it is Ray that has died."""
     gcs = ray.get_runtime_context().gcs_address
-    served = supervision.Supervision(
+    served = cluster.Supervision(
         names,
-        status=supervision.status_of_serve(),
-        gcs_answers=lambda: supervision.listens(gcs),
+        status=cluster.status_of_serve(),
+        gcs_answers=lambda: cluster.listens(gcs),
         clock=time.monotonic,
     )
     while (reason := served.look()) is None:
-        cluster.pause(supervision.LOOK_S)
+        cluster.pause(cluster.LOOK_S)
     print(f"nothing is served any more: {reason}", file=sys.stderr)
     return served.ray_is_dead
 
 
 def _until_running(
-    board: startup.Board, replica_logs: startup.ReplicaLogs, observatories: Observatories
+    progress: startup.StartProgress, replica_logs: startup.ReplicaLogs, observatories: Observatories
 ) -> dict[str, ApplicationStatusOverview]:
     """Show what is waited for until every application runs, or some failed: those."""
     while True:
         applications = serve.status().applications
         replica_logs.look()
-        now: dict[str, startup.Line] = {}
+        now: dict[str, startup.DeploymentProgress] = {}
         for name, each in applications.items():
             now |= startup.lines(name, each.deployments, replica_logs)
-        board.show(now)
+        progress.show(now)
         observatories.look(applications)
         failed = {
             name: each for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED

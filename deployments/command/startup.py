@@ -103,7 +103,7 @@ def hopeless(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class DeploymentProgress:
     """How far one deployment is."""
 
     name: str
@@ -111,17 +111,17 @@ class Line:
     phases: tuple[str, ...]  # that its replicas are in, without: what is new among them is news
 
 
-def lines(application: str, deployments: Mapping[str, Deployment], logs: ReplicaLogs) -> dict[str, Line]:
+def lines(application: str, deployments: Mapping[str, Deployment], logs: ReplicaLogs) -> dict[str, DeploymentProgress]:
     """What is to be said of one application, by what it is about."""
     if not deployments:
-        return {application: Line(name=application, text="being built", phases=("being built",))}
+        return {application: DeploymentProgress(name=application, text="being built", phases=("being built",))}
     return {
         f"{application}/{name}": _far(f"{application}: {name}", each, logs.phases(application, name))
         for name, each in deployments.items()
     }
 
 
-class Board:
+class StartProgress:
     """Shows how far a start is. Until `close` it is one block on a terminal; afterwards lines are printed there too."""
 
     def __init__(self, out: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -145,7 +145,7 @@ class Board:
         else:
             print(line, file=self._out, flush=True)
 
-    def show(self, now: Mapping[str, Line]) -> None:
+    def show(self, now: Mapping[str, DeploymentProgress]) -> None:
         """What is waited for now, by what it is about."""
         self._now = [f"{line.name}: {line.text}" for line in now.values()]
         if self._live is not None:
@@ -171,13 +171,14 @@ class Board:
         return self._clock() - self._started_s
 
 
-def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> Line:
+def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> DeploymentProgress:
     states = deployment.replica_states
     num, starting = sum(states.values()), states.get("STARTING", 0)
     said = _message(deployment)
     if not num:
         waits = "waiting for Serve to start it"
-        return Line(name=name, text=f"{waits}{said and f' ({said})'}", phases=(waits, *([said] if said else [])))
+        phases_said = (waits, said) if said else (waits,)
+        return DeploymentProgress(name=name, text=f"{waits}{said and f' ({said})'}", phases=phases_said)
     running = states.get("RUNNING", 0)
     started = [replica_id for replica_id, phase in phases.items() if phase == READY]
     on_their_way = [(replica_id, "has started") for replica_id in started[: max(len(started) - running, 0)]]
@@ -192,7 +193,7 @@ def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> Line:
     ]
     reached = [_FIGURES.sub("", phase) for _, phase in told if phase != "has started"] + parts[:1] * bool(running)
     text = "; ".join(parts) + (f" ({said})" if said else "")
-    return Line(name=name, text=text, phases=(*reached, *([said] if said else [])))
+    return DeploymentProgress(name=name, text=text, phases=(*reached, *([said] if said else [])))
 
 
 def _message(deployment: Deployment) -> str:

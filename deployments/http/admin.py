@@ -1,7 +1,9 @@
-"""Everything that is not a generation: health, models, server and model facts, cache, aborts, this router's metrics.
+"""The routes that generate nothing: health, facts about model and server, tokens, cache, aborts, this router's metrics.
 
-Never:     changes a replica but through flush and abort.
-Invariant: what shows or changes everybody's asks for the admin key, where any key exists (keys.py).
+Never:     changes a replica except by flush and abort; asks one about tokens: the router has a tokenizer of its own.
+Invariant: with any key configured, a route that shows or changes what belongs to all callers asks for the admin key
+           (access.py).
+Thread:    the router's event loop; texts and their answers are made on the threads of service.py.
 """
 
 import asyncio
@@ -18,12 +20,13 @@ from prometheus_client.exposition import choose_encoder
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import ReplicaCalls, ReplicaInfo
 from deployments.fleet.fleet import ANSWER_S
-from deployments.http.body import read_body
+from deployments.http.access import admin_only, caller_of
+from deployments.http.bodies import AbortRequest, DetokenizeRequest, TokenizeRequest, read_body
+from deployments.http.chat import refuse_tools, template_options
+from deployments.http.convert import check_count, check_model, to_ids
 from deployments.http.http_errors import error_body
-from deployments.http.key_check import admin_only, caller_of
-from deployments.http.native_types import AbortRequest
 from deployments.http.service import Service, service_of
-from deployments.http.streaming import answer
+from deployments.http.streaming import JsonAnswer, answer
 from deployments.settings.places import shown_path
 from replicas.errors import InvalidRequest, UnknownModel
 from replicas.types import EngineStats
@@ -221,3 +224,73 @@ async def metrics(request: Request) -> Response:
     # on another thread: some of the values are asked of this event loop
     text = await asyncio.to_thread(encode, service_of(request).registry)
     return Response(text, media_type=content_type)
+
+
+MAX_DETOKENIZED = 1 << 17  # ids of one request
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize")
+async def tokenize(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, TokenizeRequest, max_bytes=service.max_body_bytes)
+    check_model(service, body.model)
+    special = True if body.add_special_tokens is None else body.add_special_tokens
+    if body.messages is not None:
+        refuse_tools(body)
+        rows = [await service.encode_chat(body.messages, **template_options(body))]
+    elif body.prompt is not None:
+        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        check_count(len(texts), param="prompt")
+        rows = await service.encode_all(texts, add_special_tokens=special, together=True)
+    else:
+        raise InvalidRequest("prompt: is missing; give a prompt or messages", param="prompt")
+    is_list = body.messages is None and isinstance(body.prompt, list)
+
+    def answer() -> Response:
+        tokens, counts = [row.tolist() for row in rows], [len(row) for row in rows]
+        either = {"tokens": tokens, "count": counts} if is_list else {"tokens": tokens[0], "count": counts[0]}
+        return JsonAnswer({**either, "max_model_len": service.model.context_len})
+
+    return await service.encoding.run(answer, size=sum(map(len, rows)))
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize")
+async def detokenize(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, DetokenizeRequest, max_bytes=service.max_body_bytes)
+    check_model(service, body.model)
+    skip = True if body.skip_special_tokens is None else body.skip_special_tokens
+    is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
+    rows = [row for row in (body.tokens if is_list else [body.tokens]) if isinstance(row, list)]
+    num_tokens = sum(map(len, rows))
+    if num_tokens > MAX_DETOKENIZED:
+        message = f"tokens: {num_tokens:,} ids; at most {MAX_DETOKENIZED:,} go into one request"
+        raise InvalidRequest(message, param="tokens")
+
+    def answer() -> Response:
+        texts = [service.tokenizer.decode(to_ids(row, param="tokens"), skip) if row or is_list else "" for row in rows]
+        text = texts if is_list else texts[0]
+        return JsonAnswer({"prompt": text, "text": text})
+
+    return await service.encoding.run(answer, size=num_tokens)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """What lm-eval's remote tokenizer asks for."""
+    service = service_of(request)
+    tokenizer = service.tokenizer
+    eos = sorted(tokenizer.eos_ids)
+    return {
+        "tokenizer_path": service.model.tokenizer_path,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_token": tokenizer.named_token("eos") or (tokenizer.token_text(eos[0]) if eos else None),
+        "eos_token_id": eos[0] if eos else None,
+        "eos_token_ids": eos,
+        "bos_token": tokenizer.named_token("bos"),
+        "pad_token": tokenizer.named_token("pad"),
+        "chat_template": tokenizer.chat_template,
+        "max_model_len": service.model.context_len,
+    }

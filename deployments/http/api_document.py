@@ -1,8 +1,9 @@
-"""/openapi.json: every route with the bodies that it takes and the answers that it gives.
+"""/openapi.json: every route with the bodies that it takes, their limits, and the answers that it gives.
 
-Owns:      what is said of the routes beyond their paths and methods, which the app itself knows.
-Never:     checks a request: the routes read their bodies themselves (body.py); the limits here are those that they,
-           and `SamplingParams`, hold to. tests/contract/test_api_document.py sends what is described, and what is not.
+Owns:      the description of the routes beyond their paths and methods, which the app itself knows.
+Never:     checks a request: the routes do, and `SamplingParams`; the limits repeat theirs in JSON schema. What no
+           schema can say, such as fields that exclude each other, is a 400, which each route lists.
+           tests/contract/test_api_document.py sends requests that fit the document, and requests that do not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,132 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deployments.http import answer_types as answers
+from deployments.http import answer_bodies as answers
+from deployments.http.access import OPEN
 from deployments.http.admin import MAX_FLUSH_WAIT_S
-from deployments.http.api_limits import MESSAGE, limit, limits_of
-from deployments.http.key_check import OPEN
-from deployments.http.native_types import AbortRequest, NativeRequest
-from deployments.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deployments.http.bodies import (
+    MAX_PROMPTS,
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    NativeRequest,
+    TokenizeRequest,
+)
 from deployments.http.routes import ExplainRequest
 from deployments.http.service import Service
+from replicas.text.control_tokens import ROLES
+
+Limit = dict[str, Any]
+Limits = dict[str, Limit]  # by the JSON type of what is given; "items" are those of a list's elements
+_PART = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}},
+        {
+            "type": "object",
+            "required": ["type", "refusal"],
+            "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
+        },
+    ]
+}
+MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "null"},
+                {"type": "array", "items": _PART},
+            ]
+        },
+    },
+}
+_ANYTHING = ""  # in place of a type, where the field's may be any
+_NOT_DONE: Limit = {
+    "enum": [None, False, 0, "", [], {}],
+    "description": "Not supported: refused if it asks for anything.",
+}
+_NAME: Limit = {"pattern": "^[A-Za-z0-9._:/@+=-]{0,128}$"}
+_PENALTY: Limits = {"number": {"minimum": -2, "maximum": 2}}
+_UP_TO_20: Limits = {"integer": {"minimum": 0, "maximum": 20}}
+
+
+def limits_of(service: Service) -> dict[str, Limits]:
+    """By the name of the field, on whatever route, or of the body and its field."""
+    context: Limits = {"integer": {"minimum": 0, "maximum": service.model.context_len}}
+    keep: Limits = {"integer": {"minimum": -1, "maximum": service.model.context_len, "not": {"const": 0}}}
+    token: Limits = {"integer": {"minimum": 0, "maximum": service.model.vocab_size - 1}}
+    any_token: Limits = {"integer": {"minimum": 0, "maximum": 2**31 - 1}}
+    one_or_many: Limit = {"minItems": 1, "items": {**token, "array": {"minItems": 1, "items": token}}}
+    texts: Limits = {"string": {"minLength": 1}, "array": one_or_many}
+    stops: Limit = {"maxItems": 64, "items": {"string": {"minLength": 1, "maxLength": 1024}}}
+    return {
+        "model": {"string": {"enum": [service.model.name, ""]}},
+        "messages": {"array": {"minItems": 1, "items": {"object": {"$ref": "#/components/schemas/Message"}}}},
+        "prompt": texts,
+        "input_ids": texts,
+        "TokenizeRequest.prompt": {"array": {"minItems": 1, "maxItems": MAX_PROMPTS}},  # no text has no token
+        "AbortRequest.rid": {},  # of no request, if it is none's
+        "tokens": {"array": {"items": {**any_token, "array": {"minItems": 1, "items": any_token}}}},
+        "max_tokens": context,
+        "max_completion_tokens": context,
+        "max_new_tokens": context,
+        "min_tokens": context,
+        "min_new_tokens": context,
+        "temperature": {"number": {"minimum": 0, "maximum": 100}},
+        "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
+        "top_k": {"integer": {"minimum": -1}},
+        "min_p": {"number": {"minimum": 0, "maximum": 1}},
+        "repetition_penalty": {"number": {"minimum": 0.01, "maximum": 10}},
+        "frequency_penalty": _PENALTY,
+        "presence_penalty": _PENALTY,
+        "n": {"integer": {"minimum": 1, "maximum": 128}},
+        "seed": {"integer": {"minimum": -(2**63), "maximum": 2**63 - 1}},
+        "sampling_seed": {"integer": {"minimum": -(2**63), "maximum": 2**63 - 1}},
+        "stop": {"string": {"maxLength": 1024}, "array": stops},
+        "stop_token_ids": {"array": {"maxItems": 256, "items": token}},
+        "logit_bias": {
+            "object": {
+                "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+                "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            }
+        },
+        "logprobs": _UP_TO_20,
+        "top_logprobs": _UP_TO_20,
+        "prompt_logprobs": _UP_TO_20,
+        "allowed_token_ids": {"array": {"minItems": 1, "items": token}},
+        "bad_words": {"array": {"maxItems": 512, "items": {"string": {"pattern": r"\S"}}}},
+        "truncate_prompt_tokens": keep,
+        "truncate": keep,
+        "top_logprobs_num": _UP_TO_20,
+        "tool_choice": {"string": {"enum": ["none", "auto"]}},
+        "function_call": {_ANYTHING: {"enum": [None, "none", "auto"]}},
+        "priority": {"integer": {"minimum": -1000, "maximum": 1000}},
+        "timeout": {"number": {"exclusiveMinimum": 0}},
+        "rid": {"string": _NAME, "array": {"items": {"string": _NAME}}},
+        "modalities": {"array": {"items": {"string": {"const": "text"}}, "minItems": 1, "maxItems": 1}},
+        "suffix": {"string": {"maxLength": 0}},
+        "response_format": {"object": {"properties": {"type": {"enum": [None, "text"]}}}},
+    }
+
+
+def limit(body: str, properties: Mapping[str, Any], limits: Mapping[str, Limits]) -> None:
+    """Put ``limits`` into the schemas of ``properties``. What is typed as anything and has none is only refused."""
+    for name, schema in properties.items():
+        _limit(schema, limits.get(f"{body}.{name}", limits.get(name, {_ANYTHING: _NOT_DONE})))
+
+
+def _limit(schema: dict[str, Any], limits: Limits) -> None:
+    for allowed in schema.get("anyOf", [schema]):
+        for name, value in limits.get(allowed.get("type", allowed.get("$ref", _ANYTHING)), {}).items():
+            if name == "items":
+                _limit(allowed["items"], value)
+            else:
+                allowed[name] = value
+
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 _REF = "#/components/schemas/{model}"
@@ -59,20 +178,20 @@ class Described:
 
 _GENERATES = {
     "/v1/completions": Described(
-        body=CompletionRequest, answer=answers.Completion, event=answers.Completion, errors=_RUN
+        body=CompletionRequest, answer=answers.CompletionBody, event=answers.CompletionBody, errors=_RUN
     ),
     "/v1/chat/completions": Described(
-        body=ChatRequest, answer=answers.ChatCompletion, event=answers.ChatCompletionChunk, errors=_RUN
+        body=ChatRequest, answer=answers.ChatCompletionBody, event=answers.ChatCompletionChunkBody, errors=_RUN
     ),
     "/generate": Described(
-        body=NativeRequest, answer=answers.Generated, many=True, event=answers.Generated, errors=_RUN
+        body=NativeRequest, answer=answers.GeneratedBody, many=True, event=answers.GeneratedBody, errors=_RUN
     ),
 }
-_TOKENIZE = Described(body=TokenizeRequest, answer=answers.Tokens, errors=_BODY)
-_DETOKENIZE = Described(body=DetokenizeRequest, answer=answers.Text, errors=_BODY)
-_HEALTH = Described(answer=answers.Health, errors=(*_ALL, 503))
-_MODEL_INFO = Described(answer=answers.ModelInfo)
-_SERVER_INFO = Described(answer=answers.ServerInfo)
+_TOKENIZE = Described(body=TokenizeRequest, answer=answers.TokensBody, errors=_BODY)
+_DETOKENIZE = Described(body=DetokenizeRequest, answer=answers.TextBody, errors=_BODY)
+_HEALTH = Described(answer=answers.HealthBody, errors=(*_ALL, 503))
+_MODEL_INFO = Described(answer=answers.ModelInfoBody)
+_SERVER_INFO = Described(answer=answers.ServerInfoBody)
 _METRICS = Described(content=(TEXT, "application/openmetrics-text"))
 _FLUSH_WAIT = {"type": "number", "minimum": 0, "maximum": MAX_FLUSH_WAIT_S, "default": 0}
 _EXAMPLES: Mapping[type[BaseModel], dict[str, Any]] = {
@@ -94,21 +213,21 @@ ROUTES: Mapping[str, Described] = {
     "/v1/tokenize": _TOKENIZE,
     "/detokenize": _DETOKENIZE,
     "/v1/detokenize": _DETOKENIZE,
-    "/tokenizer_info": Described(answer=answers.TokenizerInfo),
-    "/route/explain": Described(body=ExplainRequest, answer=answers.RouteExplanation, errors=_RUN),
-    "/route/{rid}": Described(answer=answers.RouteRecord, errors=(*_ALL, 404, 503)),
-    "/v1/models": Described(answer=answers.Models),
-    "/v1/models/{name}": Described(answer=answers.Model, errors=(*_ALL, 404)),
+    "/tokenizer_info": Described(answer=answers.TokenizerInfoBody),
+    "/route/explain": Described(body=ExplainRequest, answer=answers.RouteExplanationBody, errors=_RUN),
+    "/route/{rid}": Described(answer=answers.RouteBody, errors=(*_ALL, 404, 503)),
+    "/v1/models": Described(answer=answers.ModelsBody),
+    "/v1/models/{name}": Described(answer=answers.ModelBody, errors=(*_ALL, 404)),
     "/get_model_info": _MODEL_INFO,
     "/model_info": _MODEL_INFO,
     "/get_server_info": _SERVER_INFO,
     "/server_info": _SERVER_INFO,
     "/flush_cache": Described(content=(TEXT,), errors=(*_ALL, 400), query={"timeout": _FLUSH_WAIT}),
-    "/abort_request": Described(body=AbortRequest, answer=answers.Aborted, errors=_BODY),
+    "/abort_request": Described(body=AbortRequest, answer=answers.AbortedBody, errors=_BODY),
     "/health": _HEALTH,
     "/ready": _HEALTH,
     "/ping": Described(content=(TEXT,)),
-    "/version": Described(answer=answers.Version),
+    "/version": Described(answer=answers.VersionBody),
     "/metrics": _METRICS,
     "/prometheus/metrics": _METRICS,
 }
@@ -142,7 +261,7 @@ def _document(routers: Sequence[APIRouter], service: Service, *, asks_for_key: b
             "securitySchemes": _KEYS,
             "schemas": _schemas(service),
             "responses": {
-                str(status): {"description": text, "content": _content(JSON, _ref(answers.Error))}
+                str(status): {"description": text, "content": _content(JSON, _ref(answers.ErrorBody))}
                 for status, text in _STATUSES.items()
             },
         },
@@ -187,7 +306,7 @@ def _answer(described: Described) -> dict[str, Any]:
 
 def _event(event: type[BaseModel]) -> dict[str, Any]:
     """One of a stream's, as OpenAPI 3.2 describes them. An error ends the stream."""
-    either = {"anyOf": [_ref(event), _ref(answers.Error)]}
+    either = {"anyOf": [_ref(event), _ref(answers.ErrorBody)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": either}
     last = {"const": "[DONE]"}
     return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [last, data]}}}
@@ -208,7 +327,7 @@ def _schemas(service: Service) -> dict[str, Any]:
     schemas = _of_models(bodies)
     for name, schema in schemas.items():
         limit(name, schema.get("properties", {}), limits_of(service))
-    return schemas | {"Message": MESSAGE} | _of_models(given | {answers.Error})
+    return schemas | {"Message": MESSAGE} | _of_models(given | {answers.ErrorBody})
 
 
 def _of_models(models: Iterable[type[BaseModel]]) -> dict[str, Any]:

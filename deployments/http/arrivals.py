@@ -1,21 +1,46 @@
-"""When each HTTP request came that is counted, and at which endpoint; those that came to no prompt are counted here.
+"""One HTTP request on its way in and out: its name, its arrival, the generations that it starts, its answer's headers.
 
-Owns:      which path is which endpoint of the catalogue.
-Never:     reads a body; counts health checks, scrapes and the like.
-Invariant: a counted HTTP request ends up in ``requests_total`` once for each of its prompts, or once if it had none.
+    in   x-request-id: NAME             the request's name, else a new one; in log lines too
+         x-manta-session: ID            among equally good replicas, the one that had this session last
+         x-manta-replicas: ID, ID       only these replicas
+    out  x-request-id: NAME
+         x-manta-route: replica=ID; overlap_predicted=96; overlap_actual=96; policy=...; reason=...; tries=1
+         one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
+         with mode: disaggregated also prefill=ID or local; pair=why; hand_off=transferred or failed
+
+Owns:      which path is which endpoint of the catalogue; which generations belong to the HTTP request.
+Never:     reads a body; counts health checks and scrapes.
+Invariant: a counted HTTP request adds to ``requests_total`` once for each of its prompts, or once if it had none.
 Thread:    the router's event loop; pure ASGI, so that streams pass through untouched.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments import logs
+from deployments.dispatch.dispatcher import NO_HINTS, RouteHints
 from deployments.dispatch.following import CLIENT_CLOSED, RequestWatch, outcome_of_status, tell
+from deployments.dispatch.rids import check_name, clean_name
+from deployments.dispatch.route_log import RouteLog, RouteRecord, Try
 from deployments.dispatch.timeline import Arrival
+from deployments.http.access import caller_of, scoped
+from deployments.http.service import Service, service_of
+from deployments.settings.keys import ANYBODY, Caller
+from replicas.errors import InvalidRequest
+from replicas.types import GenerateRequest, TokenDelta
 
-# by the end of the path: what stands before it is the application's route prefix
+REQUEST_ID = "x-request-id"
+ROUTE = "x-manta-route"
+SESSION = "x-manta-session"
+REPLICAS = "x-manta-replicas"
+MOST_PARTS = 8  # prompts of one request that the route header describes
+MOST_REPLICAS = 1024
+
+# by the end of the path: the application's route prefix precedes it
 ENDPOINTS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
@@ -26,45 +51,145 @@ ENDPOINTS: Mapping[str, str] = {
 
 
 class Arrivals:
-    """ASGI middleware; the outermost, so that an arrival is the arrival."""
+    """ASGI middleware, the outermost one: names each request, notes its arrival, and writes its answer's headers."""
 
-    def __init__(self, app: ASGIApp, *, watch: RequestWatch, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        watch: RequestWatch,
+        routes: RouteLog,
+        echo: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``echo``: write x-request-id; Ray Serve's proxy writes it too, and the two would be joined."""
         self._app = app
         self._watch = watch
+        self._routes = routes
+        self._echo = echo
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = _endpoint(scope)
-        if endpoint is None:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrival = Arrival(endpoint=endpoint, arrived_s=self._clock())
-        scope.setdefault("state", {})["arrival"] = arrival
+        state = scope.setdefault("state", {})
+        name = state["request_name"] = clean_name(Headers(scope=scope).get(REQUEST_ID))
+        endpoint = _endpoint(scope)
+        if endpoint is not None:
+            state["arrival"] = Arrival(endpoint=endpoint, arrived_s=self._clock())
         status = CLIENT_CLOSED  # unless it is answered
 
-        async def noted(message: Message) -> None:
+        async def with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers = MutableHeaders(scope=message)
+                if self._echo:
+                    headers[REQUEST_ID] = name
+                parts = header_parts(self._routes, state["generations"].rids) if "generations" in state else []
+                if parts:
+                    headers[ROUTE] = ", ".join(parts)
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            with logs.about(request=name):
+                await self._app(scope, receive, with_headers)
         finally:
-            if not arrival.num_prompts:
-                total_s = self._clock() - arrival.arrived_s
+            if endpoint is not None and not state["arrival"].num_prompts:
+                total_s = self._clock() - state["arrival"].arrived_s
                 tell(self._watch.answered, endpoint, outcome=outcome_of_status(status), total_s=total_s)
 
 
-def arrival_of(request: Request) -> Arrival:
-    """Of a request to one of the counted endpoints."""
+class Generations:
+    """The generations of one HTTP request: starts each and remembers its id."""
+
+    def __init__(
+        self,
+        service: Service,
+        arrival: Arrival,
+        hints: RouteHints = NO_HINTS,
+        answer_id: str | None = None,
+        caller: Caller = ANYBODY,
+    ) -> None:
+        """``answer_id``: that of the answer; None where each prompt's part has its own."""
+        self.answer_id = answer_id
+        self._service = service
+        self._arrival = arrival
+        self._hints = hints
+        self._caller = caller
+        self.rids: list[str] = []
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Start ``request`` for this caller; its deltas."""
+        request = scoped(request, self._caller, isolates=self._service.isolates_keys)
+        self.rids.append(request.rid)
+        return self._service.dispatcher.stream(request, self._hints, self._arrival)
+
+
+def generations_of(request: Request, answer_id: str | None) -> Generations:
+    """The generations of one HTTP request to an endpoint of `ENDPOINTS`, which its route header is written from.
+
+    Raises: InvalidRequest for bad routing headers.
+    """
     arrival = request.state.arrival
     assert isinstance(arrival, Arrival)
-    return arrival
+    generations = Generations(service_of(request), arrival, hints_of(request.headers), answer_id, caller_of(request))
+    request.state.generations = generations
+    return generations
+
+
+def name_of(request: Request, rid: str | None = None) -> str:
+    """What clients call this request: the ``rid`` of its body, or its X-Request-Id."""
+    return check_name(rid) if rid else str(request.state.request_name)
+
+
+def hints_of(headers: Headers) -> RouteHints:
+    """Read the routing headers. Raises: InvalidRequest."""
+    session, replicas = headers.get(SESSION, ""), headers.get(REPLICAS)
+    if session:
+        check_name(session)
+    if replicas is None:
+        return RouteHints(session_id=session)
+    allowed = frozenset(each.strip() for each in replicas.split(",") if each.strip())
+    if not 1 <= len(allowed) <= MOST_REPLICAS:
+        raise InvalidRequest(f"{REPLICAS}: names {len(allowed)} replicas; give 1 to {MOST_REPLICAS}, or no header")
+    return RouteHints(session_id=session, allowed=allowed)
+
+
+def header_parts(routes: RouteLog, rids: list[str]) -> list[str]:
+    """The parts of the route header, one for each request that has a decision."""
+    records = [routes.get(rid) for rid in rids[:MOST_PARTS]]
+    return [header_part(record) for record in records if record is not None]
+
+
+def header_part(record: RouteRecord) -> str:
+    """What the route header says of the last try of one request."""
+    last = record.tries[-1]
+    decision = last.decision
+    fields = {
+        "replica": decision.replica_id,
+        "overlap_predicted": decision.overlap_tokens,
+        "overlap_actual": last.cached_tokens,
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "tries": len(record.tries),
+        **_pair_fields(last),
+    }
+    return "; ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+
+
+def _pair_fields(last: Try) -> dict[str, str | None]:
+    """With prefill and decode apart: which replica computed the prompt, why, and how the hand-off ended."""
+    pair = last.decision.pair
+    if pair is None:
+        return {}
+    came = None if last.hand_off is None else "transferred" if last.hand_off.transferred else "failed"
+    return {"prefill": pair.prefill_id or "local", "pair": pair.reason.value, "hand_off": came}
 
 
 def _endpoint(scope: Scope) -> str | None:
-    if scope["type"] != "http" or scope["method"] != "POST":
+    if scope["method"] != "POST":
         return None
     path: str = scope["path"]
     return next((endpoint for end, endpoint in ENDPOINTS.items() if path.endswith(end)), None)

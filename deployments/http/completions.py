@@ -14,7 +14,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.dispatch.rids import new_rid
-from deployments.http.body import read_body
+from deployments.http.arrivals import name_of
+from deployments.http.bodies import CompletionRequest, read_body
 from deployments.http.convert import (
     check_count,
     check_model,
@@ -31,8 +32,6 @@ from deployments.http.convert import (
     truncated,
 )
 from deployments.http.openai_format import OpenAIForm, TextOffsets, completion_logprobs, prompt_logprobs_body
-from deployments.http.openai_types import CompletionRequest
-from deployments.http.request_ids import name_of
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Key
 from replicas.errors import InvalidRequest

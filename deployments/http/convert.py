@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from deployments.http.body import MAX_PROMPTS, WireType
-from deployments.http.native_types import NativeSampling
-from deployments.http.openai_types import SamplingFields
+from deployments.http.bodies import MAX_PROMPTS, NativeSampling, SamplingFields, WireType
 from deployments.http.service import Service
 from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
 from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs

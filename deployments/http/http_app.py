@@ -9,17 +9,14 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
-from deployments.http import admin, api_document, chat, completions, http_errors, native, routes, token_routes
+from deployments.http import admin, api_document, chat, completions, http_errors, native, routes
+from deployments.http.access import BrowserCheck, BrowserRules, KeyCheck
 from deployments.http.arrivals import Arrivals
-from deployments.http.browsers import BrowserCheck, BrowserRules
-from deployments.http.key_check import KeyCheck
-from deployments.http.request_ids import RequestIds
-from deployments.http.routed import RouteHeaders
 from deployments.http.service import Service
 from deployments.http.tracing import Traces, Tracing
 from deployments.settings.keys import NO_KEYS, KeyDigests
 
-ROUTERS = (chat.router, completions.router, native.router, routes.router, token_routes.router, admin.router)
+ROUTERS = (chat.router, completions.router, native.router, routes.router, admin.router)
 EXPOSED = ["x-request-id", "x-manta-route", "retry-after"]  # headers that pages may read
 
 
@@ -49,7 +46,6 @@ def make_app(
     api_document.describe(app, ROUTERS, service)
     http_errors.install(app)
     app.add_middleware(http_errors.Unforeseen)
-    app.add_middleware(RouteHeaders, routes=service.dispatcher.routes)
     if tracing is not None:
         app.add_middleware(Traces, tracing=tracing, routes=service.dispatcher.routes)
     app.add_middleware(KeyCheck, keys=keys)
@@ -61,6 +57,6 @@ def make_app(
             CORSMiddleware, allow_origins=cors_origins, allow_methods=methods, allow_headers=headers,
             expose_headers=EXPOSED, allow_private_network=True,
         )  # fmt: skip
-    app.add_middleware(RequestIds, echo=echo_request_id)
-    app.add_middleware(Arrivals, watch=service.dispatcher.watch)
+    dispatcher = service.dispatcher
+    app.add_middleware(Arrivals, watch=dispatcher.watch, routes=dispatcher.routes, echo=echo_request_id)
     return app

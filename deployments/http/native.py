@@ -15,7 +15,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.dispatch.rids import check_name, new_rid
-from deployments.http.body import read_body
+from deployments.http.arrivals import name_of
+from deployments.http.bodies import NativeRequest, NativeSampling, read_body
 from deployments.http.convert import (
     check_count,
     check_together,
@@ -28,9 +29,7 @@ from deployments.http.convert import (
     salt_of,
     truncated,
 )
-from deployments.http.native_types import NativeRequest, NativeSampling
 from deployments.http.openai_format import number as json_number
-from deployments.http.request_ids import name_of
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Deltas, Key
 from replicas.errors import InvalidRequest

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deployments.http.openai_types import SamplingFields
+from deployments.http.bodies import SamplingFields
 from deployments.http.service import Service
 from deployments.http.streaming import Deltas, Key
 from replicas.text.tokenizer import Tokenizer

@@ -1,9 +1,11 @@
 """GET /route/{rid}: why a recent request went where it went. POST /route/explain: where one would go, and why.
 
-Owns:      the form of both answers.
-Never:     changes anything: a dry run sends nothing, and neither the index nor the loads learn of it.
+Owns:      the form of both answers, and of a request's row in the live view (deployments/watch/observatory/README.md).
+Never:     changes anything: a dry run sends nothing, and neither the index nor the loads learn of it. Holds a prompt's
+           text or ids.
 """
 
+import dataclasses
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -13,14 +15,12 @@ from deployments.dispatch.dispatcher import Dispatcher, query_of
 from deployments.dispatch.rids import new_rid
 from deployments.dispatch.route_log import RouteRecord, Try
 from deployments.fleet.peers import newer
-from deployments.http.body import Items, WireType, read_body
+from deployments.http.access import admin_only, caller_of, scoped
+from deployments.http.arrivals import hints_of
+from deployments.http.bodies import Items, WireType, read_body
 from deployments.http.convert import check_model, prompts_of_ids, salt_of
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
-from deployments.http.key_check import admin_only, caller_of, scoped
 from deployments.http.openai_format import number
-from deployments.http.pair_body import hand_off_body, pair_body
-from deployments.http.request_row import times_body
-from deployments.http.routed import hints_of
 from deployments.http.service import Service, service_of
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
@@ -163,4 +163,78 @@ def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
         "role": candidate.view.role.value,
         "chosen": candidate.replica_id in (decision.replica_id, decision.prefill_id),
         **{name: number(value) for name, value in candidate_terms(candidate, decision).items()},
+    }
+
+
+def pair_body(decision: Decision) -> dict[str, Any]:
+    """Who computes the prompt, why, and what each decode replica would have cost either way."""
+    pair = decision.pair
+    if pair is None:
+        return {}
+    return {
+        "pair": {
+            "prefill": pair.prefill_id,
+            "decode": decision.replica_id,
+            "reason": pair.reason.value,
+            "why": pair.why or None,
+            "best_prefill": pair.best_prefill_id,
+            "prefill_s": number(pair.prefill_s),
+            "hand_off_cost_s": number(pair.hand_off_cost_s),
+            "local_cost_s": number(pair.chosen.local_cost_s),
+            "link_bytes_per_s": number(pair.link_bytes_per_s),
+            "link_measured": pair.link_measured,
+            "decode_replicas": [
+                {"replica_id": replica_id, **{name: number(value) for name, value in dataclasses.asdict(terms).items()}}
+                for replica_id, terms in pair.rows()
+            ],
+        }
+    }
+
+
+def hand_off_body(each: Try) -> dict[str, Any]:
+    """What became of the hand-off of one try, and which prefill replicas were not asked after earlier ones."""
+    if each.decision.pair is None:
+        return {}
+    report = None if each.hand_off is None else dataclasses.asdict(each.hand_off)
+    return {"hand_off": report, "prefill_end": each.prefill_end, "held_out": dict(each.held_out)}
+
+
+def changed_rows(dispatcher: Dispatcher, since: int) -> tuple[tuple[dict[str, Any], ...], int]:
+    """Rows that changed after change number ``since`` (0: all that are kept), the longest unchanged first, and the
+    number to ask with next."""
+    records, seq = dispatcher.routes.changed_since(since)
+    return tuple(request_row(record, router_id=dispatcher.router_id) for record in records), seq
+
+
+def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
+    """Of the last try, where tries differ. ``output_tokens`` are as of the last change of the record."""
+    timeline, last = record.timeline, record.tries[-1]
+    decision = last.decision
+    return {
+        "rid": record.name,
+        "router": router_id,
+        "time": record.time_s,
+        "endpoint": timeline.arrival.endpoint,
+        "outcome": record.ending,
+        "replica": decision.replica_id,
+        "prefill": decision.prefill_id,
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "tries": len(record.tries),
+        "prompt_tokens": decision.num_tokens,
+        "output_tokens": timeline.num_output,
+        "cached_tokens": last.cached_tokens,
+        "predicted_tokens": decision.overlap_tokens,
+        "best_tokens": decision.best_overlap[1],
+        "ttft_s": timeline.ttft_s,
+        **times_body(record),
+    }
+
+
+def times_body(record: RouteRecord) -> dict[str, Any]:
+    """``total_s`` once it has ended; ``stages``, which sum to it, if every choice came to its end."""
+    stages = record.timeline.stages
+    return {
+        "total_s": record.timeline.total_s,
+        "stages": None if stages is None else dataclasses.asdict(stages),
     }

@@ -1,18 +1,25 @@
-"""What the HTTP routes need, in one value: the model's face, the way to the replicas, the limits.
+"""What the HTTP routes need, in one value: facts about the model, the way to the replicas, the limits.
 
-Owns:      nothing that changes but the set of open requests.
-Thread:    the router's event loop.
+Owns:      the bounded threads for long texts and bodies.
+Never:     imports torch: a router reads config.json and the tokenizer, and loads no weights.
+Thread:    the router's event loop; long texts and bodies on the threads.
 """
 
 import asyncio
+import contextlib
+import json
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from prometheus_client import CollectorRegistry
 from starlette.requests import HTTPConnection
 
@@ -21,7 +28,9 @@ from deployments.dispatch.leases import Leases
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RouterPeers
 from deployments.http.http_errors import Busy
-from replicas.errors import PromptTooLong
+from deployments.settings.places import local_path, nearest_folder, shown_path
+from deployments.settings.schema import ModelSettings
+from replicas.errors import InvalidConfig, PromptTooLong
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import TokenIds
 
@@ -170,3 +179,83 @@ def size_of(value: Any, *, most: float = math.inf, a_value: int = A_VALUE) -> in
         elif isinstance(each, list):
             left.extend(each)
     return size
+
+
+TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+def read_face(model: ModelSettings) -> ModelFace:
+    """Raises: InvalidConfig when there is no config.json, it lacks what a router needs, or the context asked for is
+    longer than the model's."""
+    config = _config_json(model)
+    try:
+        longest, vocab_size = int(config["max_position_embeddings"]), int(config["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidConfig(f"model.path = {model.path!r}: its config.json has no number for {error}") from error
+    if model.context_len is not None and model.context_len > longest:
+        raise InvalidConfig(f"model.context_len = {model.context_len}; {model.path} allows 1 to {longest}")
+    shown = shown_path(model.path)
+    return ModelFace(
+        name=model.name,
+        path=shown,
+        tokenizer_path=shown,
+        context_len=model.context_len or longest,
+        vocab_size=vocab_size,
+        architectures=tuple(config.get("architectures") or ()),
+        model_type=str(config.get("model_type", "")),
+    )
+
+
+def config_folder(model: ModelSettings) -> Path:
+    """The folder with the model's config.json: its own, or, of a hub id, one of the hub's local cache.
+
+    Raises: InvalidConfig when the hub does not give it.
+    """
+    folder = Path(local_path(model.path))
+    if folder.is_dir():
+        return folder
+    try:
+        with _quiet_hub():
+            return Path(hf_hub_download(model.path, "config.json", revision=model.revision)).parent
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        raise InvalidConfig(
+            f"model.path = {model.path!r}: there is no such folder{nearest_folder(model.path)}, and the Hugging Face "
+            f"hub did not give its config.json: {_first_line(error)}. Check the name, the network and HF_TOKEN, or "
+            "give a folder"
+        ) from error
+
+
+def tokenizer_folder(model: ModelSettings) -> str:
+    """The folder with the model's tokenizer; of a hub id it is fetched, without the weights."""
+    folder = Path(local_path(model.path))
+    if folder.is_dir():
+        return str(folder)
+    return str(snapshot_download(model.path, revision=model.revision, allow_patterns=TOKENIZER_FILES))
+
+
+def _config_json(model: ModelSettings) -> dict[str, Any]:
+    file = config_folder(model) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model.path = {model.path!r}: its config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidConfig(f"model.path = {model.path!r}: its config.json holds no settings")
+    return config
+
+
+@contextlib.contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Without the hub's lines on each of its tries again: what comes of them is said once."""
+    hub = logging.getLogger("huggingface_hub")
+    before = hub.level
+    hub.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub.setLevel(before)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -21,8 +21,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
+from deployments.http.arrivals import Generations, generations_of
 from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, body_of, error_body
-from deployments.http.routed import Routed, routed_of
 from replicas.types import GenerateRequest, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -90,20 +90,22 @@ class Answer:
 
     async def respond(self, request: Request, *, streams: bool | None) -> Response:
         """Run the requests and answer in events or in one body. Raises: InvalidRequest for bad routing headers."""
-        routed = routed_of(request, self.answer_id)
-        return await (stream(request, self._events(routed)) if streams else answer(request, self._whole(routed)))
+        generations = generations_of(request, self.answer_id)
+        if streams:
+            return await stream(request, self._events(generations))
+        return await answer(request, self._whole(generations))
 
-    def _deltas(self, routed: Routed) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-        return merged([routed.stream(each) for each in self.requests])
+    def _deltas(self, generations: Generations) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+        return merged([generations.stream(each) for each in self.requests])
 
-    async def _whole(self, routed: Routed) -> Response:
-        deltas = await collected(self._deltas(routed))
+    async def _whole(self, generations: Generations) -> Response:
+        deltas = await collected(self._deltas(generations))
         return await made(lambda: JsonAnswer(self.form.whole(deltas)), deltas.values())
 
-    async def _events(self, routed: Routed) -> AsyncGenerator[bytes, None]:
+    async def _events(self, generations: Generations) -> AsyncGenerator[bytes, None]:
         form, latest = self.form, dict[Key, TokenDelta]()
         texts: dict[Key, TextEvents] = {}
-        async for number, delta in self._deltas(routed):
+        async for number, delta in self._deltas(generations):
             key = (number, delta.index)
             begins = key not in latest
             if form.is_cumulative and not begins:

@@ -1,14 +1,17 @@
-"""OpenTelemetry: one SERVER span a generating HTTP request, its stages under it; off unless an endpoint is configured.
+"""OpenTelemetry: one SERVER span for each generating HTTP request, its stages under it; off unless configured.
 
-Owns:      a tracer provider of its own. The process's global one stays whose it is: Ray Serve sets it where its own
-           tracing is on, and its spans are then our parents.
-Never:     does anything per token or step: the stages are written when the request has ended, from its record
-           (span_tree.py). Sends a prompt's text anywhere.
-           Fails a request: what cannot be written is logged.
+    chat MODEL
+      manta.route | manta.queue | manta.prefill | manta.kv_transfer | manta.decode
+
+Owns:      a tracer provider of its own. The process's global one is Ray Serve's: where Serve's tracing is on, its spans
+           are our parents.
+Never:     does anything per token or step: the stages are written when the request has ended, from its record.
+           Sends a prompt's text or ids, or an error's text: a failed try carries its error's name. Fails a request:
+           what cannot be written is logged.
 Invariant: the span ends on every path. A caller's ``traceparent`` is the parent and its sampled flag decides; without
            one, ``ratio`` of the requests are sampled. The answer's ``traceparent`` header names our span, errors
            included.
-Thread:    the router's event loop; the SDK sends on a thread of its own, and drops spans rather than wait. The end
+Thread:    the router's event loop; the SDK sends on a thread of its own, and drops spans rather than wait. The shutdown
            waits LAST_S for the last ones.
 """
 
@@ -16,7 +19,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -30,11 +34,135 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.dispatch.route_log import RouteLog, RouteRecord
+from deployments.dispatch.route_log import RouteLog, RouteRecord, Try
 from deployments.dispatch.timeline import Arrival
-from deployments.http.span_tree import OPERATIONS, PROVIDER, span_tree
 from deployments.settings.schema import ObservabilitySettings
 from replicas.errors import InvalidConfig
+
+PROVIDER = "manta"
+OPERATIONS = {  # endpoint that generates -> gen_ai.operation.name
+    "chat": "chat",
+    "completions": "text_completion",
+    "generate": "text_completion",
+}
+_WORST_FIRST = ("failed", "refused", "aborted", "finished", "running")
+Attribute = str | int | float | bool | Sequence[str]
+Attributes = Mapping[str, Attribute]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpan:
+    """One stage of one request; times in nanoseconds since 1970."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Attributes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanTree:
+    """What is written under, and on, the span of one HTTP request."""
+
+    attributes: Attributes
+    stages: tuple[StageSpan, ...]
+    failed_tries: tuple[Attributes, ...] = field(default=())  # in order
+    error: str | None = None  # how it ended, where that was not the client's doing
+
+
+def span_tree(records: Sequence[RouteRecord]) -> SpanTree:
+    """Of one HTTP request: ``records`` of its prompts, at least one, all ended."""
+    endings = {record.ending for record in records}
+    attributes: dict[str, Attribute] = {
+        "gen_ai.usage.input_tokens": sum(record.tries[-1].decision.num_tokens for record in records),
+        "gen_ai.usage.output_tokens": sum(record.timeline.num_output for record in records),
+        "gen_ai.response.finish_reasons": [reason for record in records for reason in record.timeline.finish_reasons],
+        "manta.outcome": next(name for name in _WORST_FIRST if name in endings),
+    }
+    first_tokens = [record.timeline.ttft_s for record in records if record.timeline.ttft_s is not None]
+    if first_tokens:
+        attributes["manta.ttft_s"] = min(first_tokens)
+    return SpanTree(
+        attributes=attributes,
+        stages=tuple(stage for record in records for stage in _stages(record)),
+        failed_tries=tuple(
+            {"manta.replica": each.decision.replica_id, "error.type": each.failure.partition(":")[0]}
+            for record in records
+            for each in record.tries
+            if each.failure is not None
+        ),
+        error="failed" if "failed" in endings else None,
+    )
+
+
+def _stages(record: RouteRecord) -> Iterator[StageSpan]:
+    """One after the other from the request's arrival; none of a request whose stages are not known."""
+    stages, last = record.timeline.stages, record.tries[-1]
+    if stages is None:
+        return
+    start_s = record.time_s
+    for name, duration_s, attributes in (
+        ("manta.route", stages.route_s, _route(record, last)),
+        ("manta.queue", stages.queue_s, {"manta.replica": _prefills(last)}),
+        ("manta.prefill", stages.prefill_s, _prefill(last)),
+        ("manta.kv_transfer", stages.transfer_s, _transfer(last)),
+        ("manta.decode", stages.decode_s, _decode(record, last)),
+    ):
+        if name != "manta.kv_transfer" or duration_s > 0 or last.hand_off is not None:
+            yield StageSpan(
+                name=name,
+                start_ns=_ns(start_s),
+                end_ns=_ns(start_s + duration_s),
+                attributes={"manta.request": record.name, **attributes},
+            )
+        start_s += duration_s
+
+
+def _route(record: RouteRecord, last: Try) -> Attributes:
+    decision = last.decision
+    return {
+        "manta.replica": decision.replica_id,
+        "manta.route.policy": decision.policy,
+        "manta.route.reason": decision.reason.value,
+        "manta.route.candidates": len(decision.candidates),
+        "manta.route.predicted_tokens": decision.overlap_tokens,
+        "manta.route.best_tokens": decision.best_overlap[1],
+        "manta.route.tries": len(record.tries),
+    }
+
+
+def _prefill(last: Try) -> Attributes:
+    computed: dict[str, Attribute] = {"manta.replica": _prefills(last)}
+    if last.cached_tokens is not None:
+        computed["manta.cached_tokens"] = last.cached_tokens
+    return computed
+
+
+def _transfer(last: Try) -> Attributes:
+    ends: dict[str, Attribute] = {"manta.target": last.decision.replica_id}
+    if last.decision.prefill_id is not None:
+        ends["manta.source"] = last.decision.prefill_id
+    if last.hand_off is not None:
+        ends["manta.transferred"] = last.hand_off.transferred
+        ends["manta.pages"] = last.hand_off.num_pages
+        ends["manta.bytes"] = last.hand_off.num_bytes
+    return ends
+
+
+def _decode(record: RouteRecord, last: Try) -> Attributes:
+    return {"manta.replica": last.decision.replica_id, "manta.output_tokens": record.timeline.num_output}
+
+
+def _prefills(last: Try) -> str:
+    """The replica that computed the prompt."""
+    handed_over = last.hand_off is not None and last.hand_off.transferred
+    computes = last.decision.prefill_id if handed_over else None
+    return computes if computes is not None else last.decision.replica_id
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +294,7 @@ class Tracing:
 
 
 class Traces:
-    """ASGI middleware, inside `Arrivals` and `RequestIds`; only where tracing is on. Streams pass through untouched."""
+    """ASGI middleware, inside `Arrivals`; only where tracing is on. Streams pass through untouched."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing, routes: RouteLog) -> None:
         self._app = app
@@ -195,10 +323,10 @@ class Traces:
         try:
             await self._app(scope, receive, told)
         finally:
-            routed = state.get("routed")
-            rids = [] if routed is None else routed.rids
+            generations = state.get("generations")
+            rids = [] if generations is None else generations.rids
             records = [record for rid in rids if (record := self._routes.get(rid)) is not None]
-            answer_id = None if routed is None else routed.answer_id
+            answer_id = None if generations is None else generations.answer_id
             self._tracing.end(span, records, answer_id=answer_id, http_status=http_status)
 
 

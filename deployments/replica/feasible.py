@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from deployments.http import tracing
-from deployments.http.model_face import config_folder, read_face
+from deployments.http.service import config_folder, read_face
+from deployments.settings.groups import with_token
 from deployments.settings.places import check_model_path, local_path
 from deployments.settings.roles import check_ranks, config_of, roles_of
 from deployments.settings.schema import AppConfig, examine, parse
-from deployments.settings.setting_errors import setting_of
-from deployments.settings.transfer_settings import with_token
+from deployments.settings.settings_file import setting_of
 from replicas.config import Device, EngineConfig, Hardware, ModelConfig, resolve, settings_problems
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.memory import sizing

@@ -4,6 +4,7 @@ Never: downloads anything.
 """
 
 import difflib
+import ipaddress
 from pathlib import Path
 
 from replicas.errors import InvalidConfig
@@ -59,3 +60,11 @@ def weights_bytes(path: str) -> int:
     """Size of the weights in a local folder; 0 when it is not here yet."""
     folder = Path(local_path(path))
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -11,16 +11,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
-from deployments.settings.keys import SECRET, KeyDigests, read_keys
-from deployments.settings.other_names import CACHE_NAMES, DTYPE_NAMES, QUANTIZATION_NAMES, SCHEDULER_NAMES
-from deployments.settings.replica_settings import (
+from deployments.settings.groups import (
+    CACHE_NAMES,
+    DTYPE_NAMES,
+    QUANTIZATION_NAMES,
+    SCHEDULER_NAMES,
     AutoscalingSettings,
     ReplicaSettings,
     RoleSettings,
     Settings,
+    TransferGroup,
 )
-from deployments.settings.setting_errors import nearest, sentences, setting_of
-from deployments.settings.transfer_settings import TransferGroup
+from deployments.settings.keys import SECRET, KeyDigests, read_keys
+from deployments.settings.settings_file import nearest, sentences, setting_of
 from replicas.config import Attention, CacheConfig, DType, ParallelConfig, ProductSetting, Quantization, SchedulerConfig
 from replicas.errors import InvalidConfig
 from routing.policies import POLICIES

@@ -1,18 +1,27 @@
-"""The settings file as text: what it holds, and on which line.
+"""The settings file: its content with lines, whether its port is free, and the sentences about wrong settings.
 
-Owns:      reading it, and where a sentence about one of its settings belongs.
-Never:     imports Ray, torch or pydantic: what is wrong with the file or its port is said within a second.
+Owns:      the words. Each sentence begins with the dotted name of the setting that it is about, by which its line in
+           the file is found.
+Never:     imports Ray, torch or pydantic: what is wrong with the file or its port is reported within a second. Shows a
+           group or a list that was given, which may be long, or a secret.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import re
+import socket
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import yaml
 
 from replicas.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 ALL_ADDRESSES = "0.0.0.0"  # Serve's default
 PORT = 8000  # Serve's default
@@ -106,3 +115,157 @@ def _nearest(path: str) -> str:
     names = [each.name for pattern in ("*.yaml", "*.yml") for each in folder.glob(pattern)]
     near = difflib.get_close_matches(Path(path).name, names, n=1) or names[:1]
     return f" in {folder.resolve()}" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+_KINDS = {  # of pydantic's errors: what it wants, by what its name begins with
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string_type": "text",
+    "model": "a group of settings",
+    "dict": "a group of settings",
+    "mapping": "a group of settings",
+    "dataclass": "a group of settings",
+    "list": "a list",
+}
+_BOUNDS = {
+    "greater_than": "above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+}
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_SECRET = ("key", "token")  # how names of secrets end
+_SHOWN_CHARS = 60
+
+
+def sentences(error: "ValidationError", *, allowed: Callable[[str], list[str]]) -> list[str]:
+    """One for each setting that is wrong: which, what it must be, and what was given.
+
+    Args: allowed: dotted name of a group -> the settings that it has.
+    """
+    found: list[str] = []
+    for each in error.errors(include_url=False):
+        name = ".".join(str(part) for part in each["loc"])
+        if each["type"] in _UNKNOWN:
+            names = allowed(name.rpartition(".")[0])
+            found.append(unknown(name, names))
+        elif each["type"] == "missing":
+            found.append(f"{name}: is missing")
+        elif each["type"] == "value_error":  # ours
+            lines = str(each["msg"]).removeprefix("Value error, ").splitlines()
+            found += [line if line.startswith(f"{name}.") or not name else f"{name}: {line}" for line in lines]
+        else:
+            given = "" if name.endswith(_SECRET) or each["input"] == "" else f", not {shown(each['input'])}"
+            found.append(f"{name}: {_wanted(each)}{given}")
+    return list(dict.fromkeys(found))
+
+
+def unknown(name: str, names: list[str]) -> str:
+    """The sentence on setting ``name``, which is not among ``names`` of its group."""
+    return f"{name}: is unknown{nearest(name.rpartition('.')[2], names)}; allowed: {', '.join(names)}"
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """In words that follow ``name``: what it is called here, or which of ``names`` may have been meant."""
+    if ours := here(name):
+        return f" (here it is {ours})"
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def shown(value: Any) -> str:
+    """What was given, short and as YAML has it."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict | list):
+        return "a group of settings" if isinstance(value, dict) else "a list"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
+
+
+def setting_of(sentence: str) -> str:
+    """The dotted name that ``sentence`` begins with."""
+    found = re.match(r"[\w-]+(\.[\w-]+)*", sentence)
+    return found[0] if found else ""
+
+
+def _wanted(error: Any) -> str:
+    kind, context = error["type"], error.get("ctx") or {}
+    if kind in _BOUNDS:
+        return f"must be {_BOUNDS[kind].format(**context)}"
+    if kind in ("literal_error", "enum"):
+        return f"must be {context['expected']}"
+    if kind == "string_too_short":
+        return "must not be empty"
+    if kind == "string_pattern_mismatch" and context["pattern"] == "^https?://":
+        return "must begin with http:// or https://"
+    wanted = next((words for start, words in _KINDS.items() if kind.startswith(start)), None)
+    return f"must be {wanted}" if wanted else str(error["msg"])
+
+
+OURS: Mapping[str, str] = {
+    "model_path": "model.path",
+    "served_model_name": "model.served_name",
+    "max_model_len": "model.context_len",
+    "context_length": "model.context_len",
+    "data_parallel_size": "replicas.count",
+    "dp_size": "replicas.count",
+    "tensor_parallel_size": "parallel.tp",
+    "tp_size": "parallel.tp",
+    "gpu_memory_utilization": "cache.mem_fraction_static",
+    "mem_fraction_static": "cache.mem_fraction_static",
+    "kv_cache_dtype": "cache.kv_dtype",
+    "block_size": "cache.page_size",
+    "page_size": "cache.page_size",
+    "max_total_tokens": "cache.max_total_tokens",
+    "enable_prefix_caching": "cache.prefix_cache",
+    "disable_radix_cache": "cache.prefix_cache",
+    "radix_eviction_policy": "cache.eviction",
+    "max_num_seqs": "scheduler.max_running_requests",
+    "max_running_requests": "scheduler.max_running_requests",
+    "max_num_batched_tokens": "scheduler.chunked_prefill_size",
+    "chunked_prefill_size": "scheduler.chunked_prefill_size",
+    "enable_chunked_prefill": "scheduler.mixed_steps",
+    "enable_mixed_chunk": "scheduler.mixed_steps",
+    "async_scheduling": "scheduler.overlap",
+    "disable_overlap_schedule": "scheduler.overlap",
+    "scheduling_policy": "scheduler.policy",
+    "schedule_policy": "scheduler.policy",
+    "enable_priority_scheduling": "scheduler.priorities",
+    "attention_backend": "attention",
+    "enforce_eager": "cuda_graphs",
+    "disable_cuda_graph": "cuda_graphs",
+}
+
+
+def here(name: str) -> str:
+    """Our setting, for a name of theirs as in a file or on a command line; "" for one that is not known."""
+    return OURS.get(name.removeprefix("--").replace("-", "_"), "")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises: InvalidConfig when another process listens there, naming it where this user may know, or nobody can."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            holder = _holder(port)
+            held = f"{holder} listens there: stop it" if holder else "stop what holds it"
+            raise InvalidConfig(
+                f"http_options.port = {port}: {host}:{port} cannot be listened on ({error.strerror}); {held}, or give "
+                "another port"
+            ) from error
+
+
+def _holder(port: int) -> str:
+    """The process that listens at ``port``; "" where that cannot be known."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for each in psutil.net_connections(kind="tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+                process = psutil.Process(each.pid)
+                return f"process {each.pid} ({' '.join(process.cmdline())[:80] or process.name()})"
+    return ""

@@ -12,8 +12,7 @@ import pytest
 
 from dashboards.catalog import CATALOG, IDENTITY, METRICS, OPEN, Kind, Metric, Process
 from deployments.http.http_app import make_app
-from deployments.http.model_face import read_face
-from deployments.http.service import Service
+from deployments.http.service import Service, read_face
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.schema import ModelSettings, parse
 from deployments.watch.metrics.emitter import Emitter

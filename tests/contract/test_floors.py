@@ -206,7 +206,7 @@ def test_imports_go_down_only(unit: str) -> None:
         ("replicas.newcomer", "import replicas.types"),
         ("deployments.newcomer", "import replicas.types"),
         ("deployments.fleet.fleet", "from deployments.watch.observatory.router_view import RouterView"),
-        ("deployments.settings.schema", "from deployments.http import key_check"),
+        ("deployments.settings.schema", "from deployments.http import access"),
         ("deployments.replica.model_replica", "from deployments.router import RouterIngress"),
     ],
 )

@@ -8,8 +8,8 @@ import subprocess
 import yaml
 
 from deployments.command.haproxy import BINARY, FLAGS, WRAPPER
-from deployments.settings.other_names import OURS
 from deployments.settings.schema import AppConfig, parse
+from deployments.settings.settings_file import OURS
 
 README = pathlib.Path("README.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()

@@ -21,7 +21,7 @@ from ray.serve import Application
 
 from dashboards.catalog import Process
 from deployments import logs
-from deployments.http.browsers import browser_rules
+from deployments.http.access import browser_rules
 from deployments.settings.keys import KEY_VARIABLE, digest
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from deployments.watch.metrics.server import MetricsServer, ServedMetrics

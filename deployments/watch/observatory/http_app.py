@@ -12,9 +12,8 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response, Streamin
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http import http_errors
-from deployments.http.browsers import BrowserCheck, BrowserRules
+from deployments.http.access import BrowserCheck, BrowserRules, KeyNeeded
 from deployments.http.http_errors import RETRY_AFTER_S, error_body
-from deployments.http.key_check import KeyNeeded
 from deployments.watch.observatory.fan_in import CONTENT_TYPE, gather, service_discovery
 from deployments.watch.observatory.pages import open_pages, pages
 from deployments.watch.observatory.parts import Parts, admit, ask_for_key, parts_of

@@ -15,8 +15,7 @@ from deployments.dispatch.route_log import MOST_TOLD, RouteRecord
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import Body
 from deployments.fleet.seen import SeenReplica, Target
-from deployments.http.request_row import request_row
-from deployments.http.routes import record_body
+from deployments.http.routes import record_body, request_row
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig
 from kvtransfer.pages import PageKeys

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
+from deployments.settings.groups import Settings
 from deployments.settings.keys import KEY_LEN, KEY_VARIABLE
-from deployments.settings.replica_settings import Settings
-from deployments.settings.setting_errors import sentences
+from deployments.settings.settings_file import sentences
 from replicas.errors import InvalidConfig
 
 

@@ -16,13 +16,13 @@ from deployments.app import replica_options
 from deployments.autoscaling import Objective, TtftPolicy
 from deployments.command.announce import curl
 from deployments.command.check import read
-from deployments.command.port import check_port
+from deployments.command.haproxy import prepare_ray
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, auto_count, shortages
 from deployments.settings.places import ROOT, local_path, shown_path
-from deployments.settings.ray_env import prepare
 from deployments.settings.schema import parse
+from deployments.settings.settings_file import check_port
 from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.errors import InvalidConfig
 from routing.types import Role
@@ -350,12 +350,12 @@ def test_a_model_path_is_found_from_anywhere_and_shown_relative(
 
 def test_a_cluster_of_our_own_has_a_token_and_another_keeps_its_ways() -> None:
     ours: dict[str, str] = {}
-    prepare(ours)
+    prepare_ray(ours)
     assert ours["RAY_AUTH_MODE"] == "token"
     assert len(ours["RAY_AUTH_TOKEN"]) == 64
     for theirs in ({"RAY_ADDRESS": "10.0.0.1:6379"}, {"RAY_AUTH_MODE": "disabled"}):
         given = dict(theirs)
-        prepare(given)
+        prepare_ray(given)
         assert "RAY_AUTH_TOKEN" not in given
 
 
@@ -365,10 +365,10 @@ def test_a_cluster_of_our_own_has_a_token_and_another_keeps_its_ways() -> None:
 )
 def test_a_ray_of_our_own_is_on_the_loopback_where_http_is(host: str, there: bool) -> None:
     ours: dict[str, str] = {}
-    prepare(ours, host=host)
+    prepare_ray(ours, host=host)
     assert ours.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == ("0" if there else None)  # Ray's name for it
     given = {"RAY_ADDRESS": "10.0.0.1:6379"}
-    prepare(given, host=host)
+    prepare_ray(given, host=host)
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in given
 
 

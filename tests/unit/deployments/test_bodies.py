@@ -21,11 +21,10 @@ from typing import Any
 import pytest
 
 from deployments.dispatch.following import RequestWatch
-from deployments.http.body import check_shape
+from deployments.http.bodies import check_shape
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import Busy
-from deployments.http.model_face import read_face
-from deployments.http.service import BoundedExecutor, Service
+from deployments.http.service import BoundedExecutor, Service, read_face
 from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer

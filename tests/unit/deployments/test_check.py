@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from deployments import app
 from deployments.command import check
 from deployments.command.check import read
-from deployments.http import model_face
+from deployments.http import service
 from deployments.replica.feasible import engine_of, impossible
 from deployments.settings.capacity import Capacity
 from deployments.settings.places import ROOT
@@ -283,12 +283,12 @@ def test_a_revision_of_a_hub_id_is_asked_for_by_every_process_and_a_folder_has_n
     def file(name: str, filename: str, *, revision: str | None = None) -> str:
         return f"{snapshot(name, revision=revision, allow_patterns=[filename])}/{filename}"
 
-    for module in (model_face, huggingface_hub):
+    for module in (service, huggingface_hub):
         monkeypatch.setattr(module, "snapshot_download", snapshot)
-    monkeypatch.setattr(model_face, "hf_hub_download", file)
+    monkeypatch.setattr(service, "hf_hub_download", file)
     config = parse({"model": {"path": "nobody/nothing", "revision": "abc123"}})
     assert impossible(config) == []
-    assert model_face.tokenizer_folder(config.model) == str(ROOT / MODEL)
+    assert service.tokenizer_folder(config.model) == str(ROOT / MODEL)
     assert load_model_config("nobody/nothing", revision="abc123").vocab_size == 49_152
     assert len(asked) >= 3
     assert set(asked) == {("nobody/nothing", "abc123")}

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.http.request_row import request_row
-from deployments.http.routes import own_route
+from deployments.http.routes import own_route, request_row
 from tests.fake_fleet import FakeFleet
 from tests.unit.deployments import sample_values
 from tests.unit.deployments.in_process import House, ScriptedReplica

@@ -15,9 +15,8 @@ from deployments.dispatch.dispatcher import NO_HINTS, query_of
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.route_log import Try
 from deployments.http.admin import load_of
-from deployments.http.pair_body import hand_off_body, pair_body
-from deployments.http.routed import header_part
-from deployments.http.routes import record_body
+from deployments.http.arrivals import header_part
+from deployments.http.routes import hand_off_body, pair_body, record_body
 from replicas.errors import Overloaded
 from replicas.types import Finish, FinishReason, GenerateRequest, PdLeg, TokenDelta
 from routing.types import NoReplica, PairReason, Role

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.http.browsers import browser_rules
+from deployments.http.access import browser_rules
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from tests.unit.deployments.listening import listening

@@ -15,7 +15,9 @@ from ray.serve.schema import LoggingConfig
 
 from deployments import logs
 from deployments.app import replica_options
-from deployments.http.request_ids import RequestIds
+from deployments.dispatch.following import RequestWatch
+from deployments.dispatch.route_log import RouteLog
+from deployments.http.arrivals import Arrivals
 from deployments.settings.schema import AppConfig, parse
 
 log = logging.getLogger("deployments.test")
@@ -107,7 +109,7 @@ async def test_the_clients_request_id_is_in_the_lines_of_its_request_and_in_the_
         log.info("asked")
         return "x"
 
-    transport = httpx.ASGITransport(app=RequestIds(app, echo=True))
+    transport = httpx.ASGITransport(app=Arrivals(app, watch=RequestWatch(), routes=RouteLog(1), echo=True))
     async with httpx.AsyncClient(transport=transport, base_url="http://manta") as client:
         answers = [await client.get("/", headers=headers) for headers in ({"x-request-id": "mine"}, {})]
     told = [json.loads(line)["request_id"] for line in lines()]

@@ -6,7 +6,7 @@ import pytest
 
 from deployments.dispatch.route_log import RouteLog
 from deployments.dispatch.timeline import Arrival
-from deployments.http.request_row import changed_rows, request_row
+from deployments.http.routes import changed_rows, request_row
 from replicas.errors import InvalidRequest
 from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica

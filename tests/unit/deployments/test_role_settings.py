@@ -10,11 +10,10 @@ from deployments.app import replica_options
 from deployments.command.announce import counted
 from deployments.command.check import read
 from deployments.replica.feasible import checked
+from deployments.settings.groups import TOKEN_VARIABLE, AutoscalingSettings, with_token, without_token
 from deployments.settings.places import ROOT
-from deployments.settings.replica_settings import AutoscalingSettings
 from deployments.settings.roles import DEPLOYMENTS, config_of, roles_of
 from deployments.settings.schema import parse
-from deployments.settings.transfer_settings import TOKEN_VARIABLE, with_token, without_token
 from kvtransfer.types import TransferSettings, Verify
 from replicas.config import CacheConfig
 from replicas.errors import InvalidConfig

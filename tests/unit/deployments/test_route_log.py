@@ -12,9 +12,9 @@ from starlette.datastructures import Headers
 from deployments.dispatch.dispatcher import NO_HINTS, RouteHints, Saturated
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.peers import FoundRoute
+from deployments.http.arrivals import header_part, hints_of
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import error_response
-from deployments.http.routed import header_part, hints_of
 from deployments.http.routes import own_route
 from deployments.http.service import Service
 from replicas.errors import InvalidRequest

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from deployments.dispatch.route_log import RouteRecord
-from deployments.http.span_tree import span_tree
+from deployments.http.tracing import span_tree
 from routing.types import Role
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica

@@ -13,7 +13,7 @@ from typing import TextIO
 import pytest
 
 from deployments.command.announce import _engines, show_box
-from deployments.command.startup import Board, Line, ReplicaLogs, hopeless, lines, our_errors
+from deployments.command.startup import DeploymentProgress, ReplicaLogs, StartProgress, hopeless, lines, our_errors
 from deployments.logs import WAITS_FOR_REPLICA
 from deployments.settings.schema import parse
 
@@ -155,8 +155,8 @@ class Clock:
 
 def test_elsewhere_than_on_a_terminal_each_phase_is_a_line_however_often_its_figures_change(tmp_path: Path) -> None:
     out, clock, logs = io.StringIO(), Clock(), ReplicaLogs(tmp_path)
-    board = Board(out, clock=clock)
-    board.say("starting Serve")
+    progress = StartProgress(out, clock=clock)
+    progress.say("starting Serve")
     starting = {"ModelReplica": Deployed({"STARTING": 2})}
     for second, (replica, said) in enumerate(
         [
@@ -170,10 +170,10 @@ def test_elsewhere_than_on_a_terminal_each_phase_is_a_line_however_often_its_fig
         clock.now_s = float(second)
         write(tmp_path, f"ModelReplica_{replica}", said)
         logs.look()
-        board.show(lines("manta", starting, logs))
-    board.show(lines("manta", {"ModelReplica": Deployed({"STARTING": 1, "RUNNING": 1})}, logs))
-    board.show(lines("manta", {"ModelReplica": Deployed({"RUNNING": 2})}, logs))
-    board.close()
+        progress.show(lines("manta", starting, logs))
+    progress.show(lines("manta", {"ModelReplica": Deployed({"STARTING": 1, "RUNNING": 1})}, logs))
+    progress.show(lines("manta", {"ModelReplica": Deployed({"RUNNING": 2})}, logs))
+    progress.close()
     assert out.getvalue().splitlines() == [
         "[  0.0 s] starting Serve",
         "[  0.0 s] manta: ModelReplica: setting up",
@@ -209,14 +209,14 @@ def test_on_a_terminal_a_start_is_one_block_that_is_drawn_in_place_and_gone_afte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def show(terminal: TextIO) -> None:
-        board = Board(terminal, clock=Clock())
-        board.say("starting Serve")
+        progress = StartProgress(terminal, clock=Clock())
+        progress.say("starting Serve")
         for percent in (10, 20):
-            line = Line(name="manta", text=f"loading weights, {percent} %", phases=())
-            board.show({"manta": line})
+            line = DeploymentProgress(name="manta", text=f"loading weights, {percent} %", phases=())
+            progress.show({"manta": line})
             threading.Event().wait(0.6)  # rich draws four times a second
-        board.close()
-        board.say("ready")
+        progress.close()
+        progress.say("ready")
 
     written = on_a_terminal(monkeypatch, show)
     block, _, rest = written.rpartition("20 %")

@@ -17,7 +17,7 @@ from ray.serve.schema import (
 )
 
 from deployments.command import cluster
-from deployments.command.supervision import PATIENCE_S, Supervision, listens
+from deployments.command.cluster import PATIENCE_S, Supervision, listens
 from tests.harness import Clock
 
 

@@ -9,146 +9,148 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Answer(BaseModel):
+class AnswerBody(BaseModel):
+    """What every answer in JSON has: fields, of which there may be more than are named."""
+
     model_config = ConfigDict(protected_namespaces=())
 
 
-class ErrorDetail(Answer):
+class ErrorDetailBody(AnswerBody):
     message: str
     type: str
     param: str | None = Field(description="The field of the request that is wrong, where it is one.")
     code: str | int | None
 
 
-class Error(Answer):
+class ErrorBody(AnswerBody):
     """Every error of this server, also as an event in a stream that has begun."""
 
     object: Literal["error"]
     message: str
-    error: ErrorDetail
+    error: ErrorDetailBody
 
 
-class PromptTokensDetails(Answer):
+class PromptTokensDetailsBody(AnswerBody):
     cached_tokens: int = Field(description="Prompt tokens that were not computed again.")
 
 
-class CompletionTokensDetails(Answer):
+class CompletionTokensDetailsBody(AnswerBody):
     reasoning_tokens: int
 
 
-class Usage(Answer):
+class UsageBody(AnswerBody):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
+    prompt_tokens_details: PromptTokensDetailsBody
+    completion_tokens_details: CompletionTokensDetailsBody
 
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Choice(Answer):
+class ChoiceBody(AnswerBody):
     index: int
     finish_reason: FinishReason | None = Field(description="null until the choice ends.")
     matched_stop: int | str | None = Field(description="The stop string or token that ended it.")
     token_ids: list[int] = Field(default=[], description="With return_token_ids.")
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobsBody(AnswerBody):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None] | None
     text_offset: list[int]
 
 
-class PromptLogprob(Answer):
+class PromptLogprobBody(AnswerBody):
     logprob: float | None
     rank: int | None
     decoded_token: str
 
 
 # With the field of this name: by token id, for each token of the prompt; null for the first.
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+PromptLogprobs = list[dict[str, PromptLogprobBody] | None]
 
 
-class CompletionChoice(Choice):
+class CompletionChoiceBody(ChoiceBody):
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: CompletionLogprobsBody | None
     prompt_logprobs: PromptLogprobs = []
 
 
-class OpenAIAnswer(Answer):
+class OpenAIAnswerBody(AnswerBody):
     id: str
     created: int
     model: str
     system_fingerprint: str | None
 
 
-class Completion(OpenAIAnswer):
+class CompletionBody(OpenAIAnswerBody):
     """Also a chunk of a stream: its choices hold what is new, and usage only what was asked for."""
 
     object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
+    choices: list[CompletionChoiceBody]
+    usage: UsageBody | None = None
 
 
-class TokenLogprob(Answer):
+class TokenLogprobBody(AnswerBody):
     token: str
     logprob: float | None
     bytes: list[int] | None
 
 
-class TopLogprobs(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
+class TopLogprobsBody(TokenLogprobBody):
+    top_logprobs: list[TokenLogprobBody]
 
 
-class ChatLogprobs(Answer):
-    content: list[TopLogprobs]
+class ChatLogprobsBody(AnswerBody):
+    content: list[TopLogprobsBody]
 
 
-class ChatMessage(Answer):
+class ChatMessageBody(AnswerBody):
     role: Literal["assistant"]
     content: str
 
 
-class ChatDelta(Answer):
+class ChatDeltaBody(AnswerBody):
     role: Literal["assistant"] = "assistant"
     content: str = ""
 
 
-class ChatChoice(Choice):
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
+class ChatChoiceBody(ChoiceBody):
+    message: ChatMessageBody
+    logprobs: ChatLogprobsBody | None
 
 
-class ChunkChoice(Choice):
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
+class ChunkChoiceBody(ChoiceBody):
+    delta: ChatDeltaBody
+    logprobs: ChatLogprobsBody | None
 
 
-class ChatCompletion(OpenAIAnswer):
+class ChatCompletionBody(OpenAIAnswerBody):
     object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: Usage
+    choices: list[ChatChoiceBody]
+    usage: UsageBody
     prompt_logprobs: PromptLogprobs = []
 
 
-class ChatCompletionChunk(OpenAIAnswer):
+class ChatCompletionChunkBody(OpenAIAnswerBody):
     object: Literal["chat.completion.chunk"]
-    choices: list[ChunkChoice] = Field(description="Empty in the last chunk, with stream_options.include_usage.")
-    usage: Usage | None = None
+    choices: list[ChunkChoiceBody] = Field(description="Empty in the last chunk, with stream_options.include_usage.")
+    usage: UsageBody | None = None
 
 
-class NativeFinish(Answer):
+class NativeFinishBody(AnswerBody):
     type: FinishReason
     matched: int | str | None = None
     length: int | None = None
     message: str | None = None
 
 
-class MetaInfo(Answer):
+class MetaInfoBody(AnswerBody):
     id: str
-    finish_reason: NativeFinish | None
+    finish_reason: NativeFinishBody | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -161,27 +163,27 @@ class MetaInfo(Answer):
     output_top_logprobs: list[list[list[Any]] | None] = []
 
 
-class Generated(Answer):
+class GeneratedBody(AnswerBody):
     """In a stream text and ids are those of all that was generated so far."""
 
     text: str
     output_ids: list[int]
-    meta_info: MetaInfo
+    meta_info: MetaInfoBody
     generated_text: str | None = None
 
 
-class Tokens(Answer):
+class TokensBody(AnswerBody):
     tokens: list[int] | list[list[int]]
     count: int | list[int]
     max_model_len: int
 
 
-class Text(Answer):
+class TextBody(AnswerBody):
     prompt: str | list[str]
     text: str | list[str]
 
 
-class TokenizerInfo(Answer):
+class TokenizerInfoBody(AnswerBody):
     tokenizer_path: str
     vocab_size: int
     eos_token: str | None
@@ -193,7 +195,7 @@ class TokenizerInfo(Answer):
     max_model_len: int
 
 
-class Model(Answer):
+class ModelBody(AnswerBody):
     id: str
     object: Literal["model"]
     created: int
@@ -203,12 +205,12 @@ class Model(Answer):
     max_model_len: int
 
 
-class Models(Answer):
+class ModelsBody(AnswerBody):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelBody]
 
 
-class ModelInfo(Answer):
+class ModelInfoBody(AnswerBody):
     model_path: str
     tokenizer_path: str
     served_model_name: str
@@ -222,7 +224,7 @@ class ModelInfo(Answer):
     vocab_size: int
 
 
-class ServerInfo(Answer):
+class ServerInfoBody(AnswerBody):
     """The settings as given, this router, and each replica's state."""
 
     version: str
@@ -238,21 +240,21 @@ class ServerInfo(Answer):
     internal_states: list[dict[str, Any]]
 
 
-class Health(Answer):
+class HealthBody(AnswerBody):
     status: Literal["ok"]
     replicas_ready: int
 
 
-class Version(Answer):
+class VersionBody(AnswerBody):
     version: str
 
 
-class Aborted(Answer):
+class AbortedBody(AnswerBody):
     success: bool
     num_aborted: int
 
 
-class RouteDecision(Answer):
+class RouteDecisionBody(AnswerBody):
     replica: str
     policy: str
     reason: str
@@ -262,20 +264,20 @@ class RouteDecision(Answer):
     candidates: list[dict[str, Any]]
 
 
-class RouteExplanation(RouteDecision):
+class RouteExplanationBody(RouteDecisionBody):
     dry_run: Literal[True]
     router: str
     explanation: str
 
 
-class RouteTry(RouteDecision):
+class RouteTryBody(RouteDecisionBody):
     sentence: str
     actual: dict[str, Any]
     outcome: str
     failure: str | None
 
 
-class RouteRecord(Answer):
+class RouteBody(AnswerBody):
     rid: str
     internal_rid: str
     router: str
@@ -285,5 +287,5 @@ class RouteRecord(Answer):
     total_s: float | None
     stages: dict[str, float] | None
     num_retries: int
-    tries: list[RouteTry]
+    tries: list[RouteTryBody]
     explanation: str

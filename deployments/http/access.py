@@ -1,33 +1,105 @@
-"""What a web page may not have a browser do to a Manta that asks for no key.
+"""Which HTTP requests are refused before a route sees them: without the right key, or sent by a web page.
 
-Owns:      which Host, Origin and kind of body are refused, and why; CORS headers are Starlette's (http_app.py).
-Never:     reads a body; judges who has shown a key: no page has one, and no browser adds it by itself.
+Owns:      the check of the API key and of the admin key (settings/keys.py reads both); which Host, Origin and kind of
+           body are refused where no key is needed. CORS headers are Starlette's (http_app.py).
+Never:     reads a body. Applies the rules on web pages where a key protects the server: no page has one, and browsers
+           add none by themselves.
+Invariant: with API keys, only the OPEN paths are answered without one.
 Thread:    the event loop; pure ASGI, so that streams pass through untouched.
 
 A page can send what a program on this machine can: by a form or `fetch` without asking first (POST of text, forms, or
 nothing; any GET), or from a host name of its own that it has turned to 127.0.0.1 (DNS rebinding), where it may read the
-answers too. What gives it away, and is refused:
+answers too. Without keys, these are refused:
 
     Host          a name that is not the loopback's, while only the loopback is served                            403
-    Origin        of another site, on anything but GET and HEAD                                                   403
-    Sec-Fetch-Site  says so, on anything but GET and HEAD                                                         403
+    Origin        another site's, on anything except GET and HEAD                                                 403
+    Sec-Fetch-Site  another site's, on anything except GET and HEAD                                               403
     Content-Type  text/plain or a multipart form, which only pages send; with an Origin or Sec-Fetch-Site also
-                  whatever else is not JSON. Others are taken: `curl -d` says it sends a form, `requests` nothing 415
-    GET /flush_cache with anything that browsers add                                                              403
+                  everything that is not JSON. Others are read: `curl -d` says it sends a form, `requests` nothing 415
+    GET /flush_cache with any header that only browsers add                                                       403
 """
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
+from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.dispatch.rids import owned
 from deployments.http.http_errors import error_response
-from deployments.http.key_check import OPEN, path_of
-from deployments.settings.ray_env import is_loopback
+from deployments.settings.keys import ANYBODY, KEY_VARIABLE, Caller, KeyDigests, shown_keys
+from deployments.settings.places import is_loopback
 from replicas.errors import MantaError
+from replicas.types import GenerateRequest
+
+OPEN = ("/health", "/ready", "/ping")
+
+
+class KeyNeeded(MantaError):
+    """A key was not shown, or is wrong."""
+
+    http_status = 401
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class KeyCheck:
+    """ASGI middleware: a request without an API key, where there are any, is answered before its body is read."""
+
+    def __init__(self, app: ASGIApp, *, keys: KeyDigests) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            caller = self._keys.caller(headers)
+            if caller is None and path_of(scope) not in OPEN:
+                await error_response(_key_needed(headers))(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller or ANYBODY
+        await self._app(scope, receive, send)
+
+
+def _key_needed(headers: Mapping[str, str]) -> KeyNeeded:
+    what = "the API key is wrong" if shown_keys(headers) else "an API key is asked for"
+    return KeyNeeded(f"{what}: send Authorization: Bearer KEY, or x-api-key: KEY", code="invalid_api_key")
+
+
+def path_of(scope: Scope) -> str:
+    """The path below the application's route prefix, as routes are matched."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def caller_of(request: Request) -> Caller:
+    caller = getattr(request.state, "caller", ANYBODY)
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def admin_only(request: Request) -> None:
+    """Before routes that show or change what is everybody's. Raises: KeyNeeded."""
+    if request.app.state.keys.exist and not caller_of(request).is_admin:
+        raise KeyNeeded(
+            f"the admin key is asked for (router.admin_key, or {KEY_VARIABLE}): send Authorization: Bearer KEY",
+            code="admin_key_needed",
+        )
+
+
+def scoped(request: GenerateRequest, caller: Caller, *, isolates: bool) -> GenerateRequest:
+    """``request`` as its caller's: its id says whose it is; with ``isolates`` it shares cached prefixes with requests
+    of the same key alone, and of them with those of the same salt."""
+    if not caller.name:
+        return request
+    salt = f"\0{caller.name}\0{request.cache_salt}" if isolates else request.cache_salt  # clients cannot send NUL
+    return replace(request, rid=owned(request.rid, caller.name), cache_salt=salt)
+
 
 ANY = "*"
 USUAL = ("127.0.0.1", "localhost")
@@ -81,9 +153,7 @@ class BrowserRules:
     def _check_kind(self, content_type: str, *, by_browser: bool) -> None:
         kind = content_type.partition(";")[0].strip().lower()
         if kind in OF_PAGES or (by_browser and kind not in ("", JSON) and not kind.endswith("+json")):
-            raise Refused(
-                f"Content-Type: {kind[:100]!r} is not accepted: send {JSON}", code="not_json", status=415
-            )
+            raise Refused(f"Content-Type: {kind[:100]!r} is not accepted: send {JSON}", code="not_json", status=415)
 
     def _is_known(self, host: str) -> bool:
         name = _name(host)

@@ -1,0 +1,303 @@
+"""Request bodies: their types, and how one is read, with bounds on its bytes, time and shape.
+
+Owns:      the fields of every body. Each may be null, which means its default; meanings and limits are those of
+           `SamplingParams` (convert.py checks them). What a body may cost before it is known to be one of ours: long
+           ones are parsed on another thread, but JSON's parser holds the GIL there too, so that the many small values
+           that take it long are counted first and refused.
+Never:     lets a malformed body become a 422 or a 500: whatever is wrong with it is an InvalidRequest.
+"""
+
+import asyncio
+import logging
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from deployments.http.http_errors import BodyTooLarge, BodyTooSlow
+from deployments.http.service import service_of
+from replicas.errors import InvalidRequest, RequestAborted
+
+log = logging.getLogger(__name__)
+
+LONG_BODY = 64 << 10  # bytes; longer ones are parsed on another thread
+# of one body; as many of each take the parser 20 to 60 ms
+MAX_VALUES = 1 << 20
+MAX_NAMES = 1 << 17
+MAX_CONTAINERS = 1 << 15
+MAX_PROMPTS = 256
+_BOM = b"\xef\xbb\xbf"
+
+T = TypeVar("T")
+# the first wrong element ends the check: an error for each of a million costs half a minute
+Items = Annotated[list[T], Field(fail_fast=True)]
+Named = Annotated[dict[str, T], Field(fail_fast=True)]
+
+
+class WireType(BaseModel):
+    """A request body. Unknown fields are accepted, since clients send many, and logged once each. Types are JSON's:
+    true is no number, "2" is none, and 2.0 is no integer."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
+
+
+WireT = TypeVar("WireT", bound=WireType)
+_logged: set[tuple[str, str]] = set()
+_LOGGED_MOST = 1000  # names come from clients; do not remember them without end
+
+
+async def read_body(request: Request, wire: type[WireT], *, max_bytes: int) -> WireT:
+    """The body as ``wire``.
+
+    Raises: BodyTooLarge; BodyTooSlow; RequestAborted when the client leaves before its end; Busy when too many long
+            ones wait; or InvalidRequest naming the field.
+    """
+    service = service_of(request)
+    try:
+        async with asyncio.timeout(service.body_timeout_s):
+            data = await _read(request, max_bytes)
+    except ClientDisconnect as error:
+        raise RequestAborted("the client closed the connection before the end of its body") from error
+    except TimeoutError as error:
+        raise BodyTooSlow(f"the body was not complete after {service.body_timeout_s:g} s") from error
+    if len(data) <= LONG_BODY:
+        return _parse(data, wire)
+    return await service.parsing.run(lambda: _parse(data, wire), size=len(data))
+
+
+def _parse(data: bytes, wire: type[WireT]) -> WireT:
+    raw = parse_json(data)
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {type(raw).__name__}")
+    try:
+        value = wire.model_validate(raw)
+    except ValidationError as error:
+        raise _named(error) from error
+    _log_unknown(wire.__name__, value.model_extra or {})
+    return value
+
+
+def parse_json(data: bytes) -> Any:
+    """Raises: InvalidRequest for what is not JSON, not UTF-8, too deep, or not Unicode, or holds too many values."""
+    if len(data) > LONG_BODY:
+        check_shape(data)
+    try:
+        return from_json(data.removeprefix(_BOM))
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from error
+
+
+def check_shape(data: bytes) -> None:
+    """Raises: InvalidRequest when JSON of ``data`` would hold too many values, whatever they are."""
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
+    chars = np.frombuffer(data, dtype=np.uint8)
+    in_string = np.logical_xor.accumulate(chars == ord('"'))
+    outside = chars[~in_string]
+    counts = {char: np.count_nonzero(outside == ord(char)) for char in ",:[{"}
+    num_containers = counts["["] + counts["{"]
+    for found, most, what in (
+        (num_containers, MAX_CONTAINERS, "lists and objects"),
+        (counts[":"], MAX_NAMES, "named values"),
+        (counts[","] + num_containers, MAX_VALUES, "values"),
+    ):
+        if found > most:
+            raise InvalidRequest(f"the body has {found:,} {what}; at most {most:,} are accepted")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise _too_large(int(announced), max_bytes)
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            raise _too_large(len(data), max_bytes)
+    return bytes(data)
+
+
+def _too_large(num_bytes: int, max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has {num_bytes:,} bytes or more; at most {max_bytes:,} are accepted")
+
+
+def _named(error: ValidationError) -> InvalidRequest:
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    param = str(errors[0]["loc"][0]) if errors[0]["loc"] else None
+    ways = [
+        f"{'.'.join(str(part) for part in e['loc'][1:])} {e['msg']}".strip() for e in errors if e["loc"][:1] == (param,)
+    ]
+    return InvalidRequest(f"{param}: {'; or '.join(ways[:5])}", param=param)
+
+
+def _log_unknown(wire: str, extra: dict[str, Any]) -> None:
+    for name in extra:
+        if len(_logged) >= _LOGGED_MOST:
+            return
+        if (wire, name) not in _logged:
+            _logged.add((wire, name))
+            log.info("%s: the field %.64r is not known here and is ignored", wire, name)
+
+
+class StreamOptions(WireType):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(WireType):
+    """What completions and chat share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Named[float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
+    truncate_prompt_tokens: int | None = None  # the last so many tokens of a prompt; -1: as many as fit
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    user: str | None = None
+    rid: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    return_token_ids: bool | None = None
+    # constraints on the output; refused unless they ask for nothing (convert.refuse_unsupported)
+    response_format: dict[str, Any] | None = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    logits_processors: Any = None
+    lora_path: Any = None
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | Items[int] | Items[str] | Items[Items[int]] | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None  # to a prompt that is text
+
+
+class ChatRequest(SamplingFields):
+    messages: Items[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Items[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None  # a variable for the template
+
+
+class TokenizeRequest(WireType):
+    model: str | None = None
+    prompt: str | Items[str] | None = None
+    messages: Items[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    # with messages, as ChatRequest
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeRequest(WireType):
+    model: str | None = None
+    tokens: Items[int] | Items[Items[int]]
+    skip_special_tokens: bool | None = None
+
+
+class NativeSampling(WireType):
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    n: int | None = None
+    logit_bias: Named[float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None  # TGI's name
+    truncate: int | None = None  # TGI's truncate_prompt_tokens
+    do_sample: bool | None = None  # TGI: false means greedy
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    stop_regex: Any = None
+    custom_params: Any = None
+
+
+class NativeRequest(WireType):
+    rid: str | Items[str] | None = None
+    text: str | Items[str] | None = None
+    input_ids: Items[int] | Items[Items[int]] | None = None
+    inputs: str | None = None
+    sampling_params: NativeSampling | Annotated[Items[NativeSampling], Field(max_length=MAX_PROMPTS)] | None = None
+    parameters: NativeSampling | None = None
+    truncate_prompt_tokens: int | None = None  # the last so many tokens of each prompt; -1: as many as fit
+    return_logprob: bool | Items[bool] | None = None
+    logprob_start_len: int | Items[int] | None = None
+    top_logprobs_num: int | Items[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    timeout: float | None = None
+    input_embeds: Any = None
+    image_data: Any = None
+    audio_data: Any = None
+    token_ids_logprob: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+
+
+class AbortRequest(WireType):
+    rid: str | None = None
+    abort_all: bool | None = None

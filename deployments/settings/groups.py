@@ -1,0 +1,242 @@
+"""The groups of settings about replicas and hand-offs, and the spellings of their values that are accepted.
+
+Owns:      the base class of all groups: frozen, and nothing unknown. Which values of vLLM, SGLang and YAML are taken as
+           ours: inside there is one spelling, that of replicas/config.py, since the translation precedes the checks.
+Never:     repeats a default of the engine (replicas/config.py) or of hand-offs (kvtransfer/types.py); shows the
+           transfer token: it is a SecretStr here, and `shown` leaves it out.
+"""
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    SecretStr,
+    field_validator,
+    model_validator,
+    with_config,
+)
+from typing_extensions import TypedDict  # pydantic's own; typing's has what it needs from Python 3.12 on
+
+from deployments.settings.settings_file import shown
+from kvtransfer.types import TransferSettings, Verify
+from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+
+DTYPES: Mapping[str, str | None] = {
+    "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
+    "fp8_e4m3": "fp8", "auto": None,
+}  # fmt: skip
+
+
+def _dtype(value: Any) -> Any:
+    return DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def _quantization(value: Any) -> Any:
+    return "none" if value is None else value
+
+
+def _cache(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "kv_cache_dtype" in value:
+        if "kv_dtype" in value:
+            raise ValueError("kv_dtype and kv_cache_dtype are both given, and are one setting; leave one out")
+        value = {"kv_dtype" if name == "kv_cache_dtype" else name: each for name, each in value.items()}
+    return {**value, "kv_dtype": _dtype(value["kv_dtype"])} if "kv_dtype" in value else value
+
+
+def _scheduler(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    # in YAML a bare ``on`` is True
+    flags = {name: value[name] for name in ("overlap", "priorities") if isinstance(value.get(name), bool)}
+    return {**value, **{name: "on" if is_on else "off" for name, is_on in flags.items()}}
+
+
+DTYPE_NAMES = BeforeValidator(_dtype)
+QUANTIZATION_NAMES = BeforeValidator(_quantization)
+CACHE_NAMES = BeforeValidator(_cache)
+SCHEDULER_NAMES = BeforeValidator(_scheduler)
+
+
+# errors are logged with their cause; what was given may hold a secret
+_GROUP = ConfigDict(extra="forbid", hide_input_in_errors=True)
+for _engines in (CacheConfig, SchedulerConfig, ParallelConfig):
+    with_config(_GROUP)(_engines)
+
+
+class Settings(BaseModel):
+    """Base of all: frozen, and nothing unknown."""
+
+    model_config = ConfigDict(**_GROUP, frozen=True, protected_namespaces=())
+
+
+class AutoscalingSettings(Settings):
+    """Bounds and delays are Ray Serve's, under its names; the rule is autoscaling.py's."""
+
+    min_replicas: int = 1
+    max_replicas: int = Field(default=2, ge=1)
+    initial_replicas: int | None = None
+    ttft_objective_s: float = Field(default=5.0, gt=0)  # prompt tokens that wait should be computed within this
+    pool_high: float = Field(default=0.85, gt=0, le=1)  # share of the KV pools that requests may hold
+    running_high: float = Field(default=0.9, gt=0, le=1)  # share of the running slots that requests may take
+    slack: float = Field(default=0.7, gt=0, le=1)  # fewer replicas only if loaded to at most this share of the limits
+    target_ongoing_requests: float | None = Field(default=None, gt=0)  # given: Ray's own rule instead of ours
+    upscale_delay_s: float = Field(default=10.0, ge=0)
+    downscale_delay_s: float = Field(default=300.0, ge=0)
+    metrics_interval_s: float = Field(default=1.0, gt=0)  # how often replicas tell Serve
+    look_back_period_s: float = Field(default=5.0, gt=0)  # over which Serve averages that
+
+    @model_validator(mode="after")
+    def _averaged(self) -> "AutoscalingSettings":
+        if self.look_back_period_s <= self.metrics_interval_s:
+            raise ValueError(
+                f"look_back_period_s ({self.look_back_period_s}) must exceed metrics_interval_s "
+                f"({self.metrics_interval_s})"
+            )
+        return self
+
+    @field_validator("min_replicas", "initial_replicas")
+    @classmethod
+    def _at_least_one(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError(
+                "must be at least 1: without a replica the routers answer 503 themselves, so that Ray Serve would "
+                "never see a request to start one for"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "AutoscalingSettings":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas ({self.min_replicas}) exceeds max_replicas ({self.max_replicas})")
+        return self
+
+
+class ReplicaSettings(Settings):
+    count: int | Literal["auto"] = "auto"  # auto: 2 if cores and memory, or the GPUs, allow, else 1
+    cpus: float = Field(default=1.0, gt=0)  # of each rank; also its compute threads
+    gpus: float = Field(default=0.0, ge=0)  # of each rank
+    autoscaling: AutoscalingSettings | None = None  # replaces count
+    health_period_s: float = Field(default=2.0, gt=0)
+    health_timeout_s: float = Field(default=30.0, gt=0)
+    drain_timeout_s: float = Field(default=120.0, ge=0)  # a replica that leaves finishes its requests for so long
+
+    @field_validator("count", mode="before")
+    @classmethod
+    def _auto_or_some(cls, count: Any) -> Any:
+        if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(f"must be auto, or a whole number of 1 or more, not {shown(count)}")
+        return count
+
+    @field_validator("gpus")
+    @classmethod
+    def _whole(cls, gpus: float | None) -> float | None:
+        return _check_gpus(gpus)
+
+
+def _check_gpus(gpus: float | None) -> float | None:
+    if gpus is not None and gpus > 1 and gpus != int(gpus):
+        raise ValueError(f"must be a whole number, or a part of one GPU, below 1, not {gpus:g}")
+    return gpus
+
+
+# some of cache's settings, each checked by itself
+_SomeOfCache = with_config(_GROUP)(TypedDict("_SomeOfCache", get_type_hints(CacheConfig), total=False))  # type: ignore[operator]
+
+
+class RoleSettings(Settings):
+    """What the replicas of one role have otherwise than ``replicas``, ``parallel`` and ``cache`` say."""
+
+    count: int | None = Field(default=None, ge=1)
+    autoscaling: AutoscalingSettings | None = None
+    cpus: float | None = Field(default=None, gt=0)
+    gpus: float | None = Field(default=None, ge=0)
+    tp: int | None = Field(default=None, ge=1)
+    cache: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SomeOfCache)), CACHE_NAMES] = (
+        Field(default_factory=dict)
+    )  # some of cache's settings
+
+    @field_validator("gpus")
+    @classmethod
+    def _whole(cls, gpus: float | None) -> float | None:
+        return _check_gpus(gpus)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "RoleSettings":
+        if self.count is not None and self.autoscaling is not None:
+            raise ValueError("count and autoscaling are both given; allowed: one of them")
+        return self
+
+
+TOKEN_VARIABLE = "MANTA_TRANSFER_TOKEN"
+TOKEN_LEN = 16  # characters, at least
+_DEFAULT: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TransferSettings)}
+
+
+def _yaml_off(value: Any) -> Any:
+    return "off" if value is False else value  # in YAML a bare ``off`` is False
+
+
+class TransferGroup(Settings):
+    hand_off: Literal["conditional", "always"] = "conditional"  # always: whatever may be, even where that takes longer
+    # None: all pages between CPUs; the last page of each write where a role has GPUs, whose pages are read back for it
+    verify: Annotated[Verify | None, BeforeValidator(_yaml_off)] = None
+    transport: Literal["auto", "tcp"] = "auto"
+    host: str = Field(default="auto", min_length=1)  # where services listen; auto: the address of the replica's node
+    token: SecretStr | None = None  # None: from the environment, else made by build
+    open_timeout_s: float = Field(default=_DEFAULT["open_timeout_s"], gt=0)
+    room_timeout_s: float = Field(default=_DEFAULT["room_timeout_s"], gt=0)
+    call_timeout_s: float = Field(default=_DEFAULT["call_timeout_s"], gt=0)
+    heartbeat_s: float = Field(default=_DEFAULT["heartbeat_s"], gt=0)
+    heartbeat_misses: int = Field(default=_DEFAULT["heartbeat_misses"], ge=1)
+    rank_timeout_s: float = Field(default=_DEFAULT["rank_timeout_s"], gt=0)
+    pages_per_write: int = Field(default=_DEFAULT["pages_per_write"], ge=1)
+
+    @field_validator("token")
+    @classmethod
+    def _long_enough(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and len(token.get_secret_value()) < TOKEN_LEN:
+            raise ValueError(f"must have at least {TOKEN_LEN} characters, here or in {TOKEN_VARIABLE}")
+        return token
+
+    def of_engine(self, node_address: str) -> TransferSettings:
+        """For an engine on the node with this address; `with_token` and `resolved` have been called."""
+        assert self.token is not None, "build gives the replicas a token"
+        given = {name: getattr(self, name) for name in _DEFAULT if name not in ("host", "token")}
+        given["verify"] = self.verify or Verify.ALL
+        host = node_address if self.host == "auto" else self.host
+        return TransferSettings(host=host, token=self.token.get_secret_value().encode(), **given)
+
+    def resolved(self, *, on_gpus: bool) -> "TransferGroup":
+        """With what both sides must agree on filled in. ``on_gpus``: one of them, or both, have their pages there."""
+        return self.model_copy(update={"verify": self.verify or (Verify.LAST if on_gpus else Verify.ALL)})
+
+    def shown(self) -> dict[str, Any]:
+        """As anyone may see it."""
+        return self.model_dump(mode="json", exclude={"token"})
+
+
+def with_token(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """``args`` for the replicas: with the secret of this cluster, from the settings, the environment, or new. What the
+    environment gives has not been checked: parse them."""
+    if not isinstance(args.get("transfer") or {}, Mapping):
+        return dict(args)  # the check of the settings says so
+    transfer = dict(args.get("transfer") or {})
+    if not transfer.get("token"):
+        transfer["token"] = environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+    return {**args, "transfer": transfer}
+
+
+def without_token(args: Mapping[str, Any]) -> dict[str, Any]:
+    """``args`` as anyone may see them."""
+    transfer = {name: value for name, value in (args.get("transfer") or {}).items() if name != "token"}
+    return {**args, "transfer": transfer} if "transfer" in args else dict(args)
