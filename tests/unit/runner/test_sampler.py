@@ -244,61 +244,49 @@ def test_rounding_of_the_logits_hardly_ever_changes_a_draw() -> None:
         assert (sampler.sample(rounded, rows)[0] == tokens).sum() >= 255
 
 
-def edited(logits: list[float], **what: Any) -> list[float]:
-    """The logits of one row as its parameters change them, in a batch beside a row that asks for nothing."""
-    base = torch.tensor([logits, logits])
+NEVER = -np.inf
+WORDS = ((2,), (0, 1, 3))  # (2,) is always masked; 3 behind 0, 1
+ADDED = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": ((0, 10.0),)}
+LATE_STOP = {"stop_ids": [1], "min_new_tokens": 3, "logit_bias": ((1, 100.0),)}
+ALLOWED = {"allowed_token_ids": (1, 2), "logit_bias": ((0, 100.0), (2, 5.0)), "stop_ids": [1], "min_new_tokens": 1}
+LEFT = {"allowed_token_ids": (1, 2), "stop_ids": [1], "min_new_tokens": 3, "bad_words": ((0, 2),)}
+EDITS: dict[str, tuple[list[float], dict[str, Any], list[float]]] = {
+    "a repetition penalty divides positive and multiplies negative logits of all seen tokens": (
+        [2, -2, 2, 0], {"prompt": [0, 0], "output": [1, 3], "repetition_penalty": 2.0}, [1, -4, 2, 0]),
+    "a frequency penalty counts each output token": (
+        [1, 1, 1], {"prompt": [2], "output": [0, 0, 0, 1], "frequency_penalty": 0.5}, [-0.5, 0.5, 1]),
+    "a presence penalty counts a token once": (
+        [1, 1, 1], {"prompt": [2], "output": [0, 0, 0, 1], "presence_penalty": 0.5}, [0.5, 0.5, 1]),
+    "penalties and bias add up after the repetition penalty: 4 / 2 - (2 * 0.5 + 0.25) + 10": (
+        [4, 4], {"output": [0, 0], **ADDED}, [10.75, 4]),
+    "a stop id is masked before min_new_tokens, even against a bias": (
+        [0, 0], {"num_output": 2, **LATE_STOP}, [0, NEVER]),
+    "and not from min_new_tokens on": ([0, 0], {"num_output": 3, **LATE_STOP}, [0, 100]),
+    "min_new_tokens gives way when every token is a stop id": (
+        [1, 0], {"stop_ids": [0, 1], "min_new_tokens": 3}, [1, 0]),
+    "only allowed tokens keep their logits": ([3, 2, 1, 0], {"allowed_token_ids": (3, 1)}, [NEVER, 2, NEVER, 0]),
+    "whatever else is asked for": ([3, 2, 1, 0], ALLOWED, [NEVER, NEVER, 6, NEVER]),
+    "a stop id is masked while another token is left": (
+        [0, 1, 2], {"output": [1], "num_output": 1, **LEFT}, [NEVER, NEVER, 2]),
+    "and not when none is left": ([0, 1, 2], {"output": [0], "num_output": 1, **LEFT}, [NEVER, 1, NEVER]),
+    "a bad word of one token is always masked": ([0] * 4, {"bad_words": WORDS}, [0, 0, NEVER, 0]),
+    "a prompt does not begin a bad word": ([0] * 4, {"bad_words": WORDS, "prompt": [0, 1]}, [0, 0, NEVER, 0]),
+    "nor does a part of it": ([0] * 4, {"bad_words": WORDS, "output": [1]}, [0, 0, NEVER, 0]),
+    "an output that ends with all but its last token does": (
+        [0] * 4, {"bad_words": WORDS, "output": [3, 0, 1]}, [0, 0, NEVER, NEVER]),
+    "one that has gone on does not": ([0] * 4, {"bad_words": WORDS, "output": [0, 1, 0]}, [0, 0, NEVER, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_logits_are_edited_by(case: str) -> None:
+    """In a batch beside a row that asks for nothing; the logits themselves stay, since logprobs are read from them."""
+    logits, what, wanted = EDITS[case]
+    base = torch.tensor([logits, logits], dtype=torch.float32)
     result = edit_logits(base, [row(), row(**what)])
-    assert base.tolist() == [logits, logits]  # logprobs are read from these
+    assert base.tolist() == [logits, logits]
     assert result[0].tolist() == logits
-    return [round(value, 4) for value in result[1].tolist()]
-
-
-def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_all_seen_tokens() -> None:
-    changed = edited([2.0, -2.0, 2.0, 0.0], prompt=[0, 0], output=[1, 3], repetition_penalty=2.0)
-    assert changed == [1.0, -4.0, 2.0, 0.0]
-
-
-def test_frequency_penalty_counts_each_output_token_and_presence_penalty_once() -> None:
-    assert edited([1.0, 1.0, 1.0], prompt=[2], output=[0, 0, 0, 1], frequency_penalty=0.5) == [-0.5, 0.5, 1.0]
-    assert edited([1.0, 1.0, 1.0], prompt=[2], output=[0, 0, 0, 1], presence_penalty=0.5) == [0.5, 0.5, 1.0]
-
-
-def test_penalties_and_bias_add_up_after_the_repetition_penalty() -> None:
-    """Token 0: 4 / 2 - (2 * 0.5 + 0.25) + 10 = 10.75."""
-    what = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": ((0, 10.0),)}
-    assert edited([4.0, 4.0], output=[0, 0], **what) == [10.75, 4.0]
-
-
-def test_stop_ids_are_masked_until_min_new_tokens_even_against_a_bias() -> None:
-    what = {"stop_ids": [1], "min_new_tokens": 3, "logit_bias": ((1, 100.0),)}
-    assert edited([0.0, 0.0], num_output=2, **what) == [0.0, -np.inf]
-    assert edited([0.0, 0.0], num_output=3, **what) == [0.0, 100.0]
-
-
-def test_min_new_tokens_gives_way_when_every_token_is_a_stop_id() -> None:
-    assert edited([1.0, 0.0], stop_ids=[0, 1], min_new_tokens=3) == [1.0, 0.0]
-
-
-def test_only_allowed_tokens_keep_their_logits_whatever_else_is_asked_for() -> None:
-    assert edited([3.0, 2.0, 1.0, 0.0], allowed_token_ids=(3, 1)) == [-np.inf, 2.0, -np.inf, 0.0]
-    what = {"allowed_token_ids": (1, 2), "logit_bias": ((0, 100.0), (2, 5.0)), "stop_ids": [1], "min_new_tokens": 1}
-    assert edited([3.0, 2.0, 1.0, 0.0], **what) == [-np.inf, -np.inf, 6.0, -np.inf]
-
-
-def test_a_stop_id_is_not_masked_where_nothing_else_is_left() -> None:
-    what = {"allowed_token_ids": (1, 2), "stop_ids": [1], "min_new_tokens": 3, "bad_words": ((0, 2),)}
-    assert edited([0.0, 1.0, 2.0], output=[1], num_output=1, **what) == [-np.inf, -np.inf, 2.0]
-    assert edited([0.0, 1.0, 2.0], output=[0], num_output=1, **what) == [-np.inf, 1.0, -np.inf]
-
-
-def test_the_last_token_of_a_bad_word_is_masked_behind_the_others_of_it() -> None:
-    """(2,) always; (0, 1, 3) behind 0, 1; the output alone counts, not the prompt."""
-    words = ((2,), (0, 1, 3))
-    assert edited([0.0] * 4, bad_words=words) == [0, 0, -np.inf, 0]
-    assert edited([0.0] * 4, bad_words=words, prompt=[0, 1]) == [0, 0, -np.inf, 0]
-    assert edited([0.0] * 4, bad_words=words, output=[1]) == [0, 0, -np.inf, 0]
-    assert edited([0.0] * 4, bad_words=words, output=[3, 0, 1]) == [0, 0, -np.inf, -np.inf]
-    assert edited([0.0] * 4, bad_words=words, output=[0, 1, 0]) == [0, 0, -np.inf, 0]
+    assert [round(value, 4) for value in result[1].tolist()] == wanted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
