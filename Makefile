@@ -42,7 +42,8 @@ install-test: $(VENV)/.installed-test
 
 # installs only as root; a program that is missing skips its tests
 tools-test: $(VENV)/.installed-test
-	@which $(PROGRAMS) >/dev/null || { test "$$(id -u)" = 0 && which apt-get >/dev/null && apt-get -qq update && \
+	@which $(PROGRAMS) >/dev/null || { test "$$(id -u)" = 0 && which apt-get >/dev/null && \
+		echo "Installing Debian's packages $(DEBIAN)" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(DEBIAN) >/dev/null; } || \
 		echo "not all of these are on PATH: $(PROGRAMS). Their tests are skipped; apt-get install $(DEBIAN)" >&2
 	@test -d .tools/litellm || { $(BIN)/python -m venv .tools/litellm.new && .tools/litellm.new/bin/python -m \

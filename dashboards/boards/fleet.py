@@ -16,7 +16,7 @@ from dashboards.board import (
     quantiles,
     rate,
     ratio,
-)  # fmt: skip
+)
 
 FAILED = {"outcome": "!ok|cancelled|invalid"}
 

@@ -13,7 +13,7 @@ from dashboards.board import (
     quantiles,
     rate,
     ratio,
-)  # fmt: skip
+)
 
 L1 = {"tier": "L1"}
 BY_REPLICA = ("role", "replica")

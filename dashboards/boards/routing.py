@@ -15,7 +15,7 @@ from dashboards.board import (
     quantiles,
     rate,
     ratio,
-)  # fmt: skip
+)
 
 PROMPT = rate("router_prompt_tokens_total")
 RECEIVED = {"direction": "receive"}
