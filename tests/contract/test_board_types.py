@@ -1,4 +1,4 @@
-"""The boards have the types that Grafana publishes: what it does not know is found before somebody opens a board."""
+"""The boards have the types that Grafana publishes: an unknown key is found before a board is opened."""
 
 import json
 import pathlib

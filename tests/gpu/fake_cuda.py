@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: tensors that say cuda:0 and compute on the CPU, and the torch.cuda to go with it.
+"""A fake CUDA device: tensors that say cuda:0 and compute on the CPU, and the torch.cuda that goes with it.
 
 FakeTensorMode knows devices too, but it has no values, holds for one thread, and cannot index a tensor of CUDA in a
 build of torch without CUDA; an engine needs all three. Here values are real, so an engine gives the CPU's tokens.
@@ -160,7 +160,7 @@ class FakeCuda:
         if not non_blocking:
             self.waits.append("copy")
         elif not self.is_pinned(on_host):
-            raise RuntimeError("nobody waits for this copy, and the host's memory is not pinned")
+            raise RuntimeError("this copy is asynchronous, and the host's memory is not pinned")
 
     def allocated(self) -> int:
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _alive()}

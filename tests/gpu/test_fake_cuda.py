@@ -1,4 +1,4 @@
-"""The device that is not there refuses what a device refuses, and computes what the CPU does."""
+"""The fake device refuses the operations that a device refuses, and computes as the CPU does."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.gpu.device_steps import DEVICE
 from tests.gpu.fake_cuda import CUDA, FakeCuda, install
 from tests.gpu.triton_or_skip import triton_paged
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here; nobody needs one that is not")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real GPU is here; the fake is not needed")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_an_operation_on_tensors_of_both_is_refused_but_for_numbers_and_indices(
     assert (x * torch.tensor(2.0))[torch.tensor([0, 2])].tolist() == [2.0, 2.0]
 
 
-def test_a_copy_that_nobody_waits_for_needs_pinned_memory(fake: FakeCuda) -> None:
+def test_an_asynchronous_copy_needs_pinned_memory(fake: FakeCuda) -> None:
     x = torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="is not pinned"):
         torch.zeros(3).to("cuda", non_blocking=True)

@@ -116,7 +116,7 @@ def test_a_step_for_a_graph_takes_the_wrapper_of_its_size_and_leaves_groups_out(
         assert sum(method == "__init__" and "use_cuda_graph" in options for _, method, _, options in CALLS) == 1
 
 
-def test_it_says_which_pools_it_does_not_know(flashinfer_attention: Any) -> None:
+def test_an_unsupported_pool_is_named(flashinfer_attention: Any) -> None:
     why_not = flashinfer_attention.why_not
     half, full = torch.bfloat16, torch.float32
     assert why_not(half, dtype=half, head_dim=128) is None

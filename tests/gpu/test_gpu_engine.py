@@ -106,7 +106,7 @@ def test_every_kind_of_step_gives_transformers_tokens(
     engine.close()
 
 
-def test_what_requests_do_to_logits_and_ask_of_them_is_the_cpus(
+def test_edits_of_logits_and_logprobs_are_those_of_a_cpu(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Penalties, a bias, a least length, choices, cuts, log probabilities of output and prompt: one batch, in fp32."""
@@ -145,7 +145,7 @@ def told(engine: Engine, asked: list[GenerateRequest]) -> dict[tuple[str, int], 
     return found
 
 
-def test_everything_of_a_rank_lies_on_the_device_of_its_group(tmp_path: Path, gpu: fake_cuda.FakeCuda | None) -> None:
+def test_all_tensors_of_a_rank_lie_on_the_device_of_its_group(tmp_path: Path, gpu: fake_cuda.FakeCuda | None) -> None:
     """And that device has a number: what threads of their own and the transfer library are told."""
     engine = start(model(tmp_path), dtype="float32", cuda_graphs=False)
     runner = engine.steps.launch.__self__.runner  # type: ignore[attr-defined]
@@ -158,7 +158,7 @@ def test_everything_of_a_rank_lies_on_the_device_of_its_group(tmp_path: Path, gp
     engine.close()
 
 
-def test_a_step_of_full_size_runs_at_the_start_and_its_memory_is_told(
+def test_a_step_of_full_size_runs_at_the_start_and_its_memory_is_logged(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As large as the context allows, on the sink alone."""
@@ -169,7 +169,7 @@ def test_a_step_of_full_size_runs_at_the_start_and_its_memory_is_told(
     engine.close()
 
 
-def test_where_a_step_of_full_size_does_not_fit_the_start_says_what_to_lower(
+def test_a_start_without_room_for_a_step_of_full_size_says_what_to_lower(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = ModelRunner.forward

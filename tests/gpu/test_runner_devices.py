@@ -117,7 +117,7 @@ class _Slow:
 
 
 @pytest.mark.parametrize("device", [DEVICES[1]])
-def test_nothing_of_a_chunk_is_under_way_when_its_step_returns(tmp_path: Path, device: str) -> None:
+def test_no_work_of_a_chunk_is_pending_when_its_step_returns(tmp_path: Path, device: str) -> None:
     """SPEC H09: whole pages of a chunk that samples nothing are sent next, by a library that knows no stream."""
     tiny.save("llama", tmp_path)
     rig = make_rig(engine_config(tmp_path, device, chunk=8))

@@ -18,7 +18,7 @@ from tests.numerics import tiny
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_pool_is_sized_by_what_the_weights_leave(tmp_path: Path, device: str) -> None:
+def test_the_pool_is_sized_by_the_memory_that_the_weights_leave(tmp_path: Path, device: str) -> None:
     """SPEC A05: bytes = free after the weights - (1 - fraction) * free before; here capped by max_total_tokens."""
     tiny.save("llama", tmp_path)
     runner = make_rig(engine_config(tmp_path, device)).runner
@@ -28,7 +28,7 @@ def test_the_pool_is_sized_by_what_the_weights_leave(tmp_path: Path, device: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_without_a_cap_the_pool_takes_what_the_weights_and_all_else_leave(tmp_path: Path, device: str) -> None:
+def test_without_a_cap_the_pool_takes_the_memory_that_is_left(tmp_path: Path, device: str) -> None:
     """SPEC A05 in bytes: half of what was free, less the weights and what is set aside; on a GPU the other half is
     still free in the end, but for 256 MiB of libraries."""
     tiny.save("llama", tmp_path)

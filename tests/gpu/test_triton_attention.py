@@ -114,7 +114,7 @@ def test_large_scores_do_not_overflow() -> None:
         assert float((got - wanted).abs().max()) < 1e-3
 
 
-def test_splits_are_a_power_of_two_of_which_at_most_2048_programs_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_are_a_power_of_two_and_make_at_most_2048_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_paged, "PROGRAMS", 2048)
     assert [triton_paged.num_splits(b, 8) for b in (1, 8, 16, 64, 256, 512)] == [32, 32, 16, 4, 1, 1]
 
@@ -124,7 +124,7 @@ def test_tiles_with_the_most_keys_come_first() -> None:
     assert triton_paged.extend_tiles(np.array([5, 33]), 16).tolist() == [[1, 32], [1, 16], [0, 0], [1, 0]]
 
 
-def test_groups_become_tiles_of_so_many_members() -> None:
+def test_groups_are_cut_into_tiles_of_a_bounded_number_of_members() -> None:
     groups = (
         PrefixGroup(members=np.array([2, 5, 6], np.int32), length=64),
         PrefixGroup(members=np.array([3, 4], np.int32), length=16),

@@ -1,7 +1,7 @@
 """The Triton backend for its tests: compiled on a GPU, interpreted on a CPU (the same arithmetic, slowly; conftest.py).
 
-A module that imports this is skipped only where Triton itself is missing, there is no GPU, and nobody requires the
-declared tools (CI does). That something of ours cannot be imported is never a reason to skip.
+A module that imports this is skipped only if Triton itself is missing, there is no GPU, and the tools are not required
+(CI requires them). A failed import of our own code is never a reason to skip.
 """
 
 import importlib.util

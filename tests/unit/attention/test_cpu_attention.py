@@ -195,7 +195,7 @@ def test_what_is_no_number_is_none_in_the_pool_either(kv_dtype: str, odd: float)
 
 
 def test_a_prefix_shared_by_a_group_is_read_from_its_first_member_alone() -> None:
-    """The second member's row is broken where the group says that it equals the first's: nobody looks there."""
+    """The second member's row is broken where the group says that it equals the first's: it is never read there."""
     step = make_step([(300, 1), (290, 1)], shared=[([0, 1], 256)])
     wanted = cpu(step).clone()
     step.batch.table[step.batch.rows[1], :256] = 0

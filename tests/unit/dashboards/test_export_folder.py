@@ -1,4 +1,4 @@
-"""What `python -m dashboards export` writes, and the other commands' exit codes."""
+"""The files that `python -m dashboards export` writes, and the other commands' exit codes."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""What a Prometheus answered is judged by what each panel needs."""
+"""Results of a Prometheus are judged by the needs of each panel."""
 
 import http.server
 import json
@@ -64,7 +64,7 @@ def test_queries_are_asked_with_their_variables_filled_in() -> None:
     assert 'sum(rate(manta_requests_total{model=~".*"}[30s]))' in asked
 
 
-def test_the_table_has_a_line_a_query() -> None:
+def test_the_table_has_one_line_per_query() -> None:
     found = [
         QueryResult("a", "up", None, Returned.DATA, "12 series"),
         QueryResult("b", "up", None, Returned.EMPTY, "0 series"),
@@ -84,7 +84,7 @@ class Refusing(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_prometheus_own_message_is_what_one_reads() -> None:
+def test_an_error_is_prometheus_own_message() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), Refusing)
     thread = threading.Thread(target=server.handle_request)
     thread.start()
@@ -94,7 +94,7 @@ def test_prometheus_own_message_is_what_one_reads() -> None:
     server.server_close()
 
 
-def test_a_server_that_is_not_there_is_said_to_be_so() -> None:
+def test_an_unreachable_server_is_named() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), Refusing)
     port = server.server_address[1]
     server.server_close()

@@ -1,4 +1,4 @@
-"""The one product of all layers: equal to PyTorch's at every number of rows, whoever multiplies."""
+"""The one product of all layers: equal to PyTorch's at every number of rows, with each kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What CUDA graphs need that is not CUDA: sizes, rows that fill up, inputs that stay where they are."""
+"""The parts of CUDA graphs that need no CUDA: sizes, padding rows, inputs that stay in place."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def plan(rows: list[int], seq_lens: list[int], slots: list[int]) -> DecodePlan:
 @pytest.mark.parametrize(
     ("max_rows", "sizes"), [(1, (1,)), (5, (1, 2, 4, 5)), (8, (1, 2, 4, 8)), (40, (1, 2, 4, 8, 16, 24, 32, 40))]
 )
-def test_the_largest_size_is_what_may_run(max_rows: int, sizes: tuple[int, ...]) -> None:
+def test_the_largest_size_is_the_most_requests_that_may_run(max_rows: int, sizes: tuple[int, ...]) -> None:
     assert graph_sizes(max_rows) == sizes
 
 
@@ -36,7 +36,7 @@ def test_a_batch_takes_the_smallest_size_that_holds_it() -> None:
     assert [graph_size(n, graph_sizes(40)) for n in (1, 3, 8, 9, 33)] == [1, 4, 8, 16, 40]
 
 
-def test_rows_that_fill_up_read_and_write_the_sink_alone() -> None:
+def test_padding_rows_read_and_write_the_sink_alone() -> None:
     """Row 0, position 0, slot 0 of page 0, one token each."""
     ids, positions, slots, rows, prefix, seq_lens, bounds = decode_arrays(plan([3, 7], [10, 20], [160, 320]), 4)
     assert ids.tolist() == [103, 107, 0, 0]
@@ -49,7 +49,7 @@ def test_rows_that_fill_up_read_and_write_the_sink_alone() -> None:
 
 
 class Began:
-    """Notes the steps that it is told of."""
+    """Records the steps that it begins."""
 
     def __init__(self) -> None:
         self.metas: list[BatchMeta] = []

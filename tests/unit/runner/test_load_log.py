@@ -1,10 +1,10 @@
-"""What is said while weights are loaded."""
+"""The messages that are logged while weights load."""
 
 from replicas.runner.weights import LoadLog
 from tests.harness import Clock
 
 
-def test_each_tenth_is_told_once_with_bytes_and_speed() -> None:
+def test_each_tenth_is_logged_once_with_bytes_and_speed() -> None:
     said: list[str] = []
     clock = Clock()
     log = LoadLog(200_000_000, tell=lambda line, *values: said.append(line % values), clock=clock)
@@ -30,7 +30,7 @@ def test_a_large_layer_is_one_line_for_all_its_tenths() -> None:
     ]
 
 
-def test_no_speed_is_told_before_time_has_passed() -> None:
+def test_no_speed_is_logged_before_time_has_passed() -> None:
     said: list[str] = []
     clock = Clock()
     log = LoadLog(100_000_000, tell=lambda line, *values: said.append(line % values), clock=clock)

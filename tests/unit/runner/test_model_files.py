@@ -60,12 +60,12 @@ def test_a_complete_file_means_what_transformers_makes_of_it(
     assert isinstance(direct, ModelConfig)
 
 
-def test_what_a_file_leaves_out_is_its_architectures_default(tmp_path: Path) -> None:
+def test_a_missing_key_has_its_architectures_default(tmp_path: Path) -> None:
     write(tmp_path, "Mistral", rope_theta=1e4)
     assert load_model_config(without(tmp_path, "num_key_value_heads")).num_kv_heads == 8
 
 
-def test_a_size_that_is_no_number_is_told(tmp_path: Path) -> None:
+def test_a_size_that_is_no_number_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"config.json cannot be read: .*hidden_size"):
         load_model_config(write(tmp_path, "Llama", rope_theta=1e4, hidden_size="wide"))
 
@@ -88,7 +88,7 @@ def make(folder: Path, *, weights: bytes = bytes(SIZE), **config: object) -> str
     return model_identity(str(folder), "none")
 
 
-def test_the_same_files_have_the_same_name_wherever_they_lie(tmp_path: Path) -> None:
+def test_the_same_files_have_the_same_identity_wherever_they_lie(tmp_path: Path) -> None:
     one = make(tmp_path / "a")
     assert len(one) == 32
     assert make(tmp_path / "b", transformers_version="5.1", _name_or_path="elsewhere") == one
@@ -101,16 +101,16 @@ def test_the_same_files_have_the_same_name_wherever_they_lie(tmp_path: Path) -> 
     [bytes(SIZE + 1), b"\1" + bytes(SIZE - 1), bytes(SIZE - 1) + b"\1", bytes(SIZE // 2) + b"\1" * (SIZE // 2)],
     ids=["longer", "first byte", "last byte", "half"],
 )
-def test_other_weights_have_another_name(tmp_path: Path, weights: bytes) -> None:
+def test_other_weights_have_another_identity(tmp_path: Path, weights: bytes) -> None:
     assert make(tmp_path / "a") != make(tmp_path / "b", weights=weights)
 
 
-def test_rounded_weights_have_another_name_than_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_rounded_weights_have_another_identity_than_the_checkpoint(tmp_path: Path) -> None:
     one = make(tmp_path / "a")
     assert model_identity(str(tmp_path / "a"), "int8") != one
 
 
-def test_weights_rounded_by_another_rule_have_another_name_too(
+def test_weights_rounded_by_another_rule_have_another_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path / "a")
@@ -119,5 +119,5 @@ def test_weights_rounded_by_another_rule_have_another_name_too(
     assert model_identity(str(tmp_path / "a"), "int8") != one
 
 
-def test_another_config_has_another_name(tmp_path: Path) -> None:
+def test_another_config_has_another_identity(tmp_path: Path) -> None:
     assert make(tmp_path / "a") != make(tmp_path / "b", rope_theta=1e6)

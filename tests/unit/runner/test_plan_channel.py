@@ -1,4 +1,4 @@
-"""Rank 0's plan channel: who gets in, and what is left when the wait is over."""
+"""Rank 0's plan channel: which connections are admitted, and what is left when the wait is over."""
 
 import socket
 import threading
@@ -29,7 +29,7 @@ def started(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_strangers_hold_nobody_up_and_leave_no_thread_behind(channel: PlanChannel) -> None:
+def test_strangers_delay_no_follower_and_leave_no_thread_behind(channel: PlanChannel) -> None:
     before = set(threading.enumerate())
     with socket.create_connection(channel.address) as silent, socket.create_connection(channel.address) as loud:
         loud.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -55,7 +55,7 @@ def test_a_follower_whose_thread_has_yet_to_end_is_not_hung_up(channel: PlanChan
     class Slow(list[Connection]):
         def append(self, connection: Connection) -> None:
             super().append(connection)
-            threading.Event().wait(0.2)  # longer than a look at who has come takes
+            threading.Event().wait(0.2)  # longer than one check for new connections
 
     channel._followers = Slow()
     ours: list[Connection] = []
@@ -68,7 +68,7 @@ def test_a_follower_whose_thread_has_yet_to_end_is_not_hung_up(channel: PlanChan
     ours[0].close()
 
 
-def test_a_follower_that_never_comes_is_said_with_the_numbers_and_nobody_waits_for_it_any_more(
+def test_a_follower_that_never_connects_ends_the_wait_with_the_numbers(
     channel: PlanChannel,
 ) -> None:
     before = set(threading.enumerate())

@@ -78,7 +78,7 @@ def test_shapes_are_those_that_a_rank_multiplies_by(tmp_path: Path) -> None:
     assert product_shapes(MODEL, 2) == [(64, 64), (64, 32), (128, 64), (64, 64), (256, 64)]
 
 
-def test_what_was_measured_is_read_by_the_next_engine_of_this_machine(
+def test_a_measurement_is_read_by_the_next_engine_of_this_machine(
     measured: list[list[Shape]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, why = choose_products(config(), "auto")
@@ -115,7 +115,7 @@ def test_a_setting_is_followed_without_measuring(measured: list[list[Shape]]) ->
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("setting", ["auto", "own", "blas"])
-def test_where_k_and_v_are_rounded_blas_takes_nothing(
+def test_blas_is_not_used_if_k_and_v_are_rounded(
     measured: list[list[Shape]], setting: product_choice.ProductSetting, kv_dtype: KvDType
 ) -> None:
     products, why = choose_products(config(kv_dtype=kv_dtype), setting)
@@ -124,7 +124,7 @@ def test_where_k_and_v_are_rounded_blas_takes_nothing(
     assert not measured
 
 
-def test_int8_without_vnni_warns_with_what_was_measured_here(
+def test_int8_without_vnni_warns_with_the_measured_speed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rates = {1: (10.0, 2.5), 256: (60.0, 48.0)}
@@ -140,7 +140,7 @@ def test_int8_without_vnni_warns_with_what_was_measured_here(
     assert "leave" not in int8_warning({1: 1.6, 256: 1.0})
 
 
-def test_what_else_runs_does_not_decide_which_product_is_taken() -> None:
+def test_other_load_does_not_decide_which_product_is_taken() -> None:
     """With both cores taken by others, a measurement by wall time was wrong one time in eight."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     before = torch.get_num_threads()
