@@ -70,7 +70,8 @@ KNOWLEDGE = Row("What the routers know", (
         unit=Unit.SECONDS, limits=Thresholds(5, 30),
     ),
     Panel("Tokens in the index",
-        shows="Tokens that the prefix index holds for each replica: told by its events, or expected from decisions.",
+        shows="Tokens that the prefix index holds for each replica: confirmed by its events, or expected "
+              "from decisions.",
         act="expected near confirmed or above it: events do not arrive; see the next panel.",
         queries={"{{target}} {{source}}": gauge("router_index_tokens", over="max", by=["target", "source"])},
         unit=Unit.NUMBER,

@@ -46,6 +46,6 @@ def page_indices(
     total = int(indptr[-1])
     starts = indptr[:-1] if first_pages is None else indptr[:-1] - first_pages  # where its page 0 is, or would be
     counts, starts_there = to_device(np.stack((np.diff(indptr), starts)).astype(np.int64), table.device)  # [B] each
-    request = torch.repeat_interleave(counts, output_size=total)  # [N]; told the size, it asks the device nothing
+    request = torch.repeat_interleave(counts, output_size=total)  # [N]; with the size given, no device read
     place = torch.arange(total, device=table.device) - starts_there[request]  # page within its request
     return table[rows.long()[request], place * page_size] // page_size

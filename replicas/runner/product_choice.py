@@ -105,11 +105,11 @@ def int8_speed(model: ModelConfig) -> dict[int, float]:
 
 def int8_warning(speed: Mapping[int, float]) -> str:
     """Say how fast int8 is on a CPU whose kernels cannot multiply bytes."""
-    told = " and ".join(f"{speed[rows]:.2f} with {rows} row{'s' if rows > 1 else ''}" for rows in INT8_ROWS)
+    ratios = " and ".join(f"{speed[rows]:.2f} with {rows} row{'s' if rows > 1 else ''}" for rows in INT8_ROWS)
     slow = "" if min(speed.values()) >= 1 else "; leave model.quantization out where that is too slow"
     return (
         "int8: this CPU has no AVX-512 VNNI, so weights are widened for fp32 arithmetic; products have, as measured, "
-        f"the speed of fp32 times {told}{slow}"
+        f"the speed of fp32 times {ratios}{slow}"
     )
 
 
@@ -185,7 +185,7 @@ def _recorded(measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shap
         pass
     started_s, rates = time.monotonic(), measure(sorted(set(shapes)))
     log.info("products measured in %.1f s, GFLOP/s of ours and %s by rows: %s", time.monotonic() - started_s,
-             "in int8" if measure is _measure_int8 else "of BLAS", _told(rates))  # fmt: skip
+             "in int8" if measure is _measure_int8 else "of BLAS", _in_words(rates))  # fmt: skip
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         written = file.with_suffix(f".{os.getpid()}")
@@ -196,7 +196,7 @@ def _recorded(measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shap
     return rates
 
 
-def _told(rates: Rates) -> str:
+def _in_words(rates: Rates) -> str:
     return "; ".join(
         f"{n} x {k}: " + ", ".join(f"{rows}: {own:.0f} / {other:.0f}" for rows, (own, other) in by_rows.items())
         for (n, k), by_rows in rates.items()

@@ -62,7 +62,7 @@ def load_weights(
         for _, layer in layers:
             layer.quantize()
         (log.info if tp.rank == 0 else log.debug)("int8 products: %s", int8.describe())
-    loaded = LoadLog(sum(num_bytes.values()), tell=log.info if tp.rank == 0 else log.debug)
+    loaded = LoadLog(sum(num_bytes.values()), write=log.info if tp.rank == 0 else log.debug)
     with _bar(f"loading {folder.name}") if progress is None else _as_is(progress) as advance:
         for done, (prefix, layer) in enumerate(layers, start=1):
             layer.finalize(tp.device, getattr(torch, config.dtype))
@@ -77,10 +77,10 @@ class LoadLog:
     """Logs each tenth of a checkpoint that is loaded: "loading weights: 40 % (108 of 269 MB, 310 MB/s)"."""
 
     def __init__(
-        self, total_bytes: int, *, tell: Callable[..., None], clock: Callable[[], float] = time.monotonic
+        self, total_bytes: int, *, write: Callable[..., None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._total_bytes = total_bytes
-        self._tell = tell
+        self._write = write
         self._clock = clock
         self._started_s = clock()
         self._done_bytes = 0
@@ -94,7 +94,7 @@ class LoadLog:
             return
         self._tenths = tenths
         since_s = self._clock() - self._started_s
-        self._tell(
+        self._write(
             "loading weights: %.0f %% (%.0f of %.0f MB%s)",
             100 * self._done_bytes / self._total_bytes,
             self._done_bytes / 1e6,

@@ -7,7 +7,7 @@ from tests.harness import Clock
 def test_each_tenth_is_logged_once_with_bytes_and_speed() -> None:
     said: list[str] = []
     clock = Clock()
-    log = LoadLog(200_000_000, tell=lambda line, *values: said.append(line % values), clock=clock)
+    log = LoadLog(200_000_000, write=lambda line, *values: said.append(line % values), clock=clock)
     for _ in range(100):
         clock.now_s += 0.01
         log.add(2_000_000)
@@ -19,7 +19,7 @@ def test_each_tenth_is_logged_once_with_bytes_and_speed() -> None:
 def test_a_large_layer_is_one_line_for_all_its_tenths() -> None:
     said: list[str] = []
     clock = Clock()
-    log = LoadLog(100_000_000, tell=lambda line, *values: said.append(line % values), clock=clock)
+    log = LoadLog(100_000_000, write=lambda line, *values: said.append(line % values), clock=clock)
     clock.now_s = 0.5
     log.add(55_000_000)
     log.add(4_000_000)
@@ -33,7 +33,7 @@ def test_a_large_layer_is_one_line_for_all_its_tenths() -> None:
 def test_no_speed_is_logged_before_time_has_passed() -> None:
     said: list[str] = []
     clock = Clock()
-    log = LoadLog(100_000_000, tell=lambda line, *values: said.append(line % values), clock=clock)
+    log = LoadLog(100_000_000, write=lambda line, *values: said.append(line % values), clock=clock)
     log.add(10_000_000)
     clock.now_s = 0.25
     log.add(10_000_000)
@@ -42,5 +42,5 @@ def test_no_speed_is_logged_before_time_has_passed() -> None:
 
 def test_a_checkpoint_without_bytes_says_nothing() -> None:
     said: list[str] = []
-    LoadLog(0, tell=lambda line, *values: said.append(line % values), clock=Clock()).add(0)
+    LoadLog(0, write=lambda line, *values: said.append(line % values), clock=Clock()).add(0)
     assert said == []
