@@ -100,7 +100,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV pool and the prefix cache."""
+    """Settings of the KV pool and the prefix cache."""
 
     page_size: int = 16  # tokens a page
     prefix_cache: Literal["radix", "chunk"] = "radix"  # chunk: no reuse between requests
@@ -113,7 +113,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Admission, chunking and queueing."""
+    """Settings of admission, chunking and queueing."""
 
     policy: Literal["lpm", "fcfs"] = "lpm"  # order of the waiting queue: longest prefix match first, or arrival
     max_running_requests: int | None = None  # None: 64 on CPU, on a GPU from the pool (SPEC A08)
@@ -142,7 +142,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the machine offers; measured by the caller, so that `resolve` stays pure."""
+    """The resources of the machine; the caller measures them, so that `resolve` stays pure."""
 
     device: Device
     num_cpus: int
@@ -189,7 +189,7 @@ class EngineConfig:
 
 
 def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvLayout:
-    """What the pages of this engine's pool mean.
+    """Describe what the pages of this engine's pool mean.
 
     Args:   model: identity of config and weights (runner/model_files.py).
             tp: another than the engine's: 1 for bytes that hold all heads.
@@ -276,7 +276,7 @@ def resolve(
 
 
 def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterator[str]:
-    """A sentence for each setting that no model and no machine makes possible."""
+    """List a sentence for each setting that is impossible on any model and machine."""
     if not 1 <= cache.page_size <= 1024:
         yield f"cache.page_size = {cache.page_size}; allowed: 1 to 1024 tokens"
     if cache.kv_dtype is not None and cache.kv_dtype not in KV_DTYPE_BYTES:

@@ -31,7 +31,7 @@ class Tally:
         self._total += value
 
     def add_many(self, value: float, times: int) -> None:
-        """``times`` equal values."""
+        """Add ``times`` equal values."""
         self._counts[bisect_left(self.bounds, value)] += times
         self._total += value * times
 
@@ -46,7 +46,7 @@ IDLE_S = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
 
 
 class Distributions:
-    """Of one engine."""
+    """The distributions of one engine: step times and sizes, and times of hand-offs and writes."""
 
     def __init__(self) -> None:
         self._prefill = _Steps()
@@ -57,21 +57,21 @@ class Distributions:
         self._wire_s = Tally(SECONDS)
 
     def step(self, step_s: float, num_requests: int, num_tokens: int, *, is_extend: bool) -> None:
-        """A step of ``num_requests`` requests and ``num_tokens`` new tokens took ``step_s`` seconds."""
+        """Count a step of ``num_requests`` requests and ``num_tokens`` new tokens that took ``step_s`` seconds."""
         steps = self._prefill if is_extend else self._decode
         steps.seconds.add(step_s)
         steps.requests.add(num_requests)
         steps.tokens.add(num_tokens)
 
     def hand_off(self, report: HandOffReport, *, granted: bool) -> None:
-        """The decode side of a hand-off has come, or failed. One that gave up before it was ``granted`` row and pages
-        counts in ``grant_s``, with the time for which it waited, and not in ``wait_s``."""
+        """Count the decode side of a hand-off that arrived or failed. One that failed before it was ``granted`` row and
+        pages counts in ``grant_s``, with the time it waited, and not in ``wait_s``."""
         self._grant_s.add(report.grant_s)
         if granted:
             self._wait_s.add(report.wait_s)
 
     def writes(self, writes: Iterable[WriteTimes]) -> None:
-        """The transfer library's own times of writes that have ended well."""
+        """Count the transfer library's own times of writes that succeeded."""
         for write in writes:
             self._post_s.add(write.post_s)
             self._wire_s.add(write.wire_s)
@@ -93,7 +93,7 @@ class Distributions:
 
 
 class _Steps:
-    """Of one phase."""
+    """The steps of one phase: duration, requests and tokens."""
 
     __slots__ = ("requests", "seconds", "tokens")
 

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree; each class says how HTTP answers it and whether trying again can help.
+"""The tree of errors; each class says how HTTP answers it and whether a retry can help.
 
 MantaError                     500
 ├── InvalidRequest             400   the request is wrong; sending it again will not help
@@ -16,7 +16,7 @@ MantaError                     500
 
 
 class MantaError(Exception):
-    """Root of the tree. The message says what was wanted, what there is, and what to do."""
+    """The root of the tree. A message says what was wanted, what was found, and what to do."""
 
     http_status = 500
     retryable = False

@@ -12,7 +12,7 @@ from replicas.errors import InvalidConfig
 
 
 def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int, ...], dtype: DType) -> ModelConfig:
-    """ModelConfig from a Transformers config as a dict (``AutoConfig.to_dict()``, which has defaults filled in).
+    """Build it from a Transformers config as a dict (``AutoConfig.to_dict()``, which has defaults filled in).
 
     Raises: InvalidConfig for features that the dense models here do not have (sliding windows, other rope kinds).
     """

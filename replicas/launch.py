@@ -57,7 +57,7 @@ def load_engine(
     transfer: TransferSettings | None = None,
     make_agent: MakeAgent | None = None,
 ) -> Engine:
-    """An engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
+    """Build an engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
 
     Args: revision: of a hub id: branch, tag or commit.
           products: for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or what is faster here.
@@ -66,7 +66,7 @@ def load_engine(
           make_agent: another transfer library than NIXL; for one rank.
 
     Raises: InvalidConfig (UnsupportedModel) with what is wrong and what is allowed; EngineDead when a rank does not
-            come up; TransferError or OSError when the transfer library or its address is not to be had.
+            come up; TransferError or OSError when the transfer library or its address is not available.
     """
     started_s = time.monotonic()
     model_config = load_model_config(
@@ -141,7 +141,7 @@ def open_transfer_service(
 ) -> tuple[KvTransfer, HandOffTerms]:
     """A service that runs, and the terms on which the engine uses it. ``make_ports`` is called on the service's thread.
 
-    Raises: TransferError or OSError when the transfer library or the listening address is not to be had.
+    Raises: TransferError or OSError when the transfer library or the listening address is not available.
     """
     settings = spec.settings
     service = KvTransfer(settings, spec.layout, make_ports)

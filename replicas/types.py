@@ -160,7 +160,7 @@ def _check(param: str, ok: bool, message: str) -> None:
 
 
 class PdLeg(enum.Enum):
-    """Which part of a request that is handed from one replica to another this one has."""
+    """The side of a hand-off that a request is: prefill or decode."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -176,8 +176,8 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOffReport:
-    """How a hand-off went, as the decode side saw it: with the first token, or, where it failed, on a delta of its own
-    as soon as that is known."""
+    """How a hand-off went, as the decode side saw it. It comes with the first token, or, if the hand-off failed, on a
+    delta of its own as soon as that is known."""
 
     transferred: bool  # False: it failed, and the prompt was computed where it decodes
     reason: str | None = None  # why it failed
@@ -267,7 +267,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """What one step (or several, coalesced) added to one choice of one request."""
+    """The addition of one step (or several, merged) to one choice of one request."""
 
     rid: str
     index: int = 0  # choice, 0 <= index < n
@@ -426,7 +426,7 @@ class TallyCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTallies:
-    """Distributions that one engine has seen since its start; they only grow. Metrics are made of them elsewhere."""
+    """The distributions of one engine since its start; they only grow. Metrics are made from them elsewhere."""
 
     prefill_step_s: TallyCounts
     decode_step_s: TallyCounts

@@ -1,4 +1,4 @@
-"""The invariants of DESIGN.md section 3 that span allocator, table and prefix cache, as one assertion after another.
+"""Asserts the invariants of DESIGN.md section 3 that span allocator, table and prefix cache.
 
 Counts from the ground up, and never trusts a counter that it is there to verify. O(pool): for tests and idle moments.
 """
@@ -23,7 +23,7 @@ def audit(
     quarantine: Quarantine,
     reqs: Sequence[Req],
 ) -> None:
-    """Raises AssertionError. ``reqs``: all requests that hold something."""
+    """Raise AssertionError where an invariant fails. ``reqs``: all requests that hold pages."""
     allocator.check()
     table.check()
     cache.check()
@@ -111,7 +111,7 @@ def _audit_sums(roots: Collection[TreeNode]) -> None:
 
 
 def _path(node: TreeNode) -> list[TreeNode]:
-    """Nodes from the root's child down to ``node``."""
+    """List the nodes from the root's child down to ``node``."""
     path: list[TreeNode] = []
     step: TreeNode | None = node
     while step is not None and step.parent is not None:

@@ -33,14 +33,14 @@ class Lock:
 
 
 class PrefixCache(Protocol):
-    """One per pool. Contract suite: tests/unit/cache/test_prefix_cache_protocol.py."""
+    """The prefix cache of one pool. Contract suite: tests/unit/cache/test_prefix_cache_protocol.py."""
 
     def match_prefix(self, token_ids: TokenIds, salt: str, *, count_hit: bool = True) -> MatchResult:
-        """The longest cached prefix in whole pages; refreshes the path's access times and, if told, its hit counts."""
+        """Find the longest cached prefix in whole pages; refresh its access times and, by default, its hit counts."""
         ...
 
     def peek_len(self, token_ids: TokenIds, salt: str) -> int:
-        """Length of that prefix in tokens; changes nothing."""
+        """Return the length of that prefix in tokens; change nothing."""
         ...
 
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
@@ -58,11 +58,11 @@ class PrefixCache(Protocol):
     def dec_lock_ref(self, lock: Lock) -> None: ...
 
     def evict(self, num_pages: int) -> Pages:
-        """Forget at least ``num_pages`` unlocked pages, or all there are. Returns the freed page ids."""
+        """Free at least ``num_pages`` unlocked pages, or all if there are fewer. Returns the freed page ids."""
         ...
 
     def reset(self) -> Pages:
-        """Forget everything; nothing may be locked. Returns the freed page ids."""
+        """Empty the cache; nothing may be locked. Returns the freed page ids."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class PrefixCache(Protocol):
     def num_nodes(self) -> int: ...
 
     def all_pages(self) -> Pages:
-        """Every page that the cache owns, for checks. O(cache)."""
+        """List every page that the cache owns, for checks. O(cache)."""
         ...
 
     def check(self) -> None:

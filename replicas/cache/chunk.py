@@ -10,7 +10,7 @@ from replicas.types import TokenIds
 
 
 class ChunkCache:
-    """Implements PrefixCache; every match is empty."""
+    """A PrefixCache without reuse: every match is empty, and no page is kept."""
 
     def __init__(self) -> None:
         self._root = TreeNode.root("")

@@ -1,4 +1,4 @@
-"""What entered and left the prefix cache, in order, for indexes elsewhere (the router's, a store's).
+"""Cache events: what entered and left the prefix cache, in order, for indexes elsewhere (the router's, a store's).
 
 Owns:      the sequence numbers and a bounded buffer of events.
 Never:     sends anything.
@@ -34,7 +34,7 @@ class PagesRemoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllCleared:
-    """The cache is empty."""
+    """The whole cache was emptied at once."""
 
     seq: int
 
@@ -44,7 +44,7 @@ CacheEvent = PagesStored | PagesRemoved | AllCleared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSnapshot:
-    """Everything in the cache after event ``seq``, as the events that would build it, parents first."""
+    """The cache's whole content after event ``seq``, as the events that would build it, parents first."""
 
     seq: int
     stored: tuple[PagesStored, ...]

@@ -1,7 +1,7 @@
-"""Which unlocked leaf goes next, without looking at the tree.
+"""Eviction order: which unlocked leaf is evicted next, without a look at the tree.
 
 Owns:      a heap with at most one entry a node. Entries are not touched when a node is used, locked or extended:
-           they are found stale when they come up, and then dropped or filed anew.
+           a stale entry is found when it is popped, and then dropped or filed again.
 Never:     frees anything (cache/radix.py).
 Invariant: every evictable node has an entry, filed under a rank that is not above its present one.
 Thread:    scheduler thread only.
@@ -32,18 +32,18 @@ class EvictionQueue:
         self._tie = 0
 
     def add(self, node: TreeNode) -> None:
-        """``node`` has become an unlocked leaf."""
+        """Add ``node``, which has become an unlocked leaf."""
         assert node.evictable
         if not node.queued:
             self._push(node)
 
     def pop(self) -> TreeNode | None:
-        """The next victim, no longer queued; None when there is none."""
+        """Remove and return the next victim; None when there is none."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
             node.queued = False
             if not node.evictable:
-                continue  # locked or grown since; whoever unlocks or prunes it adds it again
+                continue  # locked or grown since; it is added again when it is unlocked or pruned
             if rank == self._rank(node):
                 return node
             self._push(node)  # used since

@@ -1,7 +1,8 @@
 """KvCache: the one door to KV memory. Match, admit, extend, commit, release: in requests and tokens, not pages.
 
 Owns:      the request table, and what each request holds of the pages (``Req.holding``).
-Never:     decides who runs or who gives way (scheduler/); touches K/V bytes.
+Never:     decides which request runs or is retracted (scheduler/); touches K/V bytes. Statistics and events are read
+           from ``store`` directly (engine/): this door is for changes.
 Invariant: free + evictable + protected + reserved + quarantined == capacity, and each page is in exactly one of these
            (cache/audit.py). A call that raises has taken nothing.
 Thread:    scheduler thread only.
@@ -30,7 +31,7 @@ from replicas.types import TokenIds
 
 
 class KvCache:
-    """Pools and prefix cache of one engine."""
+    """The pools and the prefix cache of one engine, in terms of requests."""
 
     def __init__(
         self,
@@ -62,11 +63,11 @@ class KvCache:
         return self._allocator.num_pages * self.page_size
 
     def match(self, token_ids: TokenIds, salt: str) -> MatchResult:
-        """Longest cached prefix; refreshes access times and may split a node, but holds nothing."""
+        """Find the longest cached prefix; refresh access times. May split a node, but holds nothing."""
         return self._cache.match_prefix(token_ids, salt)
 
     def peek_len(self, token_ids: TokenIds, salt: str) -> int:
-        """Tokens of that prefix; changes nothing, so that ordering the queue does not keep pages alive."""
+        """Count the tokens of that prefix; change nothing, so that ordering the queue does not keep pages alive."""
         return self._cache.peek_len(token_ids, salt)
 
     def admit(self, req: Req, *, reuse: bool = True, whole: bool = False) -> int:
@@ -92,7 +93,7 @@ class KvCache:
         return match.prefix_len
 
     def extend(self, req: Req, new_len: int) -> Slots:
-        """Slots for tokens [kv_len, new_len) of ``req``, evicting when pages are short (SPEC D10).
+        """Take slots for tokens [kv_len, new_len) of ``req``; evict when pages are short (SPEC D10).
 
         Raises: PagesExhausted when even eviction cannot make room.
         """
@@ -106,20 +107,20 @@ class KvCache:
         return slots
 
     def slots_of(self, req: Req, start: int, end: int) -> Slots:
-        """[end - start] a copy of the slots of tokens [start, end) of ``req``."""
+        """Copy the slots of tokens [start, end) of ``req``: [end - start]."""
         return self._table.view(_holding(req).row, start, end).copy()
 
     def pages_needed_decode(self, reqs: Sequence[Req]) -> int:
-        """Pages that `extend_decode` would take."""
+        """Count the pages that `extend_decode` would take."""
         page_size = self.page_size
         return sum([_holding(req).kv_len % page_size == 0 for req in reqs])
 
     def extend_decode(self, reqs: Sequence[Req]) -> Slots:
-        """One more slot for each of ``reqs`` (SPEC D07, F10; K3: once for the batch, K2: at column kv_len, from 0).
+        """Take one more slot for each of ``reqs`` (SPEC D07, F10; K3: once a batch, K2: at column kv_len, from 0).
 
-        The next plan must be of exactly these: the slots are not among `drain_table_writes`, since it names them.
+        The next plan must be of exactly these requests: it names the slots, so they are not in `drain_table_writes`.
 
-        Returns: [B] slots. Raises: PagesExhausted; nobody gets a slot then.
+        Returns: [B] slots. Raises: PagesExhausted; no slot is taken then.
         """
         holdings = [_holding(req) for req in reqs]
         rows = np.array([holding.row for holding in holdings], dtype=np.int32)
@@ -188,25 +189,25 @@ class KvCache:
         return receipt
 
     def release_quarantined(self, receipt: Detained) -> None:
-        """Nobody reads or writes the pages of ``receipt`` any more: free them."""
+        """Free the pages of ``receipt``, which no peer reads or writes."""
         self.store.release_quarantined(receipt)
 
     def pages(self, req: Req, first: int, end: int) -> Pages:
-        """[end - first] ids of pages [first, end) of the sequence of ``req``; the last may be partial."""
+        """Return the ids of pages [first, end) of the sequence of ``req``: [end - first]; the last may be partial."""
         holding = _holding(req)
         return self._row_pages(holding.row, first * self.page_size, min(end * self.page_size, holding.kv_len))
 
     def available_tokens(self) -> int:
-        """Tokens in pages that are free or can be evicted."""
+        """Count the tokens in pages that are free or can be evicted."""
         return self.store.available_tokens()
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody, or a peer, uses pages: `flush` would raise."""
+        """Whether a request or a peer uses pages, so that `flush` would raise."""
         return bool(self._holders or len(self.store.quarantine))
 
     def flush(self) -> None:
-        """Empty the prefix cache. Raises: InvalidRequest, saying who, while pages are in use."""
+        """Empty the prefix cache. Raises: InvalidRequest with the rids while pages are in use."""
         if self.in_use:
             rids = sorted({holder.rid for holder in (*self._holders.values(), *self.store.quarantine)})
             named = ", ".join(rids[:8]) + (f" and {len(rids) - 8} more" if len(rids) > 8 else "")
@@ -214,8 +215,8 @@ class KvCache:
         self.store.flush()
 
     def drain_table_writes(self) -> tuple[Write, ...]:
-        """(row, start, slots) of every change of the table since the last call, but for those of `extend_decode`; for
-        the next plan."""
+        """Return (row, start, slots) of every change of the table since the last call, except those of `extend_decode`;
+        for the next plan."""
         return self._table.drain_writes()
 
     def check(self, reqs: Sequence[Req]) -> None:
@@ -225,7 +226,7 @@ class KvCache:
         audit(self._allocator, self._table, self._cache, self.store.quarantine, reqs)
 
     def _forget(self, req: Req) -> None:
-        """``req`` holds nothing any more; its pages and lock are the caller's."""
+        """Free the row of ``req``; its pages and lock are the caller's to free."""
         row = _holding(req).row
         del self._holders[row]
         self._table.free(row)
@@ -236,7 +237,7 @@ class KvCache:
         return -(-num_tokens // self.page_size)
 
     def _row_pages(self, row: int, start: int, end: int) -> Pages:
-        """Pages of positions [start, end) of ``row``; ``start`` begins a page."""
+        """Return the pages of positions [start, end) of ``row``; ``start`` begins a page."""
         return self._table.view(row, start, end)[:: self.page_size] // np.int32(self.page_size)
 
 

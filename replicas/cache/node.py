@@ -46,7 +46,7 @@ class TreeNode:
 
     @property
     def evictable(self) -> bool:
-        """An unlocked leaf."""
+        """Whether it is an unlocked leaf."""
         return not self.children and self.lock_ref == 0 and self.parent is not None
 
     def split(self, at: int, page_size: int) -> "TreeNode":
@@ -67,7 +67,7 @@ class TreeNode:
         return head
 
     def grew(self, num_pages: int, num_nodes: int) -> None:
-        """So many more pages and nodes are below it now; those above it hear of it too. O(depth)."""
+        """Add to the sums of pages and nodes below it, and to those of every node above. O(depth)."""
         step: TreeNode | None = self
         while step is not None:
             step.below_pages += num_pages
@@ -75,7 +75,7 @@ class TreeNode:
             step = step.parent
 
     def keep(self, start: int, end: int, page_size: int) -> None:
-        """Shrink to pages [start, end) of itself."""
+        """Shrink the edge to its pages [start, end)."""
         self.key = _part(self.key, start * page_size, end * page_size)
         self.pages = _part(self.pages, start, end)
         if self.page_keys is not None:
@@ -83,12 +83,12 @@ class TreeNode:
 
 
 def first_page(token_ids: TokenIds, page_size: int, at: int = 0) -> bytes:
-    """What the child that goes on with ``token_ids[at:]`` is filed under."""
+    """Return the key under which the child that continues with ``token_ids[at:]`` is filed."""
     return token_ids[at : at + page_size].tobytes()
 
 
 def walk(roots: Iterable[TreeNode]) -> Iterator[TreeNode]:
-    """All nodes below ``roots``, parents before children."""
+    """Iterate over all nodes below ``roots``, parents before children."""
     stack = [child for root in roots for child in root.children.values()]
     while stack:
         node = stack.pop()
@@ -97,7 +97,7 @@ def walk(roots: Iterable[TreeNode]) -> Iterator[TreeNode]:
 
 
 def _part(array: npt.NDArray[_Scalar], start: int, end: int) -> npt.NDArray[_Scalar]:
-    """array[start:end] that keeps alive at most twice its own bytes: small cuts cost nothing, memory follows them."""
+    """Return array[start:end], which keeps at most twice its own bytes alive: a view of a small cut, else a copy."""
     part = array[start:end]
     base = array if array.base is None else array.base
     return part if 2 * part.nbytes >= base.nbytes else part.copy()

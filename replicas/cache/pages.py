@@ -1,6 +1,6 @@
-"""The pages of one pool as a whole: which are free, which the prefix cache keeps, which are in quarantine.
+"""PageStore: which pages of one pool are free, which the prefix cache keeps, and which are in quarantine.
 
-Owns:      allocator, prefix cache and quarantine; making room.
+Owns:      allocator, prefix cache and quarantine; evicts when pages are short.
 Never:     knows requests or rows: cache/kv.py does.
 Invariant: free + evictable + protected + reserved + quarantined == capacity; reserved ones are requests' own.
 Thread:    scheduler thread only.
@@ -21,7 +21,7 @@ from replicas.types import PoolStats, TallyCounts
 
 
 class PageStore:
-    """Allocator, prefix cache and quarantine of one engine."""
+    """The allocator, prefix cache and quarantine of one engine."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PageStore:
         self.cache: PrefixCache = self._radix or ChunkCache()
         self.allocator = PagedTokenToKVPoolAllocator(num_pages, page_size)
         self.quarantine = Quarantine()
-        self.evicted_tokens = 0  # for room
+        self.evicted_tokens = 0  # when pages were short
         self.flushed_tokens = 0  # by `flush`
         self.alloc_failures = 0
 
@@ -54,14 +54,14 @@ class PageStore:
 
     @property
     def event_seq(self) -> int:
-        """Number of the last cache event; 0 while none are recorded."""
+        """The number of the last cache event; 0 while none are recorded."""
         return self._events.seq if self._events is not None else 0
 
     def available_tokens(self) -> int:
-        """Tokens in pages that are free or can be evicted."""
+        """Count the tokens in pages that are free or can be evicted."""
         return (self.allocator.num_free + self.cache.evictable_pages) * self.page_size
 
-    def make_room(self, num_pages: int, who: str) -> None:
+    def make_room(self, num_pages: int, needed_by: str) -> None:
         """Evict until ``num_pages`` are free; raises PagesExhausted, with nothing evicted, if that cannot be."""
         short = num_pages - self.allocator.num_free
         if short <= 0:
@@ -71,7 +71,7 @@ class PageStore:
             pool = self.stats()
             quarantined = f", {pool.quarantined_pages} in quarantine" if pool.quarantined_pages else ""
             raise PagesExhausted(
-                f"{who} needs {num_pages} pages of {self.page_size} tokens; of {pool.num_pages} pages "
+                f"{needed_by} needs {num_pages} pages of {self.page_size} tokens; of {pool.num_pages} pages "
                 f"{pool.free_pages} are free, {pool.evictable_pages} evictable, {pool.protected_pages} protected and "
                 f"{pool.reserved_pages} reserved{quarantined}: retract {short - pool.evictable_pages} pages' worth of "
                 "requests"
@@ -82,24 +82,24 @@ class PageStore:
         self.evicted_tokens += len(freed) * self.page_size
 
     def flush(self) -> None:
-        """Empty the prefix cache, of which nothing may be locked."""
+        """Empty the prefix cache; nothing in it may be locked."""
         freed = self.cache.reset()
         self.allocator.free(freed)
         self.flushed_tokens += len(freed) * self.page_size
 
     def evicted_idle_s(self) -> TallyCounts:
-        """Time since the last use of what was evicted for room; any thread."""
+        """Return how long evicted pages had been idle; any thread."""
         return self._radix.evicted_idle_s.read() if self._radix is not None else Tally(IDLE_S).read()
 
     def release_quarantined(self, receipt: Detained) -> None:
-        """Nobody reads or writes the pages of ``receipt`` any more."""
+        """Free the pages of ``receipt``, which no peer reads or writes."""
         self.quarantine.remove(receipt)
         if receipt.lock is not None:
             self.cache.dec_lock_ref(receipt.lock)
         self.allocator.free(receipt.pages)
 
     def stats(self) -> PoolStats:
-        """The pool by state (SPEC D14)."""
+        """Count the pages by state (SPEC D14)."""
         free, evictable, protected = self.allocator.num_free, self.cache.evictable_pages, self.cache.protected_pages
         quarantined = self.quarantine.num_pages
         return PoolStats(
@@ -113,17 +113,17 @@ class PageStore:
         )
 
     def drain_events(self) -> tuple[CacheEvent, ...]:
-        """Cache events since the last call; none unless they are recorded."""
+        """Return the cache events since the last call; none unless they are recorded."""
         return self._events.drain() if self._events is not None else ()
 
     def snapshot(self) -> CacheSnapshot:
-        """What is cached now, for a reader that lost events."""
+        """Return what is cached now, for a reader that lost events."""
         if self._radix is None or self._events is None:
             return CacheSnapshot(seq=0, stored=())
         return self._radix.snapshot()
 
     def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
-        """The largest subtrees of the prefix cache; an empty tree where nothing is reused."""
+        """Return the largest subtrees of the prefix cache; an empty tree without reuse."""
         if self._radix is None:
             return empty_tree(self.page_size)
         return self._radix.tree(max_depth=max_depth, max_nodes=max_nodes, min_tokens=min_tokens)

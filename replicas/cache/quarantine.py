@@ -1,9 +1,8 @@
-"""Pages that have left their request, but not yet the hands of a peer: a hand-off that ended badly may still read or
-write them.
+"""Quarantine: pages that have left their request while a peer of a failed hand-off may still read or write them.
 
 Owns:      the receipts, and through them the pages and the locked paths.
-Never:     decides when they are safe: who knows the peer does (replicas/disagg), and no clock.
-Invariant: a page in here is in no request, in no tree and not free.
+Never:     decides when the pages are safe: replicas/disagg does, which knows the peer; no clock does.
+Invariant: a quarantined page is in no request, in no tree and not free.
 Thread:    scheduler thread only.
 """
 
@@ -16,7 +15,7 @@ from replicas.memory.allocator import Pages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Detained:
-    """Receipt for what one request left behind; give it back exactly once."""
+    """The receipt for pages that one request left behind; give it back exactly once."""
 
     rid: str
     pages: Pages  # that were the request's own
@@ -24,7 +23,7 @@ class Detained:
 
 
 class Quarantine:
-    """The receipts of one pool."""
+    """The receipts for quarantined pages of one pool."""
 
     def __init__(self) -> None:
         self._receipts: dict[int, Detained] = {}  # by identity
@@ -41,7 +40,7 @@ class Quarantine:
         self.num_pages += len(receipt.pages)
 
     def remove(self, receipt: Detained) -> None:
-        """The pages are the caller's to free, the lock to give back."""
+        """Remove a receipt; the caller frees its pages and gives back its lock."""
         assert id(receipt) in self._receipts, f"the pages of {receipt.rid} have left quarantine before"
         del self._receipts[id(receipt)]
         self.num_pages -= len(receipt.pages)

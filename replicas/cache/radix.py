@@ -1,6 +1,6 @@
 """RadixCache: a tree over token ids whose edges own the KV pages of those tokens.
 
-Owns:      the pages of every prefix that it keeps; who pins them.
+Owns:      the pages of every prefix that it keeps, and the locks on them.
 Never:     frees pages itself: `evict` and `reset` hand their ids to the caller. Knows no requests.
 Invariant: keys are whole pages; siblings differ in their first page; a child's lock_ref <= its parent's;
            evictable + protected == pages over all nodes; different salts have different roots and share nothing.
@@ -26,7 +26,9 @@ from replicas.types import TokenIds
 
 
 class RadixCache:
-    """Implements PrefixCache. Costs: match O(length / SIMD + nodes on the path); insert the same plus O(new pages);
+    """The PrefixCache that reuses prefixes.
+
+    Costs: match O(length / SIMD + nodes on the path); insert the same plus O(new pages);
     evict O(freed pages + victims log nodes)."""
 
     def __init__(
@@ -59,11 +61,11 @@ class RadixCache:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes but for the roots."""
+        """The number of nodes, without the roots."""
         return self._num_nodes
 
     def match_prefix(self, token_ids: TokenIds, salt: str, *, count_hit: bool = True) -> MatchResult:
-        """Longest cached prefix in whole pages; splits an edge that matches in part (SPEC E04).
+        """Find the longest cached prefix in whole pages; split an edge that matches in part (SPEC E04).
 
         Args:    token_ids: [n] contiguous int32. count_hit: False where a request looks up its own insertion.
         """
@@ -81,13 +83,13 @@ class RadixCache:
         return MatchResult(length * self.page_size, np.concatenate(parts) if parts else NO_PAGES, node)
 
     def peek_len(self, token_ids: TokenIds, salt: str) -> int:
-        """Tokens that `match_prefix` would find; changes nothing."""
+        """Count the tokens that `match_prefix` would find; change nothing."""
         return sum(common for _, common in self._path(token_ids, salt)) * self.page_size
 
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
         """Keep ``pages`` as the K/V of ``token_ids`` [n * page_size].
 
-        Returns: tokens that were there before (SPEC E07, K5): the pages up to there stay the caller's.
+        Returns: the tokens that were there before (SPEC E07, K5); the pages up to there stay the caller's.
         """
         assert len(token_ids) == len(pages) * self.page_size, f"{len(token_ids)} tokens are not {len(pages)} pages"
         if not len(pages):
@@ -136,7 +138,7 @@ class RadixCache:
             step = step.parent
 
     def evict(self, num_pages: int) -> Pages:
-        """Forget ``num_pages`` pages of unlocked leaves by policy (SPEC E12), or all there are.
+        """Free ``num_pages`` pages of unlocked leaves by policy (SPEC E12), or all if there are fewer.
 
         A leaf longer than what is wanted loses its tail only; its idle time counts each time. Returns: ids of the freed
         pages.
@@ -152,7 +154,7 @@ class RadixCache:
         return np.concatenate(freed) if freed else NO_PAGES
 
     def reset(self) -> Pages:
-        """Forget everything (SPEC E03); nothing may be locked. Returns: ids of all pages."""
+        """Empty the cache (SPEC E03); nothing may be locked. Returns: ids of all pages."""
         assert self._protected == 0, f"{self._protected} pages are locked"
         freed = self.all_pages()
         self._queue.clear()
@@ -163,7 +165,7 @@ class RadixCache:
         return freed
 
     def snapshot(self) -> CacheSnapshot:
-        """What is cached now, for a reader of events that lost some. O(cache)."""
+        """Return what is cached now, for a reader that lost events. O(cache)."""
         assert self.events is not None, "events are not recorded"
         seq = self.events.seq
         stored = []
@@ -181,7 +183,7 @@ class RadixCache:
         return CacheSnapshot(seq=seq, stored=tuple(stored))
 
     def tree(self, *, max_depth: int, max_nodes: int, min_tokens: int) -> CacheTree:
-        """The largest subtrees, for people; cache/tree_view.py says for how long."""
+        """Return the largest subtrees, for people; cache/tree_view.py states the cost."""
         return cache_tree(
             self._roots.values(),
             page_size=self.page_size,
@@ -198,15 +200,15 @@ class RadixCache:
         return np.concatenate(parts) if parts else NO_PAGES
 
     def check(self) -> None:
-        """The invariant of the module's docstring, and that every evictable leaf is queued. O(cache)."""
+        """Assert the invariant of the module's docstring, and that every evictable leaf is queued. O(cache)."""
         counted = audit_tree(self._roots.values(), self.page_size)
         kept = (self._evictable, self._protected, self._num_nodes)
         assert counted == kept, f"evictable, protected, nodes: {counted} are in the tree, {kept} on the books"
 
     def _path(self, token_ids: TokenIds, salt: str) -> Iterator[tuple[TreeNode, int]]:
-        """Children along the match, each with the number of its pages that agree; only the last may agree in part.
+        """Iterate over the children along the match, each with its number of equal pages; only the last may be partial.
 
-        The caller may split the child that it was just given.
+        The caller may split the child that was just yielded.
         """
         node = self._roots.get(salt)
         at, ps = 0, self.page_size
@@ -278,17 +280,17 @@ class RadixCache:
         return pages
 
     def _forget(self, leaf: TreeNode, keep: int) -> None:
-        """Count and report that the leaf's pages from ``keep`` on are gone."""
+        """Count and report the removal of the leaf's pages from ``keep`` on."""
         self._evictable -= len(leaf.pages) - keep
         if self.events is not None:
             assert leaf.page_keys is not None
             self.events.removed(leaf.page_keys[keep:])
 
     def _nodes(self) -> Iterator[TreeNode]:
-        """All nodes but the roots, parents first."""
+        """Iterate over all nodes except the roots, parents first."""
         return walk(self._roots.values())
 
 
 def _last_key(node: TreeNode | None) -> PageKey | None:
-    """Key of the page before a child of ``node``; None when ``node`` is a root."""
+    """Return the key of the page before a child of ``node``; None when ``node`` is a root."""
     return int(node.page_keys[-1]) if node is not None and node.page_keys is not None else None

@@ -1,9 +1,9 @@
 """A picture of the radix tree for people: the largest subtrees, with sizes, hits and ages. No token ids, no text.
 
 Owns:      which nodes are shown.
-Never:     changes the tree, or walks it: every node knows the sums over those below it, so that the engine stands still
+Never:     changes the tree, or walks it: every node knows the sums over those below it, so the engine thread is blocked
            for 2 to 5 ms, whatever the size of the tree (MAX_LOOKS).
-Invariant: what is shown and what is left out add up, at every node, to what is below it.
+Invariant: at every node, shown and left out add up to what is below it.
 Thread:    scheduler thread only.
 """
 
@@ -21,7 +21,7 @@ MAX_LOOKS = 3000  # nodes that are looked at in order to find the largest; of ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Descendants of a node that are not shown."""
+    """The descendants of a node that are not shown, as sums."""
 
     nodes: int
     tokens: int
@@ -44,7 +44,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheTree:
-    """What one prefix cache holds, as far as it is shown."""
+    """The content of one prefix cache, as far as it is shown."""
 
     page_size: int
     tokens: int  # of the whole cache
@@ -55,7 +55,7 @@ class CacheTree:
 
 @dataclass(slots=True, eq=False)
 class _Shown:
-    """A node that was chosen, and those of its children that were, the largest first. Without a node: the root."""
+    """A chosen node and its chosen children, the largest first. Without a node: the root."""
 
     node: TreeNode | None
     children: list["_Shown"] = field(default_factory=list)
@@ -74,8 +74,8 @@ def cache_tree(
     min_tokens: int,
     max_looks: int = MAX_LOOKS,
 ) -> CacheTree:
-    """The largest subtrees below ``roots``: at most ``max_nodes`` nodes, down to ``max_depth`` (the root's children are
-    at 1), of at least ``min_tokens`` with all below them.
+    """Build the view of the largest subtrees below ``roots``: at most ``max_nodes`` nodes, down to ``max_depth`` (the
+    root's children are at 1), of at least ``min_tokens`` with all below them.
 
     Args: num_pages, num_nodes: of the whole tree. now_s: on the clock of the tree's times.
     """
@@ -106,7 +106,7 @@ def cache_tree(
 
 
 def empty_tree(page_size: int) -> CacheTree:
-    """Of a cache that keeps nothing."""
+    """Build the view of a cache that keeps nothing."""
     return cache_tree(
         (), page_size=page_size, num_pages=0, num_nodes=0, now_s=0.0, max_depth=1, max_nodes=0, min_tokens=0
     )
@@ -115,7 +115,7 @@ def empty_tree(page_size: int) -> CacheTree:
 def _choose(
     roots: Collection[TreeNode], *, max_depth: int, max_nodes: int, min_pages: int, max_looks: int
 ) -> list[_Shown]:
-    """The root and what is to be shown, parents before children. Largest first over all, so that of what was looked at
+    """Choose the root and the nodes to show, parents before children. Largest first over all, so that of the nodes seen
     nothing is left out that is larger than what is shown."""
     shown = [_Shown(None)]
     queue: list[tuple[int, int, int, TreeNode, _Shown]] = []  # pages of the subtree, negative; tie; depth; node; parent
@@ -142,12 +142,12 @@ def _choose(
 
 
 def _youngest(node: TreeNode) -> Iterator[TreeNode]:
-    """Its children, the last that came first."""
+    """Iterate over its children, the newest first."""
     return reversed(node.children.values())
 
 
 def _view(shown: _Shown, *, page_size: int, now_s: float) -> NodeView:
-    """Of a node whose shown children are made already."""
+    """Build the view of a node whose shown children are built already."""
     node, children = shown.node, _views(shown)
     assert node is not None
     tokens, below_tokens = len(node.pages) * page_size, node.below_pages * page_size
@@ -169,7 +169,7 @@ def _views(shown: _Shown) -> tuple[NodeView, ...]:
 
 
 def _left_out(num_nodes: int, num_tokens: int, children: tuple[NodeView, ...]) -> LeftOut | None:
-    """Of so many below a node, those in the subtrees of other children than these."""
+    """Count the descendants of a node that are in no shown child's subtree."""
     nodes = num_nodes - sum(child.subtree_nodes for child in children)
     tokens = num_tokens - sum(child.subtree_tokens for child in children)
     return LeftOut(nodes=nodes, tokens=tokens) if nodes else None

@@ -1,6 +1,6 @@
-"""The ranks of one replica as one device: rank 0 here, the others behind channels.
+"""Ranks: the ranks of one replica as one device; rank 0 is here, the others are behind channels.
 
-Owns:      the followers' life, the channel of their plans and that of their transfer ports.
+Owns:      the life of the followers (ranks 1 and up), and the channels of their plans and transfer ports.
 Never:     decides settings, or chooses what runs.
 Invariant: every rank gets every plan, in the same order.
 Thread:    the engine's, once started; the transfer ports are the transfer service's.
@@ -32,17 +32,17 @@ MEET_S = 300.0  # for the ranks' meeting, and for every collective after it
 
 
 class WorkerHandles(Protocol):
-    """The followers of one replica, running."""
+    """The running followers of one replica."""
 
     def dead(self) -> str | None:
-        """A sentence when a rank is gone, else None."""
+        """Return a sentence when a rank is gone, else None."""
         ...
 
     def stop(self) -> None: ...
 
 
 class WorkerLauncher(Protocol):
-    """Starts followers somewhere; each calls `replicas.runner.worker.run_worker(spec)`."""
+    """A way to start followers somewhere; each calls `replicas.runner.worker.run_worker(spec)`."""
 
     host: str  # address of rank 0 that the followers can reach
 
@@ -133,12 +133,12 @@ class Ranks:
         return self.runner.launch(plan)
 
     def kv_bytes(self, config: EngineConfig) -> RankedKvBytes:
-        """The pools of all ranks as bytes."""
-        send = self._channel.send if self._channel is not None else _to_nobody
+        """Give access to the pools of all ranks as bytes."""
+        send = self._channel.send if self._channel is not None else _send_nothing
         return RankedKvBytes(config, self.runner.pool, self.runner.tp, send)
 
     def ports(self, make_agent: MakeAgent | None = None) -> Sequence[RankPort]:
-        """One for each rank, in order; to be called, and used, on the transfer service's thread.
+        """Make one transfer port for each rank, in order. Call and use them on the transfer service's thread.
 
         Raises: TransferError when the transfer library cannot start; EngineDead when a rank's port does not come.
         """
@@ -165,16 +165,16 @@ class Ranks:
 
 
 def _load(config: EngineConfig, tp: TpGroup) -> ModelRunner:
-    """Not by this thread: it may be another one that will run the model."""
+    """Load the model on another thread: the thread that loads it need not be the one that runs it."""
     return PassingThread(functools.partial(ModelRunner, config, tp), name="manta-load").result()
 
 
-def _to_nobody(order: KvOrder) -> None:
-    """There is one rank."""
+def _send_nothing(order: KvOrder) -> None:
+    """Drop ``order``: there is only one rank."""
 
 
 def local_worker(spec: WorkerSpec) -> None:
-    """The life of a follower on this machine."""
+    """Run a follower on this machine to its end."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO)
     run_worker(spec)

@@ -28,7 +28,7 @@ FULL_STEP_TOKENS = 64  # smaller extend steps say little about the prefill rate,
 
 
 class StepClock:
-    """Durations of engine steps, whose prompts come in chunks of ``chunk_size``. Engine thread only."""
+    """The durations of engine steps: sums, smoothed rates, and the longest recent step. Engine thread only."""
 
     def __init__(self, *, chunk_size: int) -> None:
         self._full_step = min(FULL_STEP_TOKENS, least_prompt_tokens(chunk_size))
@@ -44,12 +44,12 @@ class StepClock:
         self._full_tokens, self._full_s = 0.0, 0.0  # smoothed, of extend steps of at least _full_step
 
     def record(self, step_s: float, num_prompt_tokens: int, *, is_extend: bool, is_mixed: bool = False) -> None:
-        """One step took ``step_s`` seconds and ran ``num_prompt_tokens`` of prompts.
+        """Record a step of ``step_s`` seconds that ran ``num_prompt_tokens`` of prompts.
 
-        A mixed step counts whole: it is as fast as that that prompts get their turn beside what runs. The smoothed sums
-        are divided, not the rates smoothed, so that steps weigh by their length: a short prompt that shares its step
-        with many that decode says little about the rate of long ones. Much smaller steps are left out: 16 tokens beside
-        8 others run at 520 a second where 240 run at 1,190 (docs/performance.md, Mixed steps).
+        A mixed step counts whole: so fast are prompts computed beside running requests. The rate is the quotient of two
+        smoothed sums, not a smoothed quotient, so steps weigh by their length: a short prompt in a step with many
+        decode rows says little about the rate of long prompts. Much smaller steps are left out: 16 tokens beside 8
+        others run at 520 a second where 240 run at 1,190 (docs/performance.md, Mixed steps).
         """
         self._recent_s[is_extend].append(step_s)
         self.longest_s = max(max(each, default=0.0) for each in self._recent_s.values())
@@ -76,7 +76,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
     counters, queues = scheduler.counters, scheduler.queues
     chunked = queues.chunked
     parked = queues.away.in_state(ReqState.WAITING)
-    # prefill legs whose receivers have yet to open wait for pages there, not for this engine: nothing of them is queued
+    # a parked prefill leg waits for pages of its receiver, not for this engine, so it does not count as queued
     num_legs = sum(req.is_prefill_leg for req in parked)
     uncached = queues.waiting.uncached_tokens() + (chunked.extend_len if chunked else 0)
     return EngineStats(
@@ -126,7 +126,7 @@ class Launched:
 
 
 class Stepping:
-    """Launches plans and takes in what they made."""
+    """The step under way: launches plans and takes in their results."""
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ class Stepping:
         self._under_way = self._launched(plan)
 
     def end(self, *, ahead: bool) -> tuple[Launched, list[NewToken]]:
-        """Wait for the step under way and apply it. With ``ahead`` the next decode step is launched before that, where
-        it can be made; it is then under way. Returns: the step that is over, to be given to `count`, and its tokens."""
+        """Wait for the step under way and apply it. With ``ahead`` the next decode step, if it can be planned, is
+        launched before that, and is then under way. Returns: the step that is over, for `count`, and its tokens."""
         step = self._under_way
         assert step is not None, "no step is under way"
         plan = self._scheduler.schedule_ahead() if ahead else None
@@ -163,7 +163,7 @@ class Stepping:
         return step, self._scheduler.apply(step.plan, step.pending.result())
 
     def count(self, step: Launched) -> None:
-        """All that is made of ``step`` is made. It took from its launch, or from the count of the step before it."""
+        """Record the time of ``step``, which is over: from its launch, or from the end of the step before if later."""
         started_s, self._counted_s = max(step.launched_s, self._counted_s), self._clock()
         plan, step_s = step.plan, self._counted_s - started_s
         is_extend, num_rows = isinstance(plan, ExtendPlan), len(plan.rows)

@@ -1,1 +1,1 @@
-"""KV memory: how much there is (sizing), who has it (allocator, table) and where its bytes are (pool)."""
+"""KV memory: its size (sizing), its owners (allocator, table) and its bytes (pool)."""

@@ -35,12 +35,12 @@ class PagedTokenToKVPoolAllocator:
 
     @property
     def num_free(self) -> int:
-        """Free pages."""
+        """The number of free pages."""
         return self._num_free
 
     @property
     def available_tokens(self) -> int:
-        """Free pages in tokens, never in pages (SPEC K14)."""
+        """The size of the free pages in tokens, never in pages (SPEC K14)."""
         return self._num_free * self.page_size
 
     def alloc(self, need_pages: int, *, rid: str) -> Pages:
@@ -83,7 +83,7 @@ class PagedTokenToKVPoolAllocator:
             self._push(taken)
 
     def free_group_begin(self) -> None:
-        """From here to `free_group_end` freed pages are kept apart and given back in one go (SPEC D02)."""
+        """Collect pages freed until `free_group_end`, which frees them at once (SPEC D02)."""
         assert self._pending is None, "a free group is already open"
         self._pending = []
 
@@ -94,7 +94,7 @@ class PagedTokenToKVPoolAllocator:
             self._push(np.concatenate(freed))
 
     def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int, *, rid: str) -> Slots:
-        """Slots for tokens [prefix_len, seq_len) of one request (SPEC D05, D06).
+        """Take slots for tokens [prefix_len, seq_len) of one request (SPEC D05, D06).
 
         Three parts in order: the rest of the last partial page after ``last_slot``, whole new pages, and the beginning
         of one more page. Takes ceil(seq_len / ps) - ceil(prefix_len / ps) pages, or none.
@@ -115,7 +115,7 @@ class PagedTokenToKVPoolAllocator:
         return slots
 
     def alloc_decode(self, seq_lens: npt.NDArray[np.int32], last_slots: Slots, *, rid: str = "decode batch") -> Slots:
-        """One more slot for each request of a batch (SPEC D07): a new page where the last one is full.
+        """Take one more slot for each request of a batch (SPEC D07): a new page where the last one is full.
 
         Args:    seq_lens: [B] lengths that count the new token. last_slots: [B] slot of the token before; -1 for none.
         Returns: [B] slots.
@@ -131,15 +131,15 @@ class PagedTokenToKVPoolAllocator:
         return slots
 
     def pages_to_slots(self, pages: Pages) -> Slots:
-        """[n * page_size] slots of whole pages."""
+        """Return the slots of whole pages: [n * page_size]."""
         return (pages[:, None] * np.int32(self.page_size) + self._offsets).reshape(-1)
 
     def free_pages(self) -> Pages:
-        """[num_free] a copy of the free list, for checks."""
+        """Copy the free list, for checks: [num_free]."""
         return self._stack[: self._num_free].copy()
 
     def check(self) -> None:
-        """The invariant of the module's docstring. O(num_pages)."""
+        """Assert the invariant of the module's docstring. O(num_pages)."""
         state = self._held.astype(np.int32)
         np.add.at(state, self._stack[: self._num_free], 1)
         for pages in self._pending or ():

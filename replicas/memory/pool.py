@@ -47,13 +47,13 @@ class MHATokenToKVPool:
         self.buffer = _lazy_zeros(shape, stored) if on_cpu else torch.zeros(shape, dtype=stored, device=self.device)
 
     def storage(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of ``buffer``."""
+        """Return shape and dtype of ``buffer``."""
         shape = (self.num_pages + 1, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
         return shape, self.dtype
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all layers, K and V."""
+        """The bytes of one page, all layers, K and V."""
         return self.buffer.stride(0) * self.buffer.element_size()
 
     def get_key_buffer(self, layer: int) -> Tensor:
@@ -75,28 +75,28 @@ class MHATokenToKVPool:
         self.get_value_buffer(layer)[page, :, offset] = v.to(self.dtype)
 
     def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [n, K, D] of ``slots`` [n] int64, a copy."""
+        """Copy K and V [n, K, D] of ``slots`` [n] int64."""
         page, offset = slots // self.page_size, slots % self.page_size
         return self.get_key_buffer(layer)[page, :, offset], self.get_value_buffer(layer)[page, :, offset]
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """What a transfer library registers (SPEC C10): addresses, lengths in bytes, and bytes of an item.
+        """Return what a transfer library registers (SPEC C10): addresses, lengths in bytes, and bytes of an item.
 
         One region, whose items are whole pages: page p is the ``page_bytes`` bytes from address + p * page_bytes.
         """
         return [self.buffer.data_ptr()], [self.buffer.numel() * self.buffer.element_size()], [self.page_bytes]
 
     def read_pages(self, pages: Sequence[int]) -> Tensor:
-        """[n, *buffer.shape[1:]] a copy of ``pages``."""
+        """Copy ``pages``: [n, *buffer.shape[1:]]."""
         return self.buffer[torch.as_tensor(pages, dtype=torch.int64, device=self.device)]
 
     def read_slots(self, slots: npt.NDArray[np.int32]) -> Tensor:
-        """[L, 2, n, K, D] a copy of ``slots`` [n], token by token (SPEC H10, H17)."""
+        """Copy ``slots`` [n], token by token: [L, 2, n, K, D] (SPEC H10, H17)."""
         page, offset = self._places(slots)
         return self._by_token()[:, :, page, offset]
 
     def write_slots(self, slots: npt.NDArray[np.int32], data: Tensor) -> None:
-        """Inverse of `read_slots`, bit for bit, whatever the page size of the pool that was read."""
+        """Undo `read_slots`, bit for bit, whatever the page size of the pool that was read."""
         shape = (self.num_layers, 2, len(slots), self.num_kv_heads, self.head_dim)
         if data.shape != shape or data.dtype != self.dtype:
             raise ValueError(
@@ -114,7 +114,7 @@ class MHATokenToKVPool:
         return at // self.page_size, at % self.page_size
 
     def write_pages(self, pages: Sequence[int], data: Tensor) -> None:
-        """Inverse of `read_pages`, bit for bit."""
+        """Undo `read_pages`, bit for bit."""
         if data.shape[1:] != self.buffer.shape[1:] or data.dtype != self.buffer.dtype or len(data) != len(pages):
             raise ValueError(
                 f"{len(pages)} pages of {tuple(self.buffer.shape[1:])} {self.buffer.dtype} are wanted, "
@@ -124,7 +124,7 @@ class MHATokenToKVPool:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that cost nothing until they are touched: calloc through numpy; torch.zeros writes every byte."""
+    """Make zeros that cost nothing until they are touched: calloc through numpy; torch.zeros writes every byte."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -104,6 +104,6 @@ def kv_pool(
     head_dim: int,
     device: torch.device | str,
 ) -> MHATokenToKVPool:
-    """The pool of the setting ``cache.kv_dtype``."""
+    """Make the pool for the setting ``cache.kv_dtype``."""
     kind = ScaledKVPool if scale_bytes(kv_dtype) else MHATokenToKVPool
     return kind(num_pages, page_size, num_layers, num_kv_heads, head_dim, KV_DTYPES[kv_dtype], device)

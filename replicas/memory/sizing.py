@@ -1,4 +1,4 @@
-"""How much KV fits: from free bytes to pages, and from tokens to request rows. Pure functions.
+"""Sizes of the pools at start-up: from free bytes to pages, and from tokens to request rows. Pure functions.
 
 Owns:      the formulas of start-up sizing (SPEC A04-A09).
 Never:     measures a device or talks to other ranks; the caller takes the minimum over ranks and passes it in.
@@ -38,7 +38,7 @@ class PoolSize:
 
 
 def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> int:
-    """Bytes for the KV pool: what is free after the weights, less a reserve for activations (SPEC A05).
+    """Count the bytes for the KV pool: what is free after the weights, less a reserve for activations (SPEC A05).
 
     Args:   free_before, free_after: free device bytes before and after the weights were loaded (M1, M2).
             mem_fraction_static: share of M1 for weights and KV together; the reserve is M1 * (1 - it).
@@ -60,8 +60,8 @@ def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> i
 
 
 def weight_bytes(model: ModelConfig, tp: int) -> int:
-    """Bytes of the weights on each of ``tp`` ranks, by the model's shape alone: what will be loaded in floats, and in
-    int8 no more than that."""
+    """Count the bytes of the weights on each of ``tp`` ranks, by the model's shape alone: exact for floats, an upper
+    bound for int8."""
     hidden, inner = model.hidden_size, model.num_heads // tp * model.head_dim
     kv = max(1, model.num_kv_heads // tp) * model.head_dim
     mlp, vocab = model.intermediate_size // tp, -(-model.vocab_size // tp)
@@ -75,12 +75,12 @@ def weight_bytes(model: ModelConfig, tp: int) -> int:
 
 
 def kv_bytes_by_reserve(free_before: int, free_after: int, reserve_ratio: float) -> int:
-    """`kv_bytes` under the other name of its setting: ``reserve_ratio`` is 1 - mem_fraction_static (SPEC A09)."""
+    """Compute `kv_bytes` with ``reserve_ratio`` = 1 - mem_fraction_static (SPEC A09)."""
     return kv_bytes(free_before, free_after, 1.0 - reserve_ratio)
 
 
 def pool_tokens(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens: int | None) -> int:
-    """Tokens that fit, at most ``max_total_tokens``, floored to whole pages (SPEC A06, A07; K1: a cap of 0 is a cap).
+    """Count the tokens that fit, at most ``max_total_tokens``, in whole pages (SPEC A06, A07; K1: a cap of 0 is a cap).
 
     Args:   kv_bytes: the least over all ranks, so that equal pools come out everywhere (SPEC A04).
             max_total_tokens: the user's cap; warns when it is larger than what fits.
@@ -105,13 +105,13 @@ def pool_tokens(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens
 
 
 def pool_size(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens: int | None) -> PoolSize:
-    """`pool_tokens` as the size of a pool."""
+    """Size a pool by `pool_tokens`."""
     tokens = pool_tokens(kv_bytes, cell_bytes, page_size, max_total_tokens)
     return PoolSize(num_pages=tokens // page_size, page_size=page_size, cell_bytes=cell_bytes)
 
 
 def max_running_requests(tokens: int, context_len: int, given: int | None) -> int:
-    """Rows of the ReqToTokenPool: ``given``, or 512 per full context that fits, within 2,048 and 4,096 (SPEC A08)."""
+    """Count the rows of the ReqToTokenPool: ``given``, or 512 per full context, within 2,048 and 4,096 (SPEC A08)."""
     if given is not None:
         return given
     return min(max(int(tokens / context_len * ROWS_PER_CONTEXT), MIN_ROWS), MAX_ROWS)

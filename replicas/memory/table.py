@@ -1,6 +1,6 @@
 """ReqToTokenPool, the host's copy: which KV slot holds each position of each running request.
 
-Owns:      the rows and who may use them; the log of writes that the devices' copies have yet to make.
+Owns:      the rows and their users; the log of writes that the devices' copies have not made yet.
 Never:     knows pages, trees or devices; every rank's own copy follows the log (runner/batch.py).
 Invariant: row r is valid on [0, valid_len(r)): each entry there was written since the row was taken, and that write is
            in the log, was drained from it, or is one of `append_each`. Row 0 is a dummy and is never handed out.
@@ -35,11 +35,11 @@ class ReqToTokenPool:
 
     @property
     def num_free(self) -> int:
-        """Free rows."""
+        """The number of free rows."""
         return len(self._free)
 
     def alloc(self) -> int:
-        """A free row. Raises: RowsExhausted when there is none; nothing is taken (SPEC D09)."""
+        """Take a free row. Raises: RowsExhausted when there is none (SPEC D09)."""
         if not self._free:
             raise RowsExhausted(
                 f"all {self.max_requests} rows of the request table are taken: wait until a request ends, or raise "
@@ -51,14 +51,14 @@ class ReqToTokenPool:
         return row
 
     def free(self, row: int) -> None:
-        """Give ``row`` back; writes to it that nobody drained are forgotten."""
+        """Give ``row`` back; drop writes to it that were not drained."""
         assert self._taken[row], f"row {row} is not taken"
         self._taken[row] = False
         self._log.pop(row, None)
         self._free.append(row)
 
     def write(self, row: int, start: int, slots: Slots) -> None:
-        """Positions [start, start + len(slots)) of ``row`` now live in ``slots``; no change, no log."""
+        """Map positions [start, start + len(slots)) of ``row`` to ``slots``; without a change nothing is logged."""
         end = start + len(slots)
         assert self._taken[row], f"row {row} is not taken"
         assert 0 <= start <= self._valid_len[row], f"row {row}: {start} leaves a gap after {self._valid_len[row]}"
@@ -71,9 +71,9 @@ class ReqToTokenPool:
         self._log.setdefault(row, []).append((row, start, slots))
 
     def append_each(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], slots: Slots) -> None:
-        """One new position for each of B rows: position ``positions[b]`` of ``rows[b]`` lives in ``slots[b]``.
+        """Map one new position for each of B rows: position ``positions[b]`` of ``rows[b]`` to ``slots[b]``.
 
-        Not logged: the plan that comes of it says all of that anyway, and ranks write their copies from it.
+        Not logged: the plan made from it names the slots, and ranks write their copies from the plan.
         """
         assert self._taken[rows].all(), "a row is not taken"
         assert (self._valid_len[rows] == positions).all(), "a write would leave a gap, or change the past"
@@ -81,21 +81,21 @@ class ReqToTokenPool:
         self._valid_len[rows] = positions + 1
 
     def view(self, row: int, start: int, end: int) -> Slots:
-        """[end - start] slots of positions [start, end); a view, changed by later writes."""
+        """Return the slots of positions [start, end): [end - start], a view that later writes change."""
         assert self._taken[row], f"row {row} is not taken"
         assert end <= self._valid_len[row], f"row {row} is not valid on [{start}, {end})"
         return self._slots[row, start:end]
 
     def gather(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Slots:
-        """[B] slot of position ``positions[b]`` of ``rows[b]``; -1 where the position is -1 (SPEC D08)."""
+        """Return [B] the slot of position ``positions[b]`` of ``rows[b]``; -1 for position -1 (SPEC D08)."""
         return np.where(positions >= 0, self._slots[rows, positions], np.int32(-1))
 
     def valid_len(self, row: int) -> int:
         return int(self._valid_len[row])
 
     def drain_writes(self) -> tuple[Write, ...]:
-        """The writes since the last call; none names a position twice, so that they may be made in any order. Runs of
-        one row come as one, and what was written over comes as it is now."""
+        """Return the writes since the last call. None names a position twice, so their order does not matter; adjacent
+        writes of one row are merged, with the newest values."""
         drained: list[Write] = []
         for row, writes in self._log.items():
             if len(writes) == 1:
@@ -107,13 +107,13 @@ class ReqToTokenPool:
         return tuple(drained)
 
     def check(self) -> None:
-        """Every row is free or taken, and undrained writes belong to taken rows."""
+        """Assert that every row is free or taken, and that undrained writes belong to taken rows."""
         assert sorted(self._free) == (np.flatnonzero(~self._taken[1:]) + 1).tolist(), "a row is free and taken"
         assert all(self._taken[row] for row in self._log), "a write is logged for a free row"
 
 
 def _spans(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """``parts`` (start, end) in order, those that touch or overlap as one."""
+    """Sort ``parts`` (start, end) and merge those that touch or overlap."""
     spans: list[tuple[int, int]] = []
     for start, end in sorted(parts):
         if spans and start <= spans[-1][1]:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(snapshot: ReplaySnapshot) -> dict[str, Any]:
-    """What a snapshot holds, without the bytes."""
+    """Describe what a snapshot holds, without the bytes."""
     meta = snapshot.meta
     return {
         "rid": snapshot.rid,

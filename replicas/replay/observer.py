@@ -1,4 +1,4 @@
-"""Collects for kvtransfer/replay/observe.py what one engine knows of a hand-off and of its steps (SPEC J01, J03, J04).
+"""Observer: reports one engine's hand-offs and steps to kvtransfer/replay/observe.py (SPEC J01, J03, J04).
 
 Owns:      nothing; reads requests, table and pool.
 Never:     changes anything, or runs unless `observe.enabled()`: its callers ask first.
@@ -16,30 +16,30 @@ from replicas.scheduler.tokens import NewToken
 
 
 class Observer:
-    """One for each engine. Without ``kv_bytes`` there are no hashes, so J01 and J03 are left out."""
+    """The observation points of one engine. Without ``kv_bytes`` there are no hashes, so J01 and J03 are left out."""
 
     def __init__(self, kv: KvCache, kv_bytes: KvBytes | None) -> None:
         self._kv = kv
         self._kv_bytes = kv_bytes
 
     def before_send(self, req: Req, first: int) -> None:
-        """J01: K/V of tokens [first, num_tokens) of ``req`` is computed and goes, or has gone, to its receiver."""
+        """Report J01: K/V of tokens [first, num_tokens) of ``req`` is computed, and is or was sent to its receiver."""
         if self._kv_bytes is not None:
             meta = self._meta(self._kv_bytes, req, first)
             observe.prefill_before_send(meta, self._kv_bytes.read(meta.slots))
 
     def after_restore(self, req: Req, first: int) -> None:
-        """J03: K/V of tokens [first, num_tokens) of ``req`` has come; call it before the cache swaps any page."""
+        """Report J03: K/V of tokens [first, num_tokens) of ``req`` arrived. Call it before the cache swaps any page."""
         if self._kv_bytes is not None:
             meta = self._meta(self._kv_bytes, req, first)
             row = self._kv.slots_of(req, 0, req.num_tokens)
             observe.decode_after_restore(meta, self._kv_bytes.read(meta.slots), table_row=row)
 
     def after_step(self, plan: StepPlan, tokens: Sequence[NewToken]) -> None:
-        """J04 of each who decodes; ``tokens`` in the order of the plan's rows, those the last of them.
+        """Report J04 for each decode row; ``tokens`` are in the order of the plan's rows, decode rows last.
 
-        Nothing is told of a step that was made ahead, before the observers were turned on: its plan does not say what
-        it read, and who has ended since has a row in it and no token.
+        A step planned ahead, before the observers were turned on, is not reported: its plan does not say what it read,
+        and a request that has ended since has a row in it and no token.
         """
         if isinstance(plan, DecodePlan):
             if plan.follows is not None:

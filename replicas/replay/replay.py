@@ -1,6 +1,6 @@
-"""Takes a request out of a running engine as a `ReplaySnapshot`, and goes on with one in another.
+"""Extracts a request of a running engine as a `ReplaySnapshot`, and restores one in another engine.
 
-Owns:      what of an engine's request goes into a snapshot, and how one becomes a request again.
+Owns:      what a snapshot contains of a request, and how a snapshot becomes a request again.
 Never:     knows the file (kvtransfer/replay/snapshot.py) or a device (engine.executor.kv_bytes reaches the pool).
 Invariant: a restored request makes the tokens that the undisturbed one would have made, whatever the page size and the
            number of ranks here: it goes on from the very bytes of its K/V, never from a prefix that is cached here.
@@ -29,7 +29,7 @@ TAKEN_FROM = frozenset({ReqState.WAITING, ReqState.PREFILLING, ReqState.RUNNING}
 
 
 def extract(engine: Engine, rid: str, index: int = 0) -> ReplaySnapshot:
-    """Choice ``index`` of open request ``rid`` as it stands; the request goes on. Its deadline is not kept.
+    """Copy choice ``index`` of open request ``rid``, which goes on. Its deadline is not kept.
 
     Raises: InvalidRequest when it is not open, or just being handed from one replica to another.
     """
@@ -55,7 +55,7 @@ def extract(engine: Engine, rid: str, index: int = 0) -> ReplaySnapshot:
 
 
 def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None) -> list[TokenDelta]:
-    """Go on with ``snapshot`` as request ``rid`` (its own name by default), choice 0: `Engine.step` makes its deltas,
+    """Continue ``snapshot`` as request ``rid`` (its own name by default), choice 0: `Engine.step` makes its deltas,
     which begin where those of the snapshot's request ended.
 
     Returns: the last delta, where nothing is left to make.
@@ -83,7 +83,7 @@ def restore(engine: Engine, snapshot: ReplaySnapshot, *, rid: str | None = None)
 
 
 def extract_from_kvpool(engine: Engine, req: Req, token_range: tuple[int, int]) -> tuple[PayloadMeta, Payload]:
-    """K/V of tokens [start, end) of ``req``, which must be computed (SPEC H17)."""
+    """Copy the K/V of tokens [start, end) of ``req``, which must be computed (SPEC H17)."""
     start, end = token_range
     if not 0 <= start <= end <= req.computed_len:
         raise ValueError(f"request {req.rid}: K/V of [{start}, {end}) is wanted, of [0, {req.computed_len}) is there")
@@ -102,7 +102,7 @@ def extract_from_kvpool(engine: Engine, req: Req, token_range: tuple[int, int]) 
 
 
 def restore_to_kvpool(engine: Engine, req: Req, meta: PayloadMeta, payload: Payload) -> Slots:
-    """Inverse of `extract_from_kvpool`, bit for bit: into slots of ``req``'s own, taken here as far as it has none.
+    """Undo `extract_from_kvpool`, bit for bit, into slots of ``req``'s own; missing slots are taken.
 
     Returns: [n] the slots, in this pool (SPEC H14, H17); ``req.computed_len`` is the caller's to set.
     Raises:  IncompatibleLayout; ValueError where the range leaves a hole or lies in pages that are shared;
@@ -124,7 +124,7 @@ def restore_to_kvpool(engine: Engine, req: Req, meta: PayloadMeta, payload: Payl
 
 
 def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
-    """Give ``req`` its K/V and bring it where it was in its life."""
+    """Give ``req`` its K/V and put it into the queue that fits its state."""
     queues, max_running, num_computed = engine.scheduler.queues, engine.scheduler.max_running, snapshot.meta.num_tokens
     answering = req.num_output > 0 and num_computed == req.num_tokens - 1
     if len(queues.running) + (queues.chunked is not None) >= max_running:
@@ -153,7 +153,7 @@ def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
-    """JSON values to parameters."""
+    """Convert JSON values to parameters."""
     known = {f.name for f in fields(SamplingParams)}
     if values.keys() != known:
         raise BadSnapshot(

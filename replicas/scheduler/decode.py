@@ -127,18 +127,18 @@ def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
 
 
 class SharedPrefixes:
-    """Finds the groups of a batch; nothing to do while it stays the same."""
+    """The prefix groups of the last batch, found again only when the batch changes."""
 
     def __init__(self, min_len: int = MIN_LEN, *, min_saved: int = 0) -> None:
-        """``min_saved``: tokens that a group must save reading; what that costs hangs on the device."""
+        """``min_saved``: tokens that a group must save reading; what the group costs depends on the device."""
         self._min_len, self._min_saved = min_len, min_saved
         self._locks: list[object] = []  # of the last batch
         self._groups: tuple[PrefixGroup, ...] = ()
 
     def groups(self, reqs: Sequence[Req], *, first: int = 0) -> tuple[PrefixGroup, ...]:
-        """The groups among ``reqs``, the first of which is the step's row ``first``.
+        """Return the groups among ``reqs``, the first of which is the step's row ``first``.
 
-        Costs O(B) pointer comparisons, or, when somebody joined or left, O(B * nodes on a path).
+        Costs O(B) pointer comparisons, or, when a request joined or left, O(B * nodes on a path).
         """
         locks = [req.holding.lock if req.holding is not None else None for req in reqs]
         if locks != self._locks:
@@ -151,7 +151,7 @@ class SharedPrefixes:
 
 
 def find_groups(nodes: Sequence[TreeNode], min_len: int) -> tuple[PrefixGroup, ...]:
-    """Groups of at least ``min_len`` tokens among requests that have locked ``nodes`` [B]."""
+    """Find the groups of at least ``min_len`` tokens among requests that have locked ``nodes`` [B]."""
     branches = _branches(nodes)
     found: list[_Group] = []
     for branch in sorted(branches.values(), key=lambda branch: branch.length, reverse=True):  # children first
@@ -176,13 +176,13 @@ class _Group:
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be read."""
+        """The number of tokens that attention need not read."""
         return (len(self.members) - 1) * self.length
 
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A node of the paths: who in its subtree is in no group yet, and the groups there."""
+    """A node of the paths: the requests in its subtree that are in no group yet, and the groups there."""
 
     node: TreeNode
     length: int  # tokens from the root to the node's end
@@ -190,7 +190,7 @@ class _Branch:
     groups: list[_Group] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Make a group of those in none, and of those whose longer prefix saves less than reading this one once."""
+        """Group the loose requests, and with them the members of groups that save less than sharing this prefix."""
         absorbed = [group for group in self.groups if len(group.members) * self.length > group.saved]
         joined = _Group([*self.loose, *(member for group in absorbed for member in group.members)], self.length)
         if joined.saved > sum(group.saved for group in absorbed):
@@ -202,7 +202,7 @@ class _Branch:
 
 
 def _branches(nodes: Sequence[TreeNode]) -> dict[TreeNode, _Branch]:
-    """Every node on the way from a root, which is left out, to one of ``nodes``."""
+    """Collect every node on the path from a root (left out) to one of ``nodes``."""
     branches: dict[TreeNode, _Branch] = {}
     for index, node in enumerate(nodes):
         path, step = [], node

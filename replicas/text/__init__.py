@@ -1,1 +1,1 @@
-"""Text to tokens and back."""
+"""Tokenizer and detokenizer: text to tokens and back."""

@@ -34,7 +34,7 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 def encoded(rust: RustTokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
-    """Ids [L] of ``text``: of a batch of one, since a batch releases the GIL."""
+    """Encode ``text`` to ids [L], as a batch of one, since a batch releases the GIL."""
     [found] = rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return np.asarray(found.ids, dtype=np.int32)
 
@@ -66,7 +66,7 @@ class ControlTokens:
         self._known_ids = self._ids_without_names(added)
 
     def hide(self, value: Any, *, inside: bool = False) -> Any:
-        """``value`` (of JSON), so that none of its strings becomes a control token, alone or with what stands beside.
+        """Hide control tokens in the strings of ``value`` (JSON), so that none becomes one, alone or with neighbours.
 
         It equals ``value`` if nothing had to be hidden.
 
@@ -85,12 +85,12 @@ class ControlTokens:
         return value
 
     def show(self, text: str) -> str:
-        """``text`` with nothing hidden."""
+        """Undo `hide` in ``text``."""
         text = _HIDDEN.sub(lambda found: self._texts.get(int(found[1]), found[0]), text)
         return text.replace(_EDGE, "")
 
     def encode(self, rendered: str) -> TokenIds:
-        """Ids [L] of a chat that was rendered from hidden strings.
+        """Encode a chat that was rendered from hidden strings to ids [L].
 
         Raises: InvalidRequest when the tokenizer's model makes a control token of plain text.
         """
@@ -143,12 +143,12 @@ class ControlTokens:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches the longest of ``texts`` that begins at a place, as tokenizers do."""
+    """Compile a pattern that matches the longest of ``texts`` at a place, as tokenizers do."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)")
 
 
 def _renamed(rust: RustTokenizer, added: Sequence[AddedToken], names: Mapping[str, str]) -> RustTokenizer:
-    """A tokenizer that differs from ``rust`` in the names of some added tokens; the model is shared, not copied."""
+    """Make a tokenizer that differs from ``rust`` in the names of some added tokens; both share the model."""
     renamed = RustTokenizer(rust.model)
     if rust.normalizer is not None:
         renamed.normalizer = rust.normalizer
@@ -170,7 +170,7 @@ def _renamed(rust: RustTokenizer, added: Sequence[AddedToken], names: Mapping[st
 
 
 def _frame(others: Mapping[int, str], render: Render) -> dict[int, str]:
-    """Those of ``others`` (added tokens that are not special) that the template writes around the turns of a chat.
+    """Select those of ``others`` (added tokens, not special) that the template writes around the turns of a chat.
 
     DeepSeek's ``<｜User｜>`` is one. Not among them: white space, which is text, and what the template looks for in
     contents (``</think>`` of an earlier answer), which clients must be able to send.

@@ -28,7 +28,7 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Pieces(Protocol):
-    """What the detokenizer needs of a Tokenizer."""
+    """The part of a Tokenizer that a Detokenizer uses."""
 
     @property
     def strips_leading_space(self) -> bool: ...
@@ -37,7 +37,7 @@ class Pieces(Protocol):
 
 
 class DetokDelta(NamedTuple):
-    """What a push added to the text."""
+    """The text that one push added."""
 
     text: str  # never taken back
     matched_stop: str | None  # the stop string that was completed; nothing may be pushed after it
@@ -45,7 +45,7 @@ class DetokDelta(NamedTuple):
 
 
 class StopStrings:
-    """Finds the first completed of several strings in a stream of characters.
+    """An automaton that finds the first completed of several strings in a stream of characters.
 
     A state is the longest end of the text that begins some stop string; ``depth`` is its length, which is how much
     text must be held back.
@@ -87,7 +87,7 @@ class StopStrings:
                 queue.append(following)
 
     def step(self, state: int, char: str) -> int:
-        """State after ``char``."""
+        """Return the state after ``char``."""
         while True:
             following = self._next[state].get(char)
             if following is not None:
@@ -103,7 +103,7 @@ def _stop_strings(stops: tuple[str, ...]) -> StopStrings:
 
 
 class Detokenizer:
-    """Text of one choice, incrementally."""
+    """The text of one choice, made incrementally from its ids."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Detokenizer:
         return DetokDelta("".join(emitted), None, len(ids))
 
     def flush(self) -> str:
-        """The rest of the text at the end of the sequence: nothing after a match."""
+        """Return the rest of the text at the end of the sequence: nothing after a match."""
         if self._matched is not None:
             return ""
         text = self._take(self._utf8.decode(b"", True))
@@ -165,7 +165,7 @@ class Detokenizer:
         return text[:certain]
 
     def check(self) -> None:
-        """The held text is exactly as long as the automaton says."""
+        """Assert that the held text is exactly as long as the automaton says."""
         depth = 0 if self._stops is None or self._matched is not None else self._stops.depth[self._state]
         assert len(self._held) == depth, f"holds {len(self._held)} characters back, the stop strings ask for {depth}"
 
@@ -174,7 +174,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[int, str]:
-    """Code point of a token's character -> the byte it stands for, as a Latin-1 character.
+    """Map the code point of a token's character to the byte it stands for, as a Latin-1 character.
 
     Source: Radford et al. 2019 (GPT-2), byte-level BPE: printable Latin-1 stands for itself, the other bytes follow
     from U+0100 on in their order.
@@ -189,7 +189,7 @@ _ALPHABET = _byte_level_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class PieceDecoder:
-    """How one vocabulary spells bytes."""
+    """The way in which one vocabulary spells bytes."""
 
     kind: Literal["byte_level", "sentencepiece", "words"]
     replacement: str = ""  # sentencepiece: the character that stands for a space
@@ -198,7 +198,7 @@ class PieceDecoder:
 
     @staticmethod
     def of(rust: Any, *, path: str) -> "PieceDecoder":
-        """The decoder of ``rust`` (a ``tokenizers.Tokenizer``). Raises InvalidConfig for one that is not known."""
+        """Read the decoder of ``rust`` (a ``tokenizers.Tokenizer``). Raises InvalidConfig if it is not known."""
         if rust.decoder is None:
             return PieceDecoder("words", strips_leading_space=True)
         state = json.loads(rust.decoder.__getstate__())
@@ -223,7 +223,7 @@ class PieceDecoder:
         )
 
     def ordinary(self, content: str) -> bytes:
-        """Bytes of a token of the model's vocabulary."""
+        """Return the bytes of a token of the model's vocabulary."""
         if self.kind == "byte_level":
             return content.translate(_ALPHABET).encode("latin-1", errors="replace")
         if self.kind == "words":
@@ -232,7 +232,7 @@ class PieceDecoder:
         return bytes.fromhex(byte[1]) if byte else content.replace(self.replacement, " ").encode()
 
     def added(self, content: str) -> bytes:
-        """Bytes of an added token, whose characters need not belong to the byte alphabet: then they are themselves."""
+        """Return the bytes of an added token; one with characters outside the byte alphabet stands for itself."""
         if self.kind == "byte_level" and not all(ord(char) in _ALPHABET for char in content):
             return content.encode()
         return self.ordinary(content)

@@ -67,7 +67,7 @@ class Tokenizer:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Ids that in a chat are the template's alone."""
+        """The ids that only the template may write in a chat."""
         return self._control.ids
 
     @property
@@ -87,12 +87,12 @@ class Tokenizer:
         return None if token is None else str(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Ids [L] of ``text``. Raises InvalidRequest for text that has no UTF-8 form (a lone surrogate)."""
+        """Encode ``text`` to ids [L]. Raises InvalidRequest for text that has no UTF-8 form (a lone surrogate)."""
         _check_unicode(text)
         return encoded(self._rust, text, add_special_tokens=add_special_tokens)
 
     def least_tokens(self, num_characters: int) -> int:
-        """Tokens that a text of so many characters has at least; 0 where one token may stand for any number of them."""
+        """Return how many tokens a text of ``num_characters`` has at least; 0 if a token may stand for any number."""
         return 0 if self._token_len is None else num_characters // self._token_len
 
     def chat(
@@ -105,7 +105,7 @@ class Tokenizer:
         check: Callable[[str], None] | None = None,
         **template_kwargs: Any,
     ) -> TokenIds:
-        """Ids [L] of a conversation in the model's chat template.
+        """Encode a conversation in the model's chat template to ids [L].
 
         What stands in ``messages``, ``tools`` and ``template_kwargs`` is text and never a control token, whatever it
         spells (control_tokens.py). A message whose content is a list of text parts is given to the template as their
@@ -134,7 +134,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """The text that ``chat`` encodes. Raises as ``chat``."""
+        """Return the text that ``chat`` encodes. Raises as ``chat``."""
         text, hides = self._rendered(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
         return self._control.show(text) if hides else text
 
@@ -146,7 +146,7 @@ class Tokenizer:
         continue_final_message: bool,
         template_kwargs: dict[str, Any],
     ) -> tuple[str, bool]:
-        """The text of a conversation, and whether something in it is hidden."""
+        """Render a conversation. Returns: its text, and whether some of it is hidden."""
         if not self.has_chat_template:
             raise InvalidRequest(f"{self.path} has no chat template; use /v1/completions, or add chat_template.jinja")
         reserved = sorted(self._reserved & template_kwargs.keys())
@@ -188,7 +188,7 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
     ) -> str:
-        """``messages`` in the chat template. Raises: InvalidRequest for whatever it does with an unexpected shape."""
+        """Render ``messages`` in the chat template. Raises: InvalidRequest if it fails on their shape."""
         try:
             text = self._hf.apply_chat_template(
                 messages,
@@ -233,21 +233,21 @@ class Tokenizer:
         return f"'{role}'" in template or f'"{role}"' in template
 
     def decode(self, ids: Sequence[int] | TokenIds, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; ids without a text (padding of the vocabulary) give none."""
+        """Decode ``ids``; ids without a text (padding of the vocabulary) give none."""
         pieces, size = self.pieces(skip_special_tokens), self.vocab_size
         text = b"".join([pieces[i] for i in ids if 0 <= i < size]).decode(errors="replace")
         return text[1:] if self.strips_leading_space and text.startswith(" ") else text
 
     def pieces(self, skip_special_tokens: bool) -> Sequence[bytes]:
-        """[vocab_size] bytes that each token adds to the text; not to be changed."""
+        """Return the bytes that each token adds to the text: [vocab_size]; do not change them."""
         return self._visible if skip_special_tokens else self._pieces
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token, special or not; possibly a part of a character. Empty for an id without a text."""
+        """Return the bytes of one token, special or not; may be a part of a character. Empty for an id without text."""
         return self._pieces[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        """``token_bytes`` as text; a part of a character shows as U+FFFD."""
+        """Decode ``token_bytes``; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
 
@@ -314,7 +314,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _part_text(part: Any) -> str | None:
-    """The text of one part of a content; None for what is no text."""
+    """Return the text of one part of a content; None if it is no text."""
     if not isinstance(part, Mapping):
         return part if isinstance(part, str) else None
     text = part.get("refusal" if part.get("type") == "refusal" else "text")
