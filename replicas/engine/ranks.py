@@ -165,7 +165,7 @@ class Ranks:
 
 
 def _load(config: EngineConfig, tp: TpGroup) -> ModelRunner:
-    """Load the model on another thread: the thread that loads it need not be the one that runs it."""
+    """Load the model on a thread of its own: another thread than this one may run it."""
     return PassingThread(functools.partial(ModelRunner, config, tp), name="manta-load").result()
 
 

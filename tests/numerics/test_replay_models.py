@@ -223,17 +223,17 @@ def test_every_family_and_kv_dtype_goes_on_bit_for_bit(
 def test_the_command_line_takes_a_snapshot_and_goes_on_with_it(tmp_path: Path) -> None:
     path = str(tmp_path / "snapshot")
     engine = ["--model", MODEL, "--threads", "1", "--context-len", "256"]
-    taken = replay_file("take", path, *engine, "--text", TEXT, "--after", "6", "--max-new-tokens", "12")
-    shown = replay_file("show", path)
+    taken = replay("take", path, *engine, "--text", TEXT, "--after", "6", "--max-new-tokens", "12")
+    shown = replay("show", path)
     assert shown["output_ids"] == taken["token_ids"][:6]
     assert shown["num_computed"] == shown["prompt_len"] + 5
-    run = replay_file("run", path, *engine, "--page-size", "4")
+    run = replay("run", path, *engine, "--page-size", "4")
     assert (run["continued_after"], run["token_ids"]) == (6, taken["token_ids"][6:])
     assert taken["text"].endswith(run["text"])
     assert run["finish_reason"] == taken["finish_reason"]
 
 
-def replay_file(*arguments: str) -> dict[str, Any]:
+def replay(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "replicas.replay", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

@@ -26,7 +26,7 @@ actions = st.lists(
 
 
 def step(bench: Bench, *, mixed: bool) -> None:
-    """With mixing nobody starves: whoever runs makes a token in every step, or it is the one that gives way."""
+    """With mixing no request starves: each running one makes a token in every step, or is retracted."""
     before = [(req, req.num_output, req.num_retractions) for req in bench.scheduler.queues.running]
     bench.step()
     for req, num_output, num_retractions in before if mixed else ():

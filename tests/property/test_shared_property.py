@@ -69,7 +69,7 @@ class SharedUnderLoad(RuleBasedStateMachine):
     def check_groups(self, first: int) -> None:
         groups = self.shared.groups(self.held, first=first)
         grouped = [int(member) for group in groups for member in group.members]
-        assert len(grouped) == len(set(grouped)), "somebody is in two groups"
+        assert len(grouped) == len(set(grouped)), "a request is in two groups"
         for group in groups:
             members = [self.held[member - first] for member in group.members]
             assert len(members) >= 2
@@ -81,7 +81,7 @@ class SharedUnderLoad(RuleBasedStateMachine):
             assert all(group.length < req.num_tokens + 1 and group.length <= req.computed_len for req in members)
         alone = [req for index, req in enumerate(self.held) if index + first not in grouped]
         for one, other in itertools.combinations(alone, 2):
-            assert self.common_len(one, other) < MIN_LEN, "two who share a prefix are both in no group"
+            assert self.common_len(one, other) < MIN_LEN, "two requests that share a prefix are both in no group"
 
     def common_len(self, one: Req, other: Req) -> int:
         """Leading tokens in pages of the tree that both have."""

@@ -121,7 +121,7 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
 def test_a_request_is_refused_once_as_many_are_open_as_may_run_and_wait(num_before: int) -> None:
-    """However many of them were there at the last step: one who can start with the next does not wait."""
+    """However many were there at the last step: a request that can start with the next step does not count."""
     engine, _ = fake_engine(max_running=2, max_queued_requests=4)
     for number in range(num_before):
         engine.submit(ask(f"r{number}", [number]))

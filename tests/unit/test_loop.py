@@ -31,7 +31,7 @@ async def test_generate_yields_the_answer() -> None:
 
 
 def test_what_is_not_refused_at_once_is_answered_however_many_came_between_two_steps() -> None:
-    """2 run and 4 wait: whoever finds fewer open has a place, and the engine thread sees it as the caller's does."""
+    """2 run and 4 wait: a request that finds fewer open is accepted, on the caller's thread and on the engine's."""
     engine, _ = fake_engine(max_running=2, max_queued_requests=4)
     loop = EngineLoop(engine)
     got: list[TokenDelta] = []
@@ -47,7 +47,7 @@ def test_what_is_not_refused_at_once_is_answered_however_many_came_between_two_s
 
 
 def test_an_asker_whose_event_loop_was_closed_meanwhile_does_no_harm_to_the_engine() -> None:
-    """The answer comes when nobody is there: the engine thread goes on."""
+    """The answer arrives after its consumer has gone: the engine thread goes on."""
     engine, _ = fake_engine()
     loop = EngineLoop(engine)
     asked, closed, answered = threading.Event(), threading.Event(), threading.Event()

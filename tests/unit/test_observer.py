@@ -58,7 +58,7 @@ def test_an_answer_of_one_token_is_seen_before_its_pages_go(events: pytest.LogCa
 
 
 def test_each_decode_step_says_what_it_read_and_made(events: pytest.LogCaptureFixture) -> None:
-    """SPEC J04: token 0 comes from the prompt's step; each later one from the token before it, whose slot is told."""
+    """SPEC J04: token 0 comes from the prompt's step; later ones from the token before, whose slot is reported."""
     engine, device = fake_engine()
     engine.submit(ask("a", PROMPT))
     finish_all(engine)
@@ -116,7 +116,7 @@ def test_a_stop_string_is_the_reason_of_the_step_that_completed_it(events: pytes
     assert [step["finish_reason"] for step in lines(events, "decode_step")][-1] == "stop"
 
 
-def test_nothing_is_read_while_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_read_unless_observers_are_on(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair()
     for side in (pair.prefill, pair.decode):
         side.engine.executor.kv_bytes.read = None  # type: ignore[method-assign, union-attr, assignment]

@@ -71,7 +71,7 @@ def test_a_deadline_ends_at_most_one_step_late() -> None:
     assert not engine.has_work
 
 
-def test_a_flush_ends_the_step_under_way_when_nobody_is_open() -> None:
+def test_a_flush_ends_the_step_under_way_when_no_request_is_open() -> None:
     engine, _ = fake_engine(overlap="on")
     ids = continuation(PROMPT, 3)
     engine.submit(ask("a", PROMPT, stop_token_ids=(ids[1],)))

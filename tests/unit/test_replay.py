@@ -28,7 +28,7 @@ def make(page_size: int = 4, *, num_pages: int = 64, model: str = "fake", **sche
 
 
 def after(engine: Engine, request: GenerateRequest, steps: int) -> tuple[ReplaySnapshot, list[TokenDelta]]:
-    """A snapshot taken after so many steps, and the deltas until then."""
+    """Take a snapshot after ``steps`` steps. Returns: it, and the deltas until then."""
     deltas = engine.submit(request)
     for _ in range(steps):
         deltas += engine.step()

@@ -68,7 +68,7 @@ def test_lost_events_show_as_a_gap_and_a_snapshot_fills_it() -> None:
     assert [run.parent_key for run in snapshot.stored] == [None, KEYS[1]]
 
 
-def test_nothing_is_hashed_when_nobody_listens() -> None:
+def test_nothing_is_hashed_unless_events_are_recorded() -> None:
     cache = RadixCache(2)
     cache.insert(PROMPT, np.array([1, 2, 3, 4], dtype=np.int32), "s")
     assert cache.match_prefix(PROMPT, "s").node.page_keys is None

@@ -123,7 +123,7 @@ def test_a_prompt_in_chunks_is_committed_as_it_grows() -> None:
     kv.check([req])
 
 
-def test_extend_evicts_what_nobody_uses_before_it_fails() -> None:
+def test_extend_evicts_unused_pages_before_it_fails() -> None:
     """SPEC D10: evict first, fail with the pool's state, take nothing."""
     kv = make()
     old = request("old", list(range(100, 124)))

@@ -56,6 +56,6 @@ def test_pages_of_another_shape_are_refused() -> None:
         pool.write_pages([1], torch.zeros(1, 2, 2, 3, 4, 4))
 
 
-def test_memory_that_nobody_touched_reads_zero() -> None:
+def test_memory_that_was_never_written_reads_zero() -> None:
     pool = make(torch.float16)
     assert int(pool.buffer.count_nonzero()) == 0

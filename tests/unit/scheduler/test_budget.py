@@ -41,7 +41,7 @@ def test_the_reserve_shrinks_with_the_output_made_and_is_clipped() -> None:
 
 
 def test_the_ratio_decays_to_its_floor_and_jumps_after_a_retraction() -> None:
-    """SPEC F11: new_token_ratio is raised when somebody was retracted."""
+    """SPEC F11: new_token_ratio is raised when a request was retracted."""
     ratio = NewTokenRatio(initial=0.7, floor=0.1, decay=0.2)
     for _ in range(10):
         ratio.decode_step()

@@ -32,7 +32,7 @@ def test_who_runs_makes_a_token_in_each_step_of_a_long_prompt() -> None:
     assert (bench.scheduler.counters.prefill_tokens, bench.scheduler.counters.decode_tokens) == (43, 6)
 
 
-def test_without_mixing_prompts_go_first_and_nobody_writes_meanwhile() -> None:
+def test_without_mixing_prompts_go_first_and_running_requests_wait() -> None:
     """SPEC F01, F08."""
     bench = Bench(page_size=4, chunked_prefill_size=16, mixed_steps=False)
     bench.submit([1, 2, 3], max_new_tokens=6)
@@ -42,7 +42,7 @@ def test_without_mixing_prompts_go_first_and_nobody_writes_meanwhile() -> None:
     assert [shape(plan) for plan in bench.plans][:5] == [([3], 0), ([16], 0), ([16], 0), ([8], 0), ([], 2)]
 
 
-def test_prompts_without_end_keep_nobody_from_writing() -> None:
+def test_running_requests_go_on_however_many_prompts_come() -> None:
     """One more prompt before each step, for as long as the answer takes."""
     bench = Bench(page_size=4, num_pages=256, chunked_prefill_size=16, max_running=4)
     writer = bench.submit([1, 2, 3], max_new_tokens=21)
@@ -66,7 +66,7 @@ def test_beside_others_a_prompt_gets_what_they_leave_of_half_a_chunk_and_a_quart
     [(16, 512, 1, 256), (128, 512, 1, 256), (16, 512, 17, 240), (16, 512, 300, 128), (128, 256, 100, 128)],
 )
 def test_what_is_left_to_prompts_is_rounded_up_to_a_page(page_size: int, chunk: int, running: int, left: int) -> None:
-    """Not down: 255 tokens in pages of 128 would be one page, half of what there is."""
+    """Not down: 255 tokens in pages of 128 would be one page, half of the budget."""
     assert prompt_tokens(chunk, running, page_size=page_size) == left
 
 
@@ -76,8 +76,8 @@ def test_half_a_chunk_that_is_no_page_is_not_rounded() -> None:
     assert prompt_tokens(8, 1, page_size=16) == 3
 
 
-def test_a_step_for_which_somebody_gives_way_starts_no_prompt() -> None:
-    """SPEC F11: the pages that were just freed are for those who run; who gave way may come back a step later."""
+def test_a_step_that_retracts_a_request_starts_no_prompt() -> None:
+    """SPEC F11: the freed pages are for the running requests; the retracted one may come back a step later."""
     bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
     first = bench.submit([1, 2, 3, 4], max_new_tokens=20)
     bench.step()

@@ -21,7 +21,7 @@ def test_a_request_is_prefilled_then_decoded_to_its_length() -> None:
     assert req.holding is None
 
 
-def test_a_long_prompt_runs_in_chunks_and_nobody_overtakes_it() -> None:
+def test_a_long_prompt_runs_in_chunks_and_is_not_overtaken() -> None:
     """SPEC F06: at most one request is mid-prompt, and it goes first in the next step."""
     bench = Bench(chunked_prefill_size=16)
     long = bench.submit(list(range(40)), max_new_tokens=2)
@@ -71,7 +71,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
         assert req.output_ids.tolist() == continuation([*range(64), 500 + i], 2)
 
 
-def test_when_the_pool_is_full_the_least_output_gives_way_and_is_resumed() -> None:
+def test_when_the_pool_is_full_the_least_output_is_retracted_and_resumed() -> None:
     """SPEC F11: retract the one with the least output; its tokens are kept and not made again."""
     bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
     first = bench.submit([1, 2, 3, 4], max_new_tokens=20)
@@ -131,7 +131,7 @@ def test_a_running_request_gives_the_tree_nothing_before_it_ends() -> None:
     assert bench.kv.store.stats().evictable_pages == (4 + 12 - 1) // 4  # the last token's K/V is never computed
 
 
-def test_admission_sets_output_aside_so_that_nobody_need_be_retracted() -> None:
+def test_admission_reserves_output_so_that_no_request_is_retracted() -> None:
     """SPEC F05: with the whole output reserved, the second waits for the first."""
     bench = Bench(num_pages=8, page_size=4, new_token_ratio=1.0, min_new_token_ratio=1.0)
     first = bench.submit([1, 2, 3, 4], max_new_tokens=20)
@@ -237,7 +237,7 @@ def test_ageing_crosses_priorities_a_point_is_worth_ageing_s(queue: dict[str, ob
 
 
 def test_priorities_are_off_unless_asked_for() -> None:
-    """Whoever may send one can hold up everybody else."""
+    """A client that may send priorities can hold up all others."""
     bench = Bench(max_running=1)
     first = bench.submit([1, 2, 3], max_new_tokens=2)
     pushy = bench.submit([4, 5, 6], max_new_tokens=2, priority=1000)
