@@ -26,10 +26,10 @@ from replicas.scheduler.deadlines import Deadlines, StarvedHeads, cannot_start, 
 from replicas.scheduler.decode import DecodeRows, SharedPrefixes, decode_plan, decode_rows, retract_until_it_fits
 from replicas.scheduler.grants import Room, grant, let_go, max_receiving
 from replicas.scheduler.mixed import extend_plan
-from replicas.scheduler.plan import DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
+from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import ExtendBatch, Limits, Refusal, next_batch
 from replicas.scheduler.queues import Queues, WaitingQueue
-from replicas.scheduler.tokens import Counters, NewToken, count_computed, sampled, take_token
+from replicas.scheduler.tokens import Counters, NewToken, count_computed, end_without_token, sampled, stop_reason
 from replicas.types import Finish, FinishReason, TokenLogprob
 
 
@@ -208,7 +208,7 @@ class Scheduler:
         num_prompt, num_decode = count_computed(plan, result, reqs, self.queues, self.kv)
         self.counters.prefill_tokens += num_prompt
         self.counters.decode_tokens += num_decode
-        tokens = [self._take_token(*each) for each in sampled(plan, result, reqs)]
+        tokens = [self._take_token(req, token, logprob) for req, token, logprob in sampled(plan, result, reqs)]
         for req, keep in under_way.take_released():
             let_go(req, self.kv, keep=keep)
         return tokens
@@ -246,12 +246,18 @@ class Scheduler:
                 self.last.made_progress = True
 
     def _take_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> NewToken:
+        """Give ``req`` its next token, sampled here or elsewhere, and end it if that is its last."""
         if req.stamps.first_token_s is None:
             req.stamps.first_token_s = self._clock()
-        token, finish = take_token(req, token_id, logprob)
-        if finish is not None:
-            self.finish(req, finish)
-        return token
+        if token_id == BROKEN or req.max_remaining <= 0:
+            self.finish(req, end_without_token(req))
+            return NewToken(req, None, None)
+        if req.state is not ReqState.HANDING_OFF:  # else the receiver appends it
+            req.append(token_id)
+            finish = stop_reason(req)
+            if finish is not None:
+                self.finish(req, finish)
+        return NewToken(req, token_id, logprob)
 
     def _take_decode_slots(self) -> tuple[bool, DecodeRows | None]:
         """Take a slot for the next token of each running request. Returns: whether any was retracted for it; the rows,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from replicas.cache.kv import KvCache
 from replicas.request import Req, ReqState
-from replicas.scheduler.plan import BROKEN, ExtendPlan, StepPlan, StepResult
+from replicas.scheduler.plan import ExtendPlan, StepPlan, StepResult
 from replicas.scheduler.queues import Queues
 from replicas.types import Finish, FinishReason, TokenLogprob
 
@@ -101,16 +101,11 @@ def sampled(plan: StepPlan, result: StepResult, reqs: list[Req]) -> Iterator[tup
             yield req, token_id, logprob
 
 
-def take_token(req: Req, token_id: int, logprob: TokenLogprob | None) -> tuple[NewToken, Finish | None]:
-    """Give ``req`` its next token, sampled here or elsewhere. Returns: what its caller gets; why it ends, if so."""
+def end_without_token(req: Req) -> Finish:
+    """Tell why ``req`` ends with the token that was sampled for it, which its caller does not get."""
     if req.max_remaining <= 0:
-        return NewToken(req, None, None), Finish(reason=FinishReason.LENGTH)
-    if token_id == BROKEN:
-        return NewToken(req, None, None), Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500)
-    if req.state is ReqState.HANDING_OFF:
-        return NewToken(req, token_id, logprob), None  # the receiver appends it
-    req.append(token_id)
-    return NewToken(req, token_id, logprob), stop_reason(req)
+        return Finish(reason=FinishReason.LENGTH)  # no output was wanted
+    return Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500)
 
 
 def stop_reason(req: Req) -> Finish | None:
