@@ -1,4 +1,4 @@
-// With prefill and decode apart: who computed the prompt and why, what either way would have cost, how the K/V came.
+// With prefill and decode apart: which replica computed the prompt and why, what either way would have cost, how the K/V came.
 
 import { html } from "./vendor/htm/preact_standalone.js";
 import { bytes, count, millis, seconds, shortId } from "./format.js";

@@ -40,8 +40,8 @@ from deployments.watch.observatory.watch import Watch
 
 log = logging.getLogger(__name__)
 ROLE = "observatory"
-MOST_BESIDES = 64  # calls at once that are no viewers: pages, scrapes
-STOP_S = 2.0  # a viewer's stream never ends by itself
+MOST_BESIDES = 64  # concurrent calls beside the viewers: pages, scrapes
+STOP_S = 2.0  # a viewer's stream does not end by itself
 OPEN = f"open to everybody: there is no admin_key in args, and no {KEY_VARIABLE} where it was built"
 
 
@@ -124,7 +124,7 @@ class Emission:
     def __init__(
         self, emitter: Emitter, *, targets: Callable[[], list[dict[str, Any]]], num_viewers: Callable[[], int]
     ) -> None:
-        """``targets``: of the autoscaler, as the state shows them."""
+        """``targets``: the autoscaler's, as the state shows them."""
         self._targets = targets
         self._num_viewers = num_viewers
         self._poll = emitter.histogram("observatory_poll_duration_seconds")
@@ -150,7 +150,7 @@ class Emission:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application. Raises: InvalidConfig."""
+    """Build the application. Raises: InvalidConfig."""
     settings = with_key(args)
     log_format = parse(settings).log_format
     deployment = serve.deployment(Observatory).options(

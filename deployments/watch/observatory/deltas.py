@@ -12,7 +12,10 @@ Point = tuple[float, Mapping[str, float]]  # time, replica -> share of its pool 
 
 
 class History:
-    """The ring; `series` and `of_series` are each other's inverse."""
+    """Pool use of the last KEPT_S, a point a second; `series` and `of_series` are each other's inverse.
+
+    Points are in order of time, all within KEPT_S before the newest; if the clock goes back, the ring begins anew.
+    """
 
     def __init__(self) -> None:
         self._points: deque[Point] = deque()
@@ -25,7 +28,7 @@ class History:
             self._points.popleft()
 
     def series(self) -> dict[str, Any]:
-        """``{"times": [...], "used": {replica: [ratio or None, ...]}}``"""
+        """Return ``{"times": [...], "used": {replica: [ratio or None, ...]}}``: a place for each point."""
         names = sorted({name for _, used in self._points for name in used})
         return {
             "times": [time_s for time_s, _ in self._points],
@@ -49,21 +52,21 @@ class History:
 
 Json = dict[str, Any]
 MOST_ROWS = 50  # of requests
-_WHOLE = ("model", "mode", "period_s", "routers", "links", "totals", "autoscaling")  # sent whole when they change
+_WHOLE = ("model", "mode", "period_s", "routers", "links", "totals", "autoscaling")  # keys sent whole when they change
 
 
 def by_role(replicas: Mapping[str, Json]) -> list[Json]:
-    """In the order of the state."""
+    """Return replica rows in the order of the state."""
     return sorted(replicas.values(), key=lambda row: (row["role"], row["id"]))
 
 
 def newest(rows: Mapping[str, Json]) -> list[Json]:
-    """The latest requests, newest first."""
+    """Return the latest requests, newest first."""
     return sorted(rows.values(), key=lambda row: (-row["time"], row["rid"]))[:MOST_ROWS]
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], used: Mapping[str, float]) -> Json:
-    """The delta between two states; their history is looked at only through ``used``, its newest point."""
+    """Return the delta between two states; of their history only ``used``, the newest point, is looked at."""
     delta: Json = {"time": new["time"], "version": new["version"], "used": dict(used)}
     delta.update({name: new[name] for name in _WHOLE if new[name] != old[name]})
     replicas = _changed_replicas(_by(old["replicas"], "id"), _by(new["replicas"], "id"))
@@ -77,7 +80,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], used: Mapping[str, f
 
 
 def applied(state: Mapping[str, Any], delta: Mapping[str, Any]) -> Json:
-    """The state after ``delta``."""
+    """Return the state after ``delta``."""
     new = dict(state) | {name: delta[name] for name in ("time", "version", *_WHOLE) if name in delta}
     replicas = _by(state["replicas"], "id")
     for name, fields in delta.get("replicas", {}).items():

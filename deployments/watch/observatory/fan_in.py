@@ -16,12 +16,12 @@ from deployments.fleet.seen import Target
 
 ANSWER_S = 3.0
 MOST_BYTES = 8 << 20  # of one process
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what every process answers unless asked for more
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what every process answers by default
 Fetch = Callable[[str], Awaitable[str]]  # address -> text
 
 
 async def gather(targets: Sequence[Target], fetch: Fetch, *, within_s: float = ANSWER_S) -> str:
-    """The metrics of ``targets``, asked all at once."""
+    """Fetch the metrics of ``targets``, all at once."""
     asked = (asyncio.wait_for(fetch(target.address), within_s) for target in targets)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     texts, silent = [], []
@@ -35,7 +35,7 @@ async def gather(targets: Sequence[Target], fetch: Fetch, *, within_s: float = A
 
 
 async def fetch_text(address: str, *, key: str | None = None) -> str:
-    """Over HTTP, showing the admin ``key``. Raises: aiohttp.ClientError, ValueError for an answer that is none."""
+    """Fetch metrics over HTTP with the admin ``key``. Raises: aiohttp.ClientError, ValueError if too long."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(headers=headers) as session, session.get(f"http://{address}/metrics") as answer:
         answer.raise_for_status()
@@ -48,7 +48,7 @@ async def fetch_text(address: str, *, key: str | None = None) -> str:
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Texts of the exposition format, as one. What has no TYPE keeps its own name as a family."""
+    """Merge texts of the exposition format into one. A series without TYPE is a family of its own name."""
     heads: dict[str, dict[str, str]] = {}  # family -> HELP, TYPE -> line
     samples: dict[str, dict[str, str]] = {}  # family -> series -> line
     for text in texts:
@@ -71,5 +71,5 @@ def merge(texts: Iterable[str]) -> str:
 
 
 def service_discovery(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """An entry a process. What it is, its series say themselves; where it runs, the label says."""
+    """Return an entry a process. Its series say what it is; the label says where it runs."""
     return [{"targets": [each.address], "labels": {"node": each.node_id}} for each in targets]

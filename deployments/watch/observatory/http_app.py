@@ -23,15 +23,15 @@ from replicas.errors import InvalidRequest
 
 api = APIRouter()
 MOST_TOKENS = 1 << 40
-MOST_DIGITS = 20  # of a number that is given
+MOST_DIGITS = 20  # of a number in a query
 UNHEARD = "no router has answered in the last 30 s: who serves metrics is not known"
 NOT_KEPT = {"Cache-Control": "no-store"}
-EVENTS = {**NOT_KEPT, "X-Accel-Buffering": "no"}  # a proxy in front is not to collect events
+EVENTS = {**NOT_KEPT, "X-Accel-Buffering": "no"}  # a proxy in front must not buffer events
 
 
 @api.get("/sd")
 async def sd(request: Request) -> list[dict[str, Any]]:
-    """Prometheus keeps the targets it has when this fails. Raises: NoRouter, since who there is, is not known."""
+    """Answer Prometheus' http_sd. Raises: NoRouter while no router is heard: Prometheus then keeps its targets."""
     parts = parts_of(request)
     if not parts.state.merged.heard_any:
         raise NoRouter(UNHEARD)
@@ -75,7 +75,7 @@ async def tree(request: Request) -> Response:
 
 @api.get("/api/requests/{rid:path}")
 async def request_(request: Request, rid: str) -> Response:
-    """The row is the newest known: a router may have forgotten what is still shown."""
+    """Answer for one request with the newest row known: a router may have forgotten a request still shown."""
     parts = parts_of(request)
     shown, found = parts.state.row(rid), await parts.routers.find_request(rid)
     if found.body is not None:
@@ -103,7 +103,7 @@ def _number(request: Request, name: str, default: int, *, least: int, most: int)
 
 
 def make_app(parts: Parts, *, browsers: BrowserRules | None = None) -> FastAPI:
-    """The app over ``parts``. ``browsers``: None where pages cannot do harm (`browser_rules`)."""
+    """Make the app over ``parts``. ``browsers``: None where pages cannot do harm (`browser_rules`)."""
     app = FastAPI(title="Manta: observatory", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.parts = parts
     app.include_router(open_pages)
@@ -119,7 +119,7 @@ def make_app(parts: Parts, *, browsers: BrowserRules | None = None) -> FastAPI:
 
 
 class TrailingSlash:
-    """ASGI middleware: the application's path without its slash leads to it with one, for the page's relative links."""
+    """ASGI middleware that redirects the application's path without a slash to the one with it, for relative links."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,9 +1,9 @@
-"""The answers of several routers as one: each replica by its newest report, each router answering or not.
+"""Merges the answers of several routers: each replica by its newest report, each router answering or not.
 
-Owns:      the last answer of each router, how far its requests have been told, and how far its clock is from ours.
-Invariant: a router that does not answer keeps its last answer for KEPT_S, so that a moment's silence takes nothing
-           away; one that Serve no longer lists is forgotten at once. While any router answers, a replica that none of
-           those has is gone, whatever the silent ones said.
+Owns:      the last answer of each router, the number of its last change, and how far its clock is from ours.
+Invariant: a router that does not answer keeps its last answer for KEPT_S, so a moment's silence hides
+           nothing; one that Serve no longer lists is forgotten at once. While any router answers, a replica that none
+           of them has is gone, whatever the silent ones last reported.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -15,20 +15,20 @@ from deployments.watch.observatory.router_view import RouterView
 from deployments.watch.observatory.serve_details import ROUTER, Listed
 
 KEPT_S = 30.0
-DRIFT_S = 1.0  # an answer takes up to 0.8 s: clocks that differ by less cannot be told from it
+DRIFT_S = 1.0  # an answer takes up to 0.8 s: a smaller difference of clocks cannot be measured
 Row = dict[str, Any]  # of a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """What one router said, and when."""
+    """One router's last answer, and when it came."""
 
     time_s: float
     view: RouterView
 
 
 class Merged:
-    """All routers of the application."""
+    """What all routers of the application report, merged."""
 
     def __init__(self) -> None:
         self._heard: dict[str, Heard] = {}
@@ -39,20 +39,20 @@ class Merged:
 
     @property
     def since(self) -> dict[str, int]:
-        """By router, what to ask each for next."""
+        """By router, the number of the last change that was heard: ask for what came since."""
         return {name: heard.view.seq for name, heard in self._heard.items()}
 
     @property
     def heard_any(self) -> bool:
-        """False: who there is, is not known; no router has answered yet, or none for KEPT_S."""
+        """Whether any router has answered within KEPT_S; if not, the processes are not known."""
         return bool(self._heard)
 
     def take(
         self, views: Iterable[RouterView], listed: Collection[Listed] | None, now_s: float, time_s: float
     ) -> list[Row]:
-        """The answers of one poll; the rows of requests in them, their times by our clock.
+        """Take the answers of one poll. Return the rows of requests in them, their times by our clock.
 
-        Args:   listed: None where Serve was not heard; now_s: of a clock that never goes back; time_s: since 1970.
+        Args:   listed: None if Serve did not answer; now_s: of a clock that never goes back; time_s: since 1970.
         """
         self._now_s = now_s
         fresh = {view.router_id: Heard(time_s=now_s, view=view) for view in views}
@@ -70,7 +70,7 @@ class Merged:
 
     @property
     def routers(self) -> list[dict[str, Any]]:
-        """As the state shows them."""
+        """The routers as the state shows them."""
         states = {name: listed.state for name, listed in self._listed.items()}
         running = {name for name, state in states.items() if state == "RUNNING"}
         heard = {name for name in self._heard if name in self._answering or states.get(name) != "STOPPING"}
@@ -78,23 +78,23 @@ class Merged:
 
     @property
     def router_ids(self) -> frozenset[str]:
-        """Those that may still have requests, draining ones too."""
+        """The routers that may still have requests, draining ones too."""
         return frozenset(self._heard.keys() | self._listed.keys())
 
     @property
     def latest(self) -> RouterView | None:
-        """The newest answer, for what all routers say alike."""
+        """The newest answer, for what all routers report alike."""
         newest = max(self._heard.values(), key=lambda heard: (heard.time_s, heard.view.router_id), default=None)
         return None if newest is None else newest.view
 
     def replicas(self) -> dict[str, tuple[SeenReplica, float | None]]:
-        """By id: as the router with the newest report sees it, and that report's age as of the last poll."""
+        """Return replicas by id, each by its newest report, and that report's age at the last poll."""
         found: dict[str, tuple[SeenReplica, float | None]] = {}
         there = {seen.replica_id for name in self._answering for seen in self._heard[name].view.replicas}
         for heard in self._heard.values():
             for seen in heard.view.replicas:
                 if self._answering and seen.replica_id not in there:
-                    continue  # a router that hangs does not know that it left
+                    continue  # only a router that hangs still has it
                 age_s = None if seen.report_age_s is None else seen.report_age_s + self._now_s - heard.time_s
                 before = found.get(seen.replica_id)
                 if before is None or _newer(age_s, before[1]):
@@ -102,7 +102,7 @@ class Merged:
         return found
 
     def targets(self) -> list[Target]:
-        """Where routers and replicas serve their metrics, by process."""
+        """Return where routers and replicas serve their metrics, sorted by process."""
         found = [heard.view.target for heard in self._heard.values() if heard.view.target is not None]
         for seen, _ in self.replicas().values():
             info = seen.info
@@ -113,11 +113,11 @@ class Merged:
         return sorted(found, key=lambda each: each.process_id)
 
     def check(self) -> None:
-        """Raises AssertionError if a router answers whose answer is not kept."""
+        """Raises AssertionError if the answer of an answering router is not kept."""
         assert self._answering <= self._heard.keys()
 
     def _by_our_clock(self, view: RouterView, time_s: float) -> list[Row]:
-        """The difference is kept while it is right, so that a row's time does not waver with how long answers take."""
+        """Return a router's rows with times by our clock; small changes of the difference are ignored."""
         kept_s = self._shifts.get(view.router_id, 0.0)
         shift_s = time_s - view.time_s if view.time_s is not None else kept_s
         if abs(shift_s - kept_s) < DRIFT_S:
@@ -137,12 +137,12 @@ class Merged:
 
 
 def shown_node(node_id: str) -> str:
-    """Ray's 56 hex digits, as people tell nodes apart."""
+    """Shorten Ray's 56 hex digits to what tells nodes apart."""
     return node_id[:8]
 
 
 def settings_of(view: RouterView | None) -> Mapping[str, Mapping[str, float]]:
-    """The autoscaling rule's settings by role."""
+    """Return the autoscaling rule's settings by role."""
     return {} if view is None else view.autoscaling
 
 

@@ -1,4 +1,4 @@
-"""The live view's files, as they lie in dashboards/ui, with what browsers need to know of each.
+"""The live view's files (dashboards/ui), with the headers that browsers need for each.
 
 Owns:      which files are served: those of known kinds, read once; and terms.js, made from the one table of routing's
            terms.
@@ -29,7 +29,7 @@ KINDS = {
     ".woff2": "font/woff2",
     ".json": "application/json",
 }
-# only our own scripts run, nothing is asked of another host; libraries set styles on elements
+# only our own scripts run, and no other host is contacted; libraries set styles on elements
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -75,6 +75,6 @@ def _served(body: bytes, content_type: str) -> PageFile:
 
 
 def login_needs(files: Mapping[str, PageFile]) -> set[str]:
-    """The files that the login page names."""
+    """Return the files that the login page names."""
     login = files.get(LOGIN)
     return set() if login is None else set(re.findall(r'(?:href|src)="ui/([^"]+)"', login.body.decode()))

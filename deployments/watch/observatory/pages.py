@@ -1,7 +1,7 @@
 """The live view's page and its files, and the login.
 
 Owns:      the form of these answers.
-Never:     answers a path outside the known files; of those only what the login page needs is shown without the key.
+Never:     answers a path outside the known files; without the key only those that the login page needs are served.
 """
 
 import html
@@ -16,12 +16,12 @@ from deployments.watch.observatory.page_files import INDEX, LOGIN, SAFETY, PageF
 from deployments.watch.observatory.parts import COOKIE, LASTS_S, admit, home, parts_of
 
 MOST_LOGIN_BYTES = 4096
-MOST_WRONG, WRONG_S = 20, 60.0  # logins with a wrong key within so long; then nobody can log in until some have aged
+MOST_WRONG, WRONG_S = 20, 60.0  # logins with a wrong key within WRONG_S; then no login works until some have aged
 ABSENT = "The live view's files (dashboards/ui) are not installed; api/state, sd and metrics are served all the same."
 NOTE = re.compile(r'(<p [^>]*id="about">)[^<]*')  # of the login page
 
-pages = APIRouter()  # behind the key
-open_pages = APIRouter()  # before it
+pages = APIRouter()  # routes behind the key
+open_pages = APIRouter()  # routes before it
 
 
 @pages.get("/")
@@ -83,7 +83,7 @@ async def log_in(request: Request) -> Response:
 
 
 def _login(request: Request, said: str = "", *, status: int = 200) -> Response:
-    """The login page, with ``said`` where its note stands."""
+    """Return the login page, with ``said`` in place of its note."""
     file = parts_of(request).files.get(LOGIN)
     headers = {**SAFETY, "Cache-Control": "no-store"}
     if file is None:
@@ -95,7 +95,7 @@ def _login(request: Request, said: str = "", *, status: int = 200) -> Response:
 
 
 def _file(request: Request, file: PageFile) -> Response:
-    """Browsers ask each time, and are told that nothing has changed."""
+    """Return a file, or 304: browsers ask each time."""
     headers = {**SAFETY, "ETag": file.etag, "Cache-Control": "no-cache"}
     if file.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)

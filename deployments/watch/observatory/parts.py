@@ -32,7 +32,7 @@ LASTS_S = 12 * 3600  # a login
 
 
 class AdminKey:
-    """The key, or that there is none. White space around it does not count: headers, files and shells add some."""
+    """The admin key, or none. White space around it does not count: headers, files and shells add some."""
 
     def __init__(self, key: str | None) -> None:
         self._digest = None if key is None else digest(key)
@@ -42,11 +42,11 @@ class AdminKey:
         return self._digest is not None
 
     def is_right(self, given: str) -> bool:
-        """Whether ``given`` is the key."""
+        """Return whether ``given`` is the key."""
         return self._digest is not None and hmac.compare_digest(self._digest, digest(given))
 
     def admits(self, headers: Mapping[str, str], cookies: Mapping[str, str], now_s: float) -> bool:
-        """Whether a request with these may see everything. ``now_s``: seconds since 1970."""
+        """Return whether a request with these may see everything. ``now_s``: seconds since 1970."""
         if self._digest is None:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -55,7 +55,7 @@ class AdminKey:
         return self._is_login(cookies.get(COOKIE, ""), now_s)
 
     def login(self, now_s: float) -> str:
-        """A cookie's value for who has shown the key."""
+        """Return the cookie's value for a client that has shown the key."""
         expires = str(int(now_s) + LASTS_S)
         return f"{expires}.{self._mac(expires)}"
 
@@ -71,7 +71,7 @@ class AdminKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The routes find it in ``app.state.parts``."""
+    """What the routes work with; they find it in ``app.state.parts``."""
 
     state: State
     routers: Routers
@@ -86,12 +86,12 @@ class Parts:
 
     @property
     def closed(self) -> bool:
-        """What it shows is behind a key at the routers, and there is none here."""
+        """Whether the routers ask for a key and the observatory has none: it then shows nothing."""
         latest = self.state.merged.latest
         return not self.key.is_set and latest is not None and latest.asks_for_key
 
     def targets(self) -> list[Target]:
-        """Who serves metrics, the observatory too; alone it stands here until a router has answered."""
+        """Return the processes that serve metrics: the observatory alone until a router has answered."""
         own = self.own_target()
         return [*self.state.merged.targets(), *([own] if own is not None else [])]
 
@@ -103,7 +103,7 @@ def parts_of(request: HTTPConnection) -> Parts:
 
 
 async def admit(request: Request) -> None:
-    """Before every route but the login. Raises: KeyNeeded."""
+    """Check the key before every route but the login. Raises: KeyNeeded."""
     parts = parts_of(request)
     if parts.closed:
         message = f"the API asks for keys, and the observatory has none: set its admin_key, or {KEY_VARIABLE}"
@@ -114,12 +114,12 @@ async def admit(request: Request) -> None:
 
 
 async def ask_for_key(request: Request, error: Exception) -> Response:
-    """A browser that wants a page is led to the login."""
+    """Answer a request without the key: a browser that wants a page is redirected to the login."""
     if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
         return RedirectResponse(f"{home(request)}login", status_code=303)
     return error_response(error)
 
 
 def home(request: Request) -> str:
-    """Path of the live view, as browsers see it."""
+    """Return the path of the live view, as browsers see it."""
     return f"{request.scope.get('root_path', '')}/"

@@ -12,7 +12,7 @@ DIGITS = 3
 
 
 def short(value: float) -> float:
-    """``value`` to three significant digits; what JSON cannot say is 0."""
+    """Round to three significant digits; what JSON cannot express is 0."""
     if value == 0 or not math.isfinite(value):
         return 0.0
     places = DIGITS - 1 - math.floor(math.log10(abs(value)))
@@ -20,7 +20,7 @@ def short(value: float) -> float:
 
 
 def quantile(ranked: Sequence[float], share: float) -> float | None:
-    """The value that ``share`` of ``ranked`` does not exceed (nearest rank); None without values. In order."""
+    """Return the value that ``share`` of ``ranked``, in order, does not exceed (nearest rank); None without values."""
     if not ranked:
         return None
     return ranked[max(math.ceil(share * len(ranked)) - 1, 0)]
@@ -31,14 +31,14 @@ Counters = tuple[int, ...]
 
 
 class Rates:
-    """Sources by name, each with the same counters."""
+    """The rates of all sources, by name; each source has the same counters."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._samples: dict[str, deque[tuple[float, Counters]]] = {}
 
     def add(self, source: str, now_s: float, counters: Counters) -> None:
-        """``now_s``: when the counters were read; what is older than the last sample adds nothing."""
+        """Add a sample read at ``now_s``; one older than the last is ignored."""
         samples = self._samples.setdefault(source, deque())
         if samples and now_s <= samples[-1][0]:
             return
@@ -49,7 +49,7 @@ class Rates:
             samples.popleft()
 
     def of(self, source: str) -> tuple[float, ...] | None:
-        """Per second; None before the second sample."""
+        """Return the rates per second; None before the second sample."""
         samples = self._samples.get(source, deque())
         if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
             return None
@@ -57,7 +57,7 @@ class Rates:
         return tuple((new - old) / (last_s - first_s) for new, old in zip(last, first, strict=True))
 
     def keep(self, sources: Collection[str]) -> None:
-        """Forget all others."""
+        """Forget all sources but these."""
         for gone in self._samples.keys() - set(sources):
             del self._samples[gone]
 

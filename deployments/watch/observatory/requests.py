@@ -18,11 +18,11 @@ from deployments.watch.observatory.deltas import newest
 from deployments.watch.observatory.rates import quantile, short
 
 TOTALS_S = 60.0
-MOST_TTFTS = 4096  # the quantiles are of the newest so many
+MOST_TTFTS = 4096  # the quantiles are of the newest MOST_TTFTS
 
 
 class Totals:
-    """Each event is told once; seconds are those of ``now_s``, which never goes back."""
+    """Sums over the last TOTALS_S, by whole second of ``now_s``, which never goes back; each event is added once."""
 
     def __init__(self) -> None:
         self._came: Counter[int] = Counter()  # by second
@@ -41,7 +41,7 @@ class Totals:
         self._prompt[math.floor(at_s)] += prompt_tokens
 
     def of(self, now_s: float) -> dict[str, float | None]:
-        """Of the last TOTALS_S; forgets what is older."""
+        """Return the totals of the last TOTALS_S; forgets what is older."""
         since_s = now_s - TOTALS_S
         for sums in (self._came, self._cached, self._prompt):
             for second in [second for second in sums if second <= since_s]:
@@ -63,8 +63,8 @@ class Totals:
 
 
 LINKS_S = 10.0
-MOST_COUNTED = 100_000  # requests of which it is known what is counted
-ENDED_UNTOLD = "unknown"  # outcome of a request whose router left before it told the end
+MOST_COUNTED = 100_000  # requests whose counts are kept
+ENDED_UNTOLD = "unknown"  # outcome of a request whose router left before it reported the end
 Row = dict[str, Any]
 Key = tuple[str, str]  # router, and its own name of the request
 
@@ -81,7 +81,7 @@ class HandOffEnd:
 
 @dataclass(slots=True, kw_only=True)
 class Counted:
-    """What of one request is counted."""
+    """The part of one request that has been counted."""
 
     changed_s: float
     first_token: bool = False
@@ -90,17 +90,17 @@ class Counted:
 
 
 class Requests:
-    """Rows as routers tell them. Ages are by ``now_s``, which never goes back; rows hold seconds since 1970."""
+    """The latest rows of all routers. Ages are by ``now_s``, which never goes back; rows hold seconds since 1970."""
 
     def __init__(self) -> None:
         self._shown: dict[str, Row] = {}
-        self._bearer: dict[str, Key] = {}  # rid -> whose row is shown
+        self._bearer: dict[str, Key] = {}  # rid -> the request whose row is shown
         self._counted: OrderedDict[Key, Counted] = OrderedDict()  # by last change
         self._totals = Totals()
         self._ends: deque[HandOffEnd] = deque()
 
     def take(self, rows: Iterable[Row], now_s: float, time_s: float) -> None:
-        """Rows that are new or changed; ``time_s``: what time it is, in seconds since 1970."""
+        """Take rows that are new or changed; ``time_s``: now, in seconds since 1970."""
         for row in rows:
             shown = dict(row)
             key, hand_offs = (shown["router"], shown.pop("key")), shown.pop("hand_offs")
@@ -116,7 +116,7 @@ class Requests:
             self._counted.popitem(last=False)
 
     def lose(self, routers: Collection[str]) -> None:
-        """The requests of all other routers have ended with them, nobody knows how."""
+        """End the running requests of all other routers, which have left, as `unknown`."""
         for rid, row in list(self._shown.items()):
             if row["outcome"] == "running" and row["router"] not in routers:
                 self._shown[rid] = row | {"outcome": ENDED_UNTOLD}
@@ -125,11 +125,11 @@ class Requests:
         return newest(self._shown)
 
     def totals(self, now_s: float) -> dict[str, float | None]:
-        """Of the last TOTALS_S; a request counts for times and reuse where its first token falls."""
+        """Return the totals of the last TOTALS_S; times and reuse count in the second of a request's first token."""
         return self._totals.of(now_s)
 
     def links(self) -> list[dict[str, Any]]:
-        """Between whom hand-offs ended in the last LINKS_S."""
+        """Return the pairs of replicas between which hand-offs ended in the last LINKS_S."""
         ok = Counter(end.link for end in self._ends if end.ok)
         failed = Counter(end.link for end in self._ends if not end.ok)
         num_bytes: Counter[tuple[str, str]] = Counter()
@@ -164,7 +164,7 @@ class Requests:
     def _count(
         self, key: Key, row: Row, hand_offs: Collection[Mapping[str, Any]], *, came_s: float, now_s: float
     ) -> None:
-        """What has not been counted of this request, and is not long over."""
+        """Count what is new of this request, unless it is long over."""
         new = key not in self._counted
         counted = self._counted.setdefault(key, Counted(changed_s=now_s))
         counted.changed_s = now_s
@@ -182,7 +182,7 @@ class Requests:
         ended = list(hand_offs)[counted.hand_offs :]
         counted.hand_offs = len(hand_offs)
         if new and now_s - came_s > LINKS_S:
-            return  # told by a router that is new to us, and long over
+            return  # long over: from a router that is new to us
         for each in ended:
             link = (each["from"], each["to"])
             self._ends.append(HandOffEnd(seen_s=now_s, link=link, num_bytes=each["bytes"], ok=each["ok"]))

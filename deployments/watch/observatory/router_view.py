@@ -23,12 +23,12 @@ from kvtransfer.pages import PageKeys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterView:
-    """The answer of `RouterIngress.observe(since)`; ``since``: by router, the ``seq`` of its last answer."""
+    """A router's answer to `RouterIngress.observe(since)`; ``since``: by router, the ``seq`` of its last answer."""
 
     router_id: str
     node_id: str
-    target: Target | None  # None where metrics are off
-    model: str  # served name
+    target: Target | None  # None if metrics are off
+    model: str  # its served name
     mode: str  # unified, disaggregated
     num_open: int
     replicas: tuple[SeenReplica, ...]
@@ -36,7 +36,7 @@ class RouterView:
     # newest route_log.MOST_TOLD, each with its ``key`` and ``hand_offs`` (requests.py)
     time_s: float | None  # by the router's clock, seconds since 1970; None: its clock is ours
     seq: int  # to be given as ``since`` next; 0 asks for all that are kept
-    asks_for_key: bool = False  # it has an admin key, or API keys: the observatory is then not everybody's either
+    asks_for_key: bool = False  # it has an admin key or API keys: the observatory must not be open then either
     autoscaling: dict[str, dict[str, float]]  # role -> settings of its rule (min_replicas, max_replicas, objectives)
 
 
@@ -53,8 +53,8 @@ def router_view(
     asks_for_key: bool = False,
     since: Mapping[str, int],
 ) -> RouterView:
-    """``since``: by router, the number that its last answer gave; all are called alike, and each looks for its own."""
-    # of more than MOST_TOLD that changed (all, on a first look), only the newest are of use to who shows 50
+    """Read one router. ``since``: by router, the ``seq`` of its last answer; each router looks up its own."""
+    # if more than MOST_TOLD changed (all, on a first look), the newest are enough: 50 are shown
     records, seq = dispatcher.routes.changed_since(since.get(dispatcher.router_id, 0), most=MOST_TOLD)
     return RouterView(
         router_id=dispatcher.router_id,
@@ -80,7 +80,7 @@ def router_view(
 
 
 def request_body(dispatcher: Dispatcher, name: str) -> Body | None:
-    """All that this router knows of the request called ``name``; the newest ``time`` of several routers counts."""
+    """Return all that this router knows of request ``name``; of several routers the newest ``time`` counts."""
     record = dispatcher.routes.find(name)
     if record is None:
         return None
@@ -93,7 +93,7 @@ def request_body(dispatcher: Dispatcher, name: str) -> Body | None:
 
 
 def hand_offs(record: RouteRecord) -> list[dict[str, Any]]:
-    """Those of the request that have ended, one a try at most."""
+    """Return the hand-offs of the request that have ended, at most one a try."""
     return [
         {
             "from": each.decision.prefill_id,
@@ -107,7 +107,7 @@ def hand_offs(record: RouteRecord) -> list[dict[str, Any]]:
 
 
 def scaling_rules(config: AppConfig) -> dict[str, dict[str, float]]:
-    """By role, the settings of the rule; without roles whose number of replicas is fixed."""
+    """Return the settings of the autoscaling rule by role, without roles whose number of replicas is fixed."""
     found = {}
     for role in roles_of(config):
         settings = config_of(config, role).replicas.autoscaling
@@ -117,5 +117,5 @@ def scaling_rules(config: AppConfig) -> dict[str, dict[str, float]]:
 
 
 def shown_keys(keys: PageKeys) -> list[str]:
-    """Of a prompt's whole pages, in order, as routers tell the observatory."""
+    """Write the keys of a prompt's whole pages as hex, in order, for the observatory."""
     return [f"{key:016x}" for key in keys.tolist()]

@@ -1,6 +1,6 @@
-"""What the observatory asks of the routers, as a protocol: Ray answers it in production, a list in tests.
+"""The questions that the observatory asks routers, as a protocol, and its implementation by Ray.
 
-Never:  raises for a router that is dying or hangs: it has not answered, and that shows.
+Never:  raises for a router that is dying or hangs: it counts as not answering.
 Thread: the observatory's event loop.
 """
 
@@ -36,15 +36,15 @@ class Routers(Protocol):
     """The routers of the application that is watched."""
 
     async def observe(self, since: Mapping[str, int]) -> list[RouterView]:
-        """Of those that answer in time; ``since``: by router, the ``seq`` of its last answer."""
+        """Return the views of the routers that answer in time; ``since``: by router, the ``seq`` of its last answer."""
         ...
 
     async def cache_tree(self, replica_id: str, *, max_depth: int, min_tokens: int) -> CacheTree:
-        """Through any router. Raises: NoRouter; ReplicaGone."""
+        """Return a replica's tree through any router. Raises: NoRouter; ReplicaGone."""
         ...
 
     async def find_request(self, name: str) -> FoundRoute:
-        """Row, page keys and route of the last request called so (router_view.request_body)."""
+        """Return row, page keys and route of the last request with this name (router_view.request_body)."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What Serve's autoscaler does, and why, as far as the replicas' reports tell.
+"""What Serve's autoscaler does, and why, as far as the replicas' reports explain it.
 
 Owns:      the log of changes of the wanted number of replicas.
 Never:     decides: autoscaling.py does, in Serve's controller. The pressures here are by its rule, from the reports.
@@ -24,10 +24,10 @@ _ASKS = {
 
 
 class Scaling:
-    """Fed with each look at Serve and the reports."""
+    """The targets of the autoscaler and its last changes; fed with each look at Serve and the reports."""
 
     def __init__(self, on_change: Callable[[str, str], None] = lambda role, direction: None) -> None:
-        """``on_change``: told role and direction (up, down) of each change."""
+        """``on_change``: called with role and direction (up, down) of each change."""
         self._on_change = on_change
         self._wanted: dict[str, int] = {}
         self._recent: dict[str, deque[dict[str, tuple[float, str]]]] = {}  # role -> signal -> pressure, in words
@@ -41,7 +41,7 @@ class Scaling:
         settings: Mapping[str, Mapping[str, float]],
         time_s: float,
     ) -> None:
-        """One look. ``stats``: by role, the replicas' last; ``settings``: by role, of those that are autoscaled."""
+        """Take one look. ``stats``: by role, the replicas' last; ``settings``: by role, only of autoscaled ones."""
         targets = []
         for role in (role for role in ROLES if role in details.desired):
             own, desired = settings.get(role, {}), details.desired[role]
@@ -62,7 +62,7 @@ class Scaling:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Newest change first."""
+        """Targets, and the log with the newest change first."""
         return {"targets": self.targets, "log": list(self._log)}
 
     def _note(self, role: str, desired: int, settings: Mapping[str, float], time_s: float) -> None:
@@ -91,7 +91,7 @@ def _objective(settings: Mapping[str, float]) -> Objective:
 
 
 def _pressures(stats: Sequence[EngineStats], objective: Objective) -> dict[str, tuple[float, str]]:
-    """By signal: load over what these replicas carry, and that in words; empty when none has reported."""
+    """Return, by signal, load over what these replicas carry, and that in words; empty if none has reported."""
     metrics: dict[str, dict[Any, float]] = {}
     for index, each in enumerate(stats):
         for name, value in replica_stats(each).items():

@@ -24,7 +24,7 @@ class Listed:
     replica_id: str
     role: str  # unified, prefill, decode, router
     node_id: str
-    state: str  # Serve's: STARTING, RUNNING, STOPPING, ...
+    state: str  # as Serve names it: STARTING, RUNNING, STOPPING, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class ServeDetails:
     """The replicas of one application, and how many are wanted."""
 
     replicas: tuple[Listed, ...] = ()
-    desired: Mapping[str, int] = field(default_factory=dict)  # role -> replicas wanted; of model replicas alone
+    desired: Mapping[str, int] = field(default_factory=dict)  # role -> replicas wanted, of model replicas only
 
     def running(self, role: str) -> int:
         return sum(each.role == role and each.state == "RUNNING" for each in self.replicas)
 
 
 def details_of(details: Mapping[str, Any], application: str) -> ServeDetails:
-    """Of the form of ray.serve.schema.ServeInstanceDetails, as a mapping."""
+    """Read ``details``, which has the form of ray.serve.schema.ServeInstanceDetails, as a mapping."""
     deployments = (details["applications"].get(application) or {}).get("deployments") or {}
     replicas: list[Listed] = []
     desired = {}
@@ -65,14 +65,14 @@ ANSWER_S = 5.0
 
 
 def listens_on() -> str:
-    """What clients connect to (http_options.host)."""
+    """Return the host that clients connect to (http_options.host)."""
     client = _get_global_client()
     assert client is not None, "this process is one of Serve's"
     return str(client.http_config.host)
 
 
 def ask(application: str) -> ServeDetails:
-    """As of now. `serve.status()` is public, but does not say how many replicas are wanted; what it is made of does."""
+    """Ask the controller. `serve.status()` is public but lacks the wanted number of replicas; its source has it."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return ServeDetails()

@@ -18,14 +18,14 @@ from replicas.errors import InvalidConfig
 
 class ObservatorySettings(Settings):
     application: str = Field(default="manta", min_length=1)  # name of the application that it watches
-    admin_key: SecretStr | None = None  # None: from the environment; without one, everybody may look
+    admin_key: SecretStr | None = None  # None: from the environment; without a key the observatory is open
     allowed_hosts: tuple[str, ...] = ()  # names in Host beside the loopback's, where that is served without a key
     log_format: Literal["text", "json"] = "text"  # of its own log lines
 
     @field_validator("admin_key")
     @classmethod
     def _long_enough(cls, key: SecretStr | None) -> SecretStr | None:
-        """White space around it does not count."""
+        """Check the key's length, without white space around it."""
         if key is None:
             return None
         stripped = key.get_secret_value().strip()
@@ -39,7 +39,7 @@ class ObservatorySettings(Settings):
 
 
 def parse(args: Mapping[str, Any]) -> ObservatorySettings:
-    """The settings. Raises: InvalidConfig that lists every setting that is wrong, why, and what is allowed."""
+    """Check ``args``. Raises: InvalidConfig that lists every wrong setting, why, and what is allowed."""
     try:
         return ObservatorySettings.model_validate(dict(args))
     except ValidationError as error:
@@ -48,13 +48,13 @@ def parse(args: Mapping[str, Any]) -> ObservatorySettings:
 
 
 def with_key(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """``args`` with the key of the environment where they hold none; to be parsed."""
+    """Return ``args`` with the key of the environment if they have none; to be parsed."""
     given = environ.get(KEY_VARIABLE)
     return {**args, "admin_key": given} if given and not args.get("admin_key") else dict(args)
 
 
 def key_moved(args: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ) -> dict[str, Any]:
-    """``args`` without their key, which the environment has from now on: Serve writes arguments into its logs."""
+    """Move the key from ``args`` into the environment: Serve writes arguments into its logs."""
     args = dict(args)
     key = args.pop("admin_key", None)
     if key:
@@ -63,8 +63,8 @@ def key_moved(args: Mapping[str, Any], environ: MutableMapping[str, str] = os.en
 
 
 def check_one_key(all_args: Iterable[Mapping[str, Any]], environ: Mapping[str, str] = os.environ) -> None:
-    """Raises: InvalidConfig where groups of settings that are to share an environment (`key_moved`) have different
-    keys: the args of an observatory, the router's group of an application."""
+    """Check that groups of settings which share an environment (`key_moved`) have one key: the args of an observatory,
+    the router's group of an application. Raises: InvalidConfig."""
     given = (with_key(args, environ).get("admin_key") for args in all_args)
     keys = {str(key).strip() for key in given if key}
     if len(keys) > 1:
@@ -81,8 +81,8 @@ def key_sent(
     *,
     names: Sequence[str] = (KEY_VARIABLE,),
 ) -> dict[str, Any] | None:
-    """``runtime_env`` with the keys of our environment, for a cluster that has another one; None where it has no need
-    of them: there are none here, or the file gives them. ``names``: of the variables."""
+    """Return ``runtime_env`` with the keys of our environment, for a cluster that has another one; None if there are
+    none here or the file gives them. ``names``: of the variables."""
     env_vars = dict(runtime_env.get("env_vars") or {})
     given = {KEY_VARIABLE} if args.get("admin_key") else set()
     sent = {name: environ[name] for name in names if environ.get(name) and name not in {*env_vars, *given}}

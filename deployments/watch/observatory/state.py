@@ -23,7 +23,7 @@ from deployments.watch.observatory.scaling import Scaling
 from deployments.watch.observatory.serve_details import ROUTER, Listed, ServeDetails
 from replicas.types import EngineStats, PoolStats
 
-SERVE_STATES = {"RUNNING": "starting", "STOPPING": "draining"}  # of a replica that no router sees; else starting
+SERVE_STATES = {"RUNNING": "starting", "STOPPING": "draining"}  # shown for a replica that no router sees; else starting
 _RATES = ("prefill_tokens_per_s", "cached_tokens_per_s", "decode_tokens_per_s")
 _NOTHING = dict.fromkeys(
     (
@@ -34,12 +34,12 @@ _NOTHING = dict.fromkeys(
 
 
 def counters_of(stats: EngineStats) -> tuple[int, int, int]:
-    """What `Rates` are made of."""
+    """Return the counters that `Rates` are made of."""
     return (stats.prefill_tokens, stats.cached_tokens, stats.decode_tokens)
 
 
 def row_of(seen: SeenReplica, *, node: str, age_s: float | None, rates: Sequence[float] | None) -> dict[str, Any]:
-    """Of a replica that a router sees. Before its first report the numbers are null and there are no pools."""
+    """Return the row of a replica that a router sees. Before its first report the numbers are null, without pools."""
     row = _bare(seen.replica_id, seen.role, node, seen.state)
     if seen.info is not None:
         row["page_size"] = seen.info.page_size
@@ -53,12 +53,12 @@ def row_of(seen: SeenReplica, *, node: str, age_s: float | None, rates: Sequence
 
 
 def row_of_listed(listed: Listed, *, node: str) -> dict[str, Any]:
-    """Of a replica that Serve has and no router sees: it is being started, or leaves."""
+    """Return the row of a replica that Serve has and no router sees: it is starting or leaving."""
     return _bare(listed.replica_id, listed.role, node, SERVE_STATES.get(listed.state, "starting"))
 
 
 def used_ratio(seen: SeenReplica) -> float | None:
-    """Share of its pool that a new request cannot have."""
+    """Return the share of its pool that a new request cannot have."""
     return None if seen.report is None else round(seen.report.stats.pool.utilization, 4)
 
 
@@ -99,7 +99,7 @@ def _reported(report: ReplicaReport, age_s: float) -> dict[str, Any]:
 
 
 def _pool(pool: PoolStats) -> dict[str, Any]:
-    """In tokens; the states sum to the capacity."""
+    """Return the pool in tokens; the states sum to the capacity."""
     size = pool.page_size
     return {
         "tier": "L1",
@@ -117,7 +117,7 @@ Age = float | None
 
 
 class State:
-    """Ages, rates and what expires go by ``now_s``; ``time_s``, seconds since 1970, is what is shown."""
+    """What the observatory shows. Ages, rates and expiry go by ``now_s``; ``time_s``, seconds since 1970, is shown."""
 
     def __init__(self, *, on_scaling: Callable[[str, str], None] = lambda role, direction: None) -> None:
         self.merged = Merged()
@@ -140,9 +140,9 @@ class State:
         time_s: float | None = None,
         details_are_new: bool = True,
     ) -> dict[str, Any]:
-        """The answers of one poll and the last look at Serve; returns the delta.
+        """Take the answers of one poll and the last look at Serve; return the delta.
 
-        Args:   now_s: of a clock that never goes back; time_s: seconds since 1970, None where ``now_s`` is just that.
+        Args:   now_s: of a clock that never goes back; time_s: seconds since 1970, None if ``now_s`` is that too.
         """
         time_s = round(now_s if time_s is None else time_s, 3)
         rows = self.merged.take(views, details.replicas if details_are_new else None, now_s, time_s)
@@ -188,11 +188,11 @@ class State:
         return replica_id in self.replica_ids
 
     def row(self, rid: str) -> dict[str, Any] | None:
-        """Of a request that is still shown."""
+        """Return the row of a request that is still shown."""
         return next((row for row in self._body["requests"] if row["rid"] == rid), None)
 
     def check(self) -> None:
-        """Raises AssertionError where a part breaks its invariant, or a pool's states do not sum to its capacity."""
+        """Raises AssertionError if a part breaks its invariant, or a pool's states do not sum to its capacity."""
         for part in (self.merged, self._rates, self._requests, self._history):
             part.check()
         for row in self._body["replicas"]:

@@ -22,9 +22,9 @@ from replicas.cache.tree_view import CacheTree, NodeView
 
 
 class PageNames:
-    """What pages are called where people look: equal pages alike, and nobody who guesses a prompt can confirm it.
+    """The names of pages in the live view: equal pages have one name, and a guessed prompt cannot be confirmed by it.
 
-    A page's key is a hash of tokens that anybody can compute; its name is made of that with a secret of this process.
+    Any client can compute a page's key from its tokens; the name is a hash of the key with a secret of this process.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class PageNames:
         return hashlib.blake2b(key.to_bytes(8, "little"), digest_size=8, key=self._secret).hexdigest()
 
     def of_hex(self, keys: list[str]) -> list[str]:
-        """Of keys as `shown_keys` writes them."""
+        """Return the names of keys as `shown_keys` writes them."""
         return [self(int(key, 16)) for key in keys]
 
 
@@ -51,7 +51,8 @@ def tree_body(tree: CacheTree, names: PageNames, *, replica_id: str, time_s: flo
 
 
 def node_body(node: NodeView, names: PageNames) -> dict[str, Any]:
-    """Trees are no deeper than tree_view.MAX_DEPTH."""
+    """Return a node with its children; trees are no deeper than tree_view.MAX_DEPTH. Keys are hex strings, since JSON
+    readers lose digits of 64-bit integers."""
     return {
         "tokens": node.tokens,
         "subtree_tokens": node.subtree_tokens,
@@ -71,14 +72,14 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeAnswer:
-    """One question, and its answer in time."""
+    """One question, and the task that gives its answer."""
 
     asked_s: float
     answer: asyncio.Task[bytes]
 
 
 class Trees:
-    """Answers of ``GET /api/tree``, as JSON."""
+    """The answers of ``GET /api/tree``, as JSON."""
 
     def __init__(self, routers: Routers, *, clock: Callable[[], float], calendar: Callable[[], float]) -> None:
         """``clock`` never goes back; ``calendar``: seconds since 1970, for the answer's ``time``."""
@@ -113,6 +114,6 @@ def _is_good(asked: TreeAnswer, now_s: float) -> bool:
 
 
 def _heard(answer: asyncio.Task[bytes]) -> None:
-    """A failure that nobody waits for any longer is no news to asyncio."""
+    """Retrieve a failure that no client waits for, so that asyncio does not log it."""
     if not answer.cancelled():
         answer.exception()

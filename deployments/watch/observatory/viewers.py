@@ -1,7 +1,7 @@
-"""Who watches: each delta is made into bytes once, for all, and handed to every open stream.
+"""The open live views: each delta is made into bytes once and handed to every stream.
 
 Owns:      the open streams and what waits for each.
-Never:     waits for a slow viewer: what it has not taken is dropped, and it starts over with the whole state.
+Never:     waits for a slow viewer: what it has not read is dropped, and it starts over with the whole state.
 Invariant: a viewer sees a state, then every delta after it, then perhaps a newer state: never a gap between.
 Thread:    the observatory's event loop.
 """
@@ -19,13 +19,13 @@ from replicas.errors import MantaError
 MOST_VIEWERS = 64
 MOST_WAITING = 10  # deltas that a viewer may be behind
 HEARTBEAT_S = 15.0
-LIFE_S = 3600.0  # Serve keeps what a stalled browser does not read; the stream's end frees it, and browsers reconnect
+LIFE_S = 3600.0  # Serve buffers what a stalled browser does not read; the stream's end frees it, and browsers reconnect
 HEARTBEAT = b": still here\n\n"
 RETRY = b"retry: 1000\n\n"
 
 
 class TooManyViewers(MantaError):
-    """As many streams are open as are served."""
+    """The most streams that are served are already open."""
 
     http_status = 503
     retryable = True
@@ -41,7 +41,7 @@ class Viewers:
         most: int = MOST_VIEWERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``snapshot``: the state as of the last delta; ``clock`` ends lives."""
+        """``snapshot``: the state as of the last delta; ``clock``: for the end of streams."""
         self._snapshot = snapshot
         self._clock = clock
         self._most = most
@@ -53,7 +53,7 @@ class Viewers:
         return len(self._open)
 
     def publish(self, delta: dict[str, Any]) -> None:
-        """A new delta, to all."""
+        """Send a new delta to all streams."""
         self._whole = None
         if self._open:
             data = event("delta", delta)
@@ -61,7 +61,7 @@ class Viewers:
                 viewer.put(data)
 
     def watch(self, *, heartbeat_s: float = HEARTBEAT_S, life_s: float = LIFE_S) -> AsyncIterator[bytes]:
-        """One stream's events, begun with the state. Raises: TooManyViewers."""
+        """Open a stream of events that begins with the state. Raises: TooManyViewers."""
         if len(self._open) >= self._most:
             raise TooManyViewers(
                 f"{self._most} live views are open, and no more are served: close one, or read /api/state"
@@ -98,11 +98,11 @@ class Viewers:
 
 
 class _Viewer:
-    """What waits for one stream."""
+    """The events that wait for one stream."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
-        self._anew = True  # the state is to come first
+        self._anew = True  # the state comes first
         self.something = asyncio.Event()
         self.something.set()
 
@@ -129,5 +129,5 @@ class _Viewer:
 
 
 def event(name: str, data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'), allow_nan=False)}\n\n".encode()

@@ -1,8 +1,8 @@
-"""The poll: once a second all routers are asked, the state goes on, and the delta goes to who watches.
+"""The poll: once a second all routers are asked, the state advances, and the delta goes to the viewers.
 
-Owns:      the clockwork, and the last that Serve said.
-Never:     ends by an error: whatever fails shows as what was not heard.
-Thread:    the observatory's event loop; Serve is asked on another thread, and nobody waits for it.
+Owns:      the timing, and the last answer of Serve.
+Never:     ends by an error: what fails is shown as not answering.
+Thread:    the observatory's event loop; Serve is asked on another thread, and the poll does not wait for it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         calendar: Callable[[], float] = time.time,
     ) -> None:
-        """``look``: blocks. ``on_poll``: told how long each poll took; ``on_view``: of the newest answer.
+        """``look`` blocks. ``on_poll`` gets the duration of each poll, ``on_view`` the newest answer.
         ``clock`` is for ages, ``calendar`` for what is shown."""
         self._routers = routers
         self._look = look
@@ -61,7 +61,7 @@ class Watch:
             looking.cancel()
 
     async def poll(self) -> None:
-        """Ask all routers once, and tell who watches."""
+        """Ask all routers once, and publish the delta."""
         started_s = time.perf_counter()
         try:
             views = await self._routers.observe(self._state.merged.since)
@@ -73,7 +73,7 @@ class Watch:
             self._viewers.publish(delta)
             if self._state.merged.latest is not None:
                 self._on_view(self._state.merged.latest)
-        except Exception:  # the next poll may do better, and must come
+        except Exception:  # the next poll may succeed, and must come
             log.exception("a poll failed")
 
     async def look(self) -> None:

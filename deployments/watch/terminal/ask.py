@@ -1,4 +1,4 @@
-"""Asks a running Manta over HTTP, and says what to do when it does not answer.
+"""Asks a running Manta over HTTP; an error says what to do.
 
 Never: draws; imports Ray.
 """
@@ -15,7 +15,7 @@ NOT_THERE, UNREACHABLE, REFUSED = 1, 3, 4  # exit statuses; 2 is argparse's
 
 
 class Unanswered(Exception):
-    """Manta did not give what was asked for; the message says what to do."""
+    """Manta did not answer the question; the message says what to do."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -23,12 +23,12 @@ class Unanswered(Exception):
 
     @property
     def may_pass(self) -> bool:
-        """Whether asking again, with nothing changed, may help."""
+        """Whether asking again may help without any other change."""
         return self.status == UNREACHABLE
 
 
 def state(url: str, key: str | None) -> dict[str, Any]:
-    """The observatory's state. Raises: Unanswered."""
+    """Return the observatory's state. Raises: Unanswered."""
     try:
         return _get(f"{_observatory(url)}/api/state", key)
     except urllib.error.HTTPError as error:
@@ -36,7 +36,7 @@ def state(url: str, key: str | None) -> dict[str, Any]:
 
 
 def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
-    """What the routers know of request ``rid``. ``url``: theirs, or the observatory's, which stands a step below.
+    """Return what the routers know of request ``rid``. ``url``: theirs, or the observatory's, one step below.
 
     Raises: Unanswered.
     """
@@ -57,7 +57,7 @@ def route(url: str, rid: str, key: str | None) -> dict[str, Any]:
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """``url`` without its path, and its path without a slash at the end. Raises: Unanswered."""
+    """Split ``url`` into the server and a path without a slash at the end. Raises: Unanswered."""
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         path = urllib.parse.urlsplit(base).path
@@ -67,13 +67,13 @@ def _parts(url: str) -> tuple[str, str]:
 
 
 def _observatory(url: str) -> str:
-    """A path in ``url`` is the observatory's own; without one it is where the shipped settings put it."""
+    """Return the observatory's address: the path in ``url`` is its own; without one it is the shipped settings'."""
     server, path = _parts(url)
     return server + (path or "/manta")
 
 
 def _get(url: str, key: str | None = None) -> dict[str, Any]:
-    """Raises: HTTPError for an answer that is an error; Unanswered for none, or one that is not Manta's."""
+    """Fetch JSON. Raises: HTTPError for an error answer; Unanswered for none, or one that is not Manta's."""
     headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {_sendable(key)}"} if key else {})
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
@@ -95,8 +95,7 @@ def _get(url: str, key: str | None = None) -> dict[str, Any]:
 
 
 def _sendable(key: str) -> str:
-    """``key``, which no message ever holds, without the white space around it. Raises: Unanswered where no header can
-    carry it."""
+    """Return ``key`` without white space around it. Raises: Unanswered, without the key, if no header can carry it."""
     bare = key.strip()
     if bare.isprintable() and all(ord(character) < 256 for character in bare):
         return bare
@@ -125,7 +124,7 @@ def _key_refused(url: str, key: str | None) -> Unanswered:
 
 
 def _error(error: urllib.error.HTTPError) -> tuple[str, str]:
-    """Code and message of our own errors; empty for another server's."""
+    """Return code and message of our own errors; empty for another server's."""
     try:
         body = json.load(error)["error"]
         return str(body.get("code", "")), str(body["message"])

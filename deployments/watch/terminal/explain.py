@@ -37,12 +37,12 @@ Part = str | Table
 
 
 def plain(body: Mapping[str, Any]) -> str:
-    """A block of lines without any escape sequence."""
+    """Return a block of lines without any escape sequence."""
     return "\n\n".join(part if isinstance(part, str) else part.plain() for part in parts(body))
 
 
 def drawn(body: Mapping[str, Any]) -> RenderableType:
-    """The same for rich."""
+    """Return the same for rich."""
     pieces: list[RenderableType] = []
     for part in parts(body):
         pieces += [Text(part) if isinstance(part, str) else part, Text()]
@@ -50,7 +50,7 @@ def drawn(body: Mapping[str, Any]) -> RenderableType:
 
 
 def parts(body: Mapping[str, Any]) -> list[Part]:
-    """In order: heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages."""
+    """Return the heading, then for each try its sentence, candidates, pair, hand-off and end; then the stages."""
     said: list[Part] = [_heading(body)]
     for number, each in enumerate(body["tries"]):
         sentence = each.get("sentence") or f"{body['rid']} went to {each['replica']} by {each['policy']}."
@@ -92,9 +92,9 @@ def _numbers(terms: Sequence[Term], values: Mapping[str, Any]) -> list[str]:
 
 
 def _pair(each: Mapping[str, Any]) -> list[Part]:
-    """Who computes the prompt and what that costs; then how the hand-off went."""
+    """Say where the prompt is computed and what that costs; then how the hand-off went."""
     pair = each["pair"]
-    who = "computed where it decodes" if pair["prefill"] is None else f"handed over by {pair['prefill']}"
+    where = "computed where it decodes" if pair["prefill"] is None else f"handed over by {pair['prefill']}"
     why = f"; {pair['why']}" if pair["why"] else ""
     costs = f"handing over costs {seconds(pair['hand_off_cost_s'])}, computing in place {seconds(pair['local_cost_s'])}"
     columns = ("", "decode replica", *(f">{term.heading}" for term in _SHOWN_OF_PAIR))
@@ -106,7 +106,7 @@ def _pair(each: Mapping[str, Any]) -> list[Part]:
         ]
         for terms in pair["decode_replicas"]
     ]
-    said: list[Part] = [f"The prompt is {who} ({pair['reason']}{why}): {costs}.", Table(columns=columns, rows=rows)]
+    said: list[Part] = [f"The prompt is {where} ({pair['reason']}{why}): {costs}.", Table(columns=columns, rows=rows)]
     return said + _hand_off(each)
 
 
@@ -137,7 +137,7 @@ def _end(each: Mapping[str, Any]) -> str:
 
 
 def _waterfall(body: Mapping[str, Any]) -> Table | None:
-    """Stages one after the other, each a bar from its start to its end."""
+    """Draw the stages one after the other, each a bar from its start to its end."""
     stages, total_s = body.get("stages"), body.get("total_s")
     if not stages or not total_s:
         return None
@@ -145,7 +145,7 @@ def _waterfall(body: Mapping[str, Any]) -> Table | None:
     start_s = 0.0
     for name, colour in STAGES:
         duration_s = stages.get(f"{name}_s") or 0.0
-        if duration_s or name != "transfer":  # most requests have none
+        if duration_s or name != "transfer":  # most requests have no transfer
             parts = ((" ", "default", start_s / total_s), ("=", colour, duration_s / total_s))
             words = f"{percent(duration_s / total_s):>5}"
             rows.append([name, seconds(duration_s), Bar(parts=parts, words=words, width=_BAR_WIDTH)])
@@ -154,7 +154,7 @@ def _waterfall(body: Mapping[str, Any]) -> Table | None:
 
 
 def run(url: str, rid: str, key: str | None, *, as_json: bool) -> int:
-    """The exit status: 0, or why there is no answer (ask.py)."""
+    """Print the answer. Return the exit status: 0, or why there is no answer (ask.py)."""
     try:
         body = ask.route(url, rid, key)
     except ask.Unanswered as error:

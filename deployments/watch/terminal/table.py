@@ -1,6 +1,6 @@
-"""Tables of text that are drawn twice: as plain lines, and by rich on a terminal. Also how numbers are written.
+"""Tables of text, drawn as plain lines or by rich on a terminal; and how numbers are written.
 
-Never: knows what it shows.
+Never: knows what the numbers mean.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ GAP = "  "
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Parts of a whole, drawn side by side, and words behind it."""
+    """A bar of parts of a whole, drawn side by side, with words behind it."""
 
     parts: tuple[tuple[str, str, float], ...]  # (character, colour, share of the whole)
     words: str
     width: int = BAR_WIDTH
 
     def pieces(self) -> list[tuple[str, str]]:
-        """(text, colour) of each part; the widths sum to ``width``."""
+        """Return (text, colour) of each part; the widths sum to ``width``."""
         drawn, reached, at = [], 0.0, 0
         for character, colour, share in self.parts:
             reached += share
@@ -39,20 +39,20 @@ Cell = str | Bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Cells by row; a column whose name starts with ``>`` is set to the right. Itself what rich draws."""
+    """Rows of cells; a column is set to the right if its name starts with ``>``. rich draws it as it is."""
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Cell]]
-    marked: int | None = None  # row that stands out
-    spare: tuple[str, ...] = ()  # columns that a narrow terminal goes without, the first of them first
+    marked: int | None = None  # row drawn in bold
+    spare: tuple[str, ...] = ()  # columns to leave out on a narrow terminal, in this order
 
     def plain(self) -> str:
-        """Lines without any escape sequence."""
+        """Return lines without any escape sequence."""
         widths = self._widths()
         return "\n".join(self._aligned(line, widths) for line in self._texts())
 
     def fitting(self, width: int) -> tuple["Table", list[str]]:
-        """This table within ``width`` as far as its spare columns go, and those that it went without."""
+        """Leave spare columns out until the table fits ``width``. Return the table and the names left out."""
         table, left_out = self, []
         for name in self.spare:
             if sum(table._widths()) + len(GAP) * (len(table.columns) - 1) <= width:
@@ -81,12 +81,12 @@ class Table:
         )
 
     def _widths(self) -> list[int]:
-        """Of each column."""
+        """Return the width of each column."""
         texts = self._texts()
         return [max(len(line[index]) for line in texts) for index in range(len(self.columns))]
 
     def _texts(self) -> list[list[str]]:
-        """Names and cells, a list a line."""
+        """Return names and cells, a list a line."""
         names = [name.removeprefix(">") for name in self.columns]
         return [names, *([_plain(cell) for cell in row] for row in self.rows)]
 
@@ -99,7 +99,7 @@ class Table:
 
 
 def count(value: float | None) -> str:
-    """Three digits or so: 7, 950, 1.2k, 53k, 1.4M."""
+    """Write a number with two or three digits: 7, 950, 1.2k, 53k, 1.4M."""
     if value is None:
         return NOTHING
     for bound, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -110,7 +110,7 @@ def count(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration: 0.3 ms, 91 ms, 1.52 s, 75 s."""
+    """Write a duration: 0.3 ms, 91 ms, 1.52 s, 75 s."""
     if value is None:
         return NOTHING
     if value < 0.9995:
@@ -123,7 +123,7 @@ def percent(value: float | None) -> str:
 
 
 def share(part: float, whole: float) -> float | None:
-    """None where there is no whole."""
+    """Return the ratio; None if the whole is 0."""
     return part / whole if whole else None
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from deployments.watch.terminal import ask
 from deployments.watch.terminal.table import Bar, Table, count, percent, seconds, share
 
-POOL = (  # state of tokens, how it is drawn; what a new request cannot have comes first
+POOL = (  # (state of tokens, character, colour); what a new request cannot have comes first
     ("protected", "#", "blue"),
     ("reserved", "%", "cyan"),
     ("quarantined", "x", "red"),
@@ -36,12 +36,12 @@ _NODE_CHARS = 8
 
 
 def plain(state: Mapping[str, Any]) -> str:
-    """A block of lines without any escape sequence."""
+    """Return a block of lines without any escape sequence."""
     return "\n\n".join([_heading(state), *(table.plain() for table in tables(state)), LEGEND])
 
 
 def drawn(state: Mapping[str, Any], *, note: str = "") -> RenderableType:
-    """The same for rich; ``note``, where something is amiss, is said first: a low terminal cuts the end off."""
+    """Return the same for rich; ``note`` comes first, since a low terminal cuts the end off."""
     parts: list[RenderableType] = [Text(note, style="bold red")] if note else []
     parts.append(Text(_heading(state), style="bold"))
     for table in tables(state):
@@ -51,7 +51,7 @@ def drawn(state: Mapping[str, Any], *, note: str = "") -> RenderableType:
 
 
 def tables(state: Mapping[str, Any]) -> list[Table]:
-    """Replicas and routers; links where prefill and decode are apart."""
+    """Return the tables of replicas and routers, and of links where prefill and decode are apart."""
     found = [_replicas(state["replicas"]), _routers(state["routers"])]
     if state["mode"] == "disaggregated":
         found.append(_links(state["links"]))
@@ -101,7 +101,7 @@ def _replica(each: Mapping[str, Any]) -> list[str | Bar]:
 
 
 def _waiting(each: Mapping[str, Any]) -> float | None:
-    """All that do not run yet, those between two replicas among them."""
+    """Return the number of requests that do not run yet, those between two replicas among them."""
     if each.get("waiting") is None:
         return None
     return sum(each.get(name) or 0 for name in ("waiting", "preallocating", "receiving", "handing_off"))
@@ -167,7 +167,7 @@ class Options:
 
 
 def run(url: str, key: str | None, options: Options) -> int:
-    """The exit status: 0, or why Manta did not answer (ask.py)."""
+    """Run the command. Return the exit status: 0, or why Manta did not answer (ask.py)."""
 
     def fetch() -> dict[str, Any]:
         return ask.state(url, key)
@@ -186,14 +186,14 @@ def run(url: str, key: str | None, options: Options) -> int:
 
 
 def on_terminal(stream: TextIO) -> bool:
-    """Whether what is written there may be drawn in place and in colour."""
+    """Return whether output there may be drawn in place and in colour."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _blocks(
     fetch: Callable[[], dict[str, Any]], options: Options, out: TextIO, err: TextIO, wait: Callable[[float], None]
 ) -> None:
-    """A block each interval. Raises: Unanswered for the first, or when asking again cannot help."""
+    """Print a block each interval. Raises: Unanswered for the first, or if asking again cannot help."""
     answered = False
     while True:
         try:
@@ -217,7 +217,7 @@ def _live(
     wait: Callable[[float], None],
     clock: Callable[[], float],
 ) -> None:
-    """In place; while Manta is away the last table stays, and above it for how long. Raises: as `_blocks`."""
+    """Draw in place; while Manta does not answer, a note stands above the last table. Raises: as `_blocks`."""
     state, heard_s = fetch(), clock()
     with Live(drawn(state), console=console, screen=True, auto_refresh=False) as live:
         live.refresh()
