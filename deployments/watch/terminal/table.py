@@ -3,16 +3,19 @@
 Never: knows what the numbers mean.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
 NOTHING = "-"
 BAR_WIDTH = 24
 GAP = "  "
+PLAIN_WIDTH = 10_000  # of lines that are not for a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +51,28 @@ class Table:
 
     def plain(self) -> str:
         """Return lines without any escape sequence."""
-        widths = self._widths()
-        return "\n".join(self._aligned(line, widths) for line in self._texts())
+        out = io.StringIO()
+        Console(file=out, width=PLAIN_WIDTH, no_color=True, force_terminal=False).print(self._drawn())
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
-    def fitting(self, width: int) -> tuple["Table", list[str]]:
-        """Leave spare columns out until the table fits ``width``. Return the table and the names left out."""
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table, left_out = self, []
-        for name in self.spare:
-            if sum(table._widths()) + len(GAP) * (len(table.columns) - 1) <= width:
+        for name in self.spare:  # leave columns out until the table fits
+            if Measurement.get(console, options.update(width=PLAIN_WIDTH), table._drawn()).maximum <= options.max_width:
                 break
             table = table._without(name)
             left_out.append(name.removeprefix(">"))
-        return table, left_out
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table, left_out = self.fitting(options.max_width)
-        drawn = RichTable(box=None, padding=(0, len(GAP), 0, 0), pad_edge=False, header_style="bright_black")
-        for name in table.columns:
-            drawn.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
-        for index, row in enumerate(table.rows):
-            drawn.add_row(*(_rich(cell) for cell in row), style="bold" if index == self.marked else None)
-        yield drawn
+        yield table._drawn()
         if left_out:
             yield Text(f"(a wider terminal shows: {', '.join(left_out)})", style="bright_black")
+
+    def _drawn(self) -> RichTable:
+        drawn = RichTable(box=None, padding=(0, len(GAP), 0, 0), pad_edge=False, header_style="bright_black")
+        for name in self.columns:
+            drawn.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
+        for index, row in enumerate(self.rows):
+            drawn.add_row(*(_rich(cell) for cell in row), style="bold" if index == self.marked else None)
+        return drawn
 
     def _without(self, name: str) -> "Table":
         at = self.columns.index(name)
@@ -79,23 +81,6 @@ class Table:
             columns=self.columns[:at] + self.columns[at + 1 :],
             rows=[[*row[:at], *row[at + 1 :]] for row in self.rows],
         )
-
-    def _widths(self) -> list[int]:
-        """Return the width of each column."""
-        texts = self._texts()
-        return [max(len(line[index]) for line in texts) for index in range(len(self.columns))]
-
-    def _texts(self) -> list[list[str]]:
-        """Return names and cells, a list a line."""
-        names = [name.removeprefix(">") for name in self.columns]
-        return [names, *([_plain(cell) for cell in row] for row in self.rows)]
-
-    def _aligned(self, line: list[str], widths: list[int]) -> str:
-        cells = [
-            text.rjust(width) if name.startswith(">") else text.ljust(width)
-            for name, text, width in zip(self.columns, line, widths, strict=True)
-        ]
-        return GAP.join(cells).rstrip()
 
 
 def count(value: float | None) -> str:
@@ -125,12 +110,6 @@ def percent(value: float | None) -> str:
 def share(part: float, whole: float) -> float | None:
     """Return the ratio; None if the whole is 0."""
     return part / whole if whole else None
-
-
-def _plain(cell: Cell) -> str:
-    if isinstance(cell, str):
-        return cell
-    return f"[{''.join(text for text, _ in cell.pieces())}] {cell.words}"
 
 
 def _rich(cell: Cell) -> Text:

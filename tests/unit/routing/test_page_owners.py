@@ -1,14 +1,15 @@
-"""Who holds each page: entries that are bits or a run, stretches of one entry, and the sweep after one that left."""
+"""The owners of pages: bits of replicas, entries that are bits or a run, stretches of one entry, and the sweep."""
 
 import numpy as np
+import pytest
 
-from routing.page_owners import SWEEP_PER_PAGE, PageOwners
+from routing.page_owners import SWEEP_PER_PAGE, Bits, PageOwners, positions
 from routing.runs import Expected, Run
 
 A, B = 0, 1
 
 
-def held() -> tuple[PageOwners, Expected, Expected]:
+def owners() -> tuple[PageOwners, Expected, Expected]:
     made = PageOwners()
     return made, made.join(A), made.join(B)
 
@@ -31,7 +32,7 @@ def check(made: PageOwners, *both: Expected) -> None:
 
 
 def test_a_page_that_only_one_expects_has_its_run_as_entry_and_a_shared_one_has_bits() -> None:
-    made, a, b = held()
+    made, a, b = owners()
     run = expect(made, a, [1, 2])
     assert (made._entries, a.shared) == ({1: run, 2: run}, {})
     confirm(made, b, [2])
@@ -40,7 +41,7 @@ def test_a_page_that_only_one_expects_has_its_run_as_entry_and_a_shared_one_has_
 
 
 def test_a_page_that_the_other_drops_has_the_run_as_entry_again() -> None:
-    made, a, b = held()
+    made, a, b = owners()
     run = expect(made, a, [1])
     confirm(made, b, [1])
     assert made.drop(b, None, [1]) == 1
@@ -51,7 +52,7 @@ def test_a_page_that_the_other_drops_has_the_run_as_entry_again() -> None:
 
 
 def test_a_confirmed_page_leaves_its_run_shared_or_not() -> None:
-    made, a, b = held()
+    made, a, b = owners()
     run = expect(made, a, [1, 2, 3])
     confirm(made, b, [2])
     made.confirm(run, [1, 2])
@@ -62,7 +63,7 @@ def test_a_confirmed_page_leaves_its_run_shared_or_not() -> None:
 
 def test_stretches_end_where_the_entry_or_the_own_run_changes() -> None:
     """A: one run of 1 to 3, another of 4; B shares 3 and 4, so that these have one entry; nobody has 5 and 6."""
-    made, a, b = held()
+    made, a, b = owners()
     first, second = expect(made, a, [1, 2, 3]), expect(made, a, [4], 1)
     confirm(made, b, [3, 4])
     shared = a.bit | b.bit
@@ -74,21 +75,21 @@ def test_stretches_end_where_the_entry_or_the_own_run_changes() -> None:
 
 
 def test_neighbours_share_the_object_that_is_their_entry() -> None:
-    made, a, b = held()
+    made, a, b = owners()
     confirm(made, a, [1, 2, 3])
     confirm(made, b, [1, 2, 3])
     assert len({id(entry) for entry in made._entries.values()}) == 1
 
 
 def test_overlap_stops_at_each_one_s_first_hole() -> None:
-    made, a, b = held()
+    made, a, b = owners()
     confirm(made, a, [1, 2, 4])
     expect(made, b, [1, 2, 3, 4])
     assert made.overlap([1, 2, 3, 4, 5], np.array([B, A])).tolist() == [4, 2]
 
 
 def test_one_that_left_is_swept_out_a_few_pages_with_each_written_and_its_bit_then_used_again() -> None:
-    made, a, b = held()
+    made, a, b = owners()
     confirm(made, a, list(range(10)))
     confirm(made, b, [0, 1])
     made.leave(a)
@@ -102,7 +103,7 @@ def test_one_that_left_is_swept_out_a_few_pages_with_each_written_and_its_bit_th
 
 
 def test_one_that_leaves_during_a_sweep_waits_for_the_next() -> None:
-    made, a, b = held()
+    made, a, b = owners()
     confirm(made, a, list(range(10)))
     confirm(made, b, list(range(10)))
     made.leave(a)
@@ -113,3 +114,37 @@ def test_one_that_leaves_during_a_sweep_waits_for_the_next() -> None:
     assert made._entries == dict.fromkeys(range(4), b.bit)  # they were cleaned before B left
     made.clean(2)
     assert (made._bits.retired, len(made)) == (0, 0)
+
+
+def test_a_bit_is_given_out_again_only_after_it_was_recycled() -> None:
+    bits = Bits()
+    first = bits.take(0)
+    bits.retire(first)
+    second = bits.take(0)
+    assert (first, second, bits.present, bits.retired) == (1, 2, 2, 1)
+    bits.recycle(first)
+    assert (bits.take(1), bits.retired, bits.num_positions) == (first, 0, 2)
+    bits.check({0: second, 1: first})
+
+
+def test_values_by_position_are_found_by_replica() -> None:
+    """Also of replica 40, for which there was no room at first."""
+    bits = Bits()
+    taken = {replica: bits.take(replica) for replica in (3, 40, 0)}
+    values = np.array([10, 11, 12], dtype=np.int64)  # by position, in the order in which they came
+    assert bits.of_replicas(values, np.array([0, 3, 40])).tolist() == [12, 10, 11]
+    bits.check(taken)
+
+
+def test_a_bit_that_is_free_and_in_use_is_found_out() -> None:
+    bits = Bits()
+    bit = bits.take(0)
+    bits._free.append(0)
+    with pytest.raises(AssertionError, match="a bit is lost, or free and in use"):
+        bits.check({0: bit})
+
+
+@pytest.mark.parametrize("found", [[], [0], [2, 63, 64, 999], list(range(0, 1000, 7))])
+def test_positions_of_few_bits_and_of_many(found: list[int]) -> None:
+    """16 and fewer are found one by one, more all at once."""
+    assert positions(sum(1 << position for position in found)) == found
