@@ -1,7 +1,8 @@
 """The observatory over HTTP, without Ray: what each path answers, and to whom."""
 
+import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from deployments.watch.observatory.trees import Trees
 from deployments.watch.observatory.viewers import Viewers
 from kvtransfer.pages import PageKey
 from replicas.cache.tree_view import CacheTree, LeftOut, NodeView
+from routing.terms import CANDIDATE, DECODE_REPLICA
 from tests.harness import Clock
 from tests.unit.deployments.observed import details, listed, row, seen, view
 
@@ -362,6 +364,12 @@ def test_hidden_files_and_other_kinds_are_not_read(tmp_path: Path) -> None:
     assert sorted(read_files(tmp_path)) == ["a.js", "deep/c.css"]
     assert read_files(tmp_path / "none") == {}
     assert {"index.html", "login.html", "main.js"} <= read_files(FOLDER).keys()
+
+
+def test_the_pages_terms_are_the_table_of_routing() -> None:
+    lines = read_files(FOLDER)["terms.js"].body.decode().splitlines()
+    tables = [json.loads(line.partition(" = ")[2].removesuffix(";")) for line in lines]
+    assert tables == [[asdict(term) for term in table] for table in (CANDIDATE, DECODE_REPLICA)]
 
 
 async def test_the_path_without_its_slash_leads_to_it(site: Site) -> None:

@@ -1,10 +1,12 @@
-"""A decision in words."""
+"""A decision in words, and the one table of its terms."""
 
+from dataclasses import fields
 from random import Random
 
 from routing.explain import explain, sentence
 from routing.router import Router
-from routing.types import Decision, Ending, ReplicaView, RouteOutcome, RouteQuery
+from routing.terms import CANDIDATE, DECODE_REPLICA
+from routing.types import Decision, Ending, PairTerms, ReplicaView, RouteOutcome, RouteQuery, Terms
 
 
 def decide() -> Decision:
@@ -46,3 +48,10 @@ def test_the_outcome_adds_a_last_sentence() -> None:
     )
     failed = explain(decide(), RouteOutcome(ending=Ending.FAILED))
     assert failed.splitlines()[-1] == "The request failed; no token came; 0 of 40 prompt tokens were cached."
+
+
+def test_every_term_stands_once_in_the_table() -> None:
+    assert [term.field for term in DECODE_REPLICA] == [field.name for field in fields(PairTerms)]
+    names = [term.field for term in CANDIDATE]
+    assert {field.name for field in fields(Terms)} <= set(names)
+    assert len(names) == len(set(names))
