@@ -1,4 +1,4 @@
-"""``python -m deployments COMMAND``: serve, check; and, of a Manta that runs, top, explain."""
+"""``python -m deployments COMMAND``: serve, check, settings; and for a Manta that runs, top, explain."""
 
 import argparse
 import os
@@ -34,6 +34,10 @@ def _run(args: argparse.Namespace) -> int:
         from deployments.watch.terminal import explain
 
         return explain.run(args.url, args.rid, args.key or os.environ.get(KEY_VARIABLE), as_json=args.json)
+    if args.command == "settings":
+        from deployments.command import settings_doc
+
+        return settings_doc.main()
     try:  # before Ray and torch are imported, which takes seconds
         host = _host(settings_file.read(args.config), to_listen=args.command == "serve")
     except InvalidConfig as error:
@@ -75,24 +79,25 @@ def _warn(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deployments", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, help_text in (("serve", "serve until interrupted"), ("check", "check the settings and leave")):
+    for name, help_text in (("serve", "serve until interrupted"), ("check", "check the settings and exit")):
         command = commands.add_parser(name, help=help_text)
-        command.add_argument("config", nargs="?", default=DEFAULT, help=f"settings file ({DEFAULT})")
+        command.add_argument("config", nargs="?", default=DEFAULT, help=f"settings file (default {DEFAULT})")
     top = commands.add_parser("top", help="a live table of replicas, pools and rates")
-    top.add_argument("--once", action="store_true", help="print one and leave")
-    top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two (1)")
+    top.add_argument("--once", action="store_true", help="print once and exit")
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="refresh interval in s (default 1)")
+    commands.add_parser("settings", help="print the table of all settings (docs/settings.md)")
     explain = commands.add_parser("explain", help="why a recent request went where it went, and where its time went")
     explain.add_argument("rid", metavar="RID", help="its X-Request-Id, or the id of its answer")
     for command in (top, explain):
-        command.add_argument("--url", default=URL, help=f"where Manta answers ({URL})")
-        command.add_argument("--json", action="store_true", help="the answer as it came")
-        help_text = f"holds the admin key (else {KEY_VARIABLE} in the environment)"
+        command.add_argument("--url", default=URL, help=f"address of Manta (default {URL})")
+        command.add_argument("--json", action="store_true", help="print raw JSON")
+        help_text = f"file that holds the admin key (default: {KEY_VARIABLE} in the environment)"
         command.add_argument("--key-file", type=_text_of, dest="key", metavar="FILE", help=help_text)
     return parser
 
 
 def _text_of(path: str) -> str:
-    """Of a file: what stands in the command line itself, everybody on the machine can read while the command runs."""
+    """Read a file. A key on the command line itself could be read by every user of the machine while it runs."""
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

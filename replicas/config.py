@@ -118,7 +118,7 @@ class SchedulerConfig:
     policy: Literal["lpm", "fcfs"] = "lpm"  # order of the waiting queue: longest prefix match first, or arrival
     max_running_requests: int | None = None  # None: 64 on CPU, on a GPU from the pool (SPEC A08)
     max_queued_requests: int = 1024  # beside those that may run; more are refused with Overloaded
-    chunked_prefill_size: int | None = None  # most new tokens a step (README); None: 512 on CPU, 8,192 on GPU
+    chunked_prefill_size: int | None = None  # most new tokens a step; None: 512 on CPU, 8,192 on GPU
     mixed_steps: bool = True  # running requests make a token in the steps of prompts too; else prompts go first
     cascade: bool = True  # requests with one prefix read its K and V together in decode
     cascade_saves: int | None = None  # tokens a step that a group must save reading; None: 256 on CPU, 16,384 on GPU

@@ -42,7 +42,7 @@ _OUR_ERROR = re.compile(r"^replicas\.errors\.(\w+: .*(?:\n[a-z][\w.]*(?: = .*|: 
 
 
 class Deployment(Protocol):
-    """Of Serve's status."""
+    """The part of Serve's status of one deployment that is shown."""
 
     @property
     def replica_states(self) -> Mapping[str, int]: ...

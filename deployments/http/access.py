@@ -121,7 +121,7 @@ class Refused(MantaError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrowserRules:
-    """What is accepted."""
+    """The hosts and origins from which requests are accepted."""
 
     hosts: frozenset[str] | None  # names, in lower case, beside the loopback's; None: any
     origins: frozenset[str]  # of pages that may call, such as http://localhost:3000; "*": all

@@ -26,7 +26,7 @@ _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body exceeds ``router.max_body_bytes``."""
+    """The body has more bytes than ``router.max_body_bytes``."""
 
     http_status = 413
 

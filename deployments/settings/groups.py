@@ -128,7 +128,7 @@ class ReplicaSettings(Settings):
     autoscaling: AutoscalingSettings | None = None  # replaces count
     health_period_s: float = Field(default=2.0, gt=0)
     health_timeout_s: float = Field(default=30.0, gt=0)
-    drain_timeout_s: float = Field(default=120.0, ge=0)  # a replica that leaves finishes its requests for so long
+    drain_timeout_s: float = Field(default=120.0, ge=0)  # how long a replica that is removed may finish its requests
 
     @field_validator("count", mode="before")
     @classmethod

@@ -52,7 +52,7 @@ class RouterSettings(Settings):
     max_tries: int = Field(default=3, ge=1)  # replicas that one request may be sent to, one after the other
     retry_wait_s: float = Field(default=30.0, ge=0)  # how long a request whose replica died waits for another one
     report_period_s: float = Field(default=0.1, gt=0, le=10)  # how often replicas send cache events and statistics
-    hang_timeout_s: float = Field(default=4.0, gt=0)  # a replica that hangs for so long is left (docs/routing.md)
+    hang_timeout_s: float = Field(default=4.0, gt=0)  # a replica silent for this long is left (docs/routing.md)
     max_wait_s: float = Field(default=120.0, gt=0)  # longer queues, as estimated, are answered with 429
     decisions_kept: int = Field(default=1000, ge=1)  # most recent requests, for GET /route/{rid}; 0.5 KB a replica each
     api_key_file: str | None = None  # keys that clients show, one a line; beside those of MANTA_API_KEYS
@@ -89,7 +89,7 @@ class ObservabilitySettings(Settings):
 
 
 class AppConfig(Settings):
-    """All of it."""
+    """All settings of the application, by group."""
 
     model: ModelSettings
     replicas: ReplicaSettings = ReplicaSettings()

@@ -1,4 +1,4 @@
-"""The README's table of settings is complete, and names nothing that does not exist."""
+"""The documents name every setting, flag and variable that exists, and nothing that does not."""
 
 import dataclasses
 import pathlib
@@ -8,10 +8,12 @@ import subprocess
 import yaml
 
 from deployments.command.haproxy import BINARY, FLAGS, WRAPPER
+from deployments.command.settings_doc import table
 from deployments.settings.schema import AppConfig, parse
 from deployments.settings.settings_file import OURS
 
-README = pathlib.Path("README.md").read_text()
+DEPLOYING = pathlib.Path("docs/deploying.md").read_text()
+SETTINGS = pathlib.Path("docs/settings.md").read_text()
 GPU = pathlib.Path("docs/gpu.md").read_text()
 
 
@@ -30,19 +32,29 @@ def settings() -> set[str]:
 
 
 def test_every_setting_is_in_the_table_and_every_row_is_a_setting() -> None:
-    rows = re.findall(r"^\| (`[^|]*`) \|", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]*`) \|", SETTINGS.partition("## In more detail")[2], flags=re.MULTILINE)
     table = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
     assert table == settings()
+
+
+def test_the_table_of_all_settings_is_the_one_that_the_code_gives() -> None:
+    """Else: run `python -m deployments settings` and put what it prints between the marks."""
+    written = SETTINGS.partition("<!-- settings -->\n")[2].partition("<!-- end -->")[0]
+    assert written == table()
+
+
+def test_the_readme_can_be_read_in_ten_minutes() -> None:
+    assert len(pathlib.Path("README.md").read_text().splitlines()) <= 150
 
 
 def test_autoscaling_settings_are_named() -> None:
     kind = AppConfig.model_fields["replicas"].annotation.model_fields["autoscaling"].annotation  # type: ignore[union-attr]
     names = kind.__args__[0].model_fields  # type: ignore[union-attr]
-    assert [name for name in names if f"`{name}`" not in README] == []
+    assert [name for name in names if f"`{name}`" not in SETTINGS] == []
 
 
 def test_names_of_vllm_and_sglang_are_in_a_table_with_ours_and_ours_exist() -> None:
-    rows = re.findall(r"^\| [^|`]+(\| [^|]*`--[^|]*\|.*)$", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| [^|`]+(\| [^|]*`--[^|]*\|.*)$", SETTINGS, flags=re.MULTILINE)
     for theirs, ours in OURS.items():
         flag = f"`--{theirs.replace('_', '-')}`"
         assert [row for row in rows if flag in row and f"`{ours}`" in row], f"{flag} -> `{ours}`"
@@ -52,7 +64,7 @@ def test_names_of_vllm_and_sglang_are_in_a_table_with_ours_and_ours_exist() -> N
 
 
 def test_what_a_cluster_sets_for_haproxy_is_what_make_serve_sets() -> None:
-    exported = dict(re.findall(r"^export (\w+)=(\S+)", README, flags=re.MULTILINE))
+    exported = dict(re.findall(r"^export (\w+)=(\S+)", DEPLOYING, flags=re.MULTILINE))
     script = exported.pop(BINARY)
     assert exported == FLAGS
     assert script == "$PWD/" + str(WRAPPER.relative_to(pathlib.Path.cwd()))

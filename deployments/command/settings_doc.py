@@ -1,0 +1,91 @@
+"""The table of all settings in Markdown, made from the settings' own classes: `python -m deployments settings`.
+
+Owns:      the form of the table in docs/settings.md; names, types, defaults and meanings are those of the classes.
+"""
+
+import dataclasses
+import enum
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import SecretStr
+from pydantic_core import PydanticUndefined
+
+from deployments.settings.groups import AutoscalingSettings, Settings
+from deployments.settings.schema import AppConfig
+
+WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", SecretStr: "text"}
+_FIELD = re.compile(r"^    (\w+): ")
+
+
+def main() -> int:
+    """Print the table; the exit status."""
+    print(table(), end="")
+    return 0
+
+
+def table() -> str:
+    """All settings of ``args`` as a Markdown table, in the order of the classes."""
+    rows = [f"| `{name}` | {kind} | {default} | {meaning} |" for name, kind, default, meaning in _rows(AppConfig, "")]
+    return "\n".join(["| setting | values | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _rows(group: type[Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    meanings, hints = _comments(group), typing.get_type_hints(group)
+    for name, default in _defaults(group).items():
+        inner = _group(hints[name])
+        if inner is not None and inner is not AutoscalingSettings:
+            yield from _rows(inner, f"{prefix}{name}.")
+            continue
+        yield f"{prefix}{name}", _values(hints[name]), _shown(default), meanings.get(name, "")
+        if inner is not None and not prefix.startswith(("prefill.", "decode.")):
+            yield from _rows(inner, f"{prefix}{name}.")
+
+
+def _defaults(group: type[Any]) -> dict[str, Any]:
+    if issubclass(group, Settings):
+        fields = group.model_fields.items()
+        return {name: field.default if field.default_factory is None else None for name, field in fields}
+    return {field.name: field.default for field in dataclasses.fields(group)}
+
+
+def _comments(group: type[Any]) -> dict[str, str]:
+    """Field -> the comment behind it, else the one above it."""
+    found, above = {}, ""
+    for line in inspect.getsource(group).splitlines():
+        field = _FIELD.match(line)
+        _, _, comment = line.partition("  # ")
+        if field is not None:
+            found[field[1]] = (comment or above).replace("|", "\\|")
+        above = line.strip().removeprefix("# ") if line.strip().startswith("# ") else ""
+    return found
+
+
+def _group(hint: Any) -> type[Any] | None:
+    """The class of settings that ``hint`` names, if it names one."""
+    kinds = [each for each in (typing.get_args(hint) or (hint,)) if isinstance(each, type)]
+    return next((each for each in kinds if issubclass(each, Settings) or dataclasses.is_dataclass(each)), None)
+
+
+def _values(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return ", ".join(f"`{each}`" for each in typing.get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return ", ".join(f"`{each.value}`" for each in hint)
+    if hint in WORDS:
+        return WORDS[hint]
+    if typing.get_origin(hint) is tuple:
+        return "list"
+    parts = [_values(each) for each in typing.get_args(hint) if each is not type(None)]
+    return ", ".join(parts) if parts and typing.get_origin(hint) is not dict else "settings"
+
+
+def _shown(default: Any) -> str:
+    if default is PydanticUndefined:
+        return "(required)"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    return "none" if default in (None, ()) else f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
