@@ -87,7 +87,7 @@ class Observatories:
         self.told: list[str] = []  # where they are, and to whom they are open
 
     def look(self, applications: Mapping[str, ApplicationStatusOverview], *, last: bool = False) -> None:
-        """``last``: what does not answer yet is said too, since nobody looks again."""
+        """``last``: an observatory that does not answer yet is reported too: this is the last look."""
         for name, url in list(self._urls.items()):
             if name in applications and applications[name].status is ApplicationStatus.RUNNING:
                 open_to = _open_to(url)

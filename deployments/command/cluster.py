@@ -38,7 +38,7 @@ from ray.serve.schema import (
 OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
 REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
 FINISH_S = 30.0  # Ray Serve's bound on ending applications that serve
-FOREIGN_S = 8.0  # a cluster goes on taking applications down when nobody waits for it
+FOREIGN_S = 8.0  # a cluster goes on taking applications down after its client has left
 KILL_S = 3.0
 AGAIN_S = 0.3  # between two exceptions of one signal, until the first of them is seen
 AT_ONCE = 130  # exit status after a second signal
@@ -85,7 +85,7 @@ class Cluster:
         """End what was started here. Raises: StoppedAtOnce when a signal came meanwhile; our processes are killed."""
         family = psutil.Process().children(recursive=True) if self.ours else []
         try:
-            if not self.lost:  # there is nobody to ask, and Ray would wait for that a minute
+            if not self.lost:  # Ray has died, and its shutdown would wait a minute for an answer
                 self._say(f"stopping: {self._waits_for(len(family))}; Ctrl-C again stops at once")
                 with contextlib.redirect_stdout(io.StringIO()):  # Ray says there that Serve's controller is gone
                     with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
@@ -156,7 +156,7 @@ def listen_for_the_end() -> None:
 
 
 def pause(seconds: float) -> None:
-    """Sleep. Raises: KeyboardInterrupt when a signal has come, also one whose exception nobody saw: Python drops what
+    """Sleep. Raises: KeyboardInterrupt when a signal has come, also one whose exception was lost: Python drops what
     is raised in callbacks, such as those around the forks by which Ray starts its processes."""
     if _signalled.is_set():
         raise KeyboardInterrupt
@@ -215,7 +215,7 @@ class Supervision:
         self.ray_is_dead = False
 
     def look(self) -> str | None:
-        """Why nothing is served any more; None while all lives, or may come back."""
+        """Say why serving has ended; None while everything runs or may recover."""
         if not self._gcs_answers() and not self._gcs_answers():
             self.ray_is_dead = True
             return "Ray has died: its GCS does not answer"

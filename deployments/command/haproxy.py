@@ -67,7 +67,7 @@ def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[st
         with _changed(environ, {ENABLE: "0"}):
             yield
         return
-    # of mode 0700: HAProxy's admin socket asks nobody who he is
+    # of mode 0700: HAProxy's admin socket has no authentication
     with tempfile.TemporaryDirectory(prefix="manta-haproxy-", ignore_cleanup_errors=True) as folder:
         open_ones = {name: value for name, value in settings(folder).items() if name not in environ}
         ours = {BINARY: str(WRAPPER), WRAPPED: binary, PYTHON: sys.executable}

@@ -68,7 +68,7 @@ def watch(haproxy: int, manager: int, command: list[str], config: Path) -> None:
 
 
 def stand_in_settings(text: str) -> str:
-    """``text`` without the admin socket, and without every port but that of clients: the next one needs the others."""
+    """``text`` without the admin socket, and without any port except the clients': the next one needs the others."""
     section, kept = "", []
     for line in text.splitlines():
         words = line.split()
@@ -87,7 +87,7 @@ def pid_file(config: Path) -> Path:
 def _hold_the_port(
     process: subprocess.Popen[bytes], file: Path, admin: str, routers: list[tuple[str, str]], raylets_end: int
 ) -> None:
-    """Until the next one has it, which asks for it where ``file`` names who holds it."""
+    """Hold the port until the next HAProxy has taken it over from the process that ``file`` names."""
     now_s = served_s = time.monotonic()
     until_s = now_s + MOST_S
     file.write_text(str(process.pid))

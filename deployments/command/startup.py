@@ -51,7 +51,7 @@ class Deployment(Protocol):
 
 
 class ReplicaLogs:
-    """How far the replicas are whose log files are in ``folder`` and were not when this was made."""
+    """How far each replica is whose log file appeared in ``folder`` after this was made."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +67,7 @@ class ReplicaLogs:
                     self._look_at(file)
 
     def phases(self, application: str, deployment: str) -> dict[str, str]:
-        """Replica id -> how far it is, whoever spoke last first."""
+        """Replica id -> how far it is, the latest news first."""
         start = f"replica_{application}_{deployment}_"
         found = {
             name.removeprefix(start).removesuffix(".log"): phase

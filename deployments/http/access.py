@@ -84,7 +84,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def admin_only(request: Request) -> None:
-    """Before routes that show or change what is everybody's. Raises: KeyNeeded."""
+    """Guard a route that shows or changes what belongs to all callers. Raises: KeyNeeded without the admin key."""
     if request.app.state.keys.exist and not caller_of(request).is_admin:
         raise KeyNeeded(
             f"the admin key is asked for (router.admin_key, or {KEY_VARIABLE}): send Authorization: Bearer KEY",
@@ -93,7 +93,7 @@ def admin_only(request: Request) -> None:
 
 
 def scoped(request: GenerateRequest, caller: Caller, *, isolates: bool) -> GenerateRequest:
-    """``request`` as its caller's: its id says whose it is; with ``isolates`` it shares cached prefixes with requests
+    """Mark ``request`` as its caller's: by its id; with ``isolates`` it shares cached prefixes only with requests
     of the same key alone, and of them with those of the same salt."""
     if not caller.name:
         return request
@@ -187,7 +187,7 @@ def _name(host: str) -> str | None:
 
 
 class BrowserCheck:
-    """ASGI middleware: answers what the rules refuse. OPEN paths, which balancers ask for, are anybody's."""
+    """ASGI middleware: refuses what the rules refuse. The OPEN paths, which balancers poll, are exempt."""
 
     def __init__(self, app: ASGIApp, *, rules: BrowserRules) -> None:
         self._app = app

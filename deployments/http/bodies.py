@@ -169,7 +169,7 @@ class SamplingFields(WireType):
     logit_bias: Named[float] | None = None
     allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
-    truncate_prompt_tokens: int | None = None  # the last so many tokens of a prompt; -1: as many as fit
+    truncate_prompt_tokens: int | None = None  # keep this many of the prompt's last tokens; -1: as many as fit
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -280,7 +280,7 @@ class NativeRequest(WireType):
     inputs: str | None = None
     sampling_params: NativeSampling | Annotated[Items[NativeSampling], Field(max_length=MAX_PROMPTS)] | None = None
     parameters: NativeSampling | None = None
-    truncate_prompt_tokens: int | None = None  # the last so many tokens of each prompt; -1: as many as fit
+    truncate_prompt_tokens: int | None = None  # keep this many of each prompt's last tokens; -1: as many as fit
     return_logprob: bool | Items[bool] | None = None
     logprob_start_len: int | Items[int] | None = None
     top_logprobs_num: int | Items[int] | None = None

@@ -27,7 +27,7 @@ from replicas.types import GenerateRequest, SamplingParams, TokenIds
 from routing.explain import candidate_terms, explain, sentence
 from routing.types import Candidate, Decision
 
-router = APIRouter(dependencies=[Depends(admin_only)])  # both tell of everybody's requests and prefixes
+router = APIRouter(dependencies=[Depends(admin_only)])  # both show requests and prefixes of all callers
 
 
 class ExplainRequest(WireType):

@@ -149,7 +149,7 @@ class Service:
         return work() if size <= LONG_TEXT else await self.encoding.run(work, size=size)
 
     def _check_characters(self, num_characters: int, *, param: str) -> None:
-        """Raises: PromptTooLong when so many characters cannot fit, whatever their tokens are."""
+        """Raises: PromptTooLong if this many characters exceed the context however they are tokenised."""
         self.check_length(self.tokenizer.least_tokens(num_characters), param=param, room=0, at_least=True)
 
     def check_length(self, num_tokens: int, *, param: str, room: int = 1, at_least: bool = False) -> None:

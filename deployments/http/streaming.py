@@ -39,7 +39,7 @@ class ClientGone(Exception):
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 FEW_LOGPROBS = 100  # rows, each of a token and up to 20 alternatives
-_MARK = "\0the text\0"  # in nobody's name
+_MARK = "\0the text\0"  # never part of a model's name or an id
 
 
 def sse(payload: dict[str, Any]) -> bytes:
@@ -154,14 +154,14 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class JsonAnswer(JSONResponse):
-    """As its base, in a third of the time: logprobs make answers of megabytes."""
+    """A JSON response, encoded in a third of the base's time: logprobs make answers of megabytes."""
 
     def render(self, content: Any) -> bytes:
         return to_json(content)
 
 
 async def made(make: Callable[[], T], deltas: Iterable[TokenDelta]) -> T:
-    """What ``make`` makes of ``deltas``: on another thread where they have many logprobs."""
+    """Call ``make``, on another thread if ``deltas`` have many logprobs; its result."""
     num_logprobs = sum(len(delta.prompt_logprobs) + len(delta.logprobs) for delta in deltas)
     return make() if num_logprobs <= FEW_LOGPROBS else await asyncio.to_thread(make)
 
@@ -222,7 +222,7 @@ async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenera
 
     Raises: the first error of any; GenerationFailed when the engine ended a request in an error.
     """
-    if len(streams) == 1:  # no task and no queue between the stream and who reads it
+    if len(streams) == 1:  # no task and no queue between the stream and its reader
         async with contextlib.aclosing(streams[0]) as deltas:
             async for delta in deltas:
                 raise_if_failed(delta)

@@ -96,7 +96,7 @@ def span_tree(records: Sequence[RouteRecord]) -> SpanTree:
 
 
 def _stages(record: RouteRecord) -> Iterator[StageSpan]:
-    """One after the other from the request's arrival; none of a request whose stages are not known."""
+    """Yield the stages in order from the request's arrival; none if its stages are unknown."""
     stages, last = record.timeline.stages, record.tries[-1]
     if stages is None:
         return
@@ -266,7 +266,7 @@ class Tracing:
     def _write(
         self, span: Span, records: Sequence[RouteRecord], answer_id: str | None, http_status: int | None
     ) -> None:
-        """As `end`."""
+        """Write the attributes, stages and status of the span."""
         if answer_id is not None:
             span.set_attribute("gen_ai.response.id", answer_id)
         if http_status is not None:

@@ -11,7 +11,7 @@ from deployments.settings.schema import AppConfig
 from replicas.config import CPU_MEMORY_CAP, CPU_MEMORY_SHARE, CacheConfig
 from routing.types import Role
 
-AUTO_MOST = 2  # shows routing and failover on a laptop; more is for those who ask
+AUTO_MOST = 2  # shows routing and failover on a laptop; more only on request
 PROCESS_BYTES = 900 << 20  # a replica's process beside weights and KV: Python, torch, Ray
 SLACK = 1e-6  # shares of a CPU or a GPU are floats
 

@@ -1,4 +1,4 @@
-"""API keys and the admin key: where they are given, and whose key a request shows.
+"""API keys and the admin key: where they are configured, and which caller a request's key belongs to.
 
 Owns:      the reading of both from settings, a file and the environment.
 Never:     keeps, logs, shows or sends a key: what is kept is `KeyDigests`.
@@ -59,7 +59,7 @@ class KeyDigests:
 
     @property
     def guard(self) -> bytes | None:
-        """The digest that the ports of metrics ask for. None: they ask for nothing; b"": nobody has the key."""
+        """The digest that the ports of metrics ask for. None: no key is needed; b"": no key is accepted."""
         return self.admin.digest if self.admin is not None else b"" if self.api else None
 
     def caller(self, headers: Mapping[str, str]) -> Caller | None:

@@ -247,7 +247,7 @@ def here(name: str) -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises: InvalidConfig when another process listens there, naming it where this user may know, or nobody can."""
+    """Raises: InvalidConfig if the address cannot be listened on, naming the process there if this user may see it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
