@@ -82,7 +82,7 @@ def make_agents(memory: KvMemory, role: str) -> dict[str, NixlAgent]:
 
 def make_ports(memory: KvMemory, agents: dict[str, NixlAgent]) -> dict[str, AgentPort]:
     return {
-        mode: AgentPort(memory, 0, agent, verify=MODES[mode], pages_per_write=PAGES_PER_WRITE)
+        mode: AgentPort(memory, 0, agent, verify=MODES[mode])
         for mode, agent in agents.items()
     }
 
@@ -236,23 +236,27 @@ def _time_digests(pool: npt.NDArray[np.uint8], pages: PageIds) -> float:
 
 
 def _time_write(pipe: Connection, port: AgentPort, peer: PeerRanks, this: Round, src: PageIds) -> float:
-    """Return the time from the order until the receiver has all pages, verified as the mode says."""
+    """Return the time from the first order until the receiver has all pages, verified as the mode says."""
     pipe.send(this)
     if not pipe.poll(LIMIT_S) or pipe.recv() != "ready":
         raise TimeoutError(f"the receiving process does not answer in {LIMIT_S} s")
-    order = WriteOrder(
-        order_id=this.room,
-        incarnation=peer.incarnation,
-        room=this.room,
-        generation=0,
-        page_offset=0,
-        src_pages=src,
-        dst_pages=this.pages,
-        last=True,
-        meta=META,
-    )
+    orders = [
+        WriteOrder(
+            order_id=this.room * len(src) + start,
+            incarnation=peer.incarnation,
+            room=this.room,
+            generation=0,
+            page_offset=start,
+            src_pages=src[start : start + PAGES_PER_WRITE],
+            dst_pages=this.pages[start : start + PAGES_PER_WRITE],
+            last=start + PAGES_PER_WRITE >= len(src),
+            meta=META if start + PAGES_PER_WRITE >= len(src) else b"",
+        )
+        for start in range(0, len(src), PAGES_PER_WRITE)
+    ]
     started = time.monotonic()
-    port.write(order)
+    for order in orders:
+        port.write(order)
     while port.num_in_flight and time.monotonic() < started + LIMIT_S:
         port.poll()
     if not pipe.poll(LIMIT_S):

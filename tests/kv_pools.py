@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.port import AgentPort
 from kvtransfer.ports.rank_port import PeerRanks, PortEvent
 from kvtransfer.types import PageIds, Verify
+from tests.local_agents import LocalAgent, LocalFabric
 
 HEADS = 6  # splits by 1, 2, 3
 
@@ -68,7 +68,6 @@ def local_engine(
     num_pages: int = 9,
     seed: int = 0,
     verify: Verify = Verify.ALL,
-    pages_per_write: int = 16,
 ) -> LocalEngine:
     """An engine with random pages."""
     incarnation = uuid.uuid4().hex
@@ -78,7 +77,7 @@ def local_engine(
     for rank, pool in enumerate(pools):
         memory = KvMemory.of_array(of, pool)
         agent = LocalAgent(memory, fabric, f"{rank}-{incarnation}")
-        ports.append(AgentPort(memory, rank, agent, verify=verify, pages_per_write=pages_per_write))
+        ports.append(AgentPort(memory, rank, agent, verify=verify))
     return LocalEngine(incarnation=incarnation, layout=of, pools=pools, ports=ports)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.local import LocalFabric
 from kvtransfer.peers.wire import Message, PeerHello, Purpose, decode, encode
 from kvtransfer.ports.rank_port import Arrived
 from kvtransfer.rooms.transfer_core import TransferCore
@@ -35,6 +34,7 @@ from kvtransfer.types import (
     TransferSettings,
 )
 from tests.kv_pools import join_heads, local_engine
+from tests.local_agents import LocalFabric
 
 PAGE = 4  # tokens
 SETTINGS = TransferSettings(
@@ -266,7 +266,7 @@ class SimEngine:
 
     def __init__(self, net: Net, port: int, *, tp: int, num_pages: int) -> None:
         self.net = net
-        self.pools = local_engine(net.fabric, tp=tp, num_pages=num_pages, seed=port, pages_per_write=2)
+        self.pools = local_engine(net.fabric, tp=tp, num_pages=num_pages, seed=port)
         self.address = PeerAddress(host="sim", port=port, incarnation=self.pools.incarnation)
         self.alive = True
         self.hung = False

@@ -147,7 +147,7 @@ def _main(pipe: Connection, seed: int, tp: int, of: TransferSettings) -> None:
         for rank, pool in enumerate(pools):
             memory = KvMemory.of_array(layout(tp), pool)
             agent = NixlAgent(memory, role=f"test{rank}", host=of.host, transport=of.transport)
-            ports.append(AgentPort(memory, rank, agent, verify=of.verify, pages_per_write=of.pages_per_write))
+            ports.append(AgentPort(memory, rank, agent, verify=of.verify))
         return ports
 
     service = KvTransfer(of, layout(tp), make_ports, on_event=lambda: None)

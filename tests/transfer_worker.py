@@ -22,13 +22,13 @@ import numpy.typing as npt
 import psutil
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.port import AgentPort
 from kvtransfer.ports.rank_port import Arrived, ExpectOrder, PeerRanks, PortEvent, WriteOrder
 from kvtransfer.ports.transfer_agent import RemotePool, TransferAgent, TransferState
 from kvtransfer.types import PageIds
 from tests.kv_pools import join_heads, layout, random_pools
+from tests.local_agents import LocalAgent, LocalFabric
 
 Kind = Literal["local", "cma", "tcp"]
 CALL_LIMIT_S = 30.0
@@ -50,7 +50,7 @@ class Host:
         self._ports: dict[str, list[AgentPort]] = {}
         self._events: list[PortEvent] = []
 
-    def start(self, tp: int, seed: int, pages_per_write: int = 16) -> PeerRanks:
+    def start(self, tp: int, seed: int) -> PeerRanks:
         """A new engine with random pages."""
         incarnation, of = uuid.uuid4().hex, wire_layout(tp)
         pools = random_pools(of, NUM_PAGES, seed)
@@ -58,7 +58,7 @@ class Host:
         agents = [self._make_agent(memory, f"{rank}-{incarnation}") for rank, memory in enumerate(memories)]
         self._agents[incarnation], self._pools[incarnation] = agents, pools
         self._ports[incarnation] = [
-            AgentPort(memory, rank, agent, pages_per_write=pages_per_write)
+            AgentPort(memory, rank, agent)
             for rank, (memory, agent) in enumerate(zip(memories, agents, strict=True))
         ]
         ranks = tuple(port.info for port in self._ports[incarnation])

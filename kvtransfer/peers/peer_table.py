@@ -103,8 +103,8 @@ class PeerTable:
             self._dial(address.incarnation, peer)
         return "" if peer.outgoing is not None else peer.suspect
 
-    def tell(self, incarnation: str, message: Message, *, outgoing: bool) -> None:
-        """Dropped when there is no link: it would be late."""
+    def send(self, incarnation: str, message: Message, *, outgoing: bool) -> None:
+        """Send over the link that we dialled (``outgoing``) or that the peer did; drop the message if there is none."""
         peer = self._peers.get(incarnation)
         link = None if peer is None else peer.outgoing if outgoing else peer.incoming
         if link is not None:

@@ -1,6 +1,6 @@
 """What the transfer service and the ranks of one engine say to each other: each rank has a pool, an agent and a port.
 
-Owns:      nothing; frozen values, the protocol of a port, and the merging of pages into runs.
+Owns:      nothing; frozen values, and the protocol of a port.
 Invariant: page ids are the same on every rank; a rank writes only the heads that it has.
 """
 
@@ -48,7 +48,7 @@ class PeerRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOrder:
-    """Copy pages of this rank to all ranks of the peer that hold any of its heads."""
+    """One write: copy pages of each rank to all ranks of the peer that hold any of its heads."""
 
     order_id: int
     incarnation: str  # of the peer
@@ -58,7 +58,7 @@ class WriteOrder:
     src_pages: PageIds  # [n]
     dst_pages: PageIds  # [n]
     last: bool  # no more after this; n may be 0 then
-    meta: bytes = b""  # with ``last``, from rank 0
+    meta: bytes = b""  # with ``last``; rank 0 sends it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,18 +162,3 @@ class RankPort(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def group_runs(src: PageIds, dst: PageIds) -> list[tuple[int, int, int]]:
-    """(source page, destination page, length) of maximal runs in which both sides go up by one (SPEC H09).
-
-    ``src``, ``dst``: [n]. Order is kept; the runs cover every pair once.
-    """
-    if len(src) != len(dst):
-        raise ValueError(f"{len(src)} source pages and {len(dst)} destination pages: one for each is wanted")
-    if not len(src):
-        return []
-    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    ends = np.concatenate((breaks, [len(src)]))
-    return [(int(src[s]), int(dst[s]), int(e - s)) for s, e in zip(starts, ends, strict=True)]

@@ -46,8 +46,8 @@ class KVReceiver:
         layout: KvLayout,
         now: float,
         *,
-        emit: Callable[[TransferEvent], None],
-        tell: Callable[[str, ToSender], None],
+        events: list[TransferEvent],
+        send: Callable[[str, ToSender], None],
     ) -> None:
         self.order = order
         self.state = KVPoll.BOOTSTRAPPING
@@ -55,8 +55,8 @@ class KVReceiver:
         self._limit_s = order.deadline_s  # without a page; told to the peer, which waits a little longer
         self.over = False  # its last event is out
         self._layout = layout
-        self._emit = emit
-        self._tell = tell
+        self._events = events
+        self._send = send
         self._parts: dict[tuple[int, int], _Part] = {}  # by (rank here, rank of the peer)
         self._meta: KVTransferMeta | None = None
         self._first_s = 0.0
@@ -85,7 +85,7 @@ class KVReceiver:
             for src_rank in range(theirs.tp)
             if head_slices(replace(ours, tp=theirs.tp), src_rank, ours, rank)
         }
-        self._tell(
+        self._send(
             self.incarnation,
             Open(
                 room=self.order.room,
@@ -147,12 +147,12 @@ class KVReceiver:
     def _complete(self, meta: KVTransferMeta, now: float) -> None:
         self.state = move(self.state, KVPoll.SUCCESS)
         self.over = True
-        self._emit(
+        self._events.append(
             Received(
                 room=self.order.room, meta=meta, transfer_s=max(now - self._first_s, 0.0), num_bytes=self.num_bytes
             )
         )
-        self._tell(self.incarnation, Ack(room=self.order.room, generation=self.order.generation))
+        self._send(self.incarnation, Ack(room=self.order.room, generation=self.order.generation))
 
     def fail(self, reason: str, *, bad_pages: tuple[int, ...] = (), drained: bool = False) -> None:
         """``drained``: the peer said in the same word that nothing is on its way."""
@@ -160,7 +160,7 @@ class KVReceiver:
             return
         told = self.state != KVPoll.BOOTSTRAPPING
         self.state = move(self.state, KVPoll.FAILED)
-        self._emit(ReceiveFailed(room=self.order.room, reason=reason, bad_pages=bad_pages))
+        self._events.append(ReceiveFailed(room=self.order.room, reason=reason, bad_pages=bad_pages))
         if drained or not told:
             self.drained()
         else:
@@ -168,12 +168,12 @@ class KVReceiver:
 
     def ask(self) -> None:
         """For the peer's word that nothing is on its way; again after each reconnection."""
-        self._tell(self.incarnation, Abort(room=self.order.room, generation=self.order.generation))
+        self._send(self.incarnation, Abort(room=self.order.room, generation=self.order.generation))
 
     def drained(self) -> None:
         assert self.draining
         self.over = True
-        self._emit(ReceiveDrained(room=self.order.room))
+        self._events.append(ReceiveDrained(room=self.order.room))
 
     def expire(self, now: float) -> None:
         if now < self.deadline_s or self.state in (KVPoll.FAILED, KVPoll.SUCCESS):

@@ -76,13 +76,13 @@ class ReceivingRooms:
         layout: KvLayout,
         ports: Sequence[RankPort],
         *,
-        emit: Callable[[TransferEvent], None],
-        tell: Callable[[str, ToSender], None],
+        events: list[TransferEvent],
+        send: Callable[[str, ToSender], None],
     ) -> None:
         self._layout = layout
         self._ports = ports
-        self._emit = emit
-        self._tell = tell
+        self._events = events
+        self._send = send
         self._rooms: dict[RoomKey, KVReceiver] = {}
         self._by_room: dict[int, KVReceiver] = {}
         self._layouts: dict[str, KvLayout] = {}  # of the peers that are connected
@@ -101,7 +101,7 @@ class ReceivingRooms:
     def receive(self, order: ReceiveOrder, now: float, *, refusal: str) -> None:
         """``refusal``: why the peer cannot be had, if that is known."""
         key = (order.room, order.generation)
-        room = KVReceiver(order, self._layout, now, emit=self._emit, tell=self._tell)
+        room = KVReceiver(order, self._layout, now, events=self._events, send=self._send)
         self._rooms[key] = self._by_room[order.room] = room
         if refusal:
             room.fail(refusal)
@@ -131,7 +131,7 @@ class ReceivingRooms:
         self._layouts[incarnation] = layout
         for of, ended_s, ack in self._acks:
             if of == incarnation and now < ended_s + ACK_AGAIN_S:  # the first may have been lost with the connection
-                self._tell(incarnation, ack)
+                self._send(incarnation, ack)
         for room in self._of(incarnation):
             if room.draining:
                 room.ask()

@@ -1,60 +1,87 @@
-"""The prefill side of a transfer service: its rooms, the receivers it knows, and whose pages are written next.
+"""The prefill side of a transfer service: its rooms, the receivers it knows, and which pages are written next.
 
-Owns:      the senders; what is remembered of rooms that are over. Its writes are in the books of writes.py.
+Owns:      the senders; the write orders that have not ended on every rank; what is remembered of rooms that are over.
 Never:     touches sockets or pages; ports do what the orders say.
-Invariant: Drained is told of a room only when none of its orders is on its way, and no more will be.
+Invariant: a write order stays in the books until every rank has reported its end, or its receiver is dead. Drained is
+           sent for a room only when none of its orders is in flight, and none will be.
 Thread:    the transfer thread.
+
+Rooms of one receiver take turns, one write each, and so do receivers; a write has pages_per_write pages at most. At
+most MAX_WRITES are in flight to one receiver, so that one that hangs delays no other.
 """
 
 import logging
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.peers.wire import Abort, Drained, Fail, Open, Posted, ToReceiver, ToSender
 from kvtransfer.ports.rank_port import PeerRanks, RankPort, WriteFailed, Written
-from kvtransfer.ports.writes import Writes
+from kvtransfer.replay import observe
 from kvtransfer.rooms.sender import KVSender
 from kvtransfer.types import PageIds, SendDrained, SendFailed, SendOrder, TransferEvent, TransferSettings, WriteTimes
 
 log = logging.getLogger(__name__)
 
+MAX_WRITES = 2  # in flight to one receiver: the next is posted while the last one ends
 MAX_ENDED = 10_000  # rooms that are remembered as over
 RoomKey = tuple[int, int]  # room, generation
 
 
+@dataclass(slots=True, eq=False)
 class _Receiver:
     """A decode engine that said hello."""
 
-    def __init__(self, ranks: PeerRanks, refusal: str) -> None:
-        self.ranks = ranks
-        self.refusal = refusal  # why its rooms cannot be served
-        self.num_pages = min((rank.num_pages for rank in ranks.ranks), default=0)
-        self.broken = False  # a write failed; to be connected anew when the last one has ended
+    ranks: PeerRanks
+    refusal: str  # why its rooms cannot be served
+    turns: deque[KVSender] = field(default_factory=deque)  # rooms with something to write, the next one first
+    in_flight: set[int] = field(default_factory=set)  # order ids
+    broken: bool = False  # a write failed; the ports connect anew when none is in flight
+
+    @property
+    def num_pages(self) -> int:
+        return min((rank.num_pages for rank in self.ranks.ranks), default=0)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Order:
+    """A write order that has not ended on every rank."""
+
+    room: KVSender
+    num_pages: int
+    ranks: set[int]  # on which it has not ended
+    posted_s: float  # real time, for the observer
 
 
 class SendingRooms:
+    """All rooms in which one engine sends, indexed by room and generation."""
+
     def __init__(
         self,
         layout: KvLayout,
         settings: TransferSettings,
         ports: Sequence[RankPort],
         *,
-        emit: Callable[[TransferEvent], None],
-        tell: Callable[[str, ToReceiver], None],
-        mend: Callable[[PeerRanks], None],
+        events: list[TransferEvent],
+        send: Callable[[str, ToReceiver], None],
     ) -> None:
-        """``mend``: the ports' endpoint to this receiver has failed, and nothing is on its way over it any more."""
+        """``events``: for the engine; ``send``: a message to the receiver with this incarnation."""
         self._layout = layout
         self._settings = settings
-        self._emit = emit
-        self._tell = tell
-        self._mend = mend
+        self._ports = ports
+        self._events = events
+        self._send = send
         self._rooms: dict[RoomKey, KVSender] = {}
         self._by_room: dict[int, KVSender] = {}  # those with a leg
         self._ended: OrderedDict[RoomKey, tuple[float, str]] = OrderedDict()  # -> when, and why
-        self._receivers: dict[str, _Receiver] = {}
-        self._writes = Writes(layout, ports, pages_per_write=settings.pages_per_write)
+        self._receivers: dict[str, _Receiver] = {}  # by incarnation
+        self._orders: dict[int, _Order] = {}
+        self._num_orders = 0  # that were ever posted
+        self._write_times: list[WriteTimes] = []
+        self.sent_bytes = 0
+        self.sent_pages = 0
         self.num_done = 0
         self.num_failed = 0
         self.num_late = 0
@@ -64,8 +91,8 @@ class SendingRooms:
     def expect(self, order: SendOrder, now: float) -> None:
         key = (order.room, order.generation)
         if key in self._ended:
-            self._emit(SendFailed(room=order.room, reason=self._ended[key][1]))
-            self._emit(SendDrained(room=order.room))
+            self._events.append(SendFailed(room=order.room, reason=self._ended[key][1]))
+            self._events.append(SendDrained(room=order.room))
             self.num_failed += 1
             return
         room = self._rooms.get(key) or self._new(key)
@@ -79,7 +106,8 @@ class SendingRooms:
         if sender is None:
             return
         sender.send(page_offset, pages, meta)
-        self._writes.want(sender)
+        if sender.has_write and sender not in (turns := self._receivers[sender.incarnation].turns):
+            turns.append(sender)
         self._sweep(now)
 
     def abort(self, room: int, reason: str, now: float) -> None:
@@ -100,7 +128,7 @@ class SendingRooms:
             self.num_late += 1
             if isinstance(message, Abort):
                 self._bury(key, "the receiver gave up", now)
-                self._tell(incarnation, Drained(room=message.room, generation=message.generation))
+                self._send(incarnation, Drained(room=message.room, generation=message.generation))
         elif isinstance(message, Abort):
             self._aborted(incarnation, room)
         elif room.grant is not None:
@@ -110,7 +138,7 @@ class SendingRooms:
     def _aborted(self, incarnation: str, room: KVSender) -> None:
         if room.grant is None:  # the leg is here, the open is not and will not be
             room.fail("the receiver gave up")
-            self._tell(incarnation, Drained(room=room.room, generation=room.generation))
+            self._send(incarnation, Drained(room=room.room, generation=room.generation))
         else:
             room.aborted()
 
@@ -129,7 +157,7 @@ class SendingRooms:
         elif receiver.broken:
             refusal = "a write to the receiver failed just now"
         if refusal:
-            self._tell(
+            self._send(
                 incarnation, Fail(room=message.room, generation=message.generation, reason=refusal, drained=True)
             )
             if key not in self._ended and key not in self._rooms:
@@ -174,43 +202,99 @@ class SendingRooms:
     def receiver_dead(self, incarnation: str, reason: str, now: float) -> None:
         for room in self._of(incarnation):
             room.dead(reason)
-        self._receivers.pop(incarnation, None)
-        self._writes.forget(incarnation)
+        if (receiver := self._receivers.pop(incarnation, None)) is not None:
+            for order_id in receiver.in_flight:  # its process is gone: nothing reads for it
+                del self._orders[order_id]
         self._sweep(now)
 
     def has_business(self, incarnation: str) -> bool:
-        return self._writes.num_to(incarnation) > 0 or bool(self._of(incarnation))
+        receiver = self._receivers.get(incarnation)
+        return (receiver is not None and bool(receiver.in_flight)) or bool(self._of(incarnation))
 
     # what the ports say
 
-    def port_event(self, event: Written | WriteFailed, now: float) -> None:
-        room = self._writes.take(event)
-        if room is None:
+    def wrote(self, rank: int, event: Written | WriteFailed, now: float) -> PeerRanks | None:
+        """Book what the port of ``rank`` reports.
+
+        Returns: the receiver whose endpoint has failed, once nothing is in flight over it: connect to it anew.
+        """
+        order = self._orders.get(event.order_id)
+        if order is None:
             self.num_late += 1
-            return
+            return None
+        room = order.room
         receiver = self._receivers[room.incarnation]
+        if isinstance(event, Written) or event.drained:
+            order.ranks.discard(rank)
+        if not order.ranks:
+            del self._orders[event.order_id]
+            receiver.in_flight.discard(event.order_id)
         if isinstance(event, Written):
-            room.written(event.order_id, now)
+            self._book(order, rank, event)
+            if not order.ranks:
+                room.written(event.order_id, now)
         else:
             if not receiver.broken:
                 log.warning("a write to %s failed: %s", room.incarnation, event.reason)
             receiver.broken = True
-            room.write_failed(event.order_id, event.reason, drained=event.drained)
+            room.write_failed(event.order_id, event.reason, drained=not order.ranks)
             for other in self._of(room.incarnation):  # the endpoint is gone: none of them can go on
                 other.fail(f"a write to the receiver failed: {event.reason}")
-        if receiver.broken and not self._writes.num_to(room.incarnation):
-            receiver.broken = False
-            self._mend(receiver.ranks)
         self._sweep(now)
+        if not receiver.broken or receiver.in_flight:
+            return None
+        receiver.broken = False
+        return receiver.ranks
+
+    def _book(self, order: _Order, rank: int, event: Written) -> None:
+        """Count a good end on one rank; write its record if observation is on (SPEC J02)."""
+        self.sent_bytes += event.num_bytes
+        self.sent_pages += order.num_pages if rank == 0 else 0
+        self._write_times += event.times
+        if not observe.enabled() or order.room.order is None:
+            return
+        observe.transfer_submit(
+            rid=order.room.order.rid,
+            room=order.room.room,
+            rank=rank,
+            device=self._ports[rank].info.device,
+            dtype=self._layout.dtype,
+            buffers_bytes=[event.num_bytes // order.num_pages] * order.num_pages if order.num_pages else [],
+            latency_s=time.monotonic() - order.posted_s,
+        )
 
     # the loop
 
     def post_writes(self) -> bool:
-        """Writes for each receiver that may have some. Returns whether there was any."""
-        posted = self._writes.post()
+        """Post writes to each receiver, one at a time in turn; the digests of the second are made while the first is
+        copied. Returns: whether there was any."""
+        posted: set[str] = set()
+        for _ in range(MAX_WRITES):
+            posted |= {incarnation for incarnation, receiver in self._receivers.items() if self._post_next(receiver)}
         for incarnation in posted:
-            self._tell(incarnation, Posted())
+            self._send(incarnation, Posted())
         return bool(posted)
+
+    def _post_next(self, receiver: _Receiver) -> bool:
+        while receiver.turns and not receiver.turns[0].has_write:
+            receiver.turns.popleft()
+        if not receiver.turns or len(receiver.in_flight) >= MAX_WRITES:
+            return False
+        room = receiver.turns.popleft()
+        self._num_orders += 1
+        write = room.take_write(self._num_orders, self._settings.pages_per_write)
+        self._orders[write.order_id] = _Order(
+            room=room,
+            num_pages=len(write.src_pages),
+            ranks=set(range(len(self._ports))),
+            posted_s=time.monotonic(),
+        )
+        receiver.in_flight.add(write.order_id)
+        for port in self._ports:
+            port.write(write)
+        if room.has_write:
+            receiver.turns.append(room)
+        return True
 
     def expire(self, now: float) -> None:
         for room in list(self._rooms.values()):
@@ -228,17 +312,9 @@ class SendingRooms:
         """The next deadline."""
         return min((room.deadline_s for room in self._rooms.values()), default=float("inf"))
 
-    @property
-    def sent_bytes(self) -> int:
-        return self._writes.sent_bytes
-
-    @property
-    def sent_pages(self) -> int:
-        return self._writes.sent_pages
-
     def take_write_times(self) -> list[WriteTimes]:
-        """Of writes that have ended since the last call, of all ranks."""
-        times, self._writes.times = self._writes.times, []
+        """The times of writes that have ended since the last call, of all ranks."""
+        times, self._write_times = self._write_times, []
         return times
 
     @property
@@ -255,7 +331,7 @@ class SendingRooms:
         self._sweep(now)
 
     def _new(self, key: RoomKey) -> KVSender:
-        room = self._rooms[key] = KVSender(*key, emit=self._emit, tell=self._tell)
+        room = self._rooms[key] = KVSender(*key, events=self._events, send=self._send)
         return room
 
     def _of(self, incarnation: str) -> list[KVSender]:
@@ -278,6 +354,11 @@ class SendingRooms:
         for room in self._rooms.values():
             room.check()
             assert not room.over, f"room {room.room} is over and still in the books"
-        self._writes.check()
+        assert set().union(*(receiver.in_flight for receiver in self._receivers.values())) == set(self._orders)
+        for order_id, order in self._orders.items():
+            assert order.ranks, f"order {order_id} has ended on every rank and is still in the books"
+            assert not order.room.over, f"order {order_id} of a room that is over"
+            assert order_id in self._receivers[order.room.incarnation].in_flight
+        assert all(len(receiver.in_flight) <= MAX_WRITES for receiver in self._receivers.values())
         assert all(room.order is not None for room in self._by_room.values())
         assert all(room in self._rooms.values() for room in self._by_room.values())

@@ -48,15 +48,14 @@ class TransferCore:
             layout,
             settings,
             ports,
-            emit=self.events.append,
-            tell=lambda incarnation, message: self.peers.tell(incarnation, message, outgoing=False),
-            mend=self._mend,
+            events=self.events,
+            send=lambda incarnation, message: self.peers.send(incarnation, message, outgoing=False),
         )
         self.receiving = ReceivingRooms(
             layout,
             ports,
-            emit=self.events.append,
-            tell=lambda incarnation, message: self.peers.tell(incarnation, message, outgoing=True),
+            events=self.events,
+            send=lambda incarnation, message: self.peers.send(incarnation, message, outgoing=True),
         )
 
     # the engine's orders
@@ -115,8 +114,8 @@ class TransferCore:
                 any_event = True
                 if isinstance(event, Arrived):
                     self.receiving.arrived(rank, event, self.now)
-                else:
-                    self.sending.port_event(event, self.now)
+                elif (broken := self.sending.wrote(rank, event, self.now)) is not None:
+                    self._reconnect(broken)
         return any_event
 
     # what the peers' watch says
@@ -164,7 +163,7 @@ class TransferCore:
         for port in self._ports:
             port.disconnect(incarnation)
 
-    def _mend(self, ranks: PeerRanks) -> None:
+    def _reconnect(self, ranks: PeerRanks) -> None:
         """A failed endpoint stays failed (notes/nixl.md section 4): the ports forget the peer and connect anew."""
         self.receiving.peer_broken(ranks.incarnation, "the transfer endpoint of the peer has failed", self.now)
         try:

@@ -80,7 +80,7 @@ def make_port(
         agent: TransferAgent = NixlAgent(memory, role=f"rank{rank}", host=host, transport=settings.transport)
     else:
         agent = make_agent(memory)
-    return AgentPort(memory, rank, agent, verify=settings.verify, pages_per_write=settings.pages_per_write)
+    return AgentPort(memory, rank, agent, verify=settings.verify)
 
 
 def _warn_of_expandable_segments() -> None:

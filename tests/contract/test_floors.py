@@ -116,7 +116,7 @@ ONLY: dict[str, set[str]] = {
     "safetensors": {"replicas.runner.weights"},
     "gguf": set(),
     "torch": {
-        "kvtransfer.ports.agent", "kvtransfer.local", "kvtransfer.ports.checksum", "replicas.memory.pool",
+        "kvtransfer.ports.agent", "tests.local_agents", "kvtransfer.ports.checksum", "replicas.memory.pool",
         "replicas.memory.scaled_pool",
         "replicas.memory.host",
         "replicas.kernels", "replicas.layers", "replicas.attention", "replicas.models",

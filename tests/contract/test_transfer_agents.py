@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvtransfer.layout import head_slices
-from kvtransfer.local import LocalFabric
 from kvtransfer.ports.rank_port import ExpectOrder, PeerRanks, PortEvent, WriteFailed, WriteOrder, Written
 from kvtransfer.ports.transfer_agent import RemotePool
 from kvtransfer.types import PageIds
+from tests.local_agents import LocalFabric
 from tests.transfer_worker import Kind, LocalSide, Side, Worker, arrivals, events_until, spread, wire_layout
 
 LIMIT_S = 10.0
@@ -93,8 +93,8 @@ class Engine:
         )
 
 
-def start(side: Side, *, tp: int = 1, seed: int, pages_per_write: int = 16) -> Engine:
-    return Engine(side, side.call("start", tp, seed, pages_per_write))
+def start(side: Side, *, tp: int = 1, seed: int) -> Engine:
+    return Engine(side, side.call("start", tp, seed))
 
 
 def connect(p: Engine, d: Engine) -> None:
@@ -102,8 +102,8 @@ def connect(p: Engine, d: Engine) -> None:
     d.call("connect", p.ranks)
 
 
-def pair(sides: Sides, *, p_tp: int = 1, d_tp: int = 1, pages_per_write: int = 16) -> tuple[Engine, Engine]:
-    p = start(sides.take(), tp=p_tp, seed=1, pages_per_write=pages_per_write)
+def pair(sides: Sides, *, p_tp: int = 1, d_tp: int = 1) -> tuple[Engine, Engine]:
+    p = start(sides.take(), tp=p_tp, seed=1)
     d = start(sides.take(), tp=d_tp, seed=2)
     connect(p, d)
     return p, d
@@ -228,7 +228,7 @@ def test_a_page_that_changes_on_the_way_is_caught(sides: Sides) -> None:
 
 def test_a_killed_peer_is_a_failure_and_its_successor_is_served(sides: Sides) -> None:
     """SPEC H19: D dies with a write behind it and one before it; a new D has a new incarnation."""
-    p, d = pair(sides, pages_per_write=2)
+    p, d = pair(sides)
     d.expect(p, spread(2, 4))
     p.send(d, spread(2, 3), spread(2, 4))
     events_until([p.side, d.side], has_come(2), LIMIT_S)
@@ -263,7 +263,7 @@ def test_a_killed_sender_does_not_hold_up_another(sides: Sides) -> None:
 
 def test_a_stopped_peer_is_given_up_without_letting_go_of_what_may_still_be_read(sides: Sides) -> None:
     """SPEC H19: nothing ends while D hangs; its order is drained only when D is dead and disconnected."""
-    p, d = pair(sides, pages_per_write=2)
+    p, d = pair(sides)
     p.send(d, spread(1, 3), spread(1, 4))
     events_until([p.side, d.side], has_been_written, LIMIT_S)  # connected and idle
     d.side.stop()

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from benchmarks.engine_process import TOKEN
-from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
 from replicas.config import CacheConfig, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL
+from tests.local_agents import LocalAgent, LocalFabric
 from tests.numerics import tiny
 
 NUM_NEW = 6

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.local import LocalFabric
 from replicas.config import KvDType
 from replicas.engine.engine import Engine
 from replicas.types import FinishReason, GenerateRequest, SamplingParams
 from tests.embedded import MODEL
+from tests.local_agents import LocalFabric
 from tests.numerics.handing_over import (
     CACHED,
     GREEDY,

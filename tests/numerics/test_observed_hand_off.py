@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.replay import observe
 from kvtransfer.types import PdTicket, TransferSettings
 from replicas.config import CacheConfig, SchedulerConfig
@@ -18,6 +17,7 @@ from replicas.launch import load_engine
 from replicas.replay.replay import extract, restore
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
 from tests.embedded import MODEL
+from tests.local_agents import LocalAgent, LocalFabric
 from tests.numerics import tiny
 
 pytestmark = pytest.mark.model

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvtransfer.errors import PeerLost
-from kvtransfer.local import LocalFabric
 from kvtransfer.peers.link import SocketLinks
 from kvtransfer.peers.wire import Message, PeerHello
 from kvtransfer.ports.port import AgentPort
@@ -24,6 +23,7 @@ from replicas.runner.port import PortSpec
 from replicas.runner.port_channel import PortChannel
 from replicas.runner.remote_port import PortReport, RemotePort, serve_port
 from tests.kv_pools import layout, local_engine
+from tests.local_agents import LocalFabric
 
 WAIT_S = 20.0  # for anything
 SETTINGS = TransferSettings(host="127.0.0.1", token=b"secret", rank_timeout_s=0.1)

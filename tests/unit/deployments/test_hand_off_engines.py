@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from deployments.replica.served_engine import ServedEngine
-from kvtransfer.local import LocalAgent, LocalFabric
 from kvtransfer.types import TransferSettings
 from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.loop import EngineLoop
@@ -20,6 +19,7 @@ from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from routing.types import Role
 from tests.embedded import MODEL
+from tests.local_agents import LocalAgent, LocalFabric
 from tests.unit.deployments.in_process import House
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]

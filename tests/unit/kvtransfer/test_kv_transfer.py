@@ -13,7 +13,6 @@ import pytest
 
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import KvLayout
-from kvtransfer.local import LocalFabric
 from kvtransfer.ports.port import AgentPort
 from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.types import (
@@ -33,6 +32,7 @@ from kvtransfer.types import (
     TransferSettings,
 )
 from tests.kv_pools import LocalEngine, join_heads, layout, local_engine, page_ids
+from tests.local_agents import LocalFabric
 from tests.waiting import until
 
 TOKENS = 14  # 4 pages of 4, the last one half full

@@ -47,7 +47,7 @@ class Case:
         self.events: list[TransferEvent] = []
         self.told: list[ToSender] = []
         self.room = KVReceiver(
-            order, layout(tp), 0.0, emit=self.events.append, tell=lambda _, message: self.told.append(message)
+            order, layout(tp), 0.0, events=self.events, send=lambda _, message: self.told.append(message)
         )
 
     def open(self, tp: int = 1) -> "Case":

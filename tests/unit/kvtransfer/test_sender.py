@@ -20,7 +20,7 @@ class Case:
     def __init__(self) -> None:
         self.events: list[TransferEvent] = []
         self.told: list[ToReceiver] = []
-        self.room = KVSender(1, 2, emit=self.events.append, tell=lambda _, message: self.told.append(message))
+        self.room = KVSender(1, 2, events=self.events, send=lambda _, message: self.told.append(message))
         self.last_order = 0
 
     def ready(self) -> "Case":
@@ -32,9 +32,8 @@ class Case:
         self.room.opened("d", OPEN, now, wait_s=5.0, slack_s=1.0)
 
     def post(self, limit: int = 2) -> int:
-        self.room.take_write(limit)
         self.last_order += 1
-        self.room.posted(self.last_order)
+        self.room.take_write(self.last_order, limit)
         self.room.check()
         return self.last_order
 
@@ -68,12 +67,14 @@ def test_it_is_ready_when_both_legs_are_there_in_any_order(leg_first: bool) -> N
 def test_pages_go_in_writes_of_the_limit_and_the_meta_goes_with_the_last() -> None:
     case = Case().ready()
     case.room.send(1, page_ids(1, 2, 3))
-    first = case.room.take_write(2)
-    second = case.room.take_write(2)
+    first = case.room.take_write(1, 2)
+    second = case.room.take_write(2, 2)
     assert not case.room.has_write  # what is last is not known yet
     case.room.send(4, page_ids(4), b"meta")
-    third = case.room.take_write(2)
-    writes = [(w.page_offset, w.src.tolist(), w.dst.tolist(), w.last, w.meta) for w in (first, second, third)]
+    third = case.room.take_write(3, 2)
+    writes = [
+        (w.page_offset, w.src_pages.tolist(), w.dst_pages.tolist(), w.last, w.meta) for w in (first, second, third)
+    ]
     assert writes == [
         (0, [1, 2], [8, 9], False, b""),
         (2, [3], [6], False, b""),
@@ -86,10 +87,10 @@ def test_a_last_word_without_pages_is_a_write_of_its_own() -> None:
     """SPEC H09: zero pages included."""
     case = Case().ready()
     case.room.send(1, page_ids(1, 2, 3, 4))
-    case.room.take_write(9)
+    case.room.take_write(1, 9)
     case.room.send(5, page_ids(), b"meta")
-    last = case.room.take_write(9)
-    assert (len(last.src), last.page_offset, last.last, last.meta) == (0, 4, True, b"meta")
+    last = case.room.take_write(2, 9)
+    assert (len(last.src_pages), last.page_offset, last.last, last.meta) == (0, 4, True, b"meta")
 
 
 @pytest.mark.parametrize("ack_first", [True, False])

@@ -18,7 +18,6 @@ import numpy as np
 from kvtransfer.errors import PeerLost
 from kvtransfer.layout import PageSlice
 from kvtransfer.ports.memory import KvMemory
-from kvtransfer.ports.rank_port import group_runs
 from kvtransfer.ports.transfer_agent import RemotePool, Transfer
 from kvtransfer.types import PageIds, WriteTimes
 
@@ -206,3 +205,18 @@ def _copy(source: KvMemory, target: KvMemory, write: _LocalWrite) -> None:
         for part in write.slices:
             src_bytes = source.view[src : src + length, part.src_offset : part.src_offset + part.num_bytes]
             np.copyto(target.view[dst : dst + length, part.dst_offset : part.dst_offset + part.num_bytes], src_bytes)
+
+
+def group_runs(src: PageIds, dst: PageIds) -> list[tuple[int, int, int]]:
+    """(source page, destination page, length) of maximal runs in which both sides go up by one (SPEC H09).
+
+    ``src``, ``dst``: [n]. Order is kept; the runs cover every pair once.
+    """
+    if len(src) != len(dst):
+        raise ValueError(f"{len(src)} source pages and {len(dst)} destination pages: one for each is wanted")
+    if not len(src):
+        return []
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(src)]))
+    return [(int(src[s]), int(dst[s]), int(e - s)) for s, e in zip(starts, ends, strict=True)]
