@@ -23,9 +23,8 @@ import numpy.typing as npt
 from benchmarks.harness import Row, Table
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports.agent import NixlAgent
-from kvtransfer.ports.checksum import page_digest
-from kvtransfer.ports.memory import KvMemory
-from kvtransfer.ports.notes import Note, pack
+from kvtransfer.ports.memory import KvMemory, page_digest
+from kvtransfer.ports.notifications import Note, pack
 from kvtransfer.ports.port import AgentPort
 from kvtransfer.ports.rank_port import Arrived, ExpectOrder, PeerRanks, WriteOrder
 from kvtransfer.ports.transfer_agent import TransferState

@@ -10,7 +10,7 @@ TransferError
 
 
 class TransferError(Exception):
-    """Root of the tree. The message says what was wanted, what there is, and what to do."""
+    """The root of the tree. A message states what was wanted, what was found, and what to do."""
 
 
 class IncompatibleLayout(TransferError):
@@ -22,11 +22,11 @@ class PeerLost(TransferError):
 
 
 class NotAuthenticated(TransferError):
-    """The challenge was answered wrongly."""
+    """The peer does not know the cluster's token."""
 
 
 class BadMessage(TransferError):
-    """Not a message, or of another version."""
+    """Bytes that are no message of this version."""
 
 
 class BadSnapshot(TransferError):

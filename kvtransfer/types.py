@@ -1,12 +1,12 @@
-"""What the parts of a hand-off say to each other.
+"""The orders, events and settings of hand-offs: frozen values.
 
-Owns:      nothing; these are frozen values. The protocols: transfer_service.py, rank_port.py, transfer_agent.py.
+Owns:      nothing. The protocols: rooms/transfer_service.py, ports/rank_port.py, ports/transfer_agent.py.
 
     engine (replicas/disagg) ──orders──> KvTransfer ──orders──> RankPort, one per rank (ports.py) ──> TransferAgent
                              <──events──            <──events──
 
-A *room* is one hand-off: one sequence's pages from one prefill replica to one decode replica. ``generation`` tells the
-tries of one room apart, ``incarnation`` the lives of one process: a late word of an earlier one is dropped.
+A *room* is one hand-off: one sequence's pages from one prefill replica to one decode replica. ``generation`` counts
+the tries of one room, ``incarnation`` is new with every start of a process: messages of an earlier one are dropped.
 """
 
 import enum
@@ -40,7 +40,7 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdTicket:
-    """Made by the router for one request; both legs carry it."""
+    """One try of one hand-off, made by the router; both legs carry it."""
 
     room: int  # random, 63 bits
     generation: int  # of the try
@@ -49,7 +49,7 @@ class PdTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferMeta:
-    """What the pages themselves do not say (SPEC H12); comes with the last of them."""
+    """What the decode side needs besides the pages (SPEC H12); it comes with the last of them."""
 
     rid: str
     fingerprint: str  # of the sender's layout; the receiver refuses another
@@ -80,7 +80,7 @@ class ReceiveOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOrder:
-    """Prefill side: the request of this room has arrived here; tell when its receiver has opened."""
+    """Prefill side: the request of this room has arrived; report when its receiver has opened the room."""
 
     room: int
     generation: int
@@ -102,7 +102,7 @@ class SendReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendDone:
-    """The receiver has verified everything. The last event of the room: its pages may go."""
+    """The receiver has verified everything. The last event of the room: its pages may be freed."""
 
     room: int
 
@@ -117,7 +117,7 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendDrained:
-    """After `SendFailed`: nothing reads the room's pages any more. The last event of the room."""
+    """After `SendFailed`: no write reads the room's pages. The last event of the room."""
 
     room: int
 
@@ -134,7 +134,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveFailed:
-    """The K/V will not come. The pages may still be written to: quarantine them until `ReceiveDrained`."""
+    """The room failed. The pages may still be written to: quarantine them until `ReceiveDrained`."""
 
     room: int
     reason: str
@@ -143,7 +143,7 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveDrained:
-    """After `ReceiveFailed`: nobody can write to the pages any more. The last event of the room."""
+    """After `ReceiveFailed`: no peer can write to the pages. The last event of the room."""
 
     room: int
 
@@ -153,18 +153,18 @@ TransferEvent = SendReady | SendDone | SendFailed | SendDrained | Received | Rec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSettings:
-    """How an engine's transfer service behaves; every wait has its limit here."""
+    """The settings of one transfer service; every wait has its limit here."""
 
     host: str  # address of this machine that the peers reach; the transfer service listens there and nowhere else
-    token: bytes = field(repr=False)  # secret of the cluster: who does not know it gets no metadata
+    token: bytes = field(repr=False)  # secret of the cluster: a peer that does not know it gets no metadata
     verify: Verify = Verify.ALL
     transport: Literal["auto", "tcp"] = "auto"  # auto: shared memory copies (CMA) on one host, else what UCX finds
     # last bounds (heartbeats find death and hangs): the first includes decode's queue, the second prefill's
     open_timeout_s: float = 180.0  # prefill side: for the receiver to get row and pages, and open the room
     room_timeout_s: float = 180.0  # decode side: from row and pages to the first page, and from each to the next
-    call_timeout_s: float = 5.0  # for a hello or an answer
+    call_timeout_s: float = 5.0  # for a hello or a reply
     heartbeat_s: float = 1.0
-    heartbeat_misses: int = 3  # silent for so many: every room with that peer fails
+    heartbeat_misses: int = 3  # after this many silent periods every room with that peer fails
     rank_timeout_s: float = 10.0  # the port of a rank in another process: silent for so long, the service ends
     pages_per_write: int = 16  # a write blocks the transfer thread while it copies
 
@@ -174,7 +174,7 @@ class WriteTimes:
     """How long one write of pages took, by the transfer library's own clock."""
 
     post_s: float  # to post it; over CMA that is the copy
-    wire_s: float  # until it was there, the post included
+    wire_s: float  # until it had arrived, the post included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,8 @@ Ready = list[tuple[selectors.SelectorKey, int]]
 
 
 class LinkHandler(Protocol):
+    """Receives what happens on the links of `SocketLinks`."""
+
     def link_up(self, link: int, hello: PeerHello) -> None: ...
 
     def link_down(self, link: int, reason: str, *, refused: bool = False) -> None: ...
@@ -49,9 +51,10 @@ class LinkHandler(Protocol):
 
 
 def crowded_out(strangers: Iterable[tuple[T, str]]) -> T | None:
-    """Which of the strangers, with their hosts, the oldest first, must go before one more is let in; None: no one.
+    """Choose the connection to close before one more stranger is accepted; None while there is room.
 
-    Of too many it is the oldest of the host that has most: one host cannot push out another's.
+    Args:    strangers: connections that are not authenticated, with their hosts, the oldest first.
+    Returns: the oldest of the host that has most, so that one host cannot push out another's.
     """
     held = list(strangers)
     if len(held) < MAX_STRANGERS:
@@ -61,13 +64,15 @@ def crowded_out(strangers: Iterable[tuple[T, str]]) -> T | None:
 
 
 class _Connection:
+    """One socket: its handshake, its unsent bytes, its frames."""
+
     def __init__(
         self, sock: socket.socket, handshake: Handshake, *, dialled: bool, deadline_s: float, host: str = ""
     ) -> None:
         self.sock = sock
-        self.handshake: Handshake | None = handshake  # None: it is through
+        self.handshake: Handshake | None = handshake  # None once it is through
         self.dialled = dialled
-        self.host = host  # of who came in
+        self.host = host  # of the stranger; empty for a dial
         self.connecting = dialled
         self.deadline_s = deadline_s  # of the handshake
         self.frames = Frames(MAX_STRANGER_BYTES)
@@ -75,7 +80,7 @@ class _Connection:
 
 
 class SocketLinks:
-    """Implements `kvtransfer.peers.peer_table.Links`."""
+    """`peer_table.Links` over non-blocking sockets of this process."""
 
     def __init__(self, host: str, *, token: bytes, call_timeout_s: float, now: float) -> None:
         self.now = now
@@ -83,7 +88,7 @@ class SocketLinks:
         self._call_timeout_s = call_timeout_s
         self._ids = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
-        self._lost: list[tuple[int, str, bool]] = []  # to be told by `serve`: a call never calls back
+        self._lost: list[tuple[int, str, bool]] = []  # reported by `serve`: a call never calls back
         self._hello: PeerHello | None = None
         self._deaf_until_s = math.inf  # when to listen again
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -98,12 +103,12 @@ class SocketLinks:
         self._selector.register(self._wake_in, selectors.EVENT_READ, -1)
 
     def introduce(self, hello: PeerHello) -> None:
-        """What to say to authenticated peers; before the first `wait`."""
+        """Set the hello that authenticated peers get; call it before the first `wait`."""
         self._hello = hello
 
     def wake(self) -> None:
-        """Make `wait` return."""
-        with contextlib.suppress(OSError):  # full: it will wake; closed: nobody sleeps any more
+        """Make `wait` return at once; any thread."""
+        with contextlib.suppress(OSError):  # full: it will wake; closed: nothing waits
             self._wake_out.send(b"w")
 
     # Links
@@ -121,7 +126,7 @@ class SocketLinks:
             if error not in (0, errno.EINPROGRESS):
                 raise OSError(error, os.strerror(error))
             self._add(link, _Connection(sock, handshake, dialled=True, deadline_s=self.now + self._call_timeout_s))
-        except (OSError, ValueError, OverflowError, TypeError) as failed:  # no descriptor, name or port; nobody there
+        except (OSError, ValueError, OverflowError, TypeError) as failed:  # no descriptor, name or port; refused
             if sock is not None:
                 sock.close()
             refused = isinstance(failed, ConnectionRefusedError)
@@ -147,11 +152,11 @@ class SocketLinks:
     # the loop
 
     def wait(self, timeout_s: float) -> Ready:
-        """Sleep until something happens, at most ``timeout_s``; `serve` does it."""
+        """Sleep until a socket is ready, at most ``timeout_s``. Returns: what `serve` handles."""
         return self._selector.select(0.0 if self._lost else timeout_s)
 
     def serve(self, ready: Ready, handler: LinkHandler, now: float) -> bool:
-        """Tell what happened. Returns whether anything did."""
+        """Handle ``ready`` and report to ``handler``. Returns: whether anything happened."""
         self.now = now
         lost, self._lost = self._lost, []
         for link, reason, refused in lost:
@@ -168,7 +173,7 @@ class SocketLinks:
         return bool(ready or lost)
 
     def expire(self, now: float) -> None:
-        """Connections whose handshake takes too long: silent strangers, hung peers."""
+        """Drop connections whose handshake takes too long: silent strangers, hung peers."""
         self.now = now
         if now >= self._deaf_until_s:
             self._deaf_until_s = math.inf
@@ -179,7 +184,7 @@ class SocketLinks:
 
     @property
     def next_s(self) -> float:
-        """When `expire` has something to do."""
+        """When `expire` has something to do next."""
         return min((self._deaf_until_s, *(connection.deadline_s for connection in self._connections.values())))
 
     @property
@@ -195,7 +200,7 @@ class SocketLinks:
             self.close(link)
 
     def close_listener(self) -> None:
-        """Last of all: peers take a refused connection for the proof that nothing here writes any more."""
+        """Close the listener, last of all: to peers a refused dial proves that nothing here writes."""
         self._selector.close()
         for sock in (self._listener, self._wake_in, self._wake_out):
             sock.close()
@@ -214,7 +219,7 @@ class SocketLinks:
             sock, (host, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # no descriptor is left; the caller waits in the listener's queue, and would wake us
+        except OSError as error:  # no descriptor is left; the stranger stays in the listener's queue and would wake us
             log.warning("no connection is taken for %g s: %s", DEAF_S, error)
             self._selector.unregister(self._listener)
             self._deaf_until_s = self.now + DEAF_S
@@ -281,7 +286,7 @@ class SocketLinks:
         except (BadMessage, NotAuthenticated) as error:
             log.warning("connection %d is closed: %s", link, error)
             self._drop(link, str(error))
-        except Exception as error:  # an error of ours: it costs this peer its connection, never all of them the thread
+        except Exception as error:  # an error of ours: this peer loses its connection, the others keep the thread
             log.exception("connection %d is closed: a message of the peer could not be served", link)
             self._drop(link, f"a message could not be served: {error!r}")
 
@@ -295,7 +300,7 @@ class SocketLinks:
         if (hello := connection.handshake.peer) is None or link not in self._connections:
             return
         if hello.purpose == "probe" and not connection.dialled:
-            return  # it has our hello: not a link, and gone by its deadline
+            return  # it has our hello; it is no link, and is dropped at its deadline
         connection.handshake = None
         connection.deadline_s = math.inf
         handler.link_up(link, hello)
@@ -330,12 +335,12 @@ STEP_S = 0.02  # how often the listener is looked at
 class Alive:
     """A listener in the process of a rank after the first: peers dial it to learn whether the process is alive.
 
-    It is closed after the agent: from then on a refused dial proves that nothing here writes any more. The follower's
+    It is closed after the agent: from then on a refused dial proves that nothing here writes. The follower's
     transfer thread calls `serve` in every turn.
     """
 
     def __init__(self, settings: TransferSettings, layout: KvLayout, *, host: str, name: str) -> None:
-        """``name``: new with every life. Raises: OSError."""
+        """``name``: new with every start of the process. Raises: OSError."""
         self._links = SocketLinks(
             host, token=settings.token, call_timeout_s=settings.call_timeout_s, now=time.monotonic()
         )

@@ -19,7 +19,7 @@ from kvtransfer.types import PeerAddress
 
 
 class Heartbeat:
-    """Of one connection; anything that is heard counts."""
+    """When one connection between engines needs a ping, and when its other end has been silent for too long."""
 
     def __init__(self, *, period_s: float, misses: int, now: float) -> None:
         self.period_s = period_s
@@ -31,7 +31,7 @@ class Heartbeat:
         self.heard_s = now
 
     def take_due(self, now: float) -> bool:
-        """Whether a sign of life is due; the caller gives it."""
+        """Return whether a ping is due; the caller sends it."""
         due = now >= self.sent_s + self.period_s
         if due:
             self.sent_s = now
@@ -46,35 +46,35 @@ class Heartbeat:
 
 
 class Silence:
-    """How long somebody said nothing while one listened.
+    """How long the port of a rank has been silent while its service listened; a false alarm here costs a replica.
 
-    A stretch in which nobody looked counts as one period at most: then the listener itself was held up, or the whole
-    machine, and what the other had to say may still be on its way.
+    Time in which the listener did not look counts as one period at most: then the listener itself was held up, or the
+    whole machine, and messages of the other side may still be unread.
     """
 
     def __init__(self, *, period_s: float, limit_s: float, now: float) -> None:
-        """``period_s``: how often the other should say something."""
+        """``period_s``: how often the other side should send something."""
         self.limit_s = limit_s
         self._period_s = period_s
         self._looked_s = now
         self._silent_s = 0.0
 
     def looked(self, now: float, *, heard: bool) -> bool:
-        """Whether it has been too long."""
+        """Book one look, and whether something had come. Returns: whether the silence is too long."""
         self._silent_s = 0.0 if heard else self._silent_s + min(now - self._looked_s, self._period_s)
         self._looked_s = now
         return self._silent_s >= self.limit_s
 
 
 GRACE_S = 1.0
-RETRY_S = 0.25  # within the grace: who is there again shall be seen
+RETRY_S = 0.25  # within the grace: a process that listens again shall be noticed
 MAX_RETRY_S = 5.0  # of a process that lives, or cannot be reached
 
 
 @dataclass(slots=True, kw_only=True)
 class _Process:
     address: PeerAddress
-    dial_s: float  # when to ask next
+    dial_s: float  # when to dial next
     backoff_s: float = 0.0
     gone_s: float = math.inf  # since when
     proven: bool = False
@@ -86,27 +86,29 @@ class _Process:
         self.dial_s = math.inf if self.proven else min(now + RETRY_S, self.gone_s + GRACE_S)
 
     def unproven(self, now: float) -> None:
-        """It lives, or nobody can say."""
+        """It lives, or that cannot be known."""
         self.backoff_s = min(max(2 * self.backoff_s, RETRY_S), MAX_RETRY_S)
         self.dial_s = now + self.backoff_s
 
 
 class DeathProof:
+    """What is known of the processes of one peer that seems dead, until all are proven gone or its service answers."""
+
     def __init__(self, service: PeerAddress, followers: Sequence[PeerAddress], reason: str, now: float) -> None:
         self.reason = reason
         self._processes = [_Process(address=address, dial_s=now) for address in (service, *followers)]
-        self._told_s = math.inf
+        self._declared_s = math.inf
 
     def service_gone(self, now: float) -> None:
-        """A dial of `PeerTable` was refused, or another life answered."""
+        """A dial of `PeerTable` was refused, or another incarnation answered."""
         self._processes[0].gone(now)
 
-    def told(self, now: float) -> None:
-        """Somebody who knows says that all of it is dead."""
-        self._told_s = min(self._told_s, now)
+    def declared(self, now: float) -> None:
+        """Its supervisor reports that all its processes have ended."""
+        self._declared_s = min(self._declared_s, now)
 
     def due(self, now: float) -> list[PeerAddress]:
-        """Whom to ask now, by `asked`."""
+        """The addresses to dial now; report each dial by `asked`."""
         return [each.address for each in self._processes if now >= each.dial_s]
 
     def asked(self, address: PeerAddress, link: int) -> None:
@@ -118,7 +120,7 @@ class DeathProof:
         return [each.link for each in self._processes if each.link is not None]
 
     def answered(self, link: int, incarnation: str, now: float) -> bool:
-        """Somebody is there. Returns: whether it is the peer's transfer service, which is not dead then."""
+        """A dial was answered. Returns: whether it was the peer's own transfer service, which is alive then."""
         process = self._take(link)
         if incarnation != process.address.incarnation:
             process.gone(now)
@@ -135,13 +137,13 @@ class DeathProof:
             process.unproven(now)
 
     def proven(self, now: float) -> bool:
-        return now >= self._told_s + GRACE_S or all(each.proven for each in self._processes)
+        return now >= self._declared_s + GRACE_S or all(each.proven for each in self._processes)
 
     @property
     def next_s(self) -> float:
         if all(each.proven for each in self._processes):
             return 0.0
-        return min(self._told_s + GRACE_S, *(each.dial_s for each in self._processes))
+        return min(self._declared_s + GRACE_S, *(each.dial_s for each in self._processes))
 
     def _take(self, link: int) -> _Process:
         [process] = [each for each in self._processes if each.link == link]

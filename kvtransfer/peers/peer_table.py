@@ -34,31 +34,33 @@ class Links(Protocol):
         ...
 
     def close(self, link: int) -> None:
-        """No word of it comes any more. Idempotent."""
+        """Close the link; no callback fires for it afterwards. Idempotent."""
         ...
 
 
 class PeerWatcher(Protocol):
+    """Receives what becomes of the peers of a `PeerTable`."""
+
     def peer_up(self, hello: PeerHello, *, outgoing: bool) -> None: ...
 
     def peer_down(self, incarnation: str, reason: str, *, outgoing: bool) -> None:
-        """The connection is lost or, if outgoing, could not be had."""
+        """The connection was lost or, if outgoing, could not be established."""
         ...
 
     def peer_dead(self, incarnation: str, reason: str) -> None:
-        """All its processes are, and what they sent has landed."""
+        """All its processes are proven gone, and what they sent has landed."""
         ...
 
     def peer_forgotten(self, incarnation: str) -> None: ...
 
     def has_business(self, incarnation: str) -> bool:
-        """Whether something waits for its word or its death."""
+        """Return whether anything waits for its answer or its death."""
         ...
 
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 MIN_UP_S = 0.1  # a link that was lost sooner is not dialled again at once
-FORGET_S = 600.0  # out of reach, no proof of its death, and nothing of ours depends on it
+FORGET_S = 600.0  # unreachable, not proven dead, and nothing of ours depends on it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,10 +70,10 @@ class _Peer:
     outgoing: int | None = None
     incoming: int | None = None
     dialling: int | None = None
-    suspect: str = ""  # why no room should be tried now
+    suspect: str = ""  # why no room should be opened now
     backoff_s: float = 0.0
     dial_s: float = math.inf  # when to dial next
-    lost_s: float = math.inf  # since when it is out of reach
+    lost_s: float = math.inf  # since when it is unreachable
     up_s: float = -math.inf  # when its last link came up
     followers: tuple[PeerAddress, ...] = ()  # processes of its other ranks
     death_proof: DeathProof | None = None  # it seems to be dead
@@ -82,6 +84,8 @@ class _Peer:
 
 
 class PeerTable:
+    """The peers of one engine, indexed by incarnation, and the links to them."""
+
     def __init__(self, settings: TransferSettings, links: Links, watcher: PeerWatcher) -> None:
         self._settings = settings
         self._links = links
@@ -91,7 +95,7 @@ class PeerTable:
         self._beats: dict[int, Heartbeat] = {}  # links that are up
 
     def want(self, address: PeerAddress, now: float) -> str:
-        """Keep a link up to it from now on. Returns: why it cannot be had just now, or nothing."""
+        """Keep a link up to it from now on. Returns: why it is out of reach just now, or an empty string."""
         peer = self._peers.setdefault(address.incarnation, _Peer(address=address))
         if peer.death_proof is not None:
             return peer.death_proof.reason
@@ -110,17 +114,17 @@ class PeerTable:
         if link is not None:
             self._links.send(link, message)
 
-    def who(self, link: int) -> tuple[str, bool] | None:
-        """(incarnation, whether we dialled) of a link that is up."""
+    def end_of(self, link: int) -> tuple[str, bool] | None:
+        """The peer of a link that is up: (incarnation, whether we dialled); None for any other link."""
         incarnation = self._by_link.get(link)
         if incarnation is None or link not in self._beats:
             return None
         return incarnation, self._peers[incarnation].outgoing == link
 
-    # what the links say
+    # reports of the links
 
     def link_up(self, link: int, hello: PeerHello, now: float) -> None:
-        """Hello was said both ways."""
+        """Both hellos were exchanged."""
         incarnation = hello.address.incarnation
         dialled = self._by_link.get(link)
         if dialled is not None and (death_proof := self._peers[dialled].death_proof) is not None:
@@ -144,7 +148,7 @@ class PeerTable:
         self._install(link, peer, hello, now, outgoing=dialled is not None)
 
     def _probed(self, link: int, peer: _Peer, now: float) -> None:
-        """It lives, and will dial when it needs us; ask again later."""
+        """A probe was answered: it lives, and will dial when it needs us; probe again later."""
         self._unlink(link)
         peer.dialling = None
         peer.lost_s = now
@@ -155,7 +159,7 @@ class PeerTable:
         if outgoing:
             peer.outgoing, peer.dialling = link, None
         else:
-            if peer.incoming is not None:  # it has given that one up; we have not noticed yet
+            if peer.incoming is not None:  # the peer has given that one up, which we have not noticed yet
                 self._lost(peer.incoming, "the peer connected anew", now)
             peer.incoming = link
             if peer.dialling is not None and not peer.wanted:
@@ -172,7 +176,7 @@ class PeerTable:
         self._watcher.peer_up(hello, outgoing=outgoing)
 
     def link_down(self, link: int, reason: str, now: float, *, refused: bool = False) -> None:
-        """``refused``: nobody listens there."""
+        """The link was lost or could not be established. ``refused``: nothing listens at its address."""
         incarnation = self._by_link.get(link)
         if incarnation is None:
             return
@@ -198,7 +202,7 @@ class PeerTable:
             beat.heard(now)
 
     def drop(self, incarnation: str, reason: str, now: float) -> None:
-        """Something is wrong with it: close its links, and begin anew by a hello."""
+        """Close the links of a peer that misbehaves; the next hello begins anew."""
         peer = self._peers.get(incarnation)
         if peer is None or peer.death_proof is not None:
             return
@@ -252,7 +256,7 @@ class PeerTable:
         self._lost(link, peer.suspect, now)
 
     def _lost(self, link: int, reason: str, now: float) -> None:
-        """A link that was up is not any more: see at once whether the peer lives."""
+        """A link that was up is lost: check at once whether the peer lives."""
         incarnation = self._by_link[link]
         peer = self._peers[incarnation]
         outgoing = peer.outgoing == link
@@ -271,13 +275,13 @@ class PeerTable:
             peer.dial_s = now if outgoing else min(peer.dial_s, now + MIN_BACKOFF_S)
         self._watcher.peer_down(incarnation, reason, outgoing=outgoing)
 
-    def told_dead(self, incarnation: str, now: float) -> None:
-        """By somebody who knows that all its processes have ended. Its own hello within the grace says otherwise."""
+    def declare_dead(self, incarnation: str, now: float) -> None:
+        """Its supervisor reports that all its processes have ended; a hello of its own within the grace refutes it."""
         if incarnation in self._peers:
-            self._doubt(incarnation, "the process is gone, says its supervisor", now).told(now)
+            self._doubt(incarnation, "the process is gone, says its supervisor", now).declared(now)
 
     def _doubt(self, incarnation: str, reason: str, now: float) -> DeathProof:
-        """It seems to be dead: no room of it can go on, and each of its processes is asked."""
+        """It seems to be dead: fail its rooms, and dial each of its processes until the proof is complete."""
         peer = self._peers[incarnation]
         if peer.death_proof is not None:
             return peer.death_proof
@@ -292,7 +296,7 @@ class PeerTable:
         return death_proof
 
     def _revive(self, incarnation: str, now: float) -> None:
-        """It is not dead. Its rooms ask when there is a link again."""
+        """It is not dead. Its rooms send Abort again when there is a link."""
         peer = self._peers[incarnation]
         if peer.death_proof is not None:
             for link in peer.death_proof.links:

@@ -142,7 +142,7 @@ def encode(message: Message) -> bytes:
     data = _versioned(message)
     if len(data) > MAX_FRAME_BYTES:
         raise BadMessage(f"a {type(message).__name__} of {len(data)} bytes, at most {MAX_FRAME_BYTES} may be sent")
-    return _LENGTH.pack(len(data)) + data
+    return framed(data)
 
 
 def decode(data: bytes) -> Message:
@@ -172,8 +172,12 @@ def _read(decoder: Decoder[T], data: bytes) -> T:
         raise BadMessage(f"not a message of version {VERSION}: {error}") from None
 
 
+def framed(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
+
+
 class Frames:
-    """Cuts a stream of bytes into frames' bodies."""
+    """Cuts a stream of bytes into the bodies of its frames."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -183,7 +187,7 @@ class Frames:
         self._data += data
 
     def __iter__(self) -> Iterator[bytes]:
-        """Whole frames, once each. Raises: BadMessage for one longer than ``max_bytes``, before it has come."""
+        """Yield each whole body once. Raises: BadMessage for one longer than ``max_bytes``, before it has come."""
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > self.max_bytes:
@@ -197,31 +201,31 @@ class Frames:
 
 
 class Handshake:
-    """One side's part of it; messages in, messages out."""
+    """One side of the handshake: takes messages, returns messages."""
 
     def __init__(self, *, token: bytes, hello: PeerHello, dialled: PeerAddress | None = None) -> None:
-        """``dialled``: for the side that dials, whom."""
+        """``dialled``: the address that this side has dialled; None on the listening side."""
         self.peer: PeerHello | None = None
         self.max_bytes = MAX_STRANGER_BYTES  # of the next frame from the other side
         self._dialled = dialled
         self._token = token
         self._hello = hello
         self._nonce = secrets.token_hex(16)
-        self._theirs: tuple[str, PeerAddress] | None = None  # nonce, and who they say they are
+        self._theirs: tuple[str, PeerAddress] | None = None  # nonce, and the address they state
         self._proven = False
 
     def start(self) -> list[Message]:
         return [] if self._dialled is not None else [Challenge(nonce=self._nonce, address=self._hello.address)]
 
     def heard(self, message: Message) -> list[Message]:
-        """What to answer. Raises: NotAuthenticated, BadMessage; the connection is to be closed then."""
+        """Return the reply. Raises: NotAuthenticated, BadMessage; the connection must be closed then."""
         if isinstance(message, PeerHello) and self._proven:
             if self._theirs is None or message.address != self._theirs[1]:
-                raise BadMessage(f"a hello of {message.address} from who has proven to be another")
+                raise BadMessage(f"a hello of {message.address} from a peer that has proven to be another")
             self.peer = message
             return []
         if self._proven:
-            raise BadMessage(f"a hello is wanted, there is a {type(message).__name__}")
+            raise BadMessage(f"a hello is wanted, a {type(message).__name__} came")
         if isinstance(message, Challenge) and self._dialled is not None and self._theirs is None:
             if (message.address.host, message.address.port) != (self._dialled.host, self._dialled.port):
                 raise BadMessage(f"{self._dialled} was dialled, and {message.address} answers")
@@ -234,13 +238,13 @@ class Handshake:
         if isinstance(message, Welcome) and self._dialled is not None and self._theirs is not None:
             self._require("listen", message.mac)
             return [self._hello]
-        raise BadMessage(f"a {type(message).__name__} does not come now")
+        raise BadMessage(f"a {type(message).__name__} is out of order in the handshake")
 
     def _mac(self, side: str) -> str:
         assert self._theirs is not None
         ends = [(self._nonce, self._hello.address), self._theirs]
         if self._dialled is None:
-            ends.reverse()  # who dials comes first
+            ends.reverse()  # the dialling side comes first
         text = json.dumps(["manta-transfer", side, *((n, a.host, a.port, a.incarnation) for n, a in ends)])
         return hmac.new(self._token, text.encode(), hashlib.sha256).hexdigest()
 

@@ -93,7 +93,7 @@ class NixlAgent:
             raise PeerLost(f"the metadata of {pool.agent} belong to {name}")
         try:
             self._peers[name] = self._prepare(pool)
-        except Exception as error:  # the peer told an address that it has not registered
+        except Exception as error:  # the peer named an address that it has not registered
             self._nixl.remove_remote_agent(name)
             raise PeerLost(f"the pool of {name} cannot be written: {type(error).__name__}: {error}") from error
 
@@ -214,11 +214,11 @@ class _NixlWrite:
     def times(self) -> WriteTimes | None:
         """NIXL's own, in whole microseconds."""
         try:
-            told = self._nixl.get_xfer_telemetry(self._handle)
+            measured = self._nixl.get_xfer_telemetry(self._handle)
         except Exception as error:  # noqa: BLE001 - NIXL has no common root of its errors; the write itself is done
             log.debug("NIXL does not say how long a write took: %s", error)
             return None
-        return WriteTimes(post_s=told.postDuration / 1e6, wire_s=told.xferDuration / 1e6)
+        return WriteTimes(post_s=measured.postDuration / 1e6, wire_s=measured.xferDuration / 1e6)
 
     def release(self) -> None:
         handle, self._handle = self._handle, None
@@ -227,7 +227,7 @@ class _NixlWrite:
 
     def _is_done(self, state: str) -> bool:
         if state not in ("DONE", "PROC"):
-            raise TransferError(f"NIXL says {state}")
+            raise TransferError(f"NIXL reports {state}")
         return state == "DONE"
 
 

@@ -21,10 +21,8 @@ from dataclasses import dataclass, field, replace
 
 from kvtransfer.errors import IncompatibleLayout, PeerLost
 from kvtransfer.layout import PageSlice, head_slices
-from kvtransfer.ports.checksum import Spans, destination_spans, page_digests, source_spans
-from kvtransfer.ports.memory import KvMemory
-from kvtransfer.ports.notes import Note, pack
-from kvtransfer.ports.notification_inbox import NotificationInbox, Source, num_digests
+from kvtransfer.ports.memory import KvMemory, Spans, destination_spans, page_digests, source_spans
+from kvtransfer.ports.notifications import Note, NotificationInbox, Source, num_digests, pack
 from kvtransfer.ports.rank_port import (
     Digests,
     ExpectOrder,

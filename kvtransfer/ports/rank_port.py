@@ -1,4 +1,4 @@
-"""What the transfer service and the ranks of one engine say to each other: each rank has a pool, an agent and a port.
+"""The orders and events between the transfer service and the ranks of one engine: each has a pool, an agent and a port.
 
 Owns:      nothing; frozen values, and the protocol of a port.
 Invariant: page ids are the same on every rank; a rank writes only the heads that it has.
@@ -19,7 +19,7 @@ Digests = npt.NDArray[np.uint64]  # [n] one per page
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What the other side must know of one rank to write into its pool, or to be written from."""
+    """What a peer must know of one rank to write into its pool, or to be written to from it."""
 
     rank: int
     agent: str  # name, new with every incarnation
@@ -38,7 +38,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRanks:
-    """A peer engine as its hello told it."""
+    """The ranks of a peer engine, from its hello."""
 
     incarnation: str
     fingerprint: str
@@ -73,7 +73,7 @@ class ExpectOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The order has ended well on all its destinations: its source is not read any more."""
+    """The order has ended well on all its destinations: its source is free."""
 
     order_id: int
     num_bytes: int
@@ -82,11 +82,11 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFailed:
-    """The order has ended badly; ``drained`` says that its source is not read any more.
+    """The order has failed; ``drained``: no write reads its source.
 
     An order that fails while a post of it is in flight is reported twice: at once with ``drained=False``, and when the
-    last such post has ended, or its peer was disconnected, with ``drained=True``. Of every order exactly one `Written`
-    or one ``WriteFailed(drained=True)`` is the last word.
+    last such post has ended, or its peer was disconnected, with ``drained=True``. The last event of every order is one
+    `Written` or one ``WriteFailed(drained=True)``.
     """
 
     order_id: int
@@ -118,7 +118,7 @@ PortEvent = Written | WriteFailed | Arrived
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteCounts:
-    """Notes of this rank's pool that were no news when they came."""
+    """Notes of this rank's pool that could not be used when they came."""
 
     late: int = 0  # dropped: of a room or generation that is over, of another sender, or seen before
     malformed: int = 0  # dropped: not to be read
@@ -131,8 +131,8 @@ class RankPort(Protocol):
     info: RankInfo
 
     def connect(self, peer: PeerRanks) -> None:
-        """Idempotent per incarnation. Raises: PeerLost, IncompatibleLayout. After a `WriteFailed` that says that the
-        peer's endpoint is broken nothing reaches that incarnation until it was disconnected and connected again."""
+        """Idempotent per incarnation. Raises: PeerLost, IncompatibleLayout. After a `WriteFailed` whose reason is a
+        broken endpoint, nothing reaches that incarnation until it was disconnected and connected again."""
         ...
 
     def disconnect(self, incarnation: str) -> None:
@@ -150,7 +150,7 @@ class RankPort(Protocol):
         ...
 
     def poll(self) -> Sequence[PortEvent]:
-        """What happened; also moves what is in flight. Microseconds when idle."""
+        """Return what happened; also advances what is in flight. Microseconds when idle."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What a port wants of a transfer library: write pages into a peer's pool, and tell the peer when they are there.
+"""What a port needs of a transfer library: write pages into a peer's pool, and notify the peer when they have landed.
 
 Owns:      the protocol of an agent, and the life of one transfer.
 Invariant: a released transfer never reaches the library again; one that the library still works on is never released.
@@ -7,7 +7,7 @@ Thread:    one thread uses an agent and its transfers: the process's transfer th
     NEW ──post──> POSTED ──poll──> DONE ──┐
      └──────────────┴─────────────> FAILED ┴──release──> RELEASED
 
-There is no cancel: bytes of a posted write land even after the library was told to drop it (measured over CMA and tcp,
+There is no cancel: bytes of a posted write land even after the library has dropped it (measured over CMA and tcp,
 with a stopped peer that woke up again). A transfer that does not end is kept, with its pages, until the peer is dead.
 """
 
@@ -25,8 +25,8 @@ class TransferState(enum.Enum):
 
     NEW = "new"
     POSTED = "posted"  # the source is read, the destination written, at any time
-    DONE = "done"  # all bytes are there, and the note is on its way
-    FAILED = "failed"  # the source is not read any more; the peer's endpoint is broken
+    DONE = "done"  # all bytes have landed, and the note is sent
+    FAILED = "failed"  # the source is no longer read; the peer's endpoint is broken
     RELEASED = "released"
 
 
@@ -52,7 +52,7 @@ class NativeTransfer(Protocol):
         ...
 
     def times(self) -> WriteTimes | None:
-        """Once it is done and before it is released: how long it took. None where the library does not say."""
+        """How long it took, once it is done and before it is released; None where the library does not measure it."""
         ...
 
     def release(self) -> None: ...
@@ -152,5 +152,5 @@ class TransferAgent(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything. Peers must have been told before."""
+        """Release everything. Say goodbye to the peers before."""
         ...

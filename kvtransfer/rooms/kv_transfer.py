@@ -1,14 +1,14 @@
 """An engine's transfer service: a thread of its own, which owns the agents, the sockets and the rooms.
 
 Owns:      the thread and its pace; two queues, orders in and events out.
-Never:     decides anything: `TransferCore` does. Never lets the engine wait.
-Invariant: ports are made, used and closed on the transfer thread; every room's last event comes once, also after the
-           thread's death (but ReceiveDrained, which would be a lie then).
+Never:     decides anything: `TransferCore` does. Never makes the engine wait.
+Invariant: ports are made, used and closed on the transfer thread; every room's last event is given once, also when
+           the thread has failed (except ReceiveDrained, which would be untrue then).
 Thread:    the methods belong to the engine's thread, all else to "manta-transfer".
 
     engine ── orders ──> deque, wake ──> transfer thread: ports, messages, orders; then deadlines; then new writes
            <─ events ─── deque, on_event ──
-The order in a turn matters: what came before its deadline counts, even when both are found in one turn.
+The order within a turn matters: what came before its deadline counts, even when both are found in one turn.
 """
 
 import collections
@@ -45,21 +45,21 @@ from kvtransfer.types import (
 
 log = logging.getLogger(__name__)
 
-BUSY_WAIT_S = 0.00005  # after something happened; then longer and longer, 4 ms after some 20 ms
+BUSY_WAIT_S = 0.00005  # after something happened; it grows with each idle turn, to 4 ms after about 20 ms
 GROWTH = 1.3
-WAITING_S = 0.004  # rooms are open and nothing moves; a peer that posts a write says so, which wakes us
-IDLE_WAIT_S = 0.05  # no room is open; what the agents' own connections want can wait so long
+WAITING_S = 0.004  # rooms are open and nothing moves; a peer that posts a write sends Posted, which wakes us
+IDLE_WAIT_S = 0.05  # no room is open; the agents' own connections can wait this long
 MIN_SELECT_S = 0.001
 DEADLINE_STEP_S = 0.002  # how exactly deadlines are kept
 START_TIMEOUT_S = 330.0  # longer than the other ranks have for theirs
-MAX_WRITE_TIMES = 4096  # that wait to be taken
+MAX_WRITE_TIMES = 4096  # kept until `drain_write_times`
 JOIN_S = 10.0  # beyond what the goodbye may take: agents that do not close
 
 Order = Callable[[TransferCore], None]
 
 
 class KvTransfer:
-    """Implements `TransferService`."""
+    """The `TransferService` of a running engine: its thread, and the queues to and from it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class KvTransfer:
         Raises: OSError when ``settings.host`` is no address of this machine.
         """
         if not settings.token:
-            raise ValueError("a cluster token is wanted: without it anybody could write into the pool")
+            raise ValueError("a cluster token is wanted: without it any process could write into the pool")
         self._settings = settings
         self._layout = layout
         self._make_ports = make_ports
@@ -99,10 +99,10 @@ class KvTransfer:
         self._thread = threading.Thread(target=self._main, name="manta-transfer", daemon=True)
 
     def start(self) -> None:
-        """Returns when the ports are made. Raises: what making them raised."""
+        """Start the thread and wait until the ports are made. Raises: what making them raised."""
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S):
-            self._stopping = True  # should they come yet, they are closed
+            self._stopping = True  # ports that are made later are closed
             raise TransferError(f"the transfer agents were not ready within {START_TIMEOUT_S:g} s")
         if self._error is not None:
             raise self._error
@@ -112,7 +112,7 @@ class KvTransfer:
     def receive(self, order: ReceiveOrder) -> None:
         """Raises: ValueError for a room that is open here; its number is free after its last event."""
         self._take_room(self._receiving, order.room)
-        if self._crashed.is_set():  # nobody will ever hear of this room
+        if self._crashed.is_set():  # the thread will never see this room
             reason = f"the transfer thread has failed: {self._error!r}"
             self._events += (ReceiveFailed(room=order.room, reason=reason), ReceiveDrained(room=order.room))
         self._order(lambda core: core.receive(order))
@@ -143,7 +143,7 @@ class KvTransfer:
             while True:
                 events.append(self._events.popleft())
         if self._crashed.is_set():
-            events += self._last_words(events)
+            events += self._last_events(events)
         for event in events:
             self._note(event)
         return events
@@ -155,7 +155,7 @@ class KvTransfer:
         return [self._write_times.popleft() for _ in range(len(self._write_times))]
 
     def close(self) -> None:
-        """Ends rooms without events: waits until nothing is on its way, at most call_timeout_s, and says goodbye."""
+        """End all rooms without events: wait until nothing is in flight, at most call_timeout_s, then say goodbye."""
         self._stopping = True
         if self._thread.is_alive():
             self._links.wake()
@@ -175,7 +175,7 @@ class KvTransfer:
 
     def _order(self, order: Order) -> None:
         if self._crashed.is_set():
-            self.on_event()  # `drain_events` says so of the room
+            self.on_event()  # `drain_events` fails the room
             return
         self._orders.append(order)
         self._links.wake()
@@ -190,18 +190,18 @@ class KvTransfer:
         elif isinstance(event, SendDone | SendDrained):
             self._sending.pop(event.room, None)
 
-    def _last_words(self, events: list[TransferEvent]) -> list[TransferEvent]:
-        """For the rooms of a thread that has failed, after ``events``. Our agents are gone, so that nothing reads our
-        pages; peers may still write into those that we wait for, for ever."""
+    def _last_events(self, events: list[TransferEvent]) -> list[TransferEvent]:
+        """The last events of the rooms of a thread that has failed, after ``events``. Our agents are gone, so nothing
+        reads our pages; peers may write into the pages of receiving rooms at any time, so those never drain."""
         for event in events:
             self._note(event)
         reason = f"the transfer thread has failed: {self._error!r}"
-        words: list[TransferEvent] = []
+        last: list[TransferEvent] = []
         for room, failed in self._sending.items():
-            words += [] if failed else [SendFailed(room=room, reason=reason)]
-            words.append(SendDrained(room=room))
-        words += [ReceiveFailed(room=room, reason=reason) for room, failed in self._receiving.items() if not failed]
-        return words
+            last += [] if failed else [SendFailed(room=room, reason=reason)]
+            last.append(SendDrained(room=room))
+        last += [ReceiveFailed(room=room, reason=reason) for room, failed in self._receiving.items() if not failed]
+        return last
 
     # the transfer thread
 
@@ -213,7 +213,7 @@ class KvTransfer:
             self._started.set()
             self._run(core)
             self._say_goodbye(core)
-        except BaseException as error:  # whatever it is: the engine must hear of it, and its rooms must end
+        except BaseException as error:  # any error: the engine must learn of it, and its rooms must end
             self._error = error
             if self._started.is_set():
                 log.exception("the transfer thread has failed")
@@ -246,7 +246,7 @@ class KvTransfer:
             wait_s = self._pace(core, wait_s, moved)
 
     def _turn(self, core: TransferCore, wait_s: float) -> bool:
-        """Sleep, then hear what ports, links and the engine say."""
+        """Sleep, then take what ports, links and the engine report. Returns: whether anything happened."""
         if 0 < wait_s < MIN_SELECT_S:  # finer than a selector waits
             time.sleep(wait_s)
             wait_s = 0.0
@@ -275,7 +275,7 @@ class KvTransfer:
             self.on_event()
 
     def _pace(self, core: TransferCore, wait_s: float, moved: bool) -> float:
-        """How long to sleep: not at all after something happened, then longer and longer."""
+        """How long to sleep: not at all after something happened, then longer with each idle turn."""
         if moved or core.events or self._orders:
             return 0.0
         longest_s = WAITING_S if core.num_open else IDLE_WAIT_S
@@ -283,7 +283,7 @@ class KvTransfer:
         return max(min(wait_s * GROWTH, longest_s, next_s), BUSY_WAIT_S)
 
     def _say_goodbye(self, core: TransferCore) -> None:
-        """Nobody may write into our pages, or read what we wait to have read, when the pool goes."""
+        """Fail all rooms and wait for their drain: no peer may write into the pool or read from it once it is freed."""
         deadline_s = self._clock() + self._settings.call_timeout_s
         core.fail_all("the peer is shutting down")
         while core.num_open and core.now < deadline_s:

@@ -1,14 +1,14 @@
 """One room on the decode side.
 
-Owns:      which ranks of the peer have written what; the room's deadline, which every page that comes moves on.
-Never:     knows sockets, ports or time: `ReceivingRooms` (receiving.py) hands in what happened. Never looks at K/V
+Owns:      which ranks of the peer have written which pages; the room's deadline, which every page restarts.
+Never:     knows sockets, ports or time: `ReceivingRooms` (receiving.py) reports what happened. Never looks at K/V
            bytes: a port has verified what it reports.
 Invariant: Received only when every page came from every rank of the peer that has a part of it, all digests were good
-           and the meta fits. ReceiveDrained only when the peer said so, is dead, or was never told of the room.
+           and the meta fits. ReceiveDrained only when the peer sent Drained, is dead, or never got the open.
 Thread:    the transfer thread.
 
     open ─> arrived ... arrived(last, meta) ─> Received, Ack
-    any failure ─> ReceiveFailed, Abort ─> drained (the peer's word, or its death) ─> ReceiveDrained
+    any failure ─> ReceiveFailed, Abort ─> Drained from the peer, or its death ─> ReceiveDrained
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from kvtransfer.types import KVTransferMeta, Received, ReceiveDrained, ReceiveFa
 
 
 class _Part:
-    """What one rank of the peer writes into one of our pools."""
+    """The pages that one rank of the peer writes into one of our pools."""
 
     def __init__(self, num_pages: int) -> None:
         self.seen: npt.NDArray[np.bool_] = np.zeros(num_pages, dtype=np.bool_)  # [n]
@@ -38,7 +38,7 @@ class _Part:
 
 
 class KVReceiver:
-    """Made by the engine's order."""
+    """One room of a decode engine, made by the engine's order."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class KVReceiver:
         self.order = order
         self.state = KVPoll.BOOTSTRAPPING
         self.deadline_s = now + order.deadline_s
-        self._limit_s = order.deadline_s  # without a page; told to the peer, which waits a little longer
-        self.over = False  # its last event is out
+        self._limit_s = order.deadline_s  # without a page; the peer gets it in Open, and waits a little longer
+        self.over = False  # its last event is emitted
         self._layout = layout
         self._events = events
         self._send = send
         self._parts: dict[tuple[int, int], _Part] = {}  # by (rank here, rank of the peer)
         self._meta: KVTransferMeta | None = None
         self._first_s = 0.0
-        self.num_bytes = 0  # that have come, of all ranks
+        self.num_bytes = 0  # that have arrived, of all ranks
 
     @property
     def incarnation(self) -> str:
@@ -75,7 +75,7 @@ class KVReceiver:
         return self.state == KVPoll.FAILED and not self.over
 
     def open(self, theirs: KvLayout, now: float) -> None:
-        """The peer is connected: tell it where the pages go."""
+        """The peer is connected: send it the pages to write to."""
         self.state = move(self.state, KVPoll.WAITING_FOR_INPUT)
         self._limit_s = max(self.deadline_s - now, 0.0)
         ours = self._layout
@@ -98,7 +98,7 @@ class KVReceiver:
         )
 
     def arrived(self, rank: int, event: Arrived, now: float) -> None:
-        """Pages came to our rank ``rank``. Only for a room that is open."""
+        """Book pages that came to our rank ``rank``; only for a room that is open."""
         assert self.state in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING)
         if self.state == KVPoll.WAITING_FOR_INPUT:
             self.state = move(self.state, KVPoll.TRANSFERRING)
@@ -109,13 +109,13 @@ class KVReceiver:
         if wrong := self._take(rank, event):
             self.fail(wrong)
             return
-        if event.num_pages:  # none comes twice, so that this has an end
+        if event.num_pages:  # no page comes twice, so this ends
             self.deadline_s = now + self._limit_s
         if self._meta is not None and all(part.whole for part in self._parts.values()):
             self._complete(self._meta, now)
 
     def _take(self, rank: int, event: Arrived) -> str:
-        """What is wrong with it, or nothing."""
+        """Book the pages. Returns: what is wrong with them, or an empty string."""
         part = self._parts.get((rank, event.src_rank))
         end = event.page_offset + event.num_pages
         if part is None or not 0 <= event.page_offset <= end <= len(part.seen):
@@ -155,19 +155,19 @@ class KVReceiver:
         self._send(self.incarnation, Ack(room=self.order.room, generation=self.order.generation))
 
     def fail(self, reason: str, *, bad_pages: tuple[int, ...] = (), drained: bool = False) -> None:
-        """``drained``: the peer said in the same word that nothing is on its way."""
+        """Give up. ``drained``: the peer's Fail said that none of its writes is in flight."""
         if self.state in (KVPoll.FAILED, KVPoll.SUCCESS):
             return
-        told = self.state != KVPoll.BOOTSTRAPPING
+        opened = self.state != KVPoll.BOOTSTRAPPING
         self.state = move(self.state, KVPoll.FAILED)
         self._events.append(ReceiveFailed(room=self.order.room, reason=reason, bad_pages=bad_pages))
-        if drained or not told:
+        if drained or not opened:
             self.drained()
         else:
             self.ask()
 
     def ask(self) -> None:
-        """For the peer's word that nothing is on its way; again after each reconnection."""
+        """Ask the peer for Drained; again after each reconnection."""
         self._send(self.incarnation, Abort(room=self.order.room, generation=self.order.generation))
 
     def drained(self) -> None:

@@ -59,7 +59,7 @@ class PageQuarantine:
         return [key for key, held in self._held.items() if held.incarnation == incarnation]
 
     def oldest_s(self, now: float) -> float:
-        """For how long the oldest has waited; 0 when there is none."""
+        """How long the oldest has waited; 0 when there is none."""
         return max((now - held.since_s for held in self._held.values()), default=0.0)
 
 
@@ -67,10 +67,12 @@ log = logging.getLogger(__name__)
 
 ACK_AGAIN_S = 60.0  # after the end of a room; a sender waits less
 MAX_ACKS = 1000
-WARN_S = 30.0  # pages in quarantine for so long, and again each time: somebody should look at the peer
+WARN_S = 30.0  # warn when a room has been in quarantine this long, and again each time it has passed
 
 
 class ReceivingRooms:
+    """All rooms in which one engine receives, indexed by room and generation."""
+
     def __init__(
         self,
         layout: KvLayout,
@@ -99,7 +101,7 @@ class ReceivingRooms:
     # the engine's orders
 
     def receive(self, order: ReceiveOrder, now: float, *, refusal: str) -> None:
-        """``refusal``: why the peer cannot be had, if that is known."""
+        """``refusal``: why the peer cannot be reached or used, if that is known."""
         key = (order.room, order.generation)
         room = KVReceiver(order, self._layout, now, events=self._events, send=self._send)
         self._rooms[key] = self._by_room[order.room] = room
@@ -116,7 +118,7 @@ class ReceivingRooms:
 
     def _open(self, room: KVReceiver, now: float) -> None:
         order = room.order
-        for port in self._ports:  # before the peer hears of the room
+        for port in self._ports:  # before the peer can write
             port.expect(
                 ExpectOrder(
                     room=order.room, generation=order.generation, incarnation=room.incarnation, pages=order.pages
@@ -124,10 +126,10 @@ class ReceivingRooms:
             )
         room.open(self._layouts[room.incarnation], now)
 
-    # what happens to the peers
+    # reports of the peer table
 
     def peer_up(self, incarnation: str, layout: KvLayout, now: float) -> None:
-        """Connected, maybe again: rooms in quarantine ask, those that wait are opened."""
+        """The peer is connected, maybe again: rooms in quarantine ask for Drained, rooms that wait are opened."""
         self._layouts[incarnation] = layout
         for of, ended_s, ack in self._acks:
             if of == incarnation and now < ended_s + ACK_AGAIN_S:  # the first may have been lost with the connection
@@ -139,21 +141,21 @@ class ReceivingRooms:
                 self._open(room, now)
 
     def peer_down(self, incarnation: str, reason: str, now: float) -> None:
-        """The connection is lost, or could not be had."""
+        """The connection was lost or could not be established."""
         self._layouts.pop(incarnation, None)
         for room in self._of(incarnation):
             room.fail(reason)
             self._settle(room, now)
 
     def peer_dead(self, incarnation: str, reason: str, now: float) -> None:
-        """Its process is gone and what it sent has landed."""
+        """Its processes are gone, and what they sent has landed."""
         self.peer_down(incarnation, reason, now)
         for room in self._of(incarnation):
             room.drained()
             self._settle(room, now)
 
     def peer_broken(self, incarnation: str, reason: str, now: float) -> None:
-        """Its notes for the rooms that are open now are lost."""
+        """Its endpoint failed: notes for the rooms that are open now are lost."""
         for room in self._of(incarnation):
             if room.state != KVPoll.BOOTSTRAPPING:
                 room.fail(reason)
@@ -162,7 +164,7 @@ class ReceivingRooms:
     def has_business(self, incarnation: str) -> bool:
         return any(True for _ in self._of(incarnation))
 
-    # what the peers and the ports say
+    # reports of the peers and the ports
 
     def heard(self, incarnation: str, message: Fail | Drained, now: float) -> None:
         room = self._rooms.get((message.room, message.generation))
@@ -233,7 +235,7 @@ class ReceivingRooms:
         return [room for room in self._rooms.values() if room.incarnation == incarnation]
 
     def _settle(self, room: KVReceiver, now: float) -> None:
-        """Keep the books after ``room`` may have changed its state."""
+        """Update the books after ``room`` may have changed its state."""
         if room.state not in (KVPoll.FAILED, KVPoll.SUCCESS):
             return
         key = (room.order.room, room.order.generation)

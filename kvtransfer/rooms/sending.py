@@ -101,7 +101,7 @@ class SendingRooms:
         self._sweep(now)
 
     def send(self, room: int, page_offset: int, pages: PageIds, meta: bytes | None, now: float) -> None:
-        """A room that is over ignores it."""
+        """Hand pages to a room; one that is over ignores them."""
         sender = self._by_room.get(room)
         if sender is None:
             return
@@ -115,7 +115,7 @@ class SendingRooms:
             sender.fail(reason)
             self._sweep(now)
 
-    # what the receivers say
+    # messages of the receivers
 
     def heard(self, incarnation: str, message: ToSender, now: float) -> None:
         key = (message.room, message.generation)
@@ -175,7 +175,7 @@ class SendingRooms:
         )
 
     def _refusal(self, message: Open, receiver: _Receiver) -> str:
-        """Why an open cannot be right, or nothing. Page 0 is everybody's sink."""
+        """Return why an open cannot be right, or an empty string. Page 0 is the sink of every pool."""
         pages = message.pages
         whole = -(-message.num_tokens // self._layout.page_size)
         if message.first_page < 0 or message.first_page + len(pages) > whole:
@@ -184,10 +184,10 @@ class SendingRooms:
             return f"the pages are not distinct pages of a pool of {receiver.num_pages}"
         return ""
 
-    # what happens to them
+    # reports of the peer table
 
     def receiver_up(self, ranks: PeerRanks, refusal: str) -> None:
-        """It said hello; again after a lost connection, when what is on its way is still in the books."""
+        """It said hello, maybe again after a lost connection; orders in flight stay in the books."""
         if (receiver := self._receivers.get(ranks.incarnation)) is None:
             self._receivers[ranks.incarnation] = _Receiver(ranks, refusal)
         else:
@@ -211,7 +211,7 @@ class SendingRooms:
         receiver = self._receivers.get(incarnation)
         return (receiver is not None and bool(receiver.in_flight)) or bool(self._of(incarnation))
 
-    # what the ports say
+    # reports of the ports
 
     def wrote(self, rank: int, event: Written | WriteFailed, now: float) -> PeerRanks | None:
         """Book what the port of ``rank`` reports.
@@ -341,7 +341,7 @@ class SendingRooms:
         self._ended[key] = (now, reason)
 
     def _sweep(self, now: float) -> None:
-        """Forget rooms that are over, but for their names."""
+        """Drop the rooms that are over, and remember their keys."""
         for key in [key for key, room in self._rooms.items() if room.over]:
             room = self._rooms.pop(key)
             if room.order is not None:

@@ -1,9 +1,9 @@
-"""The service without its thread, sockets and clock: both sides' rooms, the peers, and what each hears of the others.
+"""The transfer service without its thread, sockets and clock: the rooms of both sides, and the peers.
 
-Owns:      the wiring; the events that wait for the engine. A message goes to the side that its link's direction says:
-           who dialled receives.
-Never:     blocks, sleeps or reads a clock: `kv_transfer.py` gives the time, tests give another.
-Invariant: check() of all parts; a port is told of a peer at its hello and forgets it at its proven death only.
+Owns:      the wiring; the events that wait for the engine. The direction of a link decides which side gets its
+           messages: the engine that dialled is the receiver.
+Never:     blocks, sleeps or reads a clock: `kv_transfer.py` sets the time, and tests set another.
+Invariant: check() of all parts; a port learns of a peer at its hello and forgets it at its proven death only.
 Thread:    the transfer thread.
 """
 
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class TransferCore:
-    """Call, in this order: what ports, links and the engine say; then `expire`; then `post_writes`."""
+    """Both sides of all rooms of one engine. Call, in this order: what ports, links and the engine report; then
+    `expire`; then `post_writes`."""
 
     def __init__(
         self, settings: TransferSettings, layout: KvLayout, ports: Sequence[RankPort], links: Links, now: float
@@ -78,9 +79,9 @@ class TransferCore:
         self.sending.abort(room, reason, self.now)
 
     def peer_is_dead(self, incarnation: str) -> None:
-        self.peers.told_dead(incarnation, self.now)
+        self.peers.declare_dead(incarnation, self.now)
 
-    # what links and ports say
+    # reports of links and ports
 
     def link_up(self, link: int, hello: PeerHello) -> None:
         self.peers.link_up(link, hello, self.now)
@@ -89,11 +90,11 @@ class TransferCore:
         self.peers.link_down(link, reason, self.now, refused=refused)
 
     def heard(self, link: int, message: Message) -> None:
-        """Raises: BadMessage for one that does not belong there; the link is to be closed."""
-        who = self.peers.who(link)
-        if who is None:
+        """Pass a message on. Raises: BadMessage for one of the wrong direction; the link must be closed then."""
+        end = self.peers.end_of(link)
+        if end is None:
             return  # closed meanwhile
-        incarnation, outgoing = who
+        incarnation, outgoing = end
         self.peers.heard(link, self.now)
         if isinstance(message, Ping) or (isinstance(message, Posted) and outgoing):
             return
@@ -107,7 +108,7 @@ class TransferCore:
             raise BadMessage(f"a {type(message).__name__} does not belong here")
 
     def poll_ports(self) -> bool:
-        """Returns whether anything happened."""
+        """Take the ports' events. Returns: whether there were any."""
         any_event = False
         for rank, port in enumerate(self._ports):
             for event in port.poll():
@@ -118,7 +119,7 @@ class TransferCore:
                     self._reconnect(broken)
         return any_event
 
-    # what the peers' watch says
+    # reports of the peer table
 
     def peer_up(self, hello: PeerHello, *, outgoing: bool) -> None:
         incarnation = hello.address.incarnation
@@ -129,7 +130,7 @@ class TransferCore:
             self._layout.require_compatible(hello.layout)
             numbers = [rank.rank for rank in hello.ranks]
             if len(numbers) != hello.layout.tp or numbers != list(range(len(numbers))):
-                raise IncompatibleLayout(f"{len(hello.ranks)} ranks said hello, tp is {hello.layout.tp}")
+                raise IncompatibleLayout(f"the hello names {len(hello.ranks)} ranks, its tp is {hello.layout.tp}")
             for port in self._ports:
                 port.connect(ranks)
         except IncompatibleLayout as error:
@@ -164,7 +165,7 @@ class TransferCore:
             port.disconnect(incarnation)
 
     def _reconnect(self, ranks: PeerRanks) -> None:
-        """A failed endpoint stays failed (notes/nixl.md section 4): the ports forget the peer and connect anew."""
+        """Replace a failed endpoint, which stays failed (notes/nixl.md section 4): forget the peer and connect anew."""
         self.receiving.peer_broken(ranks.incarnation, "the transfer endpoint of the peer has failed", self.now)
         try:
             for port in self._ports:
@@ -179,7 +180,7 @@ class TransferCore:
     # the loop
 
     def expire(self) -> None:
-        """Deadlines: after everything else, so that what came in time counts."""
+        """Fail what is past its deadline; after everything else, so that what came in time counts."""
         self.peers.tick(self.now)
         self.sending.expire(self.now)
         self.receiving.expire(self.now)
@@ -194,7 +195,7 @@ class TransferCore:
 
     @property
     def num_open(self) -> int:
-        """Rooms that owe somebody a word."""
+        """Rooms whose last event or message is still to come."""
         return self.sending.num_rooms + self.receiving.num_rooms
 
     def fail_all(self, reason: str) -> None:

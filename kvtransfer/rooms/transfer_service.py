@@ -50,8 +50,8 @@ from kvtransfer.types import (
 
 
 class TransferService(Protocol):
-    """The transfer service of one engine (`KvTransfer`): both sides of any number of rooms. Methods never block and may
-    be called from one thread, the engine's; a peer that misbehaves is an event, never an exception."""
+    """Both sides of any number of rooms of one engine. Methods never block, and belong to the engine's thread; a peer
+    that misbehaves is an event, never an exception."""
 
     address: PeerAddress
     on_event: Callable[[], None]  # called on the transfer thread when `drain_events` has something; must not block
@@ -61,7 +61,7 @@ class TransferService(Protocol):
         ...
 
     def abort_receive(self, room: int) -> None:
-        """The request is gone. -> ReceiveFailed then ReceiveDrained, unless the room's last event is out already."""
+        """The request has ended. -> ReceiveFailed then ReceiveDrained, unless the room's last event is out already."""
         ...
 
     def expect_send(self, order: SendOrder) -> None:
@@ -69,14 +69,14 @@ class TransferService(Protocol):
         ...
 
     def send_pages(self, room: int, page_offset: int, pages: PageIds) -> None:
-        """K/V of pages [page_offset, page_offset + n) of the sequence lies in ``pages`` and changes no more.
+        """Send pages [page_offset, page_offset + n) of the sequence; their K/V lies in ``pages`` and is final.
 
         Sends start at SendReady.first_page and have no holes. A room that has failed meanwhile ignores it.
         """
         ...
 
     def send_last(self, room: int, page_offset: int, pages: PageIds, meta: KVTransferMeta) -> None:
-        """The rest, maybe no page at all, and the word that it is all. -> SendDone, or SendFailed and SendDrained."""
+        """Send the last pages, maybe none, and the meta. -> SendDone, or SendFailed and SendDrained."""
         ...
 
     def abort_send(self, room: int, reason: str) -> None:
@@ -84,9 +84,8 @@ class TransferService(Protocol):
         ...
 
     def peer_is_dead(self, incarnation: str) -> None:
-        """Somebody who knows says that all processes of this peer have ended (its machine is gone: it cannot refuse).
-        After the grace its rooms drain; a hello of its own until then says otherwise. From any thread; unknown or
-        told twice is fine."""
+        """The supervisor of a peer reports that all its processes have ended (or its machine: no dial is refused).
+        After the grace its rooms drain, unless a hello of its own comes before. Any thread; idempotent."""
         ...
 
     def drain_events(self) -> list[TransferEvent]:
@@ -96,12 +95,12 @@ class TransferService(Protocol):
     def stats(self) -> TransferStats: ...
 
     def drain_write_times(self) -> list[WriteTimes]:
-        """Of the writes that have ended well since the last call; the oldest are lost where nobody asks for long."""
+        """The times of writes that have ended well since the last call, at most 4,096 of them."""
         ...
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the transfer service, if it was not `close`: no room will ever succeed here. Any thread."""
+        """What ended the service, if it was not `close`: no room will ever succeed here. Any thread."""
         ...
 
     def close(self) -> None:
@@ -110,7 +109,7 @@ class TransferService(Protocol):
 
 
 class KVPoll(enum.IntEnum):
-    """SPEC H02."""
+    """The state of one room (SPEC H02)."""
 
     FAILED = 0
     BOOTSTRAPPING = 1

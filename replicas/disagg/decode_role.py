@@ -2,10 +2,10 @@
 
 Owns:      the rooms in which this engine receives, from arrival to the room's last event; siblings that wait.
 Never:     moves bytes (kvtransfer/) or decides who gets memory (scheduler/grants.py).
-Invariant: pages of a room are read by nobody before `Received`, and freed only after the room's last event.
+Invariant: pages of a room are not read before `Received`, and freed only after the room's last event.
 Thread:    engine thread only.
 
-    submit         WAITING in the PreallocQueue; too long there: computed here, and the peer is told
+    submit         WAITING in the PreallocQueue; too long there: computed here, and the room aborted
     granted        RECEIVING: row, locked prefix and pages of the whole sequence; service.receive(missing pages)
     Received       prefix to the radix cache; first token as if sampled here; RUNNING, without a forward
 
@@ -42,7 +42,7 @@ NEEDS_FORWARD = "logprobs of the prompt, or no output, are wanted: the prompt is
 
 
 class DecodeRole:
-    """Called by `HandOffs`."""
+    """The decode legs of one engine; called by `HandOffs`."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class DecodeRole:
             self._siblings[first.rid] = siblings
 
     def ask(self) -> None:
-        """Have the K/V of those sent that got their pages."""
+        """Open the rooms of the requests that were granted pages."""
         for req in self._scheduler.queues.away.take_granted():
             leg, holding = leg_of(req), req.holding
             assert holding is not None
@@ -102,14 +102,14 @@ class DecodeRole:
         return [self._fall_back(req, reason) for req in late]
 
     def _dismiss(self, req: Req) -> None:
-        """Tell its peer, which never heard of ``req`` from here, not to wait: open the room for no page, and abort."""
+        """Stop the wait of its peer, which has no open for ``req`` yet: open the room for no page, and abort it."""
         leg = leg_of(req)
         leg.closing = True
         self._open(req, req.num_tokens // self._kv.page_size, np.empty(0, dtype=np.int32))
         self._service.abort_receive(leg.ticket.room)
 
     def _open(self, req: Req, first_page: int, pages: PageIds) -> None:
-        """Have pages [first_page, first_page + n) of the sequence written to ``pages`` [n]."""
+        """Order pages [first_page, first_page + n) of the sequence, to be written to ``pages`` [n]."""
         ticket = leg_of(req).ticket
         self._service.receive(
             ReceiveOrder(
@@ -125,7 +125,7 @@ class DecodeRole:
         )
 
     def leave(self, req: Req) -> None:
-        """``req`` has ended; its peer need not go on."""
+        """``req`` has ended: abort its room, so that the peer stops sending."""
         leg = leg_of(req)
         self._release_siblings(req)
         if self.rooms.find(leg.ticket.room) is not req or leg.closing:
@@ -170,7 +170,7 @@ class DecodeRole:
         self.rooms.end(room)
 
     def _fall_back(self, req: Req, reason: str) -> NewToken:
-        """Returns: no token, so that the report goes out at once: nobody need wait for the sender any more."""
+        """Compute the prompt here. Returns: no token, so that the report goes out at once and the sender is free."""
         leg_of(req).report = self._report(req, reason=reason)
         self._scheduler.compute_here(req)
         self._release_siblings(req)
@@ -182,7 +182,7 @@ class DecodeRole:
                 self._scheduler.unpark(sibling)
 
     def _fault(self, meta: KVTransferMeta, req: Req) -> str | None:
-        """Why ``meta`` is not that of ``req``; the transfer service has checked fingerprint and digests."""
+        """Return why ``meta`` does not fit ``req``; the transfer service has checked fingerprint and digests."""
         first = leg_of(req).first_page * self._kv.page_size
         if (meta.rid, meta.prompt_len, meta.token_range) != (req.rid, req.num_tokens, (first, req.num_tokens)):
             return f"K/V of {meta.rid} {meta.token_range} of {meta.prompt_len} came, not {(first, req.num_tokens)}"

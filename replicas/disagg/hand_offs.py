@@ -1,4 +1,4 @@
-"""An engine's part in hand-offs: routes requests and the transfer service's events to the two roles.
+"""An engine's part in hand-offs: passes requests and the transfer service's events to the two roles.
 
 Owns:      the transfer service, and both roles over it.
 Never:     waits: events are taken when the engine calls.
@@ -75,7 +75,7 @@ class HandOffs:
 
     @property
     def num_open(self) -> int:
-        """Rooms whose last event is still to come."""
+        """How many rooms have their last event still to come."""
         return len(self._prefill.rooms) + len(self._decode.rooms)
 
     def submit(self, request: GenerateRequest, reqs: Sequence[Req]) -> None:
@@ -104,13 +104,13 @@ class HandOffs:
         return [token for token in made if token is not None]
 
     def before_step(self) -> None:
-        """After `Scheduler.schedule`: what was granted is asked for, what the cache had is sent."""
+        """After `Scheduler.schedule`: open the rooms that were granted pages, send the pages that were cached."""
         self._decode.ask()
         self._prefill.send_pages()
         self.settle()
 
     def after_step(self, tokens: list[NewToken]) -> list[NewToken]:
-        """After `Scheduler.apply`: send what the step made. Returns: ``tokens`` less those that go elsewhere."""
+        """After `Scheduler.apply`: send what the step made. Returns: ``tokens`` without those of prefill legs."""
         self._prefill.send_pages()
         own = []
         for token in tokens:
@@ -122,7 +122,7 @@ class HandOffs:
         return own
 
     def settle(self) -> None:
-        """Tell the transfer service of legs that have ended; after every call that may end a request."""
+        """Close the rooms of legs that have ended; after every call that may end a request."""
         for req in self._scheduler.queues.away.take_ended():
             (self._prefill if req.is_prefill_leg else self._decode).leave(req)
 

@@ -1,10 +1,10 @@
-"""The prefill side of hand-offs: makes the K/V of a prompt, sends it while it grows, lets go when the receiver has it.
+"""The prefill side of hand-offs: computes the K/V of a prompt, sends it chunk by chunk, frees it when it has arrived.
 
 Owns:      the rooms in which this engine sends, from the request's arrival to the room's last event.
 Never:     moves bytes (kvtransfer/) or decides who runs (scheduler/).
 Invariant: a page that was given to the service stays locked or pinned until the room's last event: it is never
            retracted, and one that ends early leaves its pages in quarantine. Before the last chunk only whole,
-           computed, committed pages are sent: those change no more, and commit does not swap them any more.
+           computed, committed pages are sent: those are final, and commit no longer swaps them.
 Thread:    engine thread only.
 
     submit        parked, WAITING; service.expect_send ── SendReady(first_page) ──> WaitingQueue
@@ -30,7 +30,7 @@ from replicas.types import Finish, FinishReason, HandOff, PdLeg
 
 
 class PrefillRole:
-    """Called by `HandOffs`."""
+    """The prefill legs of one engine; called by `HandOffs`."""
 
     def __init__(
         self, service: TransferService, scheduler: Scheduler, kv: KvCache, terms: HandOffTerms, *, observer: Observer
@@ -43,7 +43,7 @@ class PrefillRole:
         self.rooms = Rooms(kv)
 
     def submit(self, req: Req, hand_off: HandOff) -> None:
-        """``req`` waits until its receiver has opened the room."""
+        """Park ``req`` until its receiver has opened the room."""
         ticket = hand_off.ticket
         req.leg = Leg(role=PdLeg.PREFILL, ticket=ticket)
         self.rooms.open(req)
@@ -59,7 +59,7 @@ class PrefillRole:
         )
 
     def send_pages(self) -> None:
-        """Send what is whole and computed and was not sent: before a step what the cache had, after it what it made."""
+        """Send the whole computed pages that are unsent: before a step those from the cache, after it those it made."""
         for req in self.rooms:
             leg, end = leg_of(req), req.computed_len // self._kv.page_size
             if req.state is ReqState.PREFILLING and end > leg.next_page:
@@ -89,14 +89,14 @@ class PrefillRole:
         leg.next_page = end
 
     def leave(self, req: Req) -> None:
-        """``req`` has ended; whoever waits for its pages must know."""
+        """``req`` has ended: abort its room, so that the receiver stops waiting."""
         leg = leg_of(req)
         if leg.ticket.room in self.rooms and not leg.closing:
             leg.closing = True
             self._service.abort_send(leg.ticket.room, _why(req))
 
     def on_ready(self, event: SendReady) -> NewToken | None:
-        """Returns: the end of the request, where the receiver asks for what cannot be."""
+        """Start the prefill. Returns: the end of the request, if the receiver asks for pages that cannot be sent."""
         req = self.rooms.find(event.room)
         if req is None or req.state is ReqState.FINISHED:
             return None
@@ -110,7 +110,7 @@ class PrefillRole:
         return None
 
     def on_done(self, room: int) -> NewToken | None:
-        """The receiver has it all. Returns: the end of the request, unless it ended before."""
+        """The receiver has everything. Returns: the end of the request, unless it ended before."""
         req = self.rooms.end(room)
         if req is None or req.state is ReqState.FINISHED:
             return None
@@ -118,7 +118,7 @@ class PrefillRole:
         return NewToken(req, None, None)
 
     def on_failed(self, event: SendFailed) -> NewToken | None:
-        """Returns: the end of the request, unless it ended before."""
+        """Fail the request. Returns: its end, unless it ended before."""
         req = self.rooms.find(event.room)
         if req is None:
             return None

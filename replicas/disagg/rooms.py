@@ -1,4 +1,4 @@
-"""What both roles are told once, and the rooms that they keep.
+"""The terms on which an engine takes part in hand-offs, and the rooms that a role keeps.
 
 Owns:      the books of one role: which rooms are open, and which request each belongs to.
 Invariant: a room stays until its last event, which frees what its request left in quarantine.
@@ -57,7 +57,7 @@ class Rooms:
         return self._reqs.get(room)
 
     def end(self, room: int) -> Req | None:
-        """The room's last event came: no peer touches its pages any more. Returns: its request."""
+        """The room's last event came: no peer touches its pages. Returns: its request."""
         req = self._reqs.pop(room, None)
         if req is None:
             return None

@@ -1,19 +1,23 @@
-"""Ports of ranks in other processes: orders go there, what happened comes back.
+"""Ports of ranks in other processes: orders are sent there, and what happened comes back.
 
 Owns:      one connection for each follower, beside that of its plans; in the follower, a thread, its port, and a
-           listener that answers as long as its agent lives: peers of this engine ask there whether it is dead.
-Never:     waits on rank 0: orders are queued, events are taken as they come. A follower that leaves the queue unread is
-           lost, as one that has died is, and one that gives no sign of life: its port sends one, at the latest, every
-           BEATS-th part of rank_timeout_s.
-Invariant: a follower's port is made and used on its transfer thread alone; its listener closes after its agent, and
-           before the transfer service's.
+           listener that answers as long as its agent lives: peers of this engine dial it to learn whether it is dead.
+Never:     waits on rank 0, nor does a follower wait for rank 0 except in `PortChannel.wait`.
+Invariant: messages come whole and in order. A follower is lost when it has died, leaves MAX_UNREAD_BYTES unread, or
+           sends no heartbeat for rank_timeout_s (one is due every BEATS-th part of that). A follower's port
+           is made and used on its transfer thread alone; its listener closes after its agent, and before rank 0's.
 Thread:    `RemotePort`: rank 0's transfer thread. `serve_port`: the follower's "manta-transfer".
 
-    rank 0: transfer service ─> RemotePort ──(method, argument)──> follower: serve_port ─> AgentPort
-                               <───── PortReport ─────
+    rank 0: transfer service ─> RemotePort ──(method, arguments)──> follower: serve_port ─> AgentPort
+                                           <────── PortReport ─────
+A frame is 4 bytes of length, big-endian, and a pickle: the two are one program, and the connection is authenticated.
 """
 
 import logging
+import math
+import os
+import pickle
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +28,7 @@ from typing import cast
 from kvtransfer.errors import PeerLost, TransferError
 from kvtransfer.peers.link import Alive
 from kvtransfer.peers.liveness import Heartbeat, Silence
+from kvtransfer.peers.wire import Frames, framed
 from kvtransfer.ports.rank_port import (
     ExpectOrder,
     NoteCounts,
@@ -37,38 +42,97 @@ from kvtransfer.ports.rank_port import (
 )
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner.port import PortSpec, make_port
-from replicas.runner.port_channel import PortChannel
+
+MAX_UNREAD_BYTES = 16 << 20  # some 10,000 orders
+READ_BYTES = 1 << 18
+
+
+class PortChannel:
+    """A connection that neither of its two ends ever waits for, except in `wait`."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Take ``connection`` over."""
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._socket.setblocking(False)
+        connection.close()
+        self._out = bytearray()
+        self._in = Frames(1 << 32)
+        self._ended = False
+
+    def send(self, message: object) -> None:
+        """Raises: OSError when the other side is gone or reads nothing."""
+        self._out += framed(pickle.dumps(message))
+        self.flush()
+        if len(self._out) > MAX_UNREAD_BYTES:
+            raise TimeoutError(f"{len(self._out)} bytes are unread, at most {MAX_UNREAD_BYTES} may be")
+
+    def flush(self) -> None:
+        """Send as much as the socket takes now. Raises: OSError."""
+        try:
+            while self._out:
+                sent = self._socket.send(self._out)
+                del self._out[:sent]
+        except BlockingIOError:
+            return
+
+    def take(self) -> list[object]:
+        """Return what has come. Raises: EOFError when there is nothing and the other side is gone; OSError."""
+        self.flush()
+        self._read()
+        messages = [pickle.loads(body) for body in self._in]
+        if self._ended and not messages:
+            raise EOFError("the other side has closed the connection")
+        return messages
+
+    def _read(self) -> None:
+        try:
+            while not self._ended:
+                data = self._socket.recv(READ_BYTES)
+                self._in.feed(data)
+                self._ended = not data
+        except BlockingIOError:
+            return
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something comes, at most ``timeout_s``."""
+        poll = select.poll()  # takes descriptors of any number
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
+        poll.poll(math.ceil(timeout_s * 1000))
+
+    def close(self) -> None:
+        self._socket.close()
+
 
 log = logging.getLogger(__name__)
 
-BUSY_WAIT_S = 0.0003  # something is on its way
-IDLE_WAIT_S = 0.003  # a peer's connection to our agent still wants to be served
-HelloS = 300.0  # for a follower's port to say what it is
+BUSY_WAIT_S = 0.0003  # a write is in flight, or one is expected
+IDLE_WAIT_S = 0.003  # a peer may still connect to our agent, which this thread serves
+HELLO_S = 300.0  # for a follower's port to introduce itself
 CLOSE_S = 5.0  # for a follower to close its agent
-BEATS = 10  # that are missed before a follower counts as hung
+BEATS = 10  # heartbeats that a follower misses before it counts as hung
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortReport:
-    """What a follower's port says: a sign of life in any case."""
+    """What happened at a follower's port; a heartbeat if nothing did."""
 
     events: Sequence[PortEvent]
     notes: NoteCounts
 
 
 class RemotePort:
-    """Implements `RankPort` for a rank that is elsewhere. Its `connect` cannot tell that a peer does not fit: rank 0's
+    """A `RankPort` for a rank in another process. Its `connect` does not raise for a peer that does not fit: rank 0's
     own port, which has the same layout, does."""
 
     def __init__(
         self, connection: Connection, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``timeout_s``: silent for so long, it is lost.
+        """``timeout_s``: without a heartbeat for this time, the rank is lost.
 
-        Raises: TransferError when the follower does not say what it is.
+        Raises: TransferError when the follower does not introduce itself within HELLO_S.
         """
-        if not connection.poll(HelloS):
-            raise TransferError(f"the port of a rank was not ready within {HelloS:g} s")
+        if not connection.poll(HELLO_S):
+            raise TransferError(f"the port of a rank was not ready within {HELLO_S:g} s")
         self.info: RankInfo = connection.recv()
         self._channel = PortChannel(connection)
         self._open_orders: set[int] = set()
@@ -98,7 +162,7 @@ class RemotePort:
         self._send("forget", room, generation)
 
     def poll(self) -> Sequence[PortEvent]:
-        """Raises: PeerLost when the rank has gone, or has been silent for too long."""
+        """Raises: PeerLost when the rank is gone, or has been silent for too long."""
         events: list[PortEvent] = []
         try:
             reports = cast(list[PortReport], self._channel.take())
@@ -117,8 +181,8 @@ class RemotePort:
         return events
 
     def close(self) -> None:
-        """Returns when its agent is closed too, and with it its listener, at most CLOSE_S later. At once where the rank
-        is lost: if it hangs, it closes them when it goes on."""
+        """Wait until the rank has closed its agent and its listener, at most CLOSE_S. Does not wait for a rank that is
+        lost: if it hangs, it closes them when it goes on."""
         end_s = time.monotonic() + (0.0 if self._lost else CLOSE_S)
         try:
             self._channel.send(("close", ()))
@@ -142,10 +206,8 @@ class RemotePort:
         return PeerLost(f"rank {self.info.rank} of this replica {what}")
 
 
-def serve_port(
-    pool: MHATokenToKVPool, rank: int, spec: PortSpec, address: tuple[str, int], authkey: bytes
-) -> None:
-    """Be the port of rank ``rank``; returns when rank 0 says so or hangs up."""
+def serve_port(pool: MHATokenToKVPool, rank: int, spec: PortSpec, address: tuple[str, int], authkey: bytes) -> None:
+    """Run the port of rank ``rank`` until rank 0 closes it or hangs up."""
     connection = Client(address, authkey=authkey)
     host = _own_address(address)
     port = make_port(pool, rank, spec, host=host)
@@ -187,7 +249,7 @@ def _serve(port: RankPort, channel: PortChannel, alive: Alive, beat: Heartbeat) 
 def _call(port: RankPort, method: str, arguments: tuple[object, ...]) -> None:
     try:
         getattr(port, method)(*arguments)
-    except TransferError as error:  # writes to that peer will fail, and say so
+    except TransferError as error:  # writes to that peer will fail, with this reason
         log.warning("%s: %s", method, error)
 
 

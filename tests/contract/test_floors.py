@@ -49,7 +49,7 @@ FLOORS: dict[str, set[str]] = {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
         "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
         "kvtransfer.layout", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.replay.payload",
-        "kvtransfer.peers.link", "kvtransfer.peers.liveness",
+        "kvtransfer.peers",
     },
     "replicas.replay.observer": {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.replay",
@@ -116,7 +116,7 @@ ONLY: dict[str, set[str]] = {
     "safetensors": {"replicas.runner.weights"},
     "gguf": set(),
     "torch": {
-        "kvtransfer.ports.agent", "tests.local_agents", "kvtransfer.ports.checksum", "replicas.memory.pool",
+        "kvtransfer.ports.agent", "tests.local_agents", "kvtransfer.ports.memory", "replicas.memory.pool",
         "replicas.memory.scaled_pool",
         "replicas.memory.host",
         "replicas.kernels", "replicas.layers", "replicas.attention", "replicas.models",

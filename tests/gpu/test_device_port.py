@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.ports.checksum import page_digests
-from kvtransfer.ports.memory import KvMemory
+from kvtransfer.ports.memory import KvMemory, page_digests
 from kvtransfer.types import TransferSettings
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner.port import PortSpec, kv_memory, make_port

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.layout import head_slices
-from kvtransfer.ports.checksum import destination_spans, page_digests, source_spans
-from kvtransfer.ports.memory import KvMemory
+from kvtransfer.ports.memory import KvMemory, destination_spans, page_digests, source_spans
 from tests.kv_pools import layout, page_ids, random_pools
 
 WHOLE = ((0, 3072),)

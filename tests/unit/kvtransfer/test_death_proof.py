@@ -70,6 +70,6 @@ def test_an_answer_between_two_refusals_begins_anew_and_the_transfer_service_own
 
 def test_who_is_told_waits_for_the_grace_alone() -> None:
     death_proof = DeathProof(SERVICE, (FOLLOWER,), "told", now=10.0)
-    death_proof.told(10.0)
+    death_proof.declared(10.0)
     assert not death_proof.proven(10.99)
     assert death_proof.proven(11.0)

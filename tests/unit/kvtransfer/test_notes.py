@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.errors import BadMessage
-from kvtransfer.ports.notes import VERSION, Note, pack, unpack
+from kvtransfer.ports.notifications import VERSION, Note, pack, unpack
 
 
 def note_of(num_pages: int, meta: bytes = b"") -> Note:

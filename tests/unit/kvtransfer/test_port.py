@@ -213,8 +213,8 @@ def test_an_early_note_of_another_sender_or_of_one_that_is_dead_is_dropped() -> 
 def test_of_too_many_early_notes_and_rooms_that_are_over_the_oldest_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtransfer.ports.notification_inbox.MAX_EARLY", 2)
-    monkeypatch.setattr("kvtransfer.ports.notification_inbox.MAX_OVER", 2)
+    monkeypatch.setattr("kvtransfer.ports.notifications.MAX_EARLY", 2)
+    monkeypatch.setattr("kvtransfer.ports.notifications.MAX_OVER", 2)
     _, p, d = pair()
     for room in (1, 2, 3):
         p.ports[0].write(order(d, page_ids(5), page_ids(room), order_id=room, room=room))

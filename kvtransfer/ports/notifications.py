@@ -1,28 +1,119 @@
-"""What arrives in one rank's pool: notes, matched with the rooms that are expected and verified.
+"""The notifications of one rank's pool ("notes"): their bytes, and the inbox that matches them with the expected rooms.
 
-Owns:      the expectations of this rank, notes that came before theirs, and the counts of what was dropped.
-Invariant: pages are reported once, only when their room, generation and sender are those expected, and after their
-           digests were compared. The order of a note and of the order that expects it does not matter.
+Owns:      the wire format of a note; what this rank expects, notes that came before their room was expected, and the
+           counts of what was dropped.
+Invariant: `unpack(pack(note))` is ``note``; any other bytes raise BadMessage. Pages are reported once, only when their
+           room, generation and sender are those expected, and after their digests were compared. A note and the order
+           that expects it may come in either order.
 Thread:    the transfer thread.
 
 On a rank after the first, `expect` and the notes come over different connections: the service sends the order and then
-tells the peer, but this rank may have looked for orders just before and for notes just after. A note of a room that was
-never expected here is therefore kept until it is; one of a room that is over is late, and dropped.
+a message to the peer, but this rank may have read its orders just before and read its notes just after. A note of a
+room that was never expected here is therefore kept until it is; one of a room that is over is late, and dropped.
 
 With Verify.LAST the last page of each write is compared, hence also the hand-off's; the digest of a page that should
 be compared and has none counts as wrong: the two sides are configured differently.
+
+    offset  0  magic "MKV", version u8                      little endian
+            4  flags u16 (1: last), src_rank u16
+            8  room u64
+           16  generation u32
+           20  page_offset u32
+           24  num_pages u32
+           28  num_digests u32       of the last num_digests pages
+           32  len(meta) u32, 0 u32
+           40  digests [num_digests] u64, then meta
+          end  XXH3-64 of all bytes before
 """
 
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+import xxhash
+
 from kvtransfer.errors import BadMessage
-from kvtransfer.ports.checksum import Spans, page_digests
-from kvtransfer.ports.memory import KvMemory
-from kvtransfer.ports.notes import Note, unpack
-from kvtransfer.ports.rank_port import Arrived, ExpectOrder, NoteCounts
+from kvtransfer.ports.memory import KvMemory, Spans, page_digests
+from kvtransfer.ports.rank_port import Arrived, Digests, ExpectOrder, NoteCounts
 from kvtransfer.types import PageIds, Verify
+
+MAGIC = b"MKV"
+VERSION = 1
+LAST = 1
+_HEADER = struct.Struct("<3sBHHQIIIIII")
+_CHECK = struct.Struct("<Q")
+
+
+def _none() -> Digests:
+    return np.empty(0, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Note:
+    """The notification of one write, from one rank to the rank that it wrote to."""
+
+    room: int
+    generation: int
+    src_rank: int
+    page_offset: int  # of the first page, counted from the room's first
+    num_pages: int
+    last: bool  # this rank sends no more
+    digests: Digests = field(default_factory=_none)  # [k] of the last k pages, k <= num_pages
+    meta: bytes = b""
+
+
+def pack(note: Note) -> bytes:
+    """16 pages take 176 bytes, and the meta."""
+    assert len(note.digests) <= note.num_pages, "a digest belongs to a page"
+    header = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        LAST if note.last else 0,
+        note.src_rank,
+        note.room,
+        note.generation,
+        note.page_offset,
+        note.num_pages,
+        len(note.digests),
+        len(note.meta),
+        0,
+    )
+    body = header + note.digests.astype("<u8").tobytes() + note.meta
+    return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def unpack(data: bytes) -> Note:
+    """Raises: BadMessage for bytes that are no note of this version."""
+    if len(data) < _HEADER.size + _CHECK.size:
+        raise BadMessage(f"a note has at least {_HEADER.size + _CHECK.size} bytes, this has {len(data)}")
+    magic, version, flags, src_rank, room, generation, offset, pages, digests, meta_len, _ = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise BadMessage(f"a note begins with {MAGIC!r}, this with {magic!r}")
+    if version != VERSION:
+        raise BadMessage(
+            f"notes of version {VERSION} are understood, this is {version}: run the same release everywhere"
+        )
+    meta_start = _HEADER.size + digests * 8
+    end = meta_start + meta_len
+    if digests > pages or end + _CHECK.size != len(data):
+        raise BadMessage(
+            f"a note of {pages} pages, {digests} digests and {meta_len} bytes of meta has {len(data)} bytes"
+        )
+    if _CHECK.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[:end]):
+        raise BadMessage(f"a note of {len(data)} bytes does not match its own digest")
+    return Note(
+        room=room,
+        generation=generation,
+        src_rank=src_rank,
+        page_offset=offset,
+        num_pages=pages,
+        last=bool(flags & LAST),
+        digests=np.frombuffer(data, dtype="<u8", count=digests, offset=_HEADER.size).astype(np.uint64),
+        meta=data[meta_start:end],
+    )
+
 
 MAX_EARLY = 1024  # notes, of less than 4 KB; the oldest goes
 MAX_OVER = 10_000  # rooms that are remembered as over
@@ -49,7 +140,7 @@ class _Expected:
 
 
 class NotificationInbox:
-    """Expectations and verification; see the module's head."""
+    """The notes of one rank's pool, matched with the rooms that are expected there."""
 
     def __init__(self, memory: KvMemory, verify: Verify) -> None:
         self._num_late = 0
@@ -92,7 +183,7 @@ class NotificationInbox:
         self._num_late += len(self._take_early(lambda _, of: of == key))
 
     def take(self, agent: str, data: bytes) -> None:
-        """What a note says, verified, is among the `arrived`, now or when its room is expected; or it is dropped."""
+        """Take a note in: once verified it is among the `arrived`, now or when its room is expected; else drop it."""
         try:
             note = unpack(data)
         except BadMessage:
@@ -111,7 +202,7 @@ class NotificationInbox:
         return NoteCounts(late=self._num_late, malformed=self._num_malformed, early=len(self._early))
 
     def arrived(self) -> list[Arrived]:
-        """Since the last call."""
+        """Return what has arrived since the last call."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -126,7 +217,7 @@ class NotificationInbox:
             assert key not in self._over, f"a note of room {note.room} waits, and the room is over"
 
     def _take_early(self, wanted: Callable[[str, _Key], bool]) -> list[tuple[str, Note]]:
-        """Those early notes, by agent and room; they wait no more."""
+        """Remove and return the early notes that match ``wanted`` (agent, room)."""
         if not self._early:
             return []
         taken: list[tuple[str, Note]] = []
@@ -164,7 +255,7 @@ class NotificationInbox:
         )
 
     def _bad_pages(self, note: Note, pages: PageIds, spans: Spans) -> tuple[int, ...]:
-        """Those of ``pages`` [n] whose bytes are not what was sent."""
+        """The subset of ``pages`` [n] whose bytes differ from what was sent."""
         num_wanted = num_digests(self._verify, len(pages))
         if not num_wanted:
             return ()
