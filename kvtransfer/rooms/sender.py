@@ -30,8 +30,7 @@ class KVSender:
         self, room: int, generation: int, *, events: list[TransferEvent], send: Callable[[str, ToReceiver], None]
     ) -> None:
         """``events``: for the engine; ``send``: a message to the receiver with this incarnation."""
-        self.room = room
-        self.generation = generation
+        self._key = (room, generation)
         self.state = KVPoll.BOOTSTRAPPING
         self.order: SendOrder | None = None
         self.grant: Open | None = None
@@ -49,6 +48,14 @@ class KVSender:
         self._acked = False
         self._owes_drained = False  # the receiver waits for Drained
         self._in_flight: set[int] = set()  # order ids
+
+    @property
+    def room(self) -> int:
+        return self._key[0]
+
+    @property
+    def generation(self) -> int:
+        return self._key[1]
 
     def expect(self, order: SendOrder, now: float) -> None:
         """The prefill leg has arrived."""
