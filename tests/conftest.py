@@ -6,6 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # `make test-gpu` needs none
+    pass
+else:  # how long an example takes depends on what else the machine does
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which Transformers does too
 
