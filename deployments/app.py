@@ -4,7 +4,7 @@
     mode: disaggregated  ──handle──> PrefillReplica x count ──K/V (kvtransfer)──> DecodeReplica x count
                          ──handle──────────────────────────────────────────────────^
 
-Never: loads the model; but what is impossible is refused here, before a replica starts.
+Never: loads the model. Impossible settings are refused here, before a replica starts.
 """
 
 import logging
@@ -31,22 +31,22 @@ from replicas.runner.device import available_ram
 log = logging.getLogger("ray.serve")
 
 ROUTER_MOST_ONGOING = 4096
-DRAIN_LOOK_S = 0.5  # how often a leaving replica looks whether it is idle
+DRAIN_LOOK_S = 0.5  # between two looks of a leaving replica whether it is idle
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application. Raises: InvalidConfig, saying which setting, why, and what is allowed."""
+    """Build the application. Raises: InvalidConfig, saying which setting, why, and what is allowed."""
     return build_of(ModelReplica, args)
 
 
 def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
-    """As `build`, with another class of model replicas, as benchmarks have."""
+    """Build the application with another class of model replicas, as benchmarks do."""
     config, settings = checked(args)
     for shortage in shortages([config], capacity_of_cluster()) if ray.is_initialized() else ():
         log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)
     if keys.api and keys.admin is None:
-        log.warning("API keys and no admin key (%s): routes of the admin and metrics answer nobody", KEY_VARIABLE)
+        log.warning("API keys and no admin key (%s): the routes of the admin and metrics refuse every call", KEY_VARIABLE)
     replicas = [
         serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))
@@ -69,11 +69,11 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
 
 
 def replica_options(config: AppConfig) -> dict[str, Any]:
-    """Serve's options of the model replicas."""
+    """Return Serve's options of the model replicas."""
     replicas, tp = config.replicas, config.parallel.tp
     environment = {"OMP_NUM_THREADS": str(max(1, math.floor(replicas.cpus)))}
     if device_of(config) == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides the GPUs of a machine only from who reserves some of them
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from actors that reserve some
     options: dict[str, Any] = {
         "max_ongoing_requests": config.scheduler.max_queued_requests + ROUTER_MOST_ONGOING,
         "health_check_period_s": replicas.health_period_s,
@@ -102,7 +102,7 @@ def replica_options(config: AppConfig) -> dict[str, Any]:
 
 
 def autoscaling_config(settings: AutoscalingSettings) -> AutoscalingConfig:
-    """Serve's options: our rule (autoscaling.py), or Serve's own where its target is given."""
+    """Return Serve's options: our rule (autoscaling.py), or Serve's own if its target is given."""
     serves = settings.model_dump(exclude={"ttft_objective_s", "pool_high", "running_high", "slack"}, exclude_none=True)
     if settings.target_ongoing_requests is not None:
         return AutoscalingConfig(**serves)
@@ -117,7 +117,7 @@ def autoscaling_config(settings: AutoscalingSettings) -> AutoscalingConfig:
 
 
 def num_replicas(config: AppConfig) -> int:
-    """The count that the settings ask for, or that this cluster carries."""
+    """Return the count that the settings ask for, or that this cluster can carry."""
     if config.replicas.count != "auto":
         return config.replicas.count
     count, why = auto_count(
@@ -131,6 +131,6 @@ def num_replicas(config: AppConfig) -> int:
 
 
 def capacity_of_cluster() -> Capacity:
-    """What the Ray that this process is connected to has now."""
+    """Return the capacity of the Ray cluster that this process is connected to."""
     has = ray.cluster_resources()
     return Capacity(num_cpus=has.get("CPU", 1.0), num_gpus=has.get("GPU", 0.0), where="the cluster")

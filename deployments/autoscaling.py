@@ -1,6 +1,6 @@
-"""How many replicas there should be: a pure rule over what the replicas say, and Ray Serve's hook around it.
+"""How many replicas there should be: a pure rule over the replicas' load, and Ray Serve's hook around it.
 
-Owns:      the rule. Serve owns when it is asked, the delays before a change, and the bounds.
+Owns:      the rule. Serve owns when it is called, the delays before a change, and the bounds.
 Never:     imports Ray (Serve hands the policy a context), blocks, or does I/O: it runs in Serve's controller.
 Invariant: the target lies within the bounds; it is never below what holds the running requests, as far as the bounds
            allow; asked again with the replicas it wanted and the same load, it answers the same (no oscillation).
@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 from replicas.types import EngineStats
 
-MOST = 1e6  # replicas; a quotient with next to nothing below is no number to scale to
+MOST = 1e6  # replicas; caps a quotient whose divisor is nearly 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What the replicas are to keep to."""
+    """The limits that the replicas should keep to."""
 
     ttft_s: float = 5.0  # prompt tokens that wait should be computed within this
     pool_high: float = 0.85  # share of a pool that requests may hold (PressureLevel.HIGH begins there)
@@ -33,7 +33,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """The load of all replicas together, and what one of them can carry."""
+    """The load of all replicas together, and the capacity of one."""
 
     num_replicas: int  # that there are, or are being started
     queued_tokens: float  # prompt tokens that wait and no cache holds
@@ -46,7 +46,7 @@ class Signals:
 
 
 def decide(signals: Signals, objective: Objective, *, least: int, most: int) -> int:
-    """Replicas wanted, in [least, most]."""
+    """Return the replicas wanted, in [least, most]."""
     needed = load(signals, objective)
     now = signals.num_replicas
     up, down = _ceil(needed), _ceil(needed / objective.slack)
@@ -55,12 +55,12 @@ def decide(signals: Signals, objective: Objective, *, least: int, most: int) -> 
 
 
 def load(signals: Signals, objective: Objective) -> float:
-    """Replicas that the load fills up to the limits, as a fraction; the tightest of the three limits counts."""
+    """Return how many replicas the load fills up to the limits, as a fraction; the tightest of the three counts."""
     return max(loads(signals, objective).values())
 
 
 def loads(signals: Signals, objective: Objective) -> dict[str, float]:
-    """The same by what asks for them: the queue, the KV pools, the running slots."""
+    """Return `load` by its three reasons: the queue, the KV pools, the running slots."""
     return {
         "queue": _per(signals.queued_tokens, signals.prefill_tokens_per_s * objective.ttft_s),
         "kv_pool": _per(signals.used_pages, signals.pool_pages * objective.pool_high),
@@ -69,7 +69,7 @@ def loads(signals: Signals, objective: Objective) -> dict[str, float]:
 
 
 def holding(signals: Signals) -> int:
-    """The fewest replicas in which the running requests and their pages fit."""
+    """Return the fewest replicas in which the running requests and their pages fit."""
     return _ceil(max(_per(signals.used_pages, signals.pool_pages), _per(signals.num_running, signals.slots)))
 
 
@@ -82,7 +82,7 @@ def _ceil(value: float) -> int:
 
 
 class Context(Protocol):
-    """What we read of Ray Serve's ``AutoscalingContext``."""
+    """The part of Ray Serve's ``AutoscalingContext`` that is read here."""
 
     target_num_replicas: int
     capacity_adjusted_min_replicas: int
@@ -90,18 +90,18 @@ class Context(Protocol):
 
     @property
     def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None:
-        """Name -> replica -> value over the look-back period."""
+        """Values over the look-back period: name -> replica -> value."""
         ...
 
 
 class TtftPolicy:
-    """Serve makes one and calls it about ten times a second. Its arguments are `Objective`'s."""
+    """The policy that Serve calls about ten times a second; its arguments are those of `Objective`."""
 
     def __init__(self, **objective: float) -> None:
         self.objective = Objective(**objective)
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
-        """(replicas wanted, no state). Without word from a replica, as many as there are."""
+        """Return the replicas wanted, and no state. Before the first report, as many as there are."""
         signals = signals_of(context.target_num_replicas, context.aggregated_metrics or {})
         if signals is None:
             return context.target_num_replicas, {}
@@ -110,7 +110,7 @@ class TtftPolicy:
 
 
 def replica_stats(stats: EngineStats) -> dict[str, float]:
-    """What one replica tells Serve (its ``record_autoscaling_stats`` hook)."""
+    """Return the load that one replica reports to Serve (its ``record_autoscaling_stats`` hook)."""
     pool = stats.pool
     return {
         "queued_tokens": float(stats.waiting_uncached_tokens),
@@ -124,17 +124,17 @@ def replica_stats(stats: EngineStats) -> dict[str, float]:
 
 
 def _waiting_for_room(stats: EngineStats) -> float:
-    """Of the decode legs that wait for row and pages, those that more replicas of this kind would help.
+    """Return how many of the decode legs that wait for row and pages more decode replicas would help.
 
-    Who holds rows and pages is either running, or waits for the prefill side's queue and the transfer. For the latter,
-    and for those that wait behind them, more decode replicas would do nothing: so the former's share of them counts.
+    A request that holds a row and pages either runs, or waits for the prefill side's queue and the transfer. More
+    decode replicas would not help the latter, nor the requests that wait behind them: only the share that runs counts.
     """
     holding = stats.num_running + stats.num_receiving
     return stats.num_preallocating * (stats.num_running / holding if holding else 1.0)
 
 
 def signals_of(num_replicas: int, metrics: Mapping[str, Mapping[Any, float]]) -> Signals | None:
-    """Of what `replica_stats` gave for each replica; None when none has spoken."""
+    """Sum what `replica_stats` reported for each replica; None before the first report."""
     if not metrics.get("slots"):
         return None
 

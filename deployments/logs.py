@@ -1,9 +1,9 @@
-"""Our log lines in Serve's log files, where operators look (``serve`` folder of Ray's logs, one file per replica).
+"""Puts our log lines into Serve's log files, where operators look (``serve`` in Ray's logs, one file per replica).
 
-With observability.log_format: json each line is one JSON object: Serve's own encoding, with the logger's name, and the
-request that the line was written for. With MANTA_OBSERVE=1 in the replicas' environment (``runtime_env``) hand-offs and
-decode steps are among them, a JSON line each (kvtransfer/replay/observe.py); every prompt's K/V is read and hashed for
-it, so not while speed counts.
+With observability.log_format: json each line is one JSON object: Serve's own encoding, with the names of the logger and
+of the request that the line is about. With MANTA_OBSERVE=1 in the replicas' environment (``runtime_env``) hand-offs and
+decode steps are logged too, a JSON line each (kvtransfer/replay/observe.py). This reads and hashes every prompt's K/V:
+not while speed counts.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _RID: ContextVar[str | None] = ContextVar("rid", default=None)  # one try of it 
 
 
 def into_serve() -> None:
-    """Call once in each Serve replica, after Serve has set its own logging up."""
+    """Send our loggers to Serve's handlers; call once in each Serve replica, after Serve has set up its logging."""
     serve = logging.getLogger("ray.serve")
     for handler in serve.handlers:
         handler.addFilter(_named)  # after Serve's, which would name the request as its proxy does
@@ -36,7 +36,7 @@ def into_serve() -> None:
 
 
 def options(log_format: Literal["text", "json"]) -> dict[str, Any]:
-    """Of a Serve deployment; none for text, so that what the file says of logging elsewhere holds."""
+    """Return the logging options of a deployment; none for text, so that the file's other logging settings hold."""
     if log_format == "text":
         return {}
     return {"logging_config": {"encoding": "JSON", "additional_log_standard_attrs": ["name"]}}
@@ -44,7 +44,7 @@ def options(log_format: Literal["text", "json"]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def about(*, request: str | None = None, rid: str | None = None) -> Iterator[None]:
-    """Lines written inside, in tasks started inside too, carry these names. 3 us."""
+    """Name the request and the rid in lines written inside, also in tasks started inside. Takes 3 us."""
     names = [(variable, variable.set(value)) for variable, value in ((_REQUEST, request), (_RID, rid)) if value]
     try:
         yield
@@ -54,7 +54,7 @@ def about(*, request: str | None = None, rid: str | None = None) -> Iterator[Non
 
 
 def _named(record: logging.LogRecord) -> bool:
-    """A filter: names the request, and leaves out what would come every second."""
+    """Filter a line: name its request, and drop the lines that come every second."""
     if record.name == "ray.serve" and str(record.msg).startswith(CLOCKWORK):
         return False
     for attribute, value in (("request_id", _REQUEST.get()), ("rid", _RID.get())):

@@ -1,7 +1,7 @@
 """The router: the HTTP ingress, and the process where replicas are chosen.
 
 Owns:      one channel server, one fleet, one dispatcher, one routing router; the ASGI app over them (http_app.py).
-Never:     asks another process where a request should go; other routers only where one went (peers.py).
+Never:     asks another process where a request should go; asks other routers only where one went (peers.py).
 Thread:    Serve's event loop for this replica; Serve's own router runs on another and speaks through ray_leases.py.
 
     Serve: members ──> ray_leases.py ──> fleet ──attach──> replicas ──reports──> views ──> routing.router
@@ -55,12 +55,12 @@ from routing.router import Router
 
 log = logging.getLogger("ray.serve")
 
-FIRST_REPLICA_S = 600.0  # how long the router's start waits for one, so that "ready" means ready
+FIRST_REPLICA_S = 600.0  # how long the start waits for a replica, so that "ready" means ready
 
 
 @serve.ingress()  # the app is made by __serve_build_asgi_app__
 class RouterIngress:
-    """Made by app.py."""
+    """The router deployment: HTTP ingress, dispatcher and fleet in one process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: dict[str, Any], *replicas: DeploymentHandle, keys: KeyDigests = NO_KEYS
@@ -94,7 +94,7 @@ class RouterIngress:
         )
         metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
         self._metrics = metrics.served(host=address.host, node_id=address.node_id, guard=keys.guard)
-        self.metrics_target = None if self._metrics is None else self._metrics.target  # None where they are off
+        self.metrics_target = None if self._metrics is None else self._metrics.target  # None if metrics are off
         self._fleet.start(address, leave=self._channel.leave)
         for handle in replicas:
             self._listen(handle, leases)
@@ -119,7 +119,7 @@ class RouterIngress:
         if not await self._fleet.wait_ready(FIRST_REPLICA_S):
             log.warning("no model replica is ready after %.0f s: %s", FIRST_REPLICA_S, self._fleet.describe())
         gc.collect()
-        gc.freeze()  # what is there stays; to look through it again, as after a body of many values, takes 100 ms
+        gc.freeze()  # these objects stay; scanning them again, as after a body of many values, takes 100 ms
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._config.router
@@ -138,11 +138,11 @@ class RouterIngress:
         )
 
     async def find_route(self, name: str) -> dict[str, Any] | None:
-        """Called by the other routers (peers.py)."""
+        """Find a route; the other routers call it (peers.py)."""
         return own_route(self._service.dispatcher, name)
 
     async def find_request(self, name: str) -> dict[str, Any] | None:
-        """Called by the observatory, as are the two that follow."""
+        """Find a request; the observatory calls it, and the next two methods."""
         return request_body(self._service.dispatcher, name)
 
     async def observe(self, since: dict[str, int]) -> RouterView:
@@ -160,7 +160,7 @@ class RouterIngress:
         return await self._service.leases.call(replica_id, ReplicaCalls.cache_tree, max_depth, min_tokens)
 
     async def __del__(self) -> None:
-        """Called by Serve, also where the constructor has failed and not all is there."""
+        """Stop; Serve calls it, also after a constructor that failed half-way."""
         if self._metrics is not None:
             self._metrics.close()
         for name in ("_fleet", "_channel"):
@@ -170,7 +170,7 @@ class RouterIngress:
             await self._tracing.stop()
 
     def _listen(self, handle: DeploymentHandle, leases: RayLeases) -> None:
-        """Hear of the running replicas. Serve's router of the handle is made here, before the first request."""
+        """Follow the running replicas. This makes Serve's router of the handle, before the first request."""
         loop = asyncio.get_running_loop()
         deployment = ray_leases.key(handle.app_name, handle.deployment_name)
 

@@ -1,7 +1,7 @@
 """The replica's end of the token channel: one persistent connection to one router.
 
 Owns:      the connection and the deltas that wait for it.
-Never:     blocks the engine thread, or reconnects: a router that is gone is gone with its requests.
+Never:     blocks the engine thread; reconnects: a router that is gone has lost its requests too.
 Invariant: while the socket is full, at most one delta per open choice waits (merged); none is lost or reordered while
            the connection lives.
 Thread:    `sink` on the engine thread, everything else on the replica's event loop.
@@ -22,13 +22,13 @@ from replicas.types import Pending, TokenDelta
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER_BYTES = 256 << 10  # more unsent bytes than this, and deltas wait here to be merged
-FRAME_BYTES = 1 << 17  # about this many bytes of deltas go into one frame, at most: a router reads one in 5 to 10 ms
+HIGH_WATER_BYTES = 256 << 10  # above this many unsent bytes, deltas wait here and are merged
+FRAME_BYTES = 1 << 17  # of deltas in one frame, at most, roughly: a router decodes them in less than a millisecond
 PART_LOGPROBS = FRAME_BYTES // 64  # of a prompt that go into one delta, alternatives counted
 
 
 class ChannelClient(asyncio.Protocol):
-    """Made by `connect`. ``sink`` is one object for the connection's life, as `EngineLoop.submit` wants it."""
+    """A connection to one router, made by `connect`; ``sink`` is its sink for `EngineLoop.submit`."""
 
     def __init__(self, address: ChannelAddress, *, on_lost: Callable[["ChannelClient"], None]) -> None:
         self.address = address
@@ -45,14 +45,14 @@ class ChannelClient(asyncio.Protocol):
     async def connect(
         address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[["ChannelClient"], None]
     ) -> "ChannelClient":
-        """By the Unix socket where the router is on this node, else by TCP. Raises: OSError when it is out of reach."""
+        """Connect by the Unix socket if the router is on this node, else by TCP. Raises: OSError."""
         loop = asyncio.get_running_loop()
         client = ChannelClient(address, on_lost=on_lost)
         over_tcp = node_id != address.node_id
         if not over_tcp:
             try:
                 await loop.create_unix_connection(lambda: client, address.unix_path)
-            except OSError as error:  # a cleaner of /tmp may have taken it
+            except OSError as error:  # a cleaner of /tmp may have removed it
                 log.warning("%s cannot be used (%s); router %s by TCP", address.unix_path, error, address.router_id)
                 over_tcp = True
         if over_tcp:
@@ -67,7 +67,7 @@ class ChannelClient(asyncio.Protocol):
             self.send(frames)
 
     def send(self, frames: bytes) -> None:
-        """Send what must arrive while the connection lives."""
+        """Send ``frames``, however full the socket is."""
         if self._transport is not None and not self.lost:
             self._transport.write(frames)
 
@@ -86,7 +86,7 @@ class ChannelClient(asyncio.Protocol):
             return len(self._waiting)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -127,7 +127,7 @@ class ChannelClient(asyncio.Protocol):
 
 
 def batches(deltas: Iterable[TokenDelta]) -> Iterator[list[TokenDelta]]:
-    """``deltas`` in order, cut so that no frame of several is large: the other side refuses those above its limit."""
+    """Yield ``deltas`` in order, cut so that no frame of several is large: the router refuses too large ones."""
     batch: list[TokenDelta] = []
     weight = 0
     for delta in deltas:
@@ -142,8 +142,8 @@ def batches(deltas: Iterable[TokenDelta]) -> Iterator[list[TokenDelta]]:
 
 
 def parts(delta: TokenDelta) -> Iterator[TokenDelta]:
-    """``delta``, its prompt logprobs spread over several where they are many: the router decodes a frame at a time, and
-    serves others in between."""
+    """Split ``delta`` if it has many prompt logprobs: the router decodes a frame at a time and serves other requests in
+    between."""
     rows = delta.prompt_logprobs
     size = max(PART_LOGPROBS // (1 + max((len(row.top) for row in rows[:2]), default=0)), 1)
     last = max(len(rows) - size, 0)
@@ -155,6 +155,6 @@ def parts(delta: TokenDelta) -> Iterator[TokenDelta]:
 
 
 def _weight(delta: TokenDelta) -> int:
-    """About how many bytes it takes in a frame."""
+    """Estimate the bytes of ``delta`` in a frame."""
     logprobs = sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs))
     return 200 + len(delta.text) + 8 * len(delta.token_ids) + 45 * logprobs

@@ -1,4 +1,4 @@
-"""The router's end of the token channel: replicas connect to it, and their deltas are sorted into streams.
+"""The router's end of the token channel: replicas connect to it, and it sorts their deltas into streams.
 
 Owns:      the listening sockets (Unix for this node, TCP for others) and the open streams.
 Never:     chooses replicas or retries (dispatcher.py); trusts a connection before its hello has carried the
@@ -39,13 +39,13 @@ from routing.types import IndexEvent, IndexSnapshot
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGER_BYTES = 4 << 10  # of a frame before HELLO
+MAX_STRANGER_BYTES = 4 << 10  # of a frame before the hello
 HELLO_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelAddress:
-    """Where a router listens; travels to the replicas in the ``attach`` call."""
+    """Where a router listens; an argument of the replicas' `attach`."""
 
     router_id: str
     node_id: str  # replicas of this node use the Unix socket while it is there, others TCP
@@ -53,24 +53,24 @@ class ChannelAddress:
     host: str
     port: int
     token: str
-    renew: bool = False  # connect anew even if the replica believes that it is connected: the router has lost it
+    renew: bool = False  # connect anew, even if the replica believes that it is connected
 
 
 class Stream:
-    """The deltas of the requests ``rids``, as they come from ``replica_id``."""
+    """The deltas of the requests ``rids`` from ``replica_id``."""
 
     def __init__(self, rids: tuple[str, ...], replica_id: str, stays: Callable[[], bool]) -> None:
         self.rids = rids
         self.replica_id = replica_id
-        self.stays = stays  # whether it waits for a replica that hangs
+        self.stays = stays  # returns whether it waits for a replica that hangs
         self._waiting = Pending()
-        self._parts: dict[tuple[str, int], TokenDelta] = {}  # of deltas that have not come to their end
+        self._parts: dict[tuple[str, int], TokenDelta] = {}  # of deltas whose last part has not arrived
         self._error: MantaError | None = None
         self._ready = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
-        """Nothing waits to be taken."""
+        """Whether no delta waits to be taken."""
         return not len(self._waiting)
 
     def put(self, delta: TokenDelta) -> None:
@@ -84,13 +84,14 @@ class Stream:
         self._ready.set()
 
     def fail(self, error: MantaError) -> None:
-        """No more deltas will come; the first error counts."""
+        """End the stream with ``error``; the first error counts."""
         if self._error is None:
             self._error = error
             self._ready.set()
 
     async def take(self) -> list[TokenDelta]:
-        """What arrived since the last call; waits for the first. Raises what `fail` was given, after the last delta."""
+        """Return what arrived since the last call; waits for the first. Raises: the error of `fail`, after the last
+        delta."""
         await self._ready.wait()
         waiting = self._waiting.take()
         if self._error is None:
@@ -101,29 +102,29 @@ class Stream:
 
 
 class Listener(Protocol):
-    """Who hears what replicas say beside tokens (fleet.py); each call names the replica."""
+    """The receiver of what replicas send beside tokens (fleet.py); each call names the replica."""
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None: ...
     def on_events(self, replica_id: str, events: Sequence[IndexEvent]) -> None: ...
     def on_snapshot(self, replica_id: str, snapshot: IndexSnapshot) -> None: ...
     def on_lost(self, replica_id: str) -> None:
-        """Its connection ended."""
+        """Note that the replica's connection has ended."""
         ...
 
 
 class ChannelServer:
-    """Listens for replicas, and tells ``listener`` what they say beside tokens."""
+    """The listening end of the channel; what replicas send beside tokens goes to ``listener``."""
 
     def __init__(
         self, listener: Listener, *, lost_error: Callable[[str], MantaError], hello_s: float = HELLO_S
     ) -> None:
         self._listener = listener
-        self._hello_s = hello_s  # how long a stranger may stay one
-        self._strangers: dict[_Connection, str] = {}  # with their hosts, the oldest first
-        self._lost_error = lost_error  # what streams of a lost replica end with
+        self._hello_s = hello_s  # within which a stranger must send its hello
+        self._strangers: dict[_Connection, str] = {}  # connections without a hello -> their hosts, the oldest first
+        self._lost_error = lost_error  # makes the error of the streams of a lost replica
         self._streams: dict[tuple[str, str], Stream] = {}  # by replica and rid: a request may be open at two replicas
         self._connections: dict[str, _Connection] = {}  # by replica id
-        self._servers: list[asyncio.Server] = []  # referenced: uvloop closes servers that nobody holds
+        self._servers: list[asyncio.Server] = []  # referenced: uvloop closes servers without a reference
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._token = secrets.token_hex(16)
 
@@ -144,7 +145,7 @@ class ChannelServer:
     def open(
         self, rids: Iterable[str], *, replica_id: str, stays: Callable[[], bool] = lambda: False
     ) -> Stream:
-        """A stream of the deltas of ``rids``; open it before the replica is asked. ``stays``: see `leave`."""
+        """Open a stream of the deltas of ``rids``, before the replica is called. ``stays``: see `leave`."""
         stream = Stream(tuple(rids), replica_id, stays)
         for rid in stream.rids:
             assert (replica_id, rid) not in self._streams, f"rid {rid} is already open at {replica_id}"
@@ -156,7 +157,7 @@ class ChannelServer:
             self._streams.pop((stream.replica_id, rid), None)
 
     def leave(self, replica_id: str, error: MantaError) -> None:
-        """Fail the streams of a replica that hangs, but those that stay."""
+        """Fail the streams of a replica that hangs, except those that stay."""
         for stream in set(self._streams.values()):
             if stream.replica_id == replica_id and not stream.stays():
                 stream.fail(error)
@@ -188,21 +189,21 @@ class ChannelServer:
         return len(self._strangers)
 
     def _meet(self, connection: "_Connection", host: str) -> asyncio.TimerHandle:
-        """A stranger has come; it is gone at the end of its time unless it says HELLO."""
+        """Take in a stranger; it is closed after ``hello_s`` unless it has sent its hello."""
         if (leaves := crowded_out(self._strangers.items())) is not None:
             leaves.close()
         self._strangers[connection] = host
         return asyncio.get_running_loop().call_later(self._hello_s, connection.close)
 
     def _accept(self, connection: "_Connection", hello: ChannelHello) -> str:
-        """The replica's id. Raises: BadFrame when the token is wrong."""
+        """Take ``connection`` as the replica's. Returns: the replica's id. Raises: BadFrame when the token is wrong."""
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise BadFrame(f"{hello.replica_id or 'a peer'} sent a wrong token")
         self._strangers.pop(connection, None)
         before = self._connections.get(hello.replica_id)
         self._connections[hello.replica_id] = connection
         if before is not None:
-            self._fail_streams(hello.replica_id)  # what was on its way over the old connection may be lost
+            self._fail_streams(hello.replica_id)  # deltas on their way over the old connection may be lost
             before.close()
         return hello.replica_id
 
@@ -235,7 +236,7 @@ class ChannelServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One replica's connection."""
+    """The connection of one replica, or of a stranger."""
 
     def __init__(self, server: ChannelServer) -> None:
         self._server = server
@@ -245,7 +246,7 @@ class _Connection(asyncio.Protocol):
         self._until: asyncio.TimerHandle | None = None  # of a stranger
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         peer = transport.get_extra_info("peername")
         self._until = self._server._meet(self, str(peer[0]) if isinstance(peer, tuple) else "")  # "": by Unix socket
 
@@ -277,7 +278,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def _stay(self) -> None:
-        """It is no stranger any more, or gone."""
+        """Stop the timer that closes strangers."""
         if self._until is not None:
             self._until.cancel()
             self._until = None

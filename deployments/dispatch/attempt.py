@@ -40,9 +40,9 @@ class Tries:
     def __init__(self, max_tries: int, clock: Callable[[], float]) -> None:
         self._max_tries = max_tries
         self._clock = clock
-        self.number = 0  # of the try, over all: names differ by it
+        self.number = 0  # of the try; rids of tries differ by it
         self.excluded: frozenset[str] = frozenset()
-        self._num_failed = 0  # since a replica served it for a while
+        self._num_failed = 0  # since a replica has served it for STEADY_S
         self._first_s: float | None = None  # when this try brought its first and last tokens
         self._last_s = 0.0
 
@@ -64,7 +64,7 @@ class Tries:
         """Note that this try failed at ``replica_id``. Returns: whether there is another one."""
         if self._steady:
             self._num_failed, self.excluded = 0, frozenset()
-        if not isinstance(error, ReplicaHangs):  # one that hangs is out of choice for as long as it does (fleet.py)
+        if not isinstance(error, ReplicaHangs):  # fleet.py leaves out one that hangs
             self.excluded |= {replica_id}
         self._num_failed += 1
         self.number += 1

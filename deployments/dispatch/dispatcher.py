@@ -48,7 +48,7 @@ class Saturated(MantaError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteHints:
-    """What a client may wish for about the choice of a replica."""
+    """What a client asks about the choice of a replica."""
 
     session_id: str = ""
     allowed: frozenset[str] | None = None  # None: every replica
@@ -64,7 +64,7 @@ def query_of(
     *,
     one_replica: str = "",
 ) -> RouteQuery:
-    """``request`` as the routing router sees it; ``one_replica``: why prefill and decode must not be apart."""
+    """Make the query for ``request``; ``one_replica``: why prefill and decode must be on one replica."""
     return RouteQuery(
         rid=request.rid,
         token_ids=request.token_ids,
@@ -79,7 +79,7 @@ def query_of(
 
 
 def why_one_replica(request: GenerateRequest) -> str:
-    """What in ``request`` a hand-off cannot carry; "" if nothing."""
+    """Say what in ``request`` a hand-off cannot carry; "" if nothing."""
     sampling = request.sampling
     if sampling.n > 1:
         return f"its {sampling.n} choices share one prompt"
@@ -93,22 +93,22 @@ def why_one_replica(request: GenerateRequest) -> str:
 log = logging.getLogger(__name__)
 
 LAST_TRY = "the last try stays on one replica"
-LOOK_AGAIN_S = 0.1  # while no replica can take a request that another one left undone
+LOOK_AGAIN_S = 0.1  # for a replica that can take over a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """One failed try, kept for explanation."""
+    """A failed try, kept for explanation."""
 
     rid: str
     number: int
     replica_id: str
     reason: str
-    num_delivered: int  # output tokens that the client had by then
+    num_delivered: int  # output tokens that the client had received
 
 
 class Dispatcher:
-    """Serves requests with the replicas of one `Router`."""
+    """The open requests of one router; serves each with the replicas that its `Router` chooses."""
 
     def __init__(
         self,
@@ -138,10 +138,9 @@ class Dispatcher:
     async def stream(
         self, request: GenerateRequest, hints: RouteHints = NO_HINTS, arrival: Arrival | None = None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of ``request``; closing the iterator aborts it. ``arrival``: of the HTTP request it came with;
-        without one it arrives now.
+        """Yield the deltas of ``request``; closing the iterator aborts it. ``arrival``: of its HTTP request; None: now.
 
-        Raises: what the replica refused it with; NoReplica; Saturated; the last try's error when all failed.
+        Raises: the error of the replica that refused it; NoReplica; Saturated; the last try's error if all failed.
         """
         progress, started_s = Progress(request), self._clock()
         tries = Tries(self._limits.max_tries, self._clock)
@@ -181,11 +180,11 @@ class Dispatcher:
             self.num_open -= 1
 
     def explain_only(self, query: RouteQuery) -> Decision:
-        """The decision that `stream` would come to now; nothing is sent or remembered. Raises: NoReplica."""
+        """Return the decision that `stream` would make now; nothing is sent or remembered. Raises: NoReplica."""
         return self._router.explain_only(self._bounded(query, self._hold_out.now()))
 
     def check(self) -> None:
-        """Raises AssertionError if, with no request open, anything is still held for one."""
+        """Raises AssertionError if no request is open and something is still held for one."""
         self._holder.channel.check()
         self._router.check()
         self.routes.check()
@@ -202,7 +201,7 @@ class Dispatcher:
         return Following(request, came, routes=self.routes, watch=self.watch, clock=self._clock)
 
     async def _choose(self, query: RouteQuery, failure: MantaError | None) -> tuple[Decision, float]:
-        """A decision, and when it was begun; a request that a dying replica left undone waits for one to take over."""
+        """Return a decision and when choosing began; after a failed try, wait for a replica that can take over."""
         give_up_s = self._clock() + self._limits.retry_wait_s
         while True:
             since_s = self._clock()
@@ -216,7 +215,7 @@ class Dispatcher:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _attempt(self, noted: Try, progress: Progress, tries: Tries, *, deadline_s: float | None) -> Attempt:
-        """What is left of the request, on the replicas of the decision."""
+        """Make the attempt for what is left of the request, on the replicas of the decision."""
         parts = progress.parts(number=tries.number, deadline_s=deadline_s)
         prefill_id = noted.decision.prefill_id
         if prefill_id is not None:
@@ -236,9 +235,9 @@ class Dispatcher:
         )
 
     def _refuse_if_saturated(self, noted: Try) -> None:
-        """Raises: Saturated, with nothing sent, when even the shortest queue is too long.
+        """Raise Saturated, with nothing sent, if even the shortest queue is too long.
 
-        A prompt that is itself long to compute is no reason: trying again later would not help it.
+        A prompt that itself takes long to compute is no reason: trying again later would not help.
         """
         decision, most_s = noted.decision, self._limits.max_wait_s
         wait_s = decision.shortest_wait_s

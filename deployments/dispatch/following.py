@@ -1,8 +1,8 @@
-"""Follows one request from its first decision to its end: its record, its times, and who wants to hear of it.
+"""Follows one request from its first decision to its end: its record, its times, and the calls to the watch.
 
-Owns:      nothing of the request itself: what happens there happens in dispatcher.py and attempt.py, and is told here.
-Never:     changes what a client gets; raises, whatever a watch does: what fails there stands in the log.
-Invariant: a watch hears ``opened`` and ``ended`` once each for a request, however it ends.
+Owns:      the record of the open request and its current try. dispatcher.py calls this; nothing here decides.
+Never:     changes what a client gets; raises, whatever a watch does: its errors go to the log.
+Invariant: ``opened`` and ``ended`` are called once each for a request, however it ends.
 Thread:    the router's event loop.
 """
 
@@ -58,7 +58,7 @@ class RequestWatch:
 
 
 def tell(hear: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call a watch. What it raises is logged: nobody's request fails since counting it did."""
+    """Call a watch. Its errors are logged: no request fails because counting it did."""
     try:
         hear(*args, **kwargs)
     except Exception:
@@ -66,7 +66,7 @@ def tell(hear: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
 
 
 class Following:
-    """One request; a context manager around all its tries."""
+    """The record and times of one open request; a context manager around all its tries."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Following:
     def decided(
         self, decision: Decision, held_out: Mapping[str, str], *, since_s: float, failure: Exception | None
     ) -> Try:
-        """The next try is about to be sent. ``since_s``: when choosing began."""
+        """Note the next try, about to be sent. ``since_s``: when choosing began."""
         self._close_try()
         now_s = self._clock()
         self._try = self._routes.add(self._request.rid, decision, self.timeline, held_out)
@@ -105,7 +105,7 @@ class Following:
         return self._try
 
     def saw(self, delta: TokenDelta) -> None:
-        """A delta on its way to the client."""
+        """Note a delta on its way to the client."""
         if self.timeline.saw(delta, self._clock()):
             assert self._try is not None
             tell(self._watch.began, self._try, self.timeline)
@@ -123,7 +123,7 @@ class Following:
         tell(self._watch.ended, self.timeline, prompt_tokens=len(self._request.token_ids), outcome=outcome)
 
     def _finish(self) -> Finish | None:
-        """How the engines ended it: all choices have, or one went wrong, after which nobody waits for the others."""
+        """Return how the engines ended the request: all its choices ended, or one failed, which ends the request."""
         worst = self.timeline.worst
         if worst is None or self.timeline.is_whole or worst.reason is FinishReason.ERROR:
             return worst
@@ -140,7 +140,7 @@ class Following:
 
 
 def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
-    """How a request ended, in the catalogue's words. ``finish``: as its engines ended it, if they did."""
+    """Return how a request ended, in the catalogue's words. ``finish``: how its engines ended it, if they did."""
     if finish is not None:
         if finish.reason is FinishReason.ERROR:
             return "error"
@@ -155,7 +155,7 @@ def outcome_of(finish: Finish | None, error: BaseException | None) -> str:
 
 
 def outcome_of_status(status: int) -> str:
-    """How an HTTP status says that a request ended, in the catalogue's words."""
+    """Return how a request with this HTTP status ended, in the catalogue's words."""
     if status < 400:
         return "ok"
     if status in (CLIENT_CLOSED, TIMED_OUT):

@@ -36,7 +36,7 @@ TRANSFERRED = "handed off, says the decode replica: the try ended first"
 
 
 class PrefillLost(MantaError):
-    """The replica that was to compute the prompt is gone or refused it; another pair, or one replica alone, can."""
+    """The replica that was to compute the prompt is gone or refused it; another pair or a single replica can do it."""
 
     http_status = 503
     retryable = True
@@ -52,7 +52,7 @@ def legs_of(part: Part, *, generation: int, prefill: PeerAddress) -> list[Part]:
 
 
 class PrefillLeg:
-    """One leg, from `start` to `stop`."""
+    """A prefill leg, sent when it is made, until `stop`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PrefillLeg:
         self._watch = asyncio.create_task(self._wait())
 
     def stop(self) -> None:
-        """The request has ended, or is tried again. The lease is the caller's to cancel, or to let end."""
+        """Close the leg: the request has ended, or is tried again. The caller cancels the lease, or lets it end."""
         self._watch.cancel()
         if self._noted.prefill_end is None:
             report = self._noted.hand_off
@@ -91,13 +91,13 @@ class PrefillLeg:
         except MantaError as raised:
             error = raised
             self._end(f"{type(raised).__name__}: {raised}")
-        told = self._noted.hand_off is not None or not self._decode.is_empty  # of pages that came, or will not
+        told = self._noted.hand_off is not None or not self._decode.is_empty  # the decode side knows how it went
         if error is not None and not told:
             why = f"replica {self._replica_id}, which was to compute the prompt: {type(error).__name__}: {error}"
             self._decode.fail(PrefillLost(why))
 
     async def _finish(self) -> Finish:
-        """How the engine ended it. Raises: what it was refused with, or that the replica is gone."""
+        """Wait for the end of the leg. Raises: the error that it was refused with, or ReplicaGone."""
         while True:
             for delta in await self._stream.take():
                 if delta.finish is not None:
@@ -110,7 +110,7 @@ class PrefillLeg:
 
 
 def _lost(finish: Finish) -> MantaError | None:
-    """What the decode side may not hear of; every other end is told from engine to engine."""
+    """Return the error of an end that the decode side may not learn of; the engines exchange every other end."""
     if finish.retry_as is None:
         return None
     kind = Overloaded if finish.retry_as == "overloaded" else EngineDead
@@ -133,23 +133,23 @@ class _Hold:
 
 
 class HoldOut:
-    """Told of every hand-off's report."""
+    """The prefill replicas whose last hand-off failed, each held out of choice for a while."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._holds: dict[str, _Hold] = {}  # by prefill replica
 
     def take(self, prefill_id: str, report: HandOffReport) -> None:
-        """Of a hand-off from ``prefill_id``."""
+        """Note how a hand-off from ``prefill_id`` went."""
         now_s, before = self._clock(), self._holds.get(prefill_id)
         if report.transferred:
             self._holds.pop(prefill_id, None)
-        elif before is None or before.until_s <= now_s:  # those that were under way together fail together, once
+        elif before is None or before.until_s <= now_s:  # hand-offs that were under way together count as one failure
             length_s = FIRST_S if before is None else min(2 * before.length_s, MOST_S)
-            self._holds[prefill_id] = _Hold(now_s + length_s, length_s, report.reason or "no reason was told")
+            self._holds[prefill_id] = _Hold(now_s + length_s, length_s, report.reason or "no reason given")
 
     def now(self) -> Mapping[str, str]:
-        """Replicas that are held out, and why."""
+        """Return the replicas that are held out, and why."""
         now_s = self._clock()
         self._holds = {each: hold for each, hold in self._holds.items() if now_s < hold.until_s + 2 * MOST_S}
         return {

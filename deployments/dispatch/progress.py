@@ -1,4 +1,4 @@
-"""What a client has already received of one request, so that another replica can go on from there.
+"""What a client has received of one request, so that another replica can go on from there.
 
 Owns:      the output ids delivered per choice, and which choices ended.
 Never:     talks to a replica.
@@ -14,7 +14,7 @@ from replicas.types import GenerateRequest, PdLeg, TokenDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A request to a replica: the whole of what the client asked, or one choice that another replica left undone."""
+    """A request to a replica: the client's whole request, or one choice that another replica did not finish."""
 
     request: GenerateRequest
     choice: int | None  # None: the whole request, whose deltas carry their own index
@@ -26,13 +26,13 @@ class Part:
 
 
 class Progress:
-    """The state of one client request over all tries."""
+    """What one client request has received, over all tries."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self._ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._ended = [False] * request.sampling.n
-        # per choice, by the replica that sent its first token; what a resumed one reuses is not the client's gain
+        # per choice, by the replica that sent its first token; a resumed choice reuses its own output
         self._cached_tokens: list[int | None] = [None] * request.sampling.n
         self._prompt_logprobs_seen = [False] * request.sampling.n
 
@@ -50,7 +50,7 @@ class Progress:
         return sum(len(ids) for ids in self._ids)
 
     def parts(self, *, number: int, deadline_s: float | None) -> list[Part]:
-        """What is left to ask for in try ``number``; ``deadline_s`` is the time that is left."""
+        """Return what is left to ask for in try ``number``; ``deadline_s`` is the time that is left."""
         if not self.started:
             request = dataclasses.replace(
                 self.request, rid=with_try(self.request.rid, number), deadline_s=deadline_s
@@ -63,7 +63,7 @@ class Progress:
         ]
 
     def accept(self, delta: TokenDelta, choice: int | None) -> TokenDelta:
-        """``delta`` of a part as the client's own: its rid, its choice, its counts."""
+        """Turn ``delta`` of a part into the client's own: its rid, its choice, its counts."""
         index = delta.index if choice is None else choice
         assert not self._ended[index], f"{delta.rid}: choice {index} has ended"
         self._ids[index] += delta.token_ids
@@ -76,7 +76,7 @@ class Progress:
         if cached_tokens is not None and cached_tokens != usage.cached_tokens:
             usage = dataclasses.replace(usage, cached_tokens=cached_tokens)
         elif index == delta.index and delta.rid == self.request.rid:
-            return delta  # of the first try: as it came, without a copy a token
+            return delta  # of the first try: no copy for each token
         return dataclasses.replace(delta, rid=self.request.rid, index=index, usage=usage)
 
     def check(self) -> None:

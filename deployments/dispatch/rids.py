@@ -1,4 +1,4 @@
-"""Names of requests: unique inside, and still carrying the name that the client gave.
+"""Request ids: unique in the application, and carrying the name that the client gave.
 
     internal rid = <16 hex digits><16 of its owner, where keys are asked for>.<try>-<the client's name>
 The digits make it unique in the whole application; its owner (keys.py) may abort it; the try tells a retry's deltas
@@ -19,30 +19,30 @@ def new_rid(client_rid: str) -> str:
 
 
 def owned(rid: str, owner: str) -> str:
-    """``rid``, which has no owner yet, as ``owner``'s."""
+    """Return ``rid``, which has no owner yet, as ``owner``'s."""
     digits, dot, rest = rid.partition(".")
     return f"{digits}{owner}{dot}{rest}"
 
 
 def owner_of(rid: str) -> str:
-    """"" where it has none."""
+    """Return the owner of ``rid``; "" without one."""
     return rid.partition(".")[0][_NUM_DIGITS:]
 
 
 def with_try(rid: str, number: int, choice: int | None = None) -> str:
-    """``rid`` for try ``number`` of the request, or of its choice ``choice`` alone."""
+    """Return the rid for try ``number`` of the request, or of its choice ``choice`` alone."""
     digits, _, rest = rid.partition(".")
     _, _, client_rid = rest.partition("-")
     return f"{digits}.{number}{'' if choice is None else f'c{choice}'}-{client_rid}"
 
 
 def client_rid(rid: str) -> str:
-    """The name that the client gave."""
+    """Return the name that the client gave."""
     return rid.partition("-")[2]
 
 
 def check_name(name: str) -> str:
-    """``name`` if a request may be called so. Raises: InvalidRequest."""
+    """Return ``name`` if a request may have it. Raises: InvalidRequest."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             f"rid: must be 1 to 128 of the characters A-Z a-z 0-9 . _ : / @ + = -, got {name[:64]!r}", param="rid"
@@ -51,5 +51,5 @@ def check_name(name: str) -> str:
 
 
 def clean_name(name: str | None) -> str:
-    """``name`` if it is fit for a header and a log line, else a new one."""
+    """Return ``name`` if it is fit for a header and a log line, else a new name."""
     return name if name is not None and _NAME.fullmatch(name) else secrets.token_hex(8)

@@ -1,6 +1,6 @@
-"""Recent routing decisions and what became of each, so that anyone can ask why a request went where it went.
+"""Recent routing decisions and their outcomes, to explain why a request went where it went.
 
-Owns:      a bounded ring of records: the oldest goes when a new request comes; in which order they changed last.
+Owns:      a bounded ring of records, the oldest dropped for a new request; the order in which they last changed.
 Never:     decides anything; holds prompts or texts (a decision holds hashes of pages).
 Invariant: at most ``capacity`` records; a record's tries are in order, each with its outcome once that is known.
            A record changes with a new try, its first token and its end; its number grows with each change.
@@ -19,12 +19,12 @@ from replicas.types import HandOffReport
 from routing.types import Decision, RouteOutcome
 
 MOST_TOLD = 1000  # records in one answer to the observatory
-NOBODY: Mapping[str, str] = MappingProxyType({})
+NONE_HELD_OUT: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True, kw_only=True)
 class Try:
-    """One decision for a request."""
+    """One decision for a request, and how the try went."""
 
     decision: Decision
     cached_tokens: int | None = None  # as the replica counted; None before the first token
@@ -32,14 +32,14 @@ class Try:
     outcome: RouteOutcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused
     hand_off: HandOffReport | None = None  # how the K/V came, as the decode replica saw it
-    held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replicas not asked then -> why (prefill_leg.py)
+    held_out: Mapping[str, str] = field(default_factory=dict)  # prefill replica left out -> why (prefill_leg.py)
     prefill_end: str | None = None  # how the prefill leg ended; None while it runs, or without one
-    times: LegTimes = field(default_factory=LegTimes)  # as the engines told them
+    times: LegTimes = field(default_factory=LegTimes)  # as the engines reported them
 
 
 @dataclass(slots=True, kw_only=True)
 class RouteRecord:
-    """All that was decided for one request."""
+    """All decisions for one request, and its times."""
 
     rid: str
     timeline: Timeline
@@ -49,27 +49,27 @@ class RouteRecord:
 
     @property
     def time_s(self) -> float:
-        """When the request came, in seconds since 1970."""
+        """When the request arrived, in seconds since 1970."""
         return self.timeline.arrival.time_s
 
     @property
     def name(self) -> str:
-        """What the client calls the request."""
+        """The client's name of the request."""
         return client_rid(self.rid)
 
 
 class RouteLog:
-    """Records by request, the most recent ``capacity`` of them."""
+    """The records of the most recent ``capacity`` requests."""
 
     def __init__(self, capacity: int = 1000) -> None:
         self.capacity = capacity
         self._records: OrderedDict[str, RouteRecord] = OrderedDict()  # by rid, oldest first
-        self._by_name: dict[str, str] = {}  # client's name -> rid of the most recent one called so
+        self._by_name: dict[str, str] = {}  # client's name -> rid of the most recent request with it
         self._by_change: OrderedDict[str, RouteRecord] = OrderedDict()  # by rid; what changed last is last
         self._seq = 0
 
-    def add(self, rid: str, decision: Decision, timeline: Timeline, held_out: Mapping[str, str] = NOBODY) -> Try:
-        """The next try of request ``rid``."""
+    def add(self, rid: str, decision: Decision, timeline: Timeline, held_out: Mapping[str, str] = NONE_HELD_OUT) -> Try:
+        """Add the next try of request ``rid``."""
         record = self._records.get(rid)
         if record is None:
             record = self._records[rid] = RouteRecord(rid=rid, timeline=timeline)
@@ -82,7 +82,7 @@ class RouteLog:
         return attempt
 
     def changed(self, record: RouteRecord) -> None:
-        """Something of ``record`` has changed, if it is still kept."""
+        """Note that ``record`` has changed, if it is still kept."""
         if record.rid in self._records:
             self._seq += 1
             record.seq = self._seq
@@ -90,9 +90,9 @@ class RouteLog:
             self._by_change.move_to_end(record.rid)
 
     def changed_since(self, seq: int, *, most: int | None = None) -> tuple[list[RouteRecord], int]:
-        """Records that changed after change number ``seq``, the longest unchanged first, and the number to ask with
-        next. 0 asks for all; so does a number of another life of this router. ``most``: only those that changed last,
-        so many; the others are not told later either."""
+        """Return the records that changed after change number ``seq``, the longest unchanged first, and the number to
+        ask with next. 0, or a number of another life of this router, asks for all. ``most``: return only this many, the
+        last changed; later calls do not return the others either."""
         known = seq if seq <= self._seq else 0
         newer = itertools.takewhile(lambda record: record.seq > known, reversed(self._by_change.values()))
         return list(itertools.islice(newer, most))[::-1], self._seq
@@ -101,11 +101,11 @@ class RouteLog:
         return self._records.get(rid)
 
     def recent(self) -> list[RouteRecord]:
-        """All that are kept, oldest first."""
+        """Return all kept records, oldest first."""
         return list(self._records.values())
 
     def find(self, name: str) -> RouteRecord | None:
-        """By the client's name of a request (the most recent one so called), its answer's id, or our own rid."""
+        """Find a record by the client's name (the most recent one with it), the answer's id, or the internal rid."""
         for each in (name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-")):
             found = self._records.get(self._by_name.get(each, each))
             if found is not None:

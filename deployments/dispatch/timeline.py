@@ -1,4 +1,4 @@
-"""When what happened to one request, and what its time was spent on, as its client felt it.
+"""The moments of one request, and the stages that its time was spent in, as its client sees them.
 
 Owns:      the moments of one request on this router's clock, and the arithmetic of its stages.
 Never:     reads a clock; knows metrics.
@@ -6,16 +6,16 @@ Invariant: the stages are consecutive, none is negative, and they sum to the tim
 Thread:    the router's event loop.
 
     arrived ──route──> sent ──queue──┬──prefill──┬──transfer──> first token ──decode──> last delta
-                                     engines tell how long, not when: their clocks are not ours
+                                     engines report durations: their clocks are not this one
 
-``sent`` is when the try that brought the first token was sent, so that tries before it, and reading and tokenising the
-prompt, are route. All after the first token is decode, a retry in the middle included. Between the two lie what the
-replica says of its prefill and transfer (StageTimes), and queue is the rest: waiting there, and the way to it and back.
-Of a prompt that was handed over, the prefill leg says queue and prefill, and the rest is transfer: what is left of the
-pages' way when the prompt is computed. Its queue begins with waiting for row and pages on the decode side: before that
-has them, the prefill side does not queue it (the hand-off's report has that part as grant_s). Where the prefill leg's
-word has not come by then (after an answer of a token or two), the decode side's counts: transfer is from the first page
-to the last, and prefill the wait before it, with the queue there.
+``sent`` is when the try that brought the first token was sent, so route includes the tries before it, and reading and
+tokenising the prompt. All after the first token is decode, a retry in the middle included. Between the two lie the
+prefill and transfer that the replica reports (StageTimes); queue is the rest: waiting there, and the way to and fro.
+For a prompt that was handed over, the prefill leg reports queue and prefill, and the rest is transfer: the part of the
+pages' way that is left when the prompt is computed. Its queue begins with waiting for row and pages on the decode side:
+the prefill side does not queue it before (grant_s in the hand-off's report). If the prefill leg has not reported yet
+(after an answer of a token or two), the decode side's times count: transfer is from the first page to the last, and
+prefill is the wait before it, with the queue there.
 """
 
 import time
@@ -27,7 +27,7 @@ from replicas.types import Finish, FinishReason, StageTimes, TokenDelta
 
 @dataclass(slots=True, kw_only=True)
 class Arrival:
-    """One HTTP request when it came; several prompts can come with one."""
+    """An HTTP request at its arrival; it can have several prompts."""
 
     endpoint: str  # chat, completions, generate, tokens
     arrived_s: float  # monotonic
@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Seconds of each stage."""
+    """The seconds that a request spent in each stage."""
 
     route_s: float
     queue_s: float
@@ -52,14 +52,14 @@ class Stages:
 
 @dataclass(slots=True)
 class LegTimes:
-    """What the replicas of one try told of it."""
+    """The stage times that the replicas of one try reported."""
 
     own: StageTimes | None = None  # of the choice whose first token came first
     prefill: StageTimes | None = None  # of the prefill leg
-    came_s: float | None = None  # from the first page that came from there to the last; None: the K/V did not
+    came_s: float | None = None  # from its first page to the last; None: the K/V did not arrive
 
     def tell(self, stages: StageTimes) -> None:
-        """One choice has ended."""
+        """Take the stages of a choice that has ended; the choice with the first token counts."""
         if self.own is None or before_first_s(stages) < before_first_s(self.own):
             self.own = stages
 
@@ -72,17 +72,17 @@ class _Choice:
 
 
 class Timeline:
-    """One request: `sent` with each try, `saw` with each delta, `end` once."""
+    """The moments of one request: call `sent` with each try, `saw` with each delta, `end` once."""
 
     def __init__(
         self, arrival: Arrival, *, num_choices: int, on_gap: Callable[[float, int], None] | None = None
     ) -> None:
-        """``on_gap``: told of the gap before each delta but a choice's first: seconds per token, and tokens."""
+        """``on_gap``: called with each delta but a choice's first: seconds per token, and tokens."""
         self.arrival = arrival
         self.first_s: float | None = None  # moments on the router's clock
         self.ended_s: float | None = None
         self.num_output = 0
-        self._num_left = num_choices
+        self._num_choices = num_choices
         self._sent_s = arrival.arrived_s
         self._leg = LegTimes()
         self._choices: dict[int, _Choice] = {}
@@ -90,12 +90,12 @@ class Timeline:
         self._on_gap = on_gap
 
     def sent(self, leg: LegTimes, now_s: float) -> None:
-        """A try begins; ``leg`` is filled while it runs."""
+        """Note the start of a try; ``leg`` is filled while it runs."""
         if self.first_s is None:
             self._sent_s, self._leg = now_s, leg
 
     def saw(self, delta: TokenDelta, now_s: float) -> bool:
-        """A delta for the client; True with the first token of all. About 0.5 us."""
+        """Note a delta for the client. Returns: whether it has the first token of all. About 0.5 us."""
         finish, num_tokens, begins = delta.finish, len(delta.token_ids), False
         if num_tokens:
             choice = self._choices.get(delta.index)
@@ -110,7 +110,6 @@ class Timeline:
                 if self.first_s is None:
                     self.first_s, begins = now_s, True
         if finish is not None:
-            self._num_left -= 1
             self._finishes.append(finish)
         return begins
 
@@ -119,17 +118,17 @@ class Timeline:
 
     @property
     def is_whole(self) -> bool:
-        """Every choice has its finish, whatever the client did afterwards."""
-        return self._num_left == 0
+        """Whether every choice has its finish."""
+        return len(self._finishes) == self._num_choices
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the choices that have ended, in the order of their ends."""
+        """The reasons of the choices that have ended, in order."""
         return [finish.reason.value for finish in self._finishes]
 
     @property
     def worst(self) -> Finish | None:
-        """Of the finishes, the one that says least well; None while none has come."""
+        """The worst finish; None before the first."""
         return max(self._finishes, key=_badness, default=None)
 
     @property
@@ -145,13 +144,13 @@ class Timeline:
     @property
     def mean_itl_s(self) -> float | None:
         """Mean gap between tokens; None of answers of one token."""
-        # the first delta's further tokens came with its first, and have no gap
+        # all tokens of a first delta came at once: no gap
         gaps = sum(choice.num_tokens - 1 for choice in self._choices.values())
         return sum(choice.last_s - choice.first_s for choice in self._choices.values()) / gaps if gaps else None
 
     @property
     def stages(self) -> Stages | None:
-        """None until it has ended, or if it never came to its end."""
+        """The stages; None until the request has ended, or if a choice has no finish."""
         if self.ended_s is None or not self.is_whole:
             return None
         first_s = self.ended_s if self.first_s is None else self.first_s
@@ -173,7 +172,7 @@ class Timeline:
 
 
 def split(waited_s: float, leg: LegTimes) -> tuple[float, float, float]:
-    """(queue, prefill, transfer) of the time between sending and the first token, as the module's docstring says."""
+    """Split the time from sending to the first token into queue, prefill and transfer (see the module's docstring)."""
     own, before = leg.own or StageTimes(), leg.prefill
     if leg.came_s is not None and before is not None:
         queue_s = min(before.queue_s, waited_s)

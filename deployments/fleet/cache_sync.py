@@ -1,15 +1,15 @@
 """Keeps the router's index in step with each replica's cache: events as they come, a snapshot when some were missed.
 
-Owns:      which replicas' snapshots are on their way; which events the reports have told of and nobody has brought.
-Never:     blocks a request: until a snapshot has come, the router goes by its own decisions.
-Invariant: at most one snapshot a replica is being asked for, and it is asked for until one came that the router could
-           use; none for a replica that has been forgotten.
+Owns:      which replicas' snapshots are awaited; which events were reported and have not arrived.
+Never:     blocks a request: until a snapshot has arrived, the router goes by its own decisions.
+Invariant: at most one snapshot of a replica is awaited at a time, and the replica is asked again until one has arrived
+           that the router could use; none is awaited of a replica that has been forgotten.
 Thread:    the router's event loop.
 
-    attached ──> ask ──> SNAPSHOT ──> EVENTS, each following the last      a gap ──> ask again
+    attached ──> ask ──> snapshot ──> events, each following the last      a gap ──> ask again
 
-An event that is lost shows in the number of the next. The last one has no next: there the report tells, which carries
-the number that the cache has reached; it is held against the number that the router's index has taken in.
+The number of an event shows that the one before it was lost. No event follows the last one: it is found missing by the
+report, which carries the number of the cache's last event, if the router's index does not reach it soon.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ from routing.types import IndexEvent, IndexSnapshot
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.5  # after a call that failed, or a snapshot that left events missing
-SNAPSHOT_LATE_S = 10.0  # the call has returned and the snapshot has not come
+SNAPSHOT_LATE_S = 10.0  # after the call has returned, until the snapshot counts as lost
 # Statistics may be taken a step later than the events sent with them; those come before the next report. One more, as
 # attaching sends a report of its own.
 REPORTS_UNTIL_LOST = 2
 
 
 class CacheSync:
-    """Feeds one `Router`'s index."""
+    """The snapshots and events that the index of one `Router` still needs."""
 
     def __init__(self, router: Router, leases: Leases) -> None:
         self._router = router
         self._leases = leases
         self._asking: dict[str, _Asking] = {}  # by replica
-        self._behind: dict[str, _Behind] = {}  # by replica; nobody who is being asked
-        self.num_snapshots = 0  # that have come
+        self._behind: dict[str, _Behind] = {}  # by replica; none whose snapshot is awaited
+        self.num_snapshots = 0  # that have arrived
         self.num_gaps = 0
 
     def on_events(self, replica_id: str, events: Sequence[IndexEvent], router_id: str) -> None:
@@ -52,7 +52,7 @@ class CacheSync:
             self.ask(replica_id, router_id)
 
     def on_report(self, replica_id: str, seq: int, router_id: str) -> None:
-        """Event ``seq`` has happened there: the index must soon have it."""
+        """Note that event ``seq`` has happened there: the index must soon have it."""
         if replica_id in self._asking:
             return
         behind = self._behind.get(replica_id)
@@ -78,7 +78,7 @@ class CacheSync:
         asking.arrived.set()
 
     def ask(self, replica_id: str, router_id: str) -> None:
-        """Have ``replica_id`` send a snapshot, and ask again until one comes that leaves no event missing."""
+        """Have ``replica_id`` send a snapshot; ask again until one has arrived that leaves no event missing."""
         if replica_id not in self._asking:
             self._behind.pop(replica_id, None)
             arrived = asyncio.Event()
@@ -93,11 +93,11 @@ class CacheSync:
 
     @property
     def asking(self) -> frozenset[str]:
-        """Replicas of which no snapshot has come that leaves nothing missing."""
+        """The replicas whose snapshot is awaited."""
         return frozenset(self._asking)
 
     def check(self) -> None:
-        """Raises AssertionError if a replica counts as behind that is not, or that is being asked."""
+        """Raises AssertionError if a replica counts as behind that is not, or whose snapshot is awaited."""
         assert not self._behind.keys() & self._asking.keys()
         for replica_id, behind in self._behind.items():
             assert behind.seq > self._router.applied(replica_id)
@@ -108,7 +108,7 @@ class CacheSync:
             del self._behind[replica_id]
 
     async def _ask(self, replica_id: str, router_id: str, arrived: asyncio.Event) -> None:
-        """Until a snapshot has come that `on_snapshot` takes for complete, or the replica is forgotten."""
+        """Ask until `on_snapshot` has found a snapshot complete, or the replica is forgotten."""
         while self._wanted(replica_id, arrived):
             arrived.clear()
             wait_s = SNAPSHOT_LATE_S
@@ -133,7 +133,7 @@ class CacheSync:
 
 
 class _Asking:
-    """One snapshot on its way."""
+    """A snapshot that is awaited."""
 
     def __init__(self, arrived: asyncio.Event, task: "asyncio.Task[None]") -> None:
         self.arrived = arrived
@@ -142,7 +142,7 @@ class _Asking:
 
 @dataclass(slots=True)
 class _Behind:
-    """An event that a report told of before it came."""
+    """An event that was reported and has not arrived."""
 
     seq: int
     num_reports: int = 0  # since

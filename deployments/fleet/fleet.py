@@ -36,17 +36,28 @@ from replicas.errors import MantaError
 from routing.router import Router
 from routing.types import IndexEvent, IndexSnapshot, Role
 
+log = logging.getLogger(__name__)
+
+SILENT_S = 1.0  # without a report, until a replica is passed over while another one speaks
+STALE_S = 15.0  # until it is so in any case, and attached again: if all are silent, the machine is busy
+REPORTS_MISSED = 5  # at the least, before a replica counts as silent
+LOOK_S = 0.25  # how often silence is looked for when nothing else happens
+ATTACH_AGAIN_S = 0.5
+ANSWER_S = 5.0  # within which each replica answers a call to all, or is left out
+T = TypeVar("T")
 SETTLED_STEPS = 16  # before these a long step may be one that compiles
 SLOWER = 4.0
 
 
 class Hangs:
-    """Told of every report."""
+    """The last report of every connected replica, and which of them hang."""
 
     def __init__(self, *, hang_s: float, silent_s: float, clock: Callable[[], float]) -> None:
-        """``hang_s``: silent, or in one step, for so long, it hangs; ``silent_s``: for so long, it does not speak."""
+        """``hang_s``: silence, or one step, of this length is a hang; ``silent_s``: a shorter silence, after which a
+        replica no longer counts as one that could go on with another's requests.
+        """
         self._hang_s = max(hang_s, silent_s)
-        self._silent_s = silent_s
+        self.silent_s = silent_s
         self._clock = clock
         self._said: dict[str, tuple[float, ReplicaReport]] = {}
 
@@ -54,16 +65,16 @@ class Hangs:
         self._said[replica_id] = (self._clock(), report)
 
     def lost(self, replica_id: str) -> None:
-        """Its connection has ended, and its streams with it."""
+        """Forget a replica whose connection has ended, and its streams with it."""
         self._said.pop(replica_id, None)
 
     def stood_still(self, seconds: float) -> None:
-        """This process has not run for ``seconds``, in which nobody could be heard."""
+        """Do not count as silence the last ``seconds``, in which this process did not run."""
         now_s = self._clock()
         self._said = {each: (min(s + seconds, now_s), report) for each, (s, report) in self._said.items()}
 
     def find(self, able: Iterable[str], *, prefill: Container[str] = ()) -> dict[str, str]:
-        """The replicas that hang, and how; none where none of ``able`` speaks, which could go on with a request.
+        """Return the replicas that hang, and how; none if none of ``able``, which could go on with a request, speaks.
 
         Args: prefill: prefill replicas. A silent one hangs after twice ``hang_s``: the heartbeats of the decode side
               find its silence first, and the decode side then computes the prompt without another try.
@@ -82,22 +93,11 @@ class Hangs:
 
     def _speaks(self, replica_id: str, now_s: float) -> bool:
         said = self._said.get(replica_id)
-        return said is not None and now_s - said[0] < self._silent_s and said[1].error is None
-
-
-log = logging.getLogger(__name__)
-
-SILENT_S = 1.0  # no report for so long, and a replica is passed over while another one speaks
-STALE_S = 15.0  # and after so long in any case, and attached again: when all are silent, it is the machine that is busy
-REPORTS_MISSED = 5  # at the least, before a replica counts as silent
-LOOK_S = 0.25  # how often silence is looked for when nothing else happens
-ATTACH_AGAIN_S = 0.5
-ANSWER_S = 5.0  # what all are asked, each answers within this, or is left out
-T = TypeVar("T")
+        return said is not None and now_s - said[0] < self.silent_s and said[1].error is None
 
 
 class Fleet:
-    """Keeps a `Router`'s views up to date."""
+    """The members, what they reported, and the views that a `Router` has of them."""
 
     def __init__(
         self,
@@ -109,24 +109,23 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         role_of: Callable[[str], Role] = lambda replica_id: Role.UNIFIED,
     ) -> None:
-        """``role_of``: of a member that has not attached yet."""
+        """``role_of``: returns the role of a member that has not attached yet."""
         self._router = router
         self._role_of = role_of
-        self._silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
-        self._stale_s = max(STALE_S, self._silent_s)
-        self._hangs = Hangs(hang_s=hang_timeout_s, silent_s=self._silent_s, clock=clock)
+        silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
+        self._hangs = Hangs(hang_s=hang_timeout_s, silent_s=silent_s, clock=clock)
         self._leases = leases
         self._clock = clock
         self._address: ChannelAddress | None = None
         self._members: frozenset[str] = frozenset()
         self._infos: dict[str, ReplicaInfo] = {}
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
-        self._hanging: frozenset[str] = frozenset()  # those that hung at the last look
+        self._hanging: frozenset[str] = frozenset()  # at the last look
         self._leave: Callable[[str, MantaError], None] = lambda replica_id, error: None
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
         self._as_of_s: dict[str, float] = {}  # of each member: when its last report was true; at first, when it joined
-        self._unheard: set[str] = set()  # lost, or attached again without a report since: needs a new connection
+        self._unheard: set[str] = set()  # lost, or attached again without a report since: they need a new connection
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.sync = CacheSync(router, leases)
@@ -138,7 +137,7 @@ class Fleet:
         self.set_members(self._members)
 
     def set_members(self, members: Iterable[str]) -> None:
-        """These are the running replicas now."""
+        """Set the running replicas."""
         self._members, now_s = frozenset(members), self._clock()
         self._as_of_s = {each: self._as_of_s.get(each, now_s) for each in self._members}
         self._unheard &= self._members
@@ -172,7 +171,7 @@ class Fleet:
             self.sync.on_snapshot(replica_id, snapshot)
 
     def on_lost(self, replica_id: str) -> None:
-        """The connection ended: most likely its process did."""
+        """Forget a replica whose connection ended, and attach it again while it is a member: it may be dead."""
         log.warning("the connection to replica %s ended", replica_id)
         self._hangs.lost(replica_id)
         self._unheard.add(replica_id)
@@ -180,8 +179,8 @@ class Fleet:
         self.set_members(self._members)
 
     def attach_silent_again(self) -> None:
-        """Forget and attach whoever has not reported for STALE_S: first over the connection that it may still have,
-        so that a replica that was only held up keeps its requests; the second time over a new one."""
+        """Forget and attach every replica that has not reported for STALE_S: first over the connection that it may
+        still have, so that a replica that was only held up keeps its requests; the second time over a new one."""
         now_s = self._clock()
         silent = [each for each in self._infos if now_s - self._heard_s.get(each, now_s) >= self._stale_s]
         for replica_id in silent:
@@ -201,33 +200,37 @@ class Fleet:
         self._hanging = frozenset(hanging)
 
     @property
+    def _stale_s(self) -> float:
+        return max(STALE_S, self._hangs.silent_s)
+
+    @property
     def infos(self) -> list[ReplicaInfo]:
         """The attached replicas, by id."""
         return [self._infos[replica_id] for replica_id in sorted(self._infos)]
 
     @property
     def num_ready(self) -> int:
-        """Replicas that can take a request; a prefill replica cannot take one to its end."""
+        """The number of replicas that can take a request; a prefill replica cannot take one to its end."""
         self._update()
         return sum(view.may_take and view.role is not Role.PREFILL for view in self._router.views)
 
     def transfer_address(self, replica_id: str) -> PeerAddress | None:
-        """Where the transfer service of an attached replica listens."""
+        """Return where the transfer service of an attached replica listens."""
         info = self._infos.get(replica_id)
         return None if info is None else info.transfer
 
     def cache_pages(self) -> dict[str, tuple[int, int]]:
-        """By replica: how many pages it is believed to hold, confirmed by its events and only expected."""
+        """Return how many pages each replica is believed to hold: confirmed by its events, and only expected."""
         return {view.replica_id: self._router.num_pages(view.replica_id) for view in self._router.views}
 
     def report_ages_s(self) -> dict[str, float]:
-        """By member: how long ago it was as its last report says, through all attaching again; of one that has not
-        reported yet, since when it is a member."""
+        """Return the age of each member's last report, however often it was attached since; of a member that has not
+        reported yet, the time since it joined."""
         now_s = self._clock()
         return {each: now_s - as_of_s for each, as_of_s in sorted(self._as_of_s.items())}
 
     def seen(self) -> tuple[SeenReplica, ...]:
-        """Every member, by id; one that has not attached or reported yet is starting."""
+        """Return every member, by id; one that has not attached or reported yet is starting."""
         self._update()
         ages_s, states = self.report_ages_s(), {view.replica_id: view.state for view in self._router.views}
         found = []
@@ -242,14 +245,14 @@ class Fleet:
         return tuple(found)
 
     def describe(self) -> str:
-        """One clause on the state of all, for errors and /health."""
+        """Say the state of all replicas in one clause, for errors and /health."""
         self._update()
         states = [f"{view.replica_id}: {view.state}" for view in self._router.views]
         states += [f"{replica_id}: starting" for replica_id in sorted(self._attaching)]
         return ", ".join(states) or "no replica is running yet"
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """True as soon as a replica can take a request."""
+        """Wait for a replica that can take a request. Returns: whether there is one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self.num_ready:
@@ -260,8 +263,8 @@ class Fleet:
     async def ask_all(
         self, ask: Callable[[str], Coroutine[Any, Any, T]], *, timeout_s: float = ANSWER_S
     ) -> dict[str, T]:
-        """``ask`` every attached replica at once; those that fail, or take longer than ``timeout_s``, are left out,
-        with a line in the log."""
+        """Call ``ask`` for every attached replica at once. Returns: the answers by replica; a replica that fails, or
+        takes longer than ``timeout_s``, is left out, with a line in the log."""
         ids = sorted(self._infos)
         asked = (asyncio.wait_for(ask(replica_id), timeout_s) for replica_id in ids)
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -281,7 +284,7 @@ class Fleet:
             self.sync.forget(replica_id)
 
     def check(self) -> None:
-        """Raises AssertionError if a replica is known that is no member."""
+        """Raises AssertionError if a replica is known that is not a member."""
         assert self._infos.keys() <= self._members
         assert self._reports.keys() <= self._members
         assert self._as_of_s.keys() == self._members
@@ -308,7 +311,7 @@ class Fleet:
         self.sync.ask(replica_id, address.router_id)
 
     async def _look_forever(self) -> None:
-        """A replica that hangs says nothing, so nothing else would tell."""
+        """Look for silent and hanging replicas, again and again: their silence wakes nothing."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + LOOK_S
@@ -319,7 +322,7 @@ class Fleet:
             self.leave_hanging()
 
     def _hanging_now(self) -> dict[str, str]:
-        """The replicas that hang, and how."""
+        """Return the replicas that hang, and how."""
         prefill = {each for each, info in self._infos.items() if info.role is Role.PREFILL}
         able = (each for each in self._reports if each in self._infos and each not in prefill)
         return self._hangs.find(able, prefill=prefill)
@@ -337,8 +340,8 @@ class Fleet:
     def _update(self) -> None:
         now_s = self._clock()
         heard = {replica_id: self._reports[replica_id] for replica_id in self._infos if replica_id in self._reports}
-        all_silent = all(now_s - heard_s >= self._silent_s for heard_s, _ in heard.values())
-        limit_s = self._stale_s if all_silent else self._silent_s
+        all_silent = all(now_s - heard_s >= self._hangs.silent_s for heard_s, _ in heard.values())
+        limit_s = self._stale_s if all_silent else self._hangs.silent_s
         hanging = self._hanging_now()
         self._router.update(
             view_of(self._infos[each], report, heard_s=heard_s, hangs=now_s - heard_s >= limit_s or each in hanging)

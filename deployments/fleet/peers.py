@@ -22,22 +22,22 @@ Body = dict[str, Any]  # an answer of ``GET /route/{name}``
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRoute:
-    """What the others said."""
+    """The answer of the other routers about one name."""
 
-    body: Body | None = None  # the newest; None: nobody who answered knows the name
-    unanswered: str = ""  # who did not answer, as a clause; empty if all did
+    body: Body | None = None  # the newest; None: no router that answered knows the name
+    unanswered: str = ""  # which routers did not answer, as a clause; empty if all did
 
 
 class RouterPeers(Protocol):
     """The other routers of the application."""
 
     async def find_route(self, name: str) -> FoundRoute:
-        """The answer of ``GET /route/{name}`` by the router that was the last to decide for that name."""
+        """Return the answer of ``GET /route/{name}`` by the last router that decided for that name."""
         ...
 
 
 class NoPeers:
-    """There is one router."""
+    """`RouterPeers` of the only router of its application."""
 
     async def find_route(self, name: str) -> FoundRoute:
         return FoundRoute()
@@ -56,24 +56,24 @@ async def newest(asked: Sequence[Awaitable[Body | None]], *, within_s: float) ->
 
 
 def newer(*bodies: Body | None) -> Body | None:
-    """A name can come twice, and then means its last bearer."""
+    """Return the newest of ``bodies``: a name that was given twice means the later request."""
     found = [body for body in bodies if body is not None]
     return max(found, key=lambda body: float(body["time"]), default=None)
 
 
 class NobodyAsked(Exception):
-    """The call could not be sent; the message is the kind of error that came instead."""
+    """The call could not be sent; the message is the kind of the error."""
 
 
 class Broadcast:
-    """Calls to all replicas of one deployment."""
+    """One call to all replicas of a deployment, each answer apart: one that hangs does not hold up the others."""
 
     def __init__(self, *, app_name: str, deployment_name: str) -> None:
         self._names = deployment_name, app_name
         self.handle: Any = None  # serve.DeploymentHandle; Ray's classes are untyped
 
     async def ask(self, method: str, *args: Any, within_s: float) -> list[Coroutine[Any, Any, Any]]:
-        """Call ``method`` of each replica that runs; one answer each, to be awaited.
+        """Call ``method`` of each running replica. Returns: one answer each, to be awaited and cancelled by the caller.
 
         Args:   within_s: to reach them all.
         Raises: NobodyAsked.
@@ -90,7 +90,7 @@ class Broadcast:
 
 
 async def _answer(call: Any) -> Any:
-    """Of one replica (ray.serve's ReplicaResult)."""
+    """Await the answer of one replica (ray.serve's ReplicaResult)."""
     try:
         return await call.get_async()
     except asyncio.CancelledError:
@@ -103,7 +103,7 @@ ANSWER_S = 2.0  # to reach all routers, and then for each to answer
 
 
 class RayPeers:
-    """All routers, ourselves among them: who has looked already finds nothing more at home."""
+    """`RouterPeers` by Ray Serve. All routers are asked, this one too: it has nothing newer than it has looked up."""
 
     def __init__(self, *, app_name: str, deployment_name: str, answer_s: float = ANSWER_S) -> None:
         self._routers = Broadcast(app_name=app_name, deployment_name=deployment_name)
@@ -113,7 +113,7 @@ class RayPeers:
         return await self._find("find_route", name)
 
     async def find_request(self, name: str) -> FoundRoute:
-        """As `find_route`, with the request's row and page keys (observatory/router_view.py)."""
+        """Return what `find_route` does, with the request's row and page keys (observatory/router_view.py)."""
         return await self._find("find_request", name)
 
     async def _find(self, method: str, name: str) -> FoundRoute:
@@ -129,7 +129,7 @@ class RayPeers:
 
 
 async def _body_of(answer: Awaitable[Body | None]) -> Body | None:
-    """Of one router; one that has died knows nothing any more."""
+    """Await one router's answer; None from a router that has died."""
     try:
         return await answer
     except ActorDiedError:

@@ -1,6 +1,6 @@
-"""A replica as a router sees it, and its report as the routing router takes it.
+"""A replica as a router sees it, and the view of it that the routing router takes.
 
-Pure. Owns: which of a report's numbers is which of a view's.
+Pure. Owns: which number of a report is which of a view.
 """
 
 from dataclasses import dataclass
@@ -22,18 +22,20 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenReplica:
-    """One replica as a router sees it."""
+    """A member of the fleet as a router sees it."""
 
     replica_id: str
     role: str
     state: str  # starting, accepting, draining, unhealthy
     info: ReplicaInfo | None  # None while starting
     report: ReplicaReport | None  # the last; None before the first
-    report_age_s: float | None  # since what it says was so; None before the first
+    report_age_s: float | None  # how old its statistics are; None before the first
 
 
 def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: bool) -> ReplicaView:
-    """``heard_s``: when the report came. ``hangs``: no other has come for too long, or its step does not end."""
+    """Make the view. ``heard_s``: when the report arrived. ``hangs``: none has followed for too long, or the replica's
+    step does not end.
+    """
     stats = report.stats
     return ReplicaView(
         replica_id=info.replica_id,

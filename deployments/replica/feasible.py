@@ -1,4 +1,4 @@
-"""Whether the model and the replicas' device can do what the settings of one application ask.
+"""Checks whether the model and the replicas' device can do what the settings of one application ask.
 
 Owns:      what is decided before anything starts, from config.json and the size of the weights.
 Never:     loads weights, or asks a GPU: that would make a CUDA context in the process that checks.
@@ -27,7 +27,7 @@ ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
 
 
 def checked(args: dict[str, Any]) -> tuple[AppConfig, dict[str, Any]]:
-    """The settings, and the arguments that the replicas read them from.
+    """Return the settings, and the arguments that the replicas read them from.
 
     Raises: InvalidConfig with a sentence for every setting that is wrong on any machine.
     """
@@ -39,8 +39,8 @@ def checked(args: dict[str, Any]) -> tuple[AppConfig, dict[str, Any]]:
 
 
 def examined(args: dict[str, Any], *, available_bytes: int) -> tuple[AppConfig | None, list[str]]:
-    """The settings, as far as they can be read, and a sentence for everything that is wrong with them on a machine
-    with so much RAM."""
+    """Return the settings, as far as they can be read, and a sentence for everything that is wrong with them on a
+    machine with ``available_bytes`` of RAM."""
     config, problems = examine(with_token(args) if args.get("mode") == "disaggregated" else args)
     if config is not None:
         problems = list(dict.fromkeys([*problems, *impossible(config, available_bytes=available_bytes)]))
@@ -48,7 +48,7 @@ def examined(args: dict[str, Any], *, available_bytes: int) -> tuple[AppConfig |
 
 
 def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[str]:
-    """A sentence for everything that this model, or a machine with so much RAM, cannot do."""
+    """Return a sentence for everything that this model, or a machine with ``available_bytes`` of RAM, cannot do."""
     found: dict[str, None] = dict.fromkeys(settings_problems(config.cache, config.scheduler))
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
 
 
 def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMORY) -> EngineConfig:
-    """What an engine of ``role`` will run with, but for the memory of its device. Raises: InvalidConfig."""
+    """Resolve the settings of an engine of ``role``, except for its device's memory. Raises: InvalidConfig."""
     own = config_of(config, role)
     hardware = Hardware(device=device_of(own), num_cpus=1, available_memory_bytes=available_bytes)
     return resolve(
@@ -92,7 +92,7 @@ def engine_of(config: AppConfig, role: Role, *, available_bytes: int = ANY_MEMOR
 
 
 def check_budget(engine: EngineConfig) -> None:
-    """Raises: InvalidConfig where the memory that a replica on the CPU may take holds no page beside its weights."""
+    """Raise InvalidConfig if the memory that a replica on the CPU may take holds no page beside its weights."""
     budget = engine.cache.device_memory_bytes
     if engine.device != "cpu" or budget is None:
         return
@@ -109,17 +109,17 @@ def check_budget(engine: EngineConfig) -> None:
 
 
 def device_of(config: AppConfig) -> Device:
-    """What replicas with these settings compute on."""
+    """Return the device that replicas with these settings compute on."""
     return "cuda" if config.replicas.gpus else "cpu"
 
 
 def num_threads(config: AppConfig) -> int:
-    """Compute threads of each rank."""
+    """Return the compute threads of each rank."""
     return max(1, int(config.replicas.cpus))
 
 
 def _named(problem: str, config: AppConfig, role: Role) -> str:
-    """``problem`` of an engine, about the setting of the role's own group where that gives it."""
+    """Name the setting of ``problem`` as the role's own group has it, if that sets it."""
     if role is Role.UNIFIED:
         return problem
     own, setting = getattr(config, role.value), setting_of(problem)
@@ -129,7 +129,7 @@ def _named(problem: str, config: AppConfig, role: Role) -> str:
 
 
 def _model(config: AppConfig) -> ModelConfig:
-    """Raises: InvalidConfig, also where the architecture is not one that can be served, or a folder lacks weights."""
+    """Read the model's config. Raises: InvalidConfig, also for an unknown architecture or missing weights."""
     check_model_path(config.model.path)
     folder = config_folder(config.model)
     try:

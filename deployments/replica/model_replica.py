@@ -47,12 +47,12 @@ class ModelReplica(ServedEngine):
     def __init__(
         self, settings: dict[str, Any], role: str = Role.UNIFIED.value, metrics_guard: bytes | None = None
     ) -> None:
-        """``metrics_guard``: as MetricsServer's."""
+        """``metrics_guard``: the guard of MetricsServer."""
         logs.into_serve()
         config = config_of(parse(settings), Role(role))
         replica_id, node_id = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
         with contextlib.ExitStack() as undo:  # of what was begun, where the rest fails
-            port = _metrics_port(config, metrics_guard)  # before the weights: what cannot be is said at once
+            port = _metrics_port(config, metrics_guard)  # before the weights: a taken port is an error at once
             if port is not None:
                 undo.callback(port.close)
             engine = self.load(config, Role(role))
@@ -73,7 +73,7 @@ class ModelReplica(ServedEngine):
 
     @staticmethod
     def load(config: AppConfig, role: Role) -> Engine:
-        """The engine; a class that has another overrides it."""
+        """Load the engine; a subclass with another engine overrides it."""
         return load_engine(
             local_path(config.model.path),
             cache=config.cache,
@@ -105,7 +105,7 @@ class ModelReplica(ServedEngine):
 
 
 def _metrics_port(config: AppConfig, guard: bytes | None) -> MetricsServer | None:
-    """None where there are no metrics. Raises: InvalidConfig when it is taken."""
+    """Open the metrics port; None if metrics are off. Raises: InvalidConfig if the port is taken."""
     if not config.observability.metrics:
         return None
     return MetricsServer(host=ray.util.get_node_ip_address(), port=config.observability.metrics_port, guard=guard)
@@ -142,14 +142,14 @@ def _workers(config: AppConfig) -> WorkerLauncher | None:
 
 
 class RankActor:
-    """One follower; its only method lasts as long as the rank does."""
+    """The actor of one follower rank; its only method lasts as long as the rank does."""
 
     def run(self, spec: WorkerSpec) -> None:
         run_worker(spec)
 
 
 class RayWorkers:
-    """Starts one actor per rank, rank r in bundle r of ``group``. A `WorkerLauncher`, and the handles it returns."""
+    """One actor per rank, rank r in bundle r of ``group``: a `WorkerLauncher`, and the handles that it returns."""
 
     def __init__(self, group: PlacementGroup, *, host: str, cpus: float, gpus: float) -> None:
         self.host = host  # address of rank 0 that other nodes can reach
@@ -172,7 +172,7 @@ class RayWorkers:
         return self
 
     def dead(self) -> str | None:
-        """A sentence when a rank is gone: `run` returns only when rank 0 hangs up."""
+        """Say in a sentence which rank is gone, or None: `run` returns only when rank 0 hangs up."""
         ended, _ = ray.wait(list(self._runs), num_returns=1, timeout=0)
         if not ended:
             return None

@@ -1,8 +1,8 @@
-"""One engine with its routers: what a model replica does, without Ray.
+"""One engine and its routers: a model replica without Ray.
 
-Owns:      the engine loop, the channel to each router, and the open leases. One report for all routers every period:
+Owns:      the engine loop and the channel to each router. Every period, one report for all routers:
            the cache's events since the last and the statistics; nothing of it happens on a request's way.
-Never:     imports Ray (model_replica.py puts this into an actor; tests run it in their own process).
+Never:     imports Ray (model_replica.py makes it an actor; tests run it in their own process).
 Invariant: a lease ends exactly when its request has; a router has one connection, and when that ends, the requests
            that came over it are aborted.
 Thread:    the replica's event loop; the sinks run on the engine thread and only hand over.
@@ -35,7 +35,7 @@ CONNECT_S = 5.0  # a router that cannot be reached does not keep others from att
 
 
 class ServedEngine:
-    """Serves one started `EngineLoop` to any number of routers."""
+    """A started `EngineLoop` that any number of routers use: the `ReplicaCalls` of a replica."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class ServedEngine:
         self._clients: dict[str, ChannelClient] = {}  # by router id
         self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
         self._reporter: asyncio.Task[None] | None = None
-        self._flush: asyncio.Task[bool] | None = None  # the attempt that is made, or the last
-        self._flush_again_s = 0.0  # when the next one may be made
+        self._flush: asyncio.Task[bool] | None = None  # the running attempt, or the last
+        self._flush_again_s = 0.0  # before which the engine is not asked again
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
-        """Connect to a router. A connection that lives is kept, with its requests, unless the router wants a new one.
+        """Connect to a router. A live connection is kept, with its requests, unless the router wants a new one.
 
         Raises: ReplicaGone when its channel cannot be reached from here.
         """
@@ -74,7 +74,7 @@ class ServedEngine:
         return self._info()
 
     async def _connect(self, address: ChannelAddress) -> ChannelClient:
-        """A new connection in the place of the one before, whose requests end. Raises: ReplicaGone."""
+        """Replace the connection by a new one; the old one's requests end. Raises: ReplicaGone."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 client = await ChannelClient.connect(
@@ -93,7 +93,7 @@ class ServedEngine:
         return client
 
     async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
-        """The lease: returns when the request has ended, or at once with the error that it was refused for."""
+        """Hold the lease: return when the request has ended, or at once with the error that it was refused for."""
         client = self._clients.get(router_id)
         if client is None or client.lost:
             return ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
@@ -115,7 +115,7 @@ class ServedEngine:
         return None
 
     async def send_snapshot(self, router_id: str) -> None:
-        """Send what the cache holds to that router; the events after it follow. Raises: ReplicaGone, EngineDead."""
+        """Send the cache's keys to that router; the events after it follow. Raises: ReplicaGone, EngineDead."""
         snapshot = await self.loop.run_on_engine(lambda engine: engine.cache_snapshot())
         client = self._clients.get(router_id)
         if client is None or client.lost:
@@ -123,7 +123,7 @@ class ServedEngine:
         client.send(encode(CacheKeys.of(snapshot)))
 
     async def report(self) -> ReplicaReport:
-        """Statistics as of now; those of the last step when the engine is dead or in a long step."""
+        """Return the statistics as of now; those of the last step when the engine is dead or in a long step."""
         try:
             async with asyncio.timeout(STATS_S):
                 return self._report(await self.loop.run_on_engine(lambda engine: engine.stats()))
@@ -131,13 +131,13 @@ class ServedEngine:
             return self._report(self.loop.stats())
 
     async def cache_tree(self, max_depth: int, min_tokens: int) -> CacheTree:
-        """The largest subtrees of the prefix cache, between two steps. Raises: EngineDead."""
+        """Return the largest subtrees of the prefix cache, between two steps. Raises: EngineDead."""
         return await self.loop.run_on_engine(
             lambda engine: engine.cache_tree(max_depth=max_depth, min_tokens=min_tokens)
         )
 
     async def flush_cache(self, timeout_s: float) -> bool:
-        """Forget every cached prefix; waits ``timeout_s`` for requests to end, and returns False if they do not.
+        """Forget every cached prefix. Waits ``timeout_s`` for requests to end, and returns False if they do not.
 
         However many callers wait, the engine is asked once each FLUSH_POLL_S.
         """
@@ -145,7 +145,7 @@ class ServedEngine:
         while True:
             if self._flush is None or self._flush.done():
                 self._flush = asyncio.create_task(self._try_flush())
-            if await asyncio.shield(self._flush):  # of all callers: one that leaves does not end it
+            if await asyncio.shield(self._flush):  # shared by all callers: one that leaves does not end it
                 return True
             if time.monotonic() >= deadline_s:
                 return False
@@ -156,9 +156,9 @@ class ServedEngine:
         return await self.loop.run_on_engine(lambda engine: engine.flush_cache())
 
     async def abort(self, name: str | None, owner: str | None) -> int:
-        """Abort the open requests that clients know as ``name``, or all of them; how many there were.
+        """Abort the open requests that clients call ``name`` (None: all). Returns: how many there were.
 
-        Args: owner: of other owners' requests (rids.py) none is; None: whosever they are.
+        Args: owner: abort only this owner's requests (rids.py); None: every owner's.
         """
         named = [rid for rid in self.loop.open_rids() if name is None or client_rid(rid) == name]
         rids = [rid for rid in named if owner is None or owner_of(rid) == owner]
@@ -186,7 +186,7 @@ class ServedEngine:
         assert sorted(of_routers) == sorted(self.loop.open_rids())
 
     def _router_lost(self, client: ChannelClient) -> None:
-        """The connection ``client`` has ended; the router may have another one by now, which stays."""
+        """Abort the requests of a connection that has ended; a newer connection of the router stays."""
         router_id = client.address.router_id
         if self._clients.get(router_id) is client:
             del self._clients[router_id]
@@ -195,7 +195,7 @@ class ServedEngine:
 
     async def _report_forever(self) -> None:
         while True:
-            events = self.loop.take_cache_events()  # a batch without any tells too: nothing changed since the last
+            events = self.loop.take_cache_events()  # an empty batch is sent too: nothing changed
             frames = encode(CacheChanges.of(events)) + encode(self._report(self.loop.stats()))
             for client in list(self._clients.values()):
                 client.report(frames)

@@ -1,11 +1,11 @@
-"""Gives an engine its thread, and everyone else a thread-safe and an asyncio face.
+"""The thread of an engine, and the thread-safe and asyncio methods by which others use it.
 
 Owns:      the engine thread, the watchdog thread, and the commands that wait for the former.
-Never:     runs a step on any other thread. Who receives each request's deltas is in sinks.py.
+Never:     runs a step on any other thread. The sink of each request is in sinks.py.
 Invariant: after `submit` returns, the sink gets exactly one delta with ``finish`` per choice, crash or not.
 
     any thread ── submit, abort, run ──> commands ──> engine thread: take commands, step, deliver ──> sinks
-    transfer service ── wake ──────────────────────────>
+    transfer thread ── wake ────────────────────────>
     watchdog: a step that takes too long, or a dead rank ──> every open request is answered, `error` is set
 """
 
@@ -18,23 +18,51 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 from replicas.engine.engine import CacheEvents, Engine
-from replicas.engine.inbox import Inbox
 from replicas.engine.sinks import Sink, Sinks
 from replicas.errors import EngineDead, MantaError
-from replicas.types import EngineStats, EngineTallies, GenerateRequest, TokenDelta
+from replicas.types import EngineStats, EngineTallies, GenerateRequest, Pending, TokenDelta
 
 log = logging.getLogger(__name__)
 
 Command = Callable[[Engine | None], None]  # gets None when the engine is gone
 T = TypeVar("T")
-IDLE_WAIT_S = 0.5  # how often an idle engine thread looks up without being woken
+IDLE_WAIT_S = 0.5  # after which an idle engine thread looks for work without being woken
 STATS_PERIOD_S = 0.05
-MAX_EVENT_STEPS = 65_536  # steps whose cache events wait to be taken; the oldest are lost then: a gap in their numbers
+MAX_EVENT_STEPS = 65_536  # whose cache events wait to be taken; then the oldest are lost: a gap in their numbers
 STALL_WAIT_S = 0.002  # work is queued but nothing can run: look again soon
 
 
+class Inbox:
+    """Deltas on their way from the engine thread to one asyncio consumer: at most one per choice, merged."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._waiting = Pending()
+        self._ready = asyncio.Event()
+
+    def put(self, deltas: list[TokenDelta]) -> None:
+        """Add ``deltas``; engine thread."""
+        with self._lock:
+            wake = not len(self._waiting)
+            for delta in deltas:
+                self._waiting.add(delta)
+        if wake:
+            try:
+                self._loop.call_soon_threadsafe(self._ready.set)
+            except RuntimeError:
+                log.debug("the consumer's event loop is closed")
+
+    async def take(self) -> list[TokenDelta]:
+        """Return what has arrived since the last call; waits for the first delta."""
+        await self._ready.wait()
+        self._ready.clear()
+        with self._lock:
+            return self._waiting.take()
+
+
 class EngineLoop:
-    """An engine on a thread of its own."""
+    """An engine on a thread of its own, with its watchdog."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -60,12 +88,12 @@ class EngineLoop:
 
     @property
     def fault(self) -> EngineDead | None:
-        """Why this engine should be replaced: it is dead, or what it hands over and receives will never come."""
+        """Why this engine should be replaced: it is dead, or every hand-off will fail."""
         return self.error or self.engine.transfer_error
 
     @property
     def step_age_s(self) -> float:
-        """How long the step in progress has been running, 0 where none is; any thread."""
+        """How long the step in progress has been running; 0 without one; any thread."""
         started_s = self._step_started_s
         return 0.0 if started_s is None else time.monotonic() - started_s
 
@@ -91,7 +119,7 @@ class EngineLoop:
         self._command(lambda engine: self._submit(engine, request))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
-        """The deltas of a request; those that pile up while the consumer is busy come merged, one per choice.
+        """Yield the deltas of a request; those that pile up while the consumer is busy are merged, one per choice.
 
         Cancelling or closing the iterator aborts the request.
         """
@@ -113,7 +141,7 @@ class EngineLoop:
         self._command(lambda engine: self._sinks.deliver(engine.abort(rid)) if engine is not None else None)
 
     async def run_on_engine(self, fn: Callable[[Engine], T]) -> T:
-        """Run ``fn`` between two steps and return what it returns. Raises: EngineDead, also while it waits."""
+        """Run ``fn`` between two steps and return its result. Raises: EngineDead, also while it waits."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -131,15 +159,15 @@ class EngineLoop:
         return await future
 
     def stats(self) -> EngineStats:
-        """The snapshot of the last step, or of the last half second when idle; any thread."""
+        """Return the statistics of the last step, or of the last half second when idle; any thread."""
         return self._stats
 
     def tallies(self) -> EngineTallies:
-        """Distributions since the start; any thread."""
+        """Return the distributions since the start; any thread."""
         return self.engine.tallies()
 
     def take_cache_events(self) -> CacheEvents:
-        """Cache events since the last call, in order; any thread, one reader."""
+        """Return the cache events since the last call, in order; any thread, one reader."""
         steps = [self._cache_events.popleft() for _ in range(len(self._cache_events))]
         return tuple(event for events in steps for event in events)
 
@@ -195,7 +223,7 @@ class EngineLoop:
             self._commands.popleft()(self.engine)
 
     def _fail_commands(self) -> None:
-        """Answer what the engine thread will not take any more; any thread."""
+        """Answer the commands that the engine thread will never take; any thread."""
         while True:
             try:
                 command = self._commands.popleft()
@@ -213,7 +241,7 @@ class EngineLoop:
             self._sinks.answer(request.rid, error)
 
     def _refresh_stats(self) -> None:
-        """Peeking at every waiting prompt costs up to a millisecond, so not after every step."""
+        """Refresh the statistics, but not after every step: looking at every waiting prompt takes up to 1 ms."""
         if time.monotonic() - self._stats.time_s >= STATS_PERIOD_S:
             self._stats = self.engine.stats()
 
@@ -223,7 +251,7 @@ class EngineLoop:
         self._sinks.answer_all(self.error)
 
     def _watch(self) -> None:
-        """A stuck step or a dead rank: answer everyone and become unhealthy, since the engine thread cannot."""
+        """Answer every request and become unhealthy on a stuck step or a dead rank: the engine thread cannot."""
         limit_s = self.engine.config.scheduler.watchdog_s
         while not self._stopping and self.error is None:
             if self.step_age_s > limit_s:
@@ -237,11 +265,11 @@ class EngineLoop:
 def _tell(
     loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", result: T | None, error: BaseException | None
 ) -> None:
-    """Settle ``future`` from another thread; nobody waits for it any more where its event loop has been closed."""
+    """Settle ``future`` from another thread; if its event loop is closed, nothing waits for it."""
     try:
         loop.call_soon_threadsafe(_settle, future, result, error)
     except RuntimeError:
-        log.debug("the asker's event loop is closed")
+        log.debug("the caller's event loop is closed")
 
 
 def _settle(future: "asyncio.Future[T]", result: T | None, error: BaseException | None) -> None:
