@@ -46,7 +46,7 @@ def build_of(replica: type[ModelReplica], args: dict[str, Any]) -> Application:
         log.warning("%s; they wait until the cluster grows", shortage)
     keys, settings = config.router.known_keys(), without_keys(settings)
     if keys.api and keys.admin is None:
-        log.warning("API keys and no admin key (%s): the routes of the admin and metrics refuse every call", KEY_VARIABLE)
+        log.warning("API keys and no admin key (%s): routes of the admin and metrics refuse all", KEY_VARIABLE)
     replicas = [
         serve.deployment(replica)
         .options(name=DEPLOYMENTS[role], **replica_options(config_of(config, role)))

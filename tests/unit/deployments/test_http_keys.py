@@ -267,4 +267,4 @@ def test_replicas_get_a_digest_and_no_setting_that_names_a_key(
     assert "no admin key" not in caplog.text
     monkeypatch.delenv("MANTA_ADMIN_KEY")
     app.build({"model": {"path": MODEL}, "replicas": {"count": 1}})
-    assert "API keys and no admin key (MANTA_ADMIN_KEY): the routes of the admin and metrics refuse every call" in caplog.text
+    assert "API keys and no admin key (MANTA_ADMIN_KEY): routes of the admin and metrics refuse all" in caplog.text
