@@ -195,7 +195,7 @@ class TokenizerInfoBody(AnswerBody):
     max_model_len: int
 
 
-class ModelBody(AnswerBody):
+class Model(AnswerBody):  # schemathesis finds its names for /v1/models/{name} by the name of this schema
     id: str
     object: Literal["model"]
     created: int
@@ -205,9 +205,9 @@ class ModelBody(AnswerBody):
     max_model_len: int
 
 
-class ModelsBody(AnswerBody):
+class Models(AnswerBody):
     object: Literal["list"]
-    data: list[ModelBody]
+    data: list[Model]
 
 
 class ModelInfoBody(AnswerBody):
