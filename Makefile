@@ -71,7 +71,7 @@ test-gpu: ## Run the tests of what runs on a GPU (there, or what of it a CPU can
 
 bench-gpu: ## Measure the engine on a GPU against its limits; installs nothing, needs no Ray. JSON under bench_results/
 	@$(GPU_PYTHON) -c '$(LACKS)' $(GPU_NEEDS)
-	@$(GPU_PYTHON) -m benchmarks.gpu --json bench_results/gpu.json
+	@$(GPU_PYTHON) -m benchmarks gpu --json bench_results/gpu.json
 
 lint: install-test ## ruff and mypy --strict
 	@$(BIN)/ruff check .
@@ -84,7 +84,7 @@ bench: install-test model ## Measure all that needs no other system and no GPU: 
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-peers: model ## Manta, vLLM, Transformers and llama.cpp in one run; installs them into .peers (ARGS="--quick")
-	@$(BIN)/python -m benchmarks.peers --json bench_results/peers.json $(ARGS)
+	@$(BIN)/python -m benchmarks peers --json bench_results/peers.json $(ARGS)
 
 simulate: $(VENV)/.installed-plots ## Every routing policy over simulated replicas on $(TRACE), or generated chats without it
 	@$(BIN)/python -m benchmarks router simulate $(if $(wildcard $(TRACE)),--trace $(TRACE),--workload multi-turn) \

@@ -23,17 +23,12 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, TypeVar
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table as RichTable
-
 T = TypeVar("T")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = "models/SmolLM2-135M-Instruct"
 VERSION = 2  # of the JSON's form
 PACKAGES = ("torch", "transformers", "numba", "numpy", "ray")
 HEADER = ("", "median", "unit", "low .. high", "runs", "limit", "share", "target", "note")
-RIGHT = (1, 4, 5, 6)  # columns of numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,25 +192,17 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def show(rows: Sequence[Row], *, console: Console | None = None) -> None:
-    """Print one table a section: drawn with rich on a terminal, plain columns anywhere else."""
-    console = console or Console()
+def show(rows: Sequence[Row]) -> None:
+    """Print one table a section, in plain columns: a GPU machine has no more than Python and PyTorch."""
     for section in dict.fromkeys(row.section for row in rows):
         mine = [row for row in rows if row.section == section]
         header, lines = _grid(mine) if any(row.figure for row in mine) else (HEADER, [_cells(row) for row in mine])
         used = [index for index in range(len(header)) if any(line[index] for line in lines)]
         grid = [[line[index] for index in used] for line in (header, *lines)]
-        if not console.is_terminal:
-            widths = [max(len(line[column]) for line in grid) for column in range(len(used))]
-            padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in grid]
-            console.file.write("\n".join(["", section, *("  ".join(line).rstrip() for line in padded), ""]))
-            continue
-        table = RichTable(title=section, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False)
-        for index, name in zip(used, grid[0], strict=True):
-            table.add_column(name, justify="right" if (header is not HEADER and index) or index in RIGHT else "left")
-        for line in grid[1:]:
-            table.add_row(*line)
-        console.print(table)
+        widths = [max(len(line[column]) for line in grid) for column in range(len(used))]
+        print(f"\n{section}")
+        for line in grid:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _grid(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

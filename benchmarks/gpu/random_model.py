@@ -8,11 +8,9 @@ import torch
 from replicas import launch
 from replicas.config import CacheConfig, DType, ModelConfig, Products, RopeConfig, SchedulerConfig
 from replicas.engine.engine import Engine
-from replicas.engine.ranks import Ranks
 from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama
 from replicas.runner import model_runner
-from replicas.runner.model_runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +28,7 @@ class Shape:
     tied: bool
 
     def weight(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole weight that a checkpoint calls ``name``."""
+        """Return the shape of the whole weight that a checkpoint calls ``name``."""
         hidden, kv = self.hidden_size, self.num_kv_heads * self.head_dim
         by_name = {
             "embed_tokens": (self.vocab_size, hidden), "lm_head": (self.vocab_size, hidden),
@@ -50,7 +48,7 @@ class Shape:
         )  # fmt: skip
 
     def embedding_bytes(self, dtype: torch.dtype) -> int:
-        """Of the embedding table, which a step that does not use it as the head hardly reads."""
+        """Return the size of the embedding table, which a step that does not use it as the head hardly reads."""
         return self.vocab_size * self.hidden_size * dtype.itemsize
 
 
@@ -83,8 +81,10 @@ class NoText:
 
 
 def start_engine(shape: Shape, *, max_running: int, max_len: int) -> Engine:
-    """An engine as deployments start it, on whatever device there is: bf16 on a GPU, fp32 on a CPU. Only what it reads
-    of a model's folder is made up."""
+    """Return an engine as deployments start it, on whatever device there is: bf16 on a GPU, fp32 on a CPU.
+
+    Only what it reads of a model's folder is made up.
+    """
     dtype: DType = "bfloat16" if torch.cuda.is_available() else "float32"
     config = shape.model_config(context_len=max_len, dtype=dtype)
 
@@ -107,10 +107,3 @@ def start_engine(shape: Shape, *, max_running: int, max_len: int) -> Engine:
             scheduler=SchedulerConfig(max_running_requests=max_running),
             num_threads=1,
         )
-
-
-def runner_of(engine: Engine) -> ModelRunner:
-    """What ``engine`` runs its steps on."""
-    ranks = engine.steps.launch.__self__  # type: ignore[attr-defined]
-    assert isinstance(ranks, Ranks)
-    return ranks.runner
