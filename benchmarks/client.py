@@ -1,7 +1,7 @@
 """A load client for any OpenAI-compatible URL: token-id prompts, streaming, times as a client sees them.
 
-Owns:      when requests start (open loop: Poisson arrivals; closed loop: so many conversations at once); how a server's
-           completions differ from OpenAI's with vLLM's extensions, which the client speaks.
+Owns:      when requests start (open loop: Poisson arrivals; closed loop: a number of conversations at once); how a
+           server's completions differ from OpenAI's with vLLM's extensions, which the client speaks.
 Never:     retries, or counts a failed request among the times; errors are reported beside them.
 Invariant: every request of the workload ends in exactly one Sample: answered, failed, or cut off by the time limit.
 Thread:    one event loop.
@@ -61,7 +61,7 @@ class History:
             self._text += self._as_text(token_ids)
 
     def answered(self, token_ids: Sequence[int], text: str) -> None:
-        """``token_ids``: the answer's, or stand-ins for them; only those or the text are resent."""
+        """Take the answer; ``token_ids``: its own or stand-ins, of which or of the text alone the history is resent."""
         self._token_ids += token_ids
         self._text += text
 
@@ -81,7 +81,7 @@ class OpenLoop:
     seed: int = 0
 
     def arrivals_s(self, num: int) -> list[float]:
-        """[num] seconds from the start, ascending; the first is 0."""
+        """Return [num] seconds from the start, ascending; the first is 0."""
         rng = Random(self.seed)
         times = [0.0]
         while len(times) < num:
@@ -108,12 +108,12 @@ class Sample:
 
     @property
     def answer_known(self) -> bool:
-        """The server told the ids of every token."""
+        """Whether the server sent the ids of every token."""
         return len(self.token_ids) == self.completion_tokens
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of each token after the first."""
+        """The mean time of each token after the first."""
         if self.ttft_s is None or self.completion_tokens < 2:
             return None
         return sum(self.gaps_s) / (self.completion_tokens - 1)
@@ -192,7 +192,7 @@ def _starts(load: ClosedLoop | OpenLoop, num: int) -> Sequence[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Requests over one session."""
+    """The requests of one run over one session."""
 
     session: aiohttp.ClientSession
     url: str
@@ -220,7 +220,7 @@ class _Exchange:
                 history.answered(token_ids, sample.text)
 
     async def request(self, prompt: list[int] | str, max_new_tokens: int, sample: Sample) -> None:
-        """One streamed completion, into ``sample``."""
+        """Send one streamed completion, and take it into ``sample``."""
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -242,7 +242,7 @@ class _Exchange:
 
 
 async def _read_stream(response: aiohttp.ClientResponse, sample: Sample, sent_s: float, *, says_done: bool) -> None:
-    """Server-sent events into ``sample``. A stream that ends without saying so is an error."""
+    """Read server-sent events into ``sample``. A stream that ends without its last event is an error."""
     last_s = sent_s
     ended = False
     async for line in response.content:

@@ -258,7 +258,7 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     add("--batches", type=int, nargs="+", default=[1, 16, 64, 256], help="host: requests of a step")
     add("--stop", action="store_true", help="host: every request has three stop strings")
     add("--overlap", action="store_true", help="host: each step is made before the one before it is applied")
-    add("--device-ms", type=float, nargs="+", help="host: with a device that takes so long for a step, as in 2 4 8")
+    add("--device-ms", type=float, nargs="+", help="host: a device's time for a step, as in 2 4 8")
     add("--ways", default="first512,mixed512,mixed256,mixed128", help="mixed: which, separated by commas")
     add("--chats", type=int, default=8, help="mixed: answers being written")
     add("--prompts", type=int, default=5, help="mixed: prompts that arrive")

@@ -44,7 +44,8 @@ ROUNDED_S = 2 / os.sysconf("SC_CLK_TCK")  # user and system time, each down to a
 
 @contextlib.contextmanager
 def serving(config_file: str, args: Mapping[str, Any], *, observatory: bool = True) -> Iterator[str]:
-    """``config_file`` (from the project's root) with ``args`` in the place of its own of the same name, on a free port.
+    """Serve ``config_file`` (from the project's root), its arguments replaced by ``args`` of the same name, on a free
+    port.
 
     Args: observatory: False leaves out what stands in the file beside the application itself.
     Yields: the URL, once it is ready. Raises: RuntimeError with the log of an application that did not start.
@@ -63,7 +64,7 @@ def running(
     says: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """``applications`` as Serve's configuration file has them, on a free port.
+    """Serve ``applications``, written as in Serve's configuration file, on a free port.
 
     Args: answers_at: paths that answer 200 once all is ready; says: what its log holds by then (nothing is announced
           of applications that are not Manta's own); environment: beside this process's own.
@@ -135,7 +136,7 @@ def answers(url: str) -> bool:
 
 
 class ServerCpu:
-    """The account of one measurement: it remembers what has ended since."""
+    """The CPU time of one measurement, of processes that have ended since too."""
 
     def __init__(self, parts: Mapping[str, str] = PARTS) -> None:
         self._parts = parts
@@ -143,7 +144,7 @@ class ServerCpu:
         self._processes: dict[psutil.Process, _ProcessCpu] = {}  # equal where pid and start are
 
     def by_part(self) -> dict[str, float]:
-        """User and system time, in seconds, of all that this process has started and that ran at some look."""
+        """Return user and system time, in seconds, of all that this process has started and that ran at some look."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 title = " ".join(process.cmdline())  # Ray's workers take theirs once they know what they run
@@ -153,7 +154,7 @@ class ServerCpu:
 
 
 class _ProcessCpu:
-    """What one process has used."""
+    """The CPU time of one process."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -162,7 +163,7 @@ class _ProcessCpu:
         self._used_s = 0.0
 
     def since_last_look(self) -> float:
-        """Seconds, at least 0. Raises: psutil's NoSuchProcess."""
+        """Return seconds, at least 0. Raises: psutil's NoSuchProcess."""
         ticks = self._process.cpu_times()  # before the sum, or it would hold what runs meanwhile
         for task in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError):  # it has ended meanwhile

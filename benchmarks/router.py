@@ -287,7 +287,7 @@ def _options(parse: argparse.ArgumentParser) -> None:
     load = parse.add_mutually_exclusive_group()
     load.add_argument("--trace", type=pathlib.Path, help="a trace in Mooncake's format")
     load.add_argument("--workload", choices=WORKLOADS, default="multi-turn", help="generate the load instead")
-    parse.add_argument("--requests", type=int, help="the first so many of a trace; about so many of a workload (2000)")
+    parse.add_argument("--requests", type=int, help="of a trace, from its first; about as many of a workload (2000)")
     parse.add_argument("--plot", type=pathlib.Path, help="write the distribution of TTFT there, as SVG")
     parse.add_argument("--split", type=_split, metavar="P:D", help="P replicas prefill, D others decode")
     parse.add_argument(
@@ -295,11 +295,11 @@ def _options(parse: argparse.ArgumentParser) -> None:
         help="s of a decode step, and s that each request of the batch adds (0.02 0.0002)",
     )  # fmt: skip
     add("--rate", 1.0, "of a trace: times as fast; of a workload: requests/s a replica", type=positive)
-    add("--copies", 1, "so many groups of users do the same, a little later each")
+    add("--copies", 1, "groups of users that do the same, a little later each")
     add("--think", 10.0, "s between an answer and the next turn")
-    add("--jitter", 0.0, "requests come up to so many s later, at random", type=_number(0))
+    add("--jitter", 0.0, "requests come later at random, by this many s at most", type=_number(0))
     add("--replicas", 8, "simulated replicas")
-    add("--routers", 1, "so many side by side take the requests in turn")
+    add("--routers", 1, "routers side by side, which take the requests in turn")
     add("--transfer-rate", 25e9, "bytes/s from a prefill to a decode replica", type=positive)
     add("--kv-bytes", 131_072, "K/V bytes of a token that travel")
     add("--pool-tokens", 1_024_000, "KV pool of a replica")
@@ -308,7 +308,7 @@ def _options(parse: argparse.ArgumentParser) -> None:
     add("--stats-period", 0.1, "s between two reports of a replica", type=positive)
     add("--event-delay", 0.02, "s that reports and page events travel")
     add("--event-loss", 0.0, "share of the batches of page events that get lost")
-    add("--rate-error", 1.0, "replicas measure their prefill rate so many times too high", type=positive)
+    add("--rate-error", 1.0, "replicas measure their prefill rate this many times too high", type=positive)
     add("--erring", 1.0, "the share of the replicas that do", type=_number(0, most=1))
     add("--rate-noise", 0.1, "each measurement varies by this share")
     add("--objective", 5.0, "TTFT in s within which a request counts as goodput")

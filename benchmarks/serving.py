@@ -50,7 +50,7 @@ class Shape:
 
     name: str
     file: str  # of its plots, without their ending
-    make: Callable[[int, int], Workload]  # of at least so many conversations, with this seed
+    make: Callable[[int, int], Workload]  # (conversations at least, seed)
     a_slot: int  # conversations of a run for each that may be open
     arriving: int  # conversations of a run at a rate
 

@@ -26,7 +26,7 @@ from routing.types import Ending, RouteOutcome, RouteQuery
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What is apart, and how fast K/V travels."""
+    """Prefill and decode on separate replicas: how many decode, and how fast K/V travels."""
 
     num_decoders: int
     bytes_per_token: int = 131_072  # 32 layers x K and V x 8 heads x 128 x 2 bytes: a model of 8 billion parameters
@@ -35,7 +35,7 @@ class Split:
 
 @dataclass(slots=True, eq=False)
 class Decoder:
-    """A decode replica."""
+    """A decode replica, as far as its pages and its batch."""
 
     capacity: int  # pages
     max_running: int
@@ -49,13 +49,13 @@ class Decoder:
 
 
 def pick(decoders: Sequence[Decoder], num_pages: int) -> Decoder | None:
-    """Of those with room the one with fewest requests, then with most free pages, then the first; None without room."""
+    """Return, of those with room, the one with fewest requests, then with most free pages, then the first; or None."""
     able = [each for each in decoders if each.num_free >= num_pages and each.num_requests < each.max_running]
     return min(able, key=lambda each: (each.num_requests, -each.num_free), default=None)
 
 
 class HandOffs:
-    """From the prefill replicas to the decode replicas."""
+    """The jobs on their way from the prefill replicas to the decode replicas."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class HandOffs:
         self._ready: deque[tuple[SimReplica, SimJob]] = deque()
 
     def add(self, replica: SimReplica, job: SimJob) -> None:
-        """``job``'s prompt is computed at ``replica``."""
+        """Take a job whose prompt ``replica`` has computed."""
         self._ready.append((replica, job))
         self._place()
 
     def check(self) -> None:
-        """Raises AssertionError if a decode replica holds more than it can, or what nobody uses."""
+        """Raises AssertionError if a decode replica holds more than it can, or pages without a request."""
         for each in self.decoders:
             assert 0 <= each.num_used <= each.capacity
             assert len(each.batch) <= each.num_requests <= each.max_running
-            assert each.num_requests > 0 or each.num_used == 0, f"{each.num_used} pages are nobody's"
+            assert each.num_requests > 0 or each.num_used == 0, f"{each.num_used} pages belong to no request"
 
     def _place(self) -> None:
         while self._ready:
@@ -117,7 +117,7 @@ class HandOffs:
 
 
 def soonest(replicas: Sequence[SimReplica], job: SimJob) -> SimReplica:
-    """The replica at which ``job`` gets its first token first; the first of equals."""
+    """Return the replica at which ``job`` gets its first token first, by a full view; the first of equals."""
     return min(replicas, key=lambda replica: replica.true_ttft_s(job))
 
 
@@ -126,7 +126,7 @@ ORACLE = "oracle"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is simulated."""
+    """The replicas, routers and limits that are simulated."""
 
     num_replicas: int  # that compute prompts
     pool_tokens: int  # of each replica
@@ -141,7 +141,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What became of a request."""
+    """The course of one request that has ended."""
 
     number: int
     replica_id: str
@@ -162,7 +162,7 @@ class _Open:
 
 
 class Cluster:
-    """A run of one policy."""
+    """One run of one policy over simulated replicas."""
 
     def __init__(
         self, policy: str, requests: Sequence[SimRequest], setup: Setup, progress: Callable[[], None] = lambda: None
@@ -196,7 +196,7 @@ class Cluster:
             )
 
     def run(self) -> list[Record]:
-        """Every request, from its arrival to its last token."""
+        """Run every request from its arrival to its last token."""
         if self.routers is not None:
             self.routers.start()
         for request in self._requests:

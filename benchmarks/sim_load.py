@@ -27,7 +27,7 @@ Action = Callable[[], None]
 
 
 class Events:
-    """A discrete-event queue."""
+    """The queue of simulated events, and the clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -60,11 +60,11 @@ COPIES_SPREAD_S = 60.0  # copies of a trace start this far apart at most: long a
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimRequest:
-    """One request."""
+    """One request of a simulated user."""
 
     number: int  # position in the list of requests
     arrival_s: float  # since the start, or since the request ``after`` ended
-    after: int | None  # number of the request whose answer the user reads first; None: comes by itself
+    after: int | None  # number of the request whose answer it waits for; None: for none
     input_len: int  # prompt tokens
     output_len: int  # tokens generated, the first included
     prompt: Ids  # [n] each stands for ``repeat`` equal tokens
@@ -78,7 +78,7 @@ class SimRequest:
 
 
 def read_trace(path: pathlib.Path, *, rate: float = 1.0, limit: int | None = None) -> list[SimRequest]:
-    """Requests of a Mooncake trace, ``rate`` times as fast as recorded; the first ``limit`` of them.
+    """Return the requests of a Mooncake trace, ``rate`` times as fast as recorded; the first ``limit`` of them.
 
     Raises: ValueError with the line that is not a request.
     """
@@ -125,8 +125,8 @@ def _of_line(line: str, where: str, number: int, rate: float, blocks: dict[int, 
 
 
 def of_workload(workload: Workload, *, requests_per_s: float, think_s: float, seed: int) -> list[SimRequest]:
-    """Conversations that begin at random (Poisson) at ``requests_per_s`` over all turns; a next turn comes ``think_s``
-    after the answer to the last. Answers are random ids, the same under every policy."""
+    """Return conversations that begin at random (Poisson) at ``requests_per_s`` over all turns; a next turn comes
+    ``think_s`` after the answer to the last. Answers are random ids, the same under every policy."""
     rng = Random(f"{seed}/{workload.name}/arrivals")
     conversations_per_s = requests_per_s * len(workload.conversations) / workload.num_requests
     requests: list[SimRequest] = []
@@ -155,13 +155,13 @@ def of_workload(workload: Workload, *, requests_per_s: float, think_s: float, se
 
 
 def jittered(requests: Sequence[SimRequest], most_s: float, *, seed: int) -> list[SimRequest]:
-    """Each request that comes by itself comes up to ``most_s`` later, at random: a trace's grain smoothed."""
+    """Delay each request that waits for no answer by up to ``most_s``, at random: a trace's grain smoothed."""
     rng = Random(f"{seed}/jitter")
     return [replace(r, arrival_s=r.arrival_s + rng.uniform(0.0, most_s)) if r.after is None else r for r in requests]
 
 
 def copies(requests: Sequence[SimRequest], num: int) -> list[SimRequest]:
-    """``num`` groups of users who do the same a little later each, and share no token with each other: the load for
+    """Return ``num`` groups of users that do the same a little later each, and share no token: the load for
     ``num`` times the replicas."""
     if num < 1:
         raise ValueError(f"{num} copies were wanted; one is the load as it is")

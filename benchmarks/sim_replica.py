@@ -47,11 +47,11 @@ class SimPool:
 
     @property
     def utilization(self) -> float:
-        """Share of the pool that a new request cannot have."""
+        """The share of the pool that a new request cannot get."""
         return (len(self._users) + self.num_private) / self.capacity
 
     def match_len(self, keys: Sequence[PageKey]) -> int:
-        """How many of the first ``keys`` are cached. Changes nothing."""
+        """Return how many of the first ``keys`` are cached. Changes nothing."""
         for index, key in enumerate(keys):
             if key not in self._users and key not in self._idle:
                 return index
@@ -69,7 +69,7 @@ class SimPool:
         return True
 
     def store(self, keys: Sequence[PageKey]) -> None:
-        """Private pages, one for each of ``keys``, become cached and stay in use; those there already are freed."""
+        """Make private pages, one for each of ``keys``, cached and in use; those that are cached already are freed."""
         new: list[PageKey] = []
         for key in keys:
             if key not in self._users and key not in self._idle:
@@ -80,7 +80,7 @@ class SimPool:
             self._changes.append((True, tuple(new)))
 
     def release(self, keys: Sequence[PageKey], extra: int) -> None:
-        """A request ends: its cached ``keys`` (from the first page on) may be evicted, ``extra`` pages are free."""
+        """End a request: its cached ``keys`` (from the first page on) may be evicted, ``extra`` pages are free."""
         for key in reversed(keys):
             users = self._users[key] - 1
             if users:
@@ -91,12 +91,12 @@ class SimPool:
         self.num_private -= extra
 
     def drain(self) -> list[Change]:
-        """What changed since the last drain, in order."""
+        """Return what changed since the last drain, in order."""
         changes, self._changes = self._changes, []
         return changes
 
     def cached_keys(self) -> tuple[PageKey, ...]:
-        """All cached pages; those in use count as the most recently used."""
+        """Return all cached pages; those in use count as the most recently used."""
         return (*self._idle, *self._users)
 
     def check(self) -> None:
@@ -116,7 +116,8 @@ class SimPool:
 
 
 class SimDecode:
-    """Steps are not simulated one by one: between two changes of the batch their duration is constant."""
+    """A decode batch. Between two changes of it the duration of a step is constant: steps are not simulated one by
+    one."""
 
     def __init__(self, events: Events, *, base_s: float, per_request_s: float) -> None:
         self._events = events
@@ -133,7 +134,7 @@ class SimDecode:
 
     @property
     def step_s(self) -> float:
-        """Duration of a step of the batch as it is; 0 while it is empty."""
+        """The duration of a step of the batch as it is; 0 while it is empty."""
         return self._base_s + self._per_request_s * len(self._ends) if self._ends else 0.0
 
     def join(self, num_steps: int, ended: Callable[[], None]) -> None:
@@ -181,7 +182,7 @@ class Speed:
 
 
 class SimJob:
-    """A request at a replica."""
+    """A request at a simulated replica."""
 
     __slots__ = ("cached_tokens", "keys", "num_pages", "num_prompt_pages", "request", "uncached_seen")
 
@@ -195,12 +196,12 @@ class SimJob:
         self.uncached_seen = 0  # prompt tokens that no page held when it came
 
     def reusable(self, page_size: int) -> Sequence[PageKey]:
-        """Keys of the prompt's pages that a cache may serve: the last token of a prompt must always run."""
+        """Return the keys of the prompt's pages that a cache may serve: the last token of a prompt must always run."""
         return self.keys[: (self.request.input_len - 1) // page_size]
 
 
 class SimReplica:
-    """One replica."""
+    """One simulated replica of the model."""
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class SimReplica:
         self._start_next()
 
     def view(self, time_s: float) -> ReplicaView:
-        """What the replica says of itself; ``time_s`` is when the router will hear it."""
+        """Return the replica's report of itself; ``time_s`` is when the router will get it."""
         return ReplicaView(
             replica_id=self.replica_id,
             time_s=time_s,
@@ -271,7 +272,7 @@ class SimReplica:
         )
 
     def true_ttft_s(self, job: SimJob) -> float:
-        """When ``job`` would get its first token if it came now; for the oracle, no report holds it."""
+        """Return when ``job`` would get its first token if it came now: the oracle's figure, which no report holds."""
         keys = job.reusable(self._page_size)
         held = self.pool.match_len(keys)
         ahead = [*self._waiting, *([self._prefilling] if self._prefilling else [])]
@@ -285,7 +286,7 @@ class SimReplica:
         return rest_s + (self._waiting_uncached + own) / self._speed.prefill_tokens_per_s
 
     def _prefill_rest(self) -> int:
-        """Tokens of the current prompt that are not computed, whole chunks counted."""
+        """Return the tokens of the current prompt that are not computed, whole chunks counted."""
         job = self._prefilling
         if job is None:
             return 0
@@ -325,13 +326,13 @@ class SimReplica:
         self._start_next()
 
     def handed_off(self, job: SimJob) -> None:
-        """``job``'s K/V is elsewhere."""
+        """Release the pages of ``job``, whose K/V has arrived at its decode replica."""
         self._num_leaving -= 1
         self.pool.release(job.keys[: job.num_prompt_pages], self._num_pages(job) - job.num_prompt_pages)
         self._start_next()
 
     def _num_pages(self, job: SimJob) -> int:
-        """That it takes here."""
+        """Return the pages that ``job`` takes at this replica."""
         return job.num_pages if self._hand_off is None else -(-job.request.input_len // self._page_size)
 
     def _finish(self, job: SimJob) -> None:
@@ -349,7 +350,7 @@ class SimReplica:
 
 
 def _common_len(keys: Sequence[PageKey], others: Sequence[PageKey]) -> int:
-    """How many keys two sequences share from the start."""
+    """Return how many keys two sequences share from the start."""
     for index, (key, other) in enumerate(zip(keys, others, strict=False)):
         if key != other:
             return index

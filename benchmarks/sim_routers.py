@@ -55,7 +55,7 @@ class Outbox:
         self._waiting: list[list[IndexEvent]] = [[] for _ in range(num_routers)]
 
     def take(self, router: int) -> list[IndexEvent]:
-        """What router number ``router`` has not fetched yet."""
+        """Return what router number ``router`` has not fetched yet."""
         for stored, keys in self.replica.pool.drain():
             self._seq += 1
             event = (KeysStored if stored else KeysRemoved)(seq=self._seq, keys=np.array(keys, dtype=np.uint64))
@@ -65,7 +65,7 @@ class Outbox:
         return batch
 
     def snapshot(self, router: int) -> IndexSnapshot:
-        """What the replica holds now, and the number of the last event that is in it; those before are not sent."""
+        """Return what the replica holds now, and the number of the last event in it; those before are not sent."""
         self.take(router)
         return IndexSnapshot(seq=self._seq, keys=np.array(self.replica.pool.cached_keys(), dtype=np.uint64))
 
@@ -95,7 +95,7 @@ class Reports:
         self._asked: set[str] = set()
 
     def start(self, late_s: float = 0.0) -> None:
-        """The router hears of every replica now, and then every period; its periods begin ``late_s`` later."""
+        """Report every replica to the router now, and then every period; its periods begin ``late_s`` later."""
         self._router.update([outbox.replica.view(self._events.now_s) for outbox in self._outboxes.values()])
         self._events.after(late_s + self._limits.period_s, self._report)
 
@@ -135,7 +135,7 @@ SAMPLED_REPLICAS = 8  # at most, evenly spaced: a comparison walks the whole ind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
-    """A decision, and who made it."""
+    """A decision, and the router that made it."""
 
     decision: Decision
     router: int
@@ -144,7 +144,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """How far apart several routers were."""
+    """How far the indexes and decisions of several routers were apart."""
 
     routers: int
     samples: int
@@ -201,7 +201,7 @@ class Routers:
             self._events.after(SAMPLE_S, self._sample)
 
     def choose(self, query: RouteQuery) -> Routed:
-        """The next router's decision."""
+        """Return the next router's decision."""
         number = self._num_chosen % len(self.all)
         self._num_chosen += 1
         began_s = time.thread_time()
@@ -219,7 +219,7 @@ class Routers:
         return sum(router.num_open for router in self.all)
 
     def apart(self) -> Apart | None:
-        """After a run, which goes on here until the last reports have come. None for one router."""
+        """Return how far they are apart, once the last reports of a run have come. None for one router."""
         if len(self.all) == 1:
             return None
         last_s = self._events.now_s + 2 * (self._limits.period_s + self._limits.delay_s)
@@ -266,7 +266,8 @@ SOONEST = "soonest"
 
 
 class SoonestRouter(Router):
-    """Chooses the soonest first token, whatever that costs those who wait."""
+    """`estimated_ttft` without ``behind_s``: the soonest first token, whatever that costs waiting requests. Never
+    served."""
 
     def __init__(self, rng: Random, clock: Callable[[], float], page_size: int) -> None:
         super().__init__("estimated_ttft", rng, clock, page_size)
@@ -275,6 +276,6 @@ class SoonestRouter(Router):
 
 
 def soonest(query: RouteQuery, candidates: Candidates, turn: Turn) -> PolicyChoice:
-    """As `estimated_ttft` where nobody waits."""
+    """Choose as `estimated_ttft` does where no request waits."""
     selfish = replace(candidates.terms, behind_s=np.zeros(len(candidates)))
     return estimated_ttft(query, replace(candidates, terms=selfish), turn)

@@ -29,7 +29,7 @@ Ids = Mapping[str, Sequence[int]]  # by request: "<workload>, <conversation>.<tu
 
 
 def workloads(vocab_size: int, seed: int) -> list[Workload]:
-    """The trace."""
+    """Return the trace."""
     return [
         random_lengths(num_requests=10, input_len=150, output_len=24, spread=0.8, vocab_size=vocab_size, seed=seed),
         shared_prefix(
@@ -46,7 +46,7 @@ def workloads(vocab_size: int, seed: int) -> list[Workload]:
 
 
 def make_trace(model: str, *, num_threads: int, seed: int = 0) -> dict[str, list[int]]:
-    """All answers of the trace."""
+    """Return all answers of the trace."""
     engine = load_engine(
         model,
         cache=CacheConfig(max_total_tokens=8192),
@@ -63,7 +63,7 @@ def make_trace(model: str, *, num_threads: int, seed: int = 0) -> dict[str, list
 
 
 def answers(engine: Engine, workload: Workload) -> dict[str, list[int]]:
-    """One workload's ids. Turn by turn, a turn of all conversations at once."""
+    """Return one workload's ids. Turn by turn, a turn of all conversations at once."""
     made: dict[str, list[int]] = {}
     history: dict[str, list[int]] = {conversation.name: [] for conversation in workload.conversations}
     for turn in range(max(len(conversation.turns) for conversation in workload.conversations)):
@@ -93,7 +93,7 @@ def _sampling(index: int, max_new_tokens: int) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer leaves the one before."""
+    """The place where an answer leaves the one before."""
 
     name: str
     position: int  # of the first token that differs
@@ -102,7 +102,7 @@ class Difference:
 
 
 def differences(before: Ids, now: Ids) -> Iterator[Difference]:
-    """The first difference of each request whose ids are not the same."""
+    """Yield the first difference of each request whose ids are not the same."""
     for name in sorted(before.keys() | now.keys()):
         old, new = [list(ids.get(name, ())) for ids in (before, now)]
         if old != new:

@@ -43,7 +43,7 @@ MODES = {PLAIN: Verify.OFF, VERIFIED: Verify.ALL}
 
 
 class _IoVec(ctypes.Structure):
-    """struct iovec."""
+    """The C type `struct iovec`: an address and a length."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 

