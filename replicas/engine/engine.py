@@ -192,15 +192,24 @@ class Engine:
         return self._open.find(rid, index)
 
     def submit(self, request: GenerateRequest, place: Callable[[Req], None] | None = None) -> list[TokenDelta]:
-        """Accept a request. Returns: deltas of choices that are already complete (a resumed request may be).
+        """Check and accept a request. Returns: as `accept`.
 
         Args:   place: puts each choice into the scheduler's queues; None lets it wait for its turn. If it raises,
                 nothing was accepted (one choice only).
-        Raises: as `check`; Overloaded when the waiting queue is full; InvalidRequest for a rid that is open.
+        Raises: as `check` and `accept`; InvalidRequest for a rid that is open.
         """
         self.check(request)
         if request.rid in self._open:
             raise InvalidRequest(f"rid {request.rid!r} is already open", param="rid")
+        return self.accept(request, place)
+
+    def accept(self, request: GenerateRequest, place: Callable[[Req], None] | None = None) -> list[TokenDelta]:
+        """Accept a request that `check` passes and whose rid is not open; else as `submit`.
+
+        Returns: deltas of choices that are already complete (a resumed request may be).
+        Raises:  Overloaded when the waiting queue is full; InvalidRequest for a hand-off's room that is open.
+        """
+        assert request.rid not in self._open, f"request {request.rid} is open"
         limit, would_wait = self.config.scheduler.max_queued_requests, self.scheduler.would_wait(request.num_choices)
         if would_wait > limit:
             raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")

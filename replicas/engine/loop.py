@@ -116,7 +116,7 @@ class EngineLoop:
             raise EngineDead("this replica is shutting down: try another one")
         limit = self.engine.config.scheduler.max_queued_requests
         self._sinks.open(request, sink, on_end, max_waiting=limit, max_running=self._stats.max_running_requests)
-        self._command(lambda engine: self._submit(engine, request))
+        self._command(lambda engine: self._accept(engine, request))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         """Yield the deltas of a request; those that pile up while the consumer is busy are merged, one per choice.
@@ -231,12 +231,13 @@ class EngineLoop:
                 return
             command(None)
 
-    def _submit(self, engine: Engine | None, request: GenerateRequest) -> None:
+    def _accept(self, engine: Engine | None, request: GenerateRequest) -> None:
+        """Give the engine a request that `submit` has checked, and whose rid was free in the sinks."""
         if engine is None:
             self._sinks.answer(request.rid, self.error or EngineDead("this replica was stopped"))
             return
         try:
-            self._sinks.deliver(engine.submit(request))
+            self._sinks.deliver(engine.accept(request))
         except MantaError as error:
             self._sinks.answer(request.rid, error)
 
