@@ -224,7 +224,7 @@ REPLICAS = Row("Replicas", (
     ),
     Panel("How long starts took",
         shows="Duration of each replica's start, by phase.",
-        act="load_weights: put the model on local disk. total far above the rest: other ranks, or the transfer desk.",
+        act="load_weights: put the model on local disk. total far above the rest: other ranks, or the KV transfer.",
         queries={"{{replica}} {{phase}}": gauge("replica_start_seconds", over="max", by=["replica", "phase"])},
         shape=Shape.BARS, unit=Unit.SECONDS,
     ),

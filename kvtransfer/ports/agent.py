@@ -1,19 +1,20 @@
 """The transfer protocol over NIXL (UCX): the only file that imports nixl.
 
 Owns:      one rank's NIXL agent, its registration of the pool, and the prepared descriptors of each peer.
-Never:     waits, times out or tries again; takes metadata from anyone but the hello of an authenticated peer.
+Never:     waits, times out or retries; takes metadata from anything but the hello of an authenticated peer.
 Invariant: one thread calls NIXL; a handle is dropped only when terminal; a peer is removed only when it is dead, has
            said goodbye, or its endpoint is broken (removing a live one leaks a descriptor on both sides).
-Thread:    the first that writes, checks or takes notes; another one is an assertion. May be made elsewhere.
+Thread:    the first that writes, checks or takes notes; a call from another one fails an assertion. The agent may be
+           constructed on any thread.
 
-There is no progress thread: NIXL's spins a core, and what it would do happens in `take_notes` and in the checks, which
-the transfer thread calls in every turn. Over tcp a peer's data, and everywhere its completion, waits for that turn.
+There is no progress thread: NIXL's spins on a core. Progress is made in `take_notes` and in the checks, which the
+transfer thread calls in every turn. The completion of a peer's write, and over tcp its data too, waits for that turn.
 
-UCX reads its settings from the environment when it starts. What the operator has set wins; for the rest:
+UCX reads its settings from the environment when it starts. What the operator has set wins. The defaults set here:
     UCX_NET_DEVICES   the interface of ``host``; by default UCX listens on all of them. With RDMA set it yourself
     UCX_TLS           "tcp" with transport "tcp"; "tcp,cma" with "auto" on the loopback interface; else UCX chooses.
-                      For memory of a GPU "tcp,cuda_copy" and "tcp,cuda_copy,cuda_ipc": without cuda_copy UCX takes the
-                      pool's addresses for the host's, and NIXL refuses them; CMA does not reach them
+                      For GPU memory "tcp,cuda_copy" and "tcp,cuda_copy,cuda_ipc": without cuda_copy UCX takes the
+                      pool's addresses for host addresses, and NIXL refuses them; CMA cannot read GPU memory
 """
 
 import importlib
@@ -45,12 +46,12 @@ Descriptors = npt.NDArray[np.uint64]  # [S, 5] address, length, device, stride, 
 
 
 class NixlAgent:
-    """A `TransferAgent` over NIXL 1.5. ``role`` is for people; the name is new with every agent."""
+    """A `TransferAgent` over NIXL 1.5. Its name is ``role``, for people to read, and a number that no other has."""
 
     def __init__(
         self, memory: KvMemory, *, role: str = "kv", host: str = "127.0.0.1", transport: Literal["auto", "tcp"] = "auto"
     ) -> None:
-        """Registers the pool. Raises: TransferError when NIXL is missing or cannot start."""
+        """Register the pool. Raises: TransferError when NIXL is missing or cannot start."""
         _set_environment(host, transport, on_host=memory.on_host)
         nixl = _import_nixl()
         self.name = f"{role}-{uuid.uuid4().hex}"
@@ -79,7 +80,7 @@ class NixlAgent:
         self._sources: dict[tuple[PageSlice, ...], Any] = {}  # our side's descriptors, by what of a page is sent
 
     def add_peer(self, pool: RemotePool) -> None:
-        """Connects (milliseconds) and prepares its descriptors. Raises: PeerLost."""
+        """Connect to a peer, which takes milliseconds, and prepare its descriptors. Raises: PeerLost."""
         self._assert_thread()
         if pool.agent in self._peers:
             return
@@ -123,7 +124,7 @@ class NixlAgent:
         return [(agent, note) for agent, of_agent in notes.items() for note in of_agent]
 
     def close(self) -> None:
-        """Peers are removed and the pool is no longer registered; its memory must outlive what they still write."""
+        """Remove all peers and deregister the pool, whose memory must outlive the writes still on their way to it."""
         for agent in list(self._peers):
             self.remove_peer(agent)
         for source in self._sources.values():
@@ -165,7 +166,7 @@ class NixlAgent:
 
 
 class _PreparedPeer:
-    """The descriptors of a peer: entry s * num_pages + p is slice s of page p."""
+    """The prepared descriptors of one peer: entry s * num_pages + p is slice s of page p."""
 
     def __init__(self, source: Any, remote: Any, num_ours: int, num_theirs: int, num_slices: int) -> None:
         self.source = source
@@ -175,14 +176,15 @@ class _PreparedPeer:
         self._slices = np.arange(num_slices, dtype=np.int32)
 
     def entries(self, src: PageIds, dst: PageIds) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """[n * S] page by page. NIXL merges neighbours where both sides go on without a gap (SPEC H09)."""
+        """Return the entries [n * S] of both sides, page by page. NIXL merges neighbours where both sides are
+        contiguous (SPEC H09)."""
         ours = (src[:, None] + self._slices * np.int32(self._num_ours)).ravel()
         theirs = (dst[:, None] + self._slices * np.int32(self._num_theirs)).ravel()
         return ours.astype(np.int32, copy=False), theirs.astype(np.int32, copy=False)
 
 
 class _NixlWrite:
-    """NIXL's handle of one write."""
+    """One write, behind NIXL's handle of it."""
 
     def __init__(
         self,
@@ -212,7 +214,7 @@ class _NixlWrite:
         return self._is_done(self._nixl.check_xfer_state(self._handle))
 
     def times(self) -> WriteTimes | None:
-        """NIXL's own, in whole microseconds."""
+        """Return the times that NIXL measured, in whole microseconds."""
         try:
             measured = self._nixl.get_xfer_telemetry(self._handle)
         except Exception as error:  # noqa: BLE001 - NIXL has no common root of its errors; the write itself is done
@@ -240,7 +242,7 @@ def descriptors(
     num_pages: int,
     device: int,
 ) -> Descriptors:
-    """[S, 5] one strided row for each slice, over all pages of a pool."""
+    """Return one strided row for each slice, over all pages of a pool."""
     rows = [
         (base_address + offset, part.num_bytes, device, page_bytes, num_pages)
         for offset, part in zip(offsets, slices, strict=True)
@@ -249,7 +251,7 @@ def descriptors(
 
 
 def _import_nixl() -> Any:
-    """Raises: TransferError."""
+    """Import nixl. Raises: TransferError when it is not installed."""
     try:
         return importlib.import_module("nixl")
     except ImportError as error:
@@ -259,7 +261,7 @@ def _import_nixl() -> Any:
 
 
 def _set_environment(host: str, transport: Literal["auto", "tcp"], *, on_host: bool) -> None:
-    """Before NIXL is imported; see the module's head. ``on_host``: what is moved is memory of the host."""
+    """Set UCX's defaults (see the module docstring) before NIXL is imported. ``on_host``: the pool is host memory."""
     device = _interface_of(host)
     os.environ.setdefault("UCX_NET_DEVICES", device)
     if transport == "tcp":
@@ -271,7 +273,7 @@ def _set_environment(host: str, transport: Literal["auto", "tcp"], *, on_host: b
 
 
 def _interface_of(host: str) -> str:
-    """The network interface that has the address ``host``. Raises: TransferError."""
+    """Return the network interface that has the address ``host``. Raises: TransferError."""
     address = socket.gethostbyname(host)
     interfaces = psutil.net_if_addrs()
     for name, addresses in interfaces.items():

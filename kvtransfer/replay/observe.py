@@ -2,8 +2,8 @@
 
 Owns:      the fields of these events, and the logger "kvtransfer.replay.observe" that gets them.
 Never:     reads a pool: the caller does, and only where `enabled` says so.
-Invariant: off unless `enable` was called, whatever the level of the root logger; then nothing is computed for it. The
-           hashes of one token range are equal on both sides exactly when its K and V are, whatever page size and tp.
+Invariant: off unless `enable` was called, whatever the level of the root logger; nothing is computed while it is off.
+           The hashes of one token range are equal on both sides exactly when its K and V are, for any page size and tp.
 Thread:    any.
 
     J01 prefill_before_send    prefill side, before the last pages go: what will have been sent
@@ -29,24 +29,24 @@ HEAD = 16  # slots that are listed
 
 
 def enable(on: bool = True) -> None:
-    """Write events, through whatever handlers logging has, at level INFO."""
+    """Turn the events on or off; they go to logging's handlers at level INFO."""
     log.setLevel(logging.INFO if on else logging.WARNING)
 
 
 def enabled() -> bool:
-    """Ask before collecting what an event needs: reading the K/V of a prompt takes as long as sending it."""
+    """Return whether events are on; ask before reading K/V for one, which takes as long as sending it."""
     return log.isEnabledFor(logging.INFO)
 
 
 def prefill_before_send(meta: PayloadMeta, payload: Payload) -> None:
-    """J01. ``meta.token_range`` is what the receiver lacks."""
+    """Write J01. ``meta.token_range``: the tokens that the receiver does not have."""
     _emit("prefill_before_send", **_side(meta, payload))
 
 
 def transfer_submit(
     *, rid: str, room: int, rank: int, device: int, dtype: str, buffers_bytes: Sequence[int], latency_s: float
 ) -> None:
-    """J02. ``buffers_bytes``: the pages of one write of one rank; ``device``: its number, 0 for host memory;
+    """Write J02. ``buffers_bytes``: the pages of one write of one rank; ``device``: its number, 0 for host memory;
     ``latency_s``: from the order to write them to its end."""
     _emit(
         "transfer_submit",
@@ -61,14 +61,14 @@ def transfer_submit(
 
 
 def decode_after_restore(meta: PayloadMeta, payload: Payload, *, table_row: Slots) -> None:
-    """J03. ``table_row``: slots of the whole sequence, reused prefix included."""
+    """Write J03. ``table_row``: slots of the whole sequence, reused prefix included."""
     _emit("decode_after_restore", **_side(meta, payload), req_to_token=_slots(table_row))
 
 
 def decode_step(
     *, rid: str, index: int, i: int, last_token: int, next_token: int, slot: int, finish: str | None
 ) -> None:
-    """J04. ``i``: number of the output token that was made, from 0; ``slot`` holds the K/V of ``last_token``."""
+    """Write J04. ``i``: index of the output token that was made, from 0; ``slot`` holds the K/V of ``last_token``."""
     _emit(
         "decode_step",
         rid=rid,
@@ -82,7 +82,7 @@ def decode_step(
 
 
 def kv_digests(payload: Payload) -> tuple[str, str]:
-    """XXH3-64 over all K, and over all V, layer by layer, token by token; 16 hex digits, as JSON has only doubles."""
+    """Return XXH3-64 over all K and over all V, by layer, then token: 16 hex digits, since JSON has only doubles."""
     k, v = xxhash.xxh3_64(), xxhash.xxh3_64()
     for layer in np.ascontiguousarray(payload):
         k.update(layer[0].reshape(-1).data)

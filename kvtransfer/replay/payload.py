@@ -1,6 +1,6 @@
-"""K/V of a run of tokens as bytes that mean the same whatever the page size and however many ranks hold them.
+"""K/V of a run of tokens as bytes that mean the same for any page size and any number of ranks.
 
-Owns:      the definition of a payload and of what must be known to read one; the port through which host code reads
+Owns:      the definition of a payload and of the facts needed to read one; the port through which host code reads
            and writes the pools of an engine.
 Never:     knows a file (kvtransfer/replay/snapshot.py) or a device (replicas/runner/kv_access.py).
 Invariant: a payload holds all heads: what is read with any page size and tp is written with any other, bit for bit.
@@ -28,15 +28,15 @@ class KvBytes(Protocol):
 
     @property
     def layout(self) -> KvLayout:
-        """What the bytes mean; tp is 1, since a payload holds all heads."""
+        """The layout of the bytes; tp is 1, since a payload holds all heads."""
         ...
 
     def read(self, slots: Slots) -> Payload:
-        """The bytes of ``slots`` [n], in their order."""
+        """Return the bytes of ``slots`` [n], in their order."""
         ...
 
     def write(self, slots: Slots, payload: Payload) -> None:
-        """Inverse of `read`. Raises: ValueError, and nothing is written, for a payload of another shape."""
+        """Write ``payload`` into ``slots``. Raises: ValueError, before anything is written, for another shape."""
         ...
 
 
@@ -45,7 +45,7 @@ class PayloadMeta:
     """Which K/V a payload holds, and where it lay (SPEC H12)."""
 
     rid: str
-    layout: KvLayout  # tp 1; its page_size is that of the pool that was read
+    layout: KvLayout  # tp 1; page_size of the pool that was read
     prompt_len: int
     cached_prefix_len: int  # prompt tokens that the request had reused
     token_range: tuple[int, int]  # [start, end) of the sequence
@@ -67,7 +67,7 @@ class PayloadMeta:
 
 
 def payload_shape(layout: KvLayout, num_tokens: int) -> tuple[int, int, int, int, int]:
-    """[L, 2, n, K, token_bytes] with all heads."""
+    """Return the shape [L, 2, n, K, token_bytes] of a payload, all heads included."""
     return layout.num_layers, 2, num_tokens, layout.num_kv_heads, layout.token_bytes
 
 

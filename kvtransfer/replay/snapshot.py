@@ -1,4 +1,4 @@
-"""A request in the middle of its answer as one value and one file: what another process needs to go on with it.
+"""A request in the middle of its answer, as one value and one file from which another process can continue it.
 
 Owns:      `ReplaySnapshot` and its file format.
 Never:     knows an engine (replicas/replay/replay.py takes and restores snapshots), or unpickles anything.
@@ -13,7 +13,7 @@ Thread:    any.
     24      h      header: JSON, with the lengths and the XXH3-128 of the body
     24 + h  ...    body: prompt ids, output ids and slots as int32, then the K/V payload (kvtransfer/replay/payload.py)
 
-The digests find accidents, not attackers: a snapshot's K/V is used as it is, so take one only from whom you trust.
+The digests find accidents, not attackers. A snapshot's K/V is used as it is: load snapshots from trusted sources only.
 """
 
 import json
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplaySnapshot:
-    """All that decides how a request goes on (SPEC H18). Where penalties look at counts, those follow from the ids; the
+    """The state that decides how a request continues (SPEC H18). The counts that penalties use follow from the ids; the
     random number of a token follows from the seed and its position."""
 
     prompt_ids: Ids  # [P]
@@ -68,7 +68,7 @@ class ReplaySnapshot:
         return self.meta.rid
 
     def save(self, path: str | Path) -> None:
-        """Write the file, readable by its owner alone; it is there whole, and on the disk, or not at all."""
+        """Write the file, readable by its owner alone, as a whole and synced to disk, or not at all."""
         path = Path(path)
         parts = [_raw(self.prompt_ids), _raw(self.output_ids), _raw(self.meta.slots), np.ascontiguousarray(self.kv)]
         head = _preamble(_header(self, parts))
@@ -88,7 +88,7 @@ class ReplaySnapshot:
 
     @staticmethod
     def load(path: str | Path) -> "ReplaySnapshot":
-        """Raises: BadSnapshot for what is no snapshot of this version, cut short, or changed since it was written."""
+        """Read a snapshot. Raises: BadSnapshot for a file of another kind or version, cut short, or changed."""
         try:
             with open(path, "rb") as file:
                 header = _read_header(file, str(path))
@@ -137,7 +137,7 @@ def _read_header(file: BinaryIO, path: str) -> dict[str, Any]:
     size = os.fstat(file.fileno()).st_size
     start = file.read(PREAMBLE_BYTES)
     if start[:8] != MAGIC:
-        raise BadSnapshot(f"{path}: no snapshot: a file that begins with {MAGIC!r} is wanted, this with {start[:8]!r}")
+        raise BadSnapshot(f"{path}: no snapshot: a file that begins with {MAGIC!r} is wanted, got {start[:8]!r}")
     header_bytes = int.from_bytes(start[12:16], "little")
     if len(start) < PREAMBLE_BYTES or size < PREAMBLE_BYTES + header_bytes:
         raise BadSnapshot(
@@ -167,7 +167,7 @@ def _read_body(file: BinaryIO, header: dict[str, Any], path: str) -> npt.NDArray
 
 
 def _parse(header: dict[str, Any], body: npt.NDArray[np.uint8]) -> ReplaySnapshot:
-    """Raises: KeyError, TypeError or ValueError for a header that does not describe ``body``."""
+    """Make the snapshot. Raises: KeyError, TypeError or ValueError for a header that does not describe ``body``."""
     named: dict[str, Any] = {
         f.name: _typed(header["layout"], f.name, str if f.name in _TEXTS else int) for f in fields(KvLayout)
     }
@@ -213,7 +213,7 @@ def _typed(values: Mapping[str, Any], name: str, wanted: type[T]) -> T:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the new name survives a power cut, too."""
+    """Sync ``folder``, so that the new name survives a power cut too."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -35,7 +35,7 @@ class PortSpec:
 
 
 def kv_memory(pool: MHATokenToKVPool, layout: KvLayout) -> KvMemory:
-    """The pages of ``pool``, the sink included. Raises: ValueError when ``layout`` is not the pool's."""
+    """Describe the pages of ``pool``, the sink included. Raises: ValueError when ``layout`` is not the pool's."""
     if pool.device.type == "cpu":
         return KvMemory.of_array(layout, pool.buffer.view(torch.uint8).numpy())
     return KvMemory.of_device(
@@ -49,8 +49,9 @@ def kv_memory(pool: MHATokenToKVPool, layout: KvLayout) -> KvMemory:
 
 
 def _page_reader(pool: MHATokenToKVPool) -> PageReader:
-    """Copies pages of a GPU to pinned memory, on a stream of its own: it waits for no step of the engine's, and none
-    waits for it. What it reads is there: a page is sent after its step's result, and arrives before its note."""
+    """Return a reader that copies GPU pages to pinned memory, on a stream of its own: neither it nor a step of the
+    engine waits for the other. The pages are complete: one is sent after its step's result, and arrives before its
+    note."""
     stream = torch.cuda.Stream(pool.buffer.device)  # type: ignore[no-untyped-call]
 
     def read(pages: PageIds) -> np.ndarray:
@@ -67,9 +68,10 @@ def _page_reader(pool: MHATokenToKVPool) -> PageReader:
 def make_port(
     pool: MHATokenToKVPool, rank: int, spec: PortSpec, *, host: str, make_agent: MakeAgent | None = None
 ) -> AgentPort:
-    """``host``: address of this rank's machine; ``make_agent``: another library than NIXL. The pool's GPU is this
-    thread's from here on: UCX wants its context at its first call.
+    """Make the port of one rank. From here on the pool's GPU is this thread's current device: UCX needs its context at
+    the first call.
 
+    Args:   host: address of this rank's machine; make_agent: makes an agent of another library than NIXL.
     Raises: TransferError when the library cannot start.
     """
     if pool.buffer.device.type == "cuda":

@@ -1,8 +1,8 @@
-"""What a rank on a GPU leaves of its device for other things when it sizes the KV pool. Nothing of it on a CPU.
+"""The device memory that a rank on a GPU sets aside when it sizes the KV pool; none on a CPU.
 
-Owns:      which of the formulas (runner/graphs.py, attention/workspace.py) count under which settings.
+Owns:      which of the formulas (runner/graphs.py, attention/workspace.py) apply under which settings.
 Never:     allocates.
-Invariant: FlashInfer is counted where `attention` may choose it, installed or not: what is chosen needs the pool.
+Invariant: FlashInfer is counted where `attention` may choose it, installed or not: the choice is made after the pool.
 """
 
 import torch
@@ -17,8 +17,8 @@ HALVES = ("float16", "bfloat16")
 
 
 def graph_rows(config: EngineConfig, num_ranks: int) -> int:
-    """The largest batch to capture CUDA graphs for; 0 where there are none. Not with more ranks than one: that
-    collectives can be captured has been tried nowhere yet."""
+    """Return the largest batch to capture CUDA graphs for; 0 where there are none. With more ranks than one there are
+    none: capturing collectives has not been tested."""
     if config.device != "cuda" or num_ranks > 1 or not config.cuda_graphs:
         return 0
     limit = config.scheduler.max_running_requests
@@ -40,7 +40,7 @@ def bytes_for_graphs(config: EngineConfig, num_ranks: int) -> int:
 
 
 def bytes_for_attention(config: EngineConfig, num_ranks: int, *, num_sms: int) -> int:
-    """Of FlashInfer; Triton's backend keeps nothing between steps."""
+    """Return the bytes of FlashInfer's workspace; Triton's backend keeps nothing between steps."""
     model = config.model
     if config.device != "cuda" or config.attention not in ("auto", "flashinfer") or config.kv_dtype not in HALVES:
         return 0
@@ -55,7 +55,8 @@ def bytes_for_attention(config: EngineConfig, num_ranks: int, *, num_sms: int) -
 
 
 def bytes_for_table(config: EngineConfig, kv_bytes: int, cell_bytes: int) -> int:
-    """Of the ReqToTokenPool beside a pool of at most ``kv_bytes``: a row more than requests, a number a position."""
+    """Return the bytes of the ReqToTokenPool beside a pool of at most ``kv_bytes``: one row more than there are
+    requests, one int32 a position."""
     if config.device != "cuda":
         return 0
     context_len, cap = config.model.context_len, config.cache.max_total_tokens

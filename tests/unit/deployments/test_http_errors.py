@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from deployments.http import convert
+from deployments.http.bodies import LONG_BODY
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from replicas.engine.loop import EngineLoop
@@ -307,6 +308,40 @@ async def test_a_body_that_is_no_json_object_of_ours_is_a_400(
     client: httpx.AsyncClient, route: str, body: bytes
 ) -> None:
     check_error(await client.post(route, content=body), 400)
+
+
+LONE = b'"\\ud800"'  # a surrogate without its other half: no UTF-8 has it, so that no frame to a replica could
+SURROGATES = [
+    (NATIVE, b'{"text": "x", "rid": ' + LONE + b"}"),
+    (NATIVE, b'{"text": "x", "rid": "a\\udfff"}'),
+    (NATIVE, b'{"text": ["x"], "rid": [' + LONE + b"]}"),
+    (NATIVE, b'{"text": "x", "cache_salt": ' + LONE + b"}"),
+    (NATIVE, b'{"text": "x", "extra_key": ' + LONE + b"}"),
+    (NATIVE, b'{"text": "x", "sampling_params": {"stop": [' + LONE + b"]}}"),
+    (NATIVE, b'{"text": "x", ' + LONE + b": 1}"),
+    (NATIVE, b'{"text": "\xed\xa0\x80"}'),
+    (TEXT, b'{"prompt": "x", "model": ' + LONE + b"}"),
+    (TEXT, b'{"prompt": "x", "bad_words": [' + LONE + b"]}"),
+    (CHAT, b'{"messages": [{"role": "user", "content": ' + LONE + b"}]}"),
+    ("/abort_request", b'{"rid": ' + LONE + b"}"),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), SURROGATES, ids=lambda value: repr(value[:40]))
+async def test_a_lone_surrogate_is_refused_wherever_it_stands(
+    client: httpx.AsyncClient, route: str, body: bytes
+) -> None:
+    for long in (body, body + b" " * LONG_BODY):  # both ways to parse
+        assert "not valid JSON in UTF-8" in check_error(await client.post(route, content=long), 400)["message"]
+
+
+async def test_bytes_of_a_surrogate_in_a_header_never_become_one(client: httpx.AsyncClient) -> None:
+    half = "\ud800".encode("utf-8", "surrogatepass")
+    answer = await client.post(NATIVE, json=native(), headers=[(b"x-request-id", half)])
+    assert answer.status_code == 200
+    assert answer.json()["meta_info"]["id"].isascii()  # a new name
+    check_error(await client.post(NATIVE, json=native(), headers=[(b"x-manta-session", half)]), 400)
+    assert (await client.get("/route/%ED%A0%80")).status_code == 404
 
 
 @pytest.mark.parametrize("route", [CHAT, TEXT, NATIVE])
