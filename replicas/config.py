@@ -102,42 +102,52 @@ class Products:
 class CacheConfig:
     """Settings of the KV pool and the prefix cache."""
 
-    page_size: int = 16  # tokens a page
-    prefix_cache: Literal["radix", "chunk"] = "radix"  # chunk: no reuse between requests
-    eviction: Literal["lru", "lfu", "fifo"] = "lru"
-    mem_fraction_static: float = 0.9  # share of device memory for weights + KV
-    device_memory_bytes: int | None = None  # CPU only: the budget that plays device memory; None takes a share of RAM
-    max_total_tokens: int | None = None  # cap on the pool; None takes all that fits
-    kv_dtype: KvDType | None = None  # None: the model's dtype; int8, fp8: a scale for each token and head, CPU only
+    page_size: int = 16  # tokens in a KV page, the unit of allocation and of reuse
+    prefix_cache: Literal["radix", "chunk"] = "radix"  # radix: requests reuse cached prefixes; chunk: they do not
+    eviction: Literal["lru", "lfu", "fifo"] = "lru"  # which unused pages are evicted first
+    mem_fraction_static: float = 0.9  # share of device memory for weights and KV
+    # CPU only: memory of one replica for weights and KV; by default 15 % of free RAM, at most 3 GiB
+    device_memory_bytes: int | None = None
+    max_total_tokens: int | None = None  # most tokens in the pool; by default all that fit
+    # number format of K and V, by default the model's; int8, fp8: a scale per token and head, CPU only
+    kv_dtype: KvDType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Settings of admission, chunking and queueing."""
 
-    policy: Literal["lpm", "fcfs"] = "lpm"  # order of the waiting queue: longest prefix match first, or arrival
-    max_running_requests: int | None = None  # None: 64 on CPU, on a GPU from the pool (SPEC A08)
-    max_queued_requests: int = 1024  # beside those that may run; more are refused with Overloaded
-    chunked_prefill_size: int | None = None  # most new tokens a step; None: 512 on CPU, 8,192 on GPU
-    mixed_steps: bool = True  # running requests make a token in the steps of prompts too; else prompts go first
-    cascade: bool = True  # requests with one prefix read its K and V together in decode
-    cascade_saves: int | None = None  # tokens a step that a group must save reading; None: 256 on CPU, 16,384 on GPU
-    overlap: Literal["auto", "on", "off"] = "auto"  # launch a decode step before the last is known; auto: on a GPU
-    lpm_max_queue: int = 128  # longer queues fall back to fcfs (SPEC F03)
-    ageing_s: float = 5.0  # a request that waited this long goes before any better match
-    priorities: Literal["off", "on"] = "off"  # on: a point of priority is worth ageing_s of waiting; off: ignored
-    new_token_ratio: float = 0.7  # share of max_new_tokens reserved for a running request at admission (SPEC F05)
-    min_new_token_ratio: float = 0.1  # the ratio decays to this while nothing is retracted
-    new_token_ratio_decay: float = 0.001  # per decode step
-    in_batch_prefix_len: int = 32  # a request sharing this much with a queued one lets that one go first (SPEC F04)
-    watchdog_s: float = 300.0  # a step longer than this makes the engine unhealthy
+    # order of the waiting queue: longest cached prefix first, or order of arrival
+    policy: Literal["lpm", "fcfs"] = "lpm"
+    # requests that run at once; by default 64 on a CPU, what the pool allows on a GPU
+    max_running_requests: int | None = None
+    max_queued_requests: int = 1024  # requests that wait beside those that run; more are answered with 503
+    # most new tokens in a step, half as many while requests run; by default 512 on a CPU, 8,192 on a GPU
+    chunked_prefill_size: int | None = None
+    # running requests make a token in prefill steps too; false: they pause while prompts are computed
+    mixed_steps: bool = True
+    cascade: bool = True  # running requests that share a cached prefix read its K and V once for all of them
+    # tokens that such a group must save reading in a step; by default 256 on a CPU, 16,384 on a GPU
+    cascade_saves: int | None = None
+    # launch a decode step before the tokens of the last one are known; auto: on a GPU
+    overlap: Literal["auto", "on", "off"] = "auto"
+    lpm_max_queue: int = 128  # a longer queue is taken in order of arrival
+    ageing_s: float = 5.0  # a request that has waited this long goes before any better match
+    # on: a point of a request's priority is worth ageing_s of waiting; off: the field is ignored
+    priorities: Literal["off", "on"] = "off"
+    new_token_ratio: float = 0.7  # share of a request's possible output that is reserved when it is admitted
+    min_new_token_ratio: float = 0.1  # the share decays to this while no request is retracted
+    new_token_ratio_decay: float = 0.001  # decay of the share in each decode step
+    # a request that shares this many uncached tokens with one being prefilled waits a step for it
+    in_batch_prefix_len: int = 32
+    watchdog_s: float = 300.0  # a step that takes longer makes the replica unhealthy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """How one replica spreads over processes."""
 
-    tp: int = 1
+    tp: int = 1  # tensor-parallel ranks of a replica; a size that does not split the heads is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""The table of all settings in Markdown, made from the settings' own classes: `python -m deployments settings`.
+"""The table of all settings in Markdown, made from the classes that declare them: `python -m deployments settings`.
 
-Owns:      the form of the table in docs/settings.md; names, types, defaults and meanings are those of the classes.
+Owns:      the form of the table in docs/settings.md; names, types and defaults are those of the classes, a meaning is
+           the comment behind a field or above it.
 """
 
 import dataclasses
@@ -22,13 +23,13 @@ _FIELD = re.compile(r"^    (\w+): ")
 
 
 def main() -> int:
-    """Print the table; the exit status."""
+    """Print the table. Returns: the exit status."""
     print(table(), end="")
     return 0
 
 
 def table() -> str:
-    """All settings of ``args`` as a Markdown table, in the order of the classes."""
+    """Make the Markdown table of all settings, in the order of the classes."""
     rows = [f"| `{name}` | {kind} | {default} | {meaning} |" for name, kind, default, meaning in _rows(AppConfig, "")]
     return "\n".join(["| setting | values | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
@@ -53,7 +54,7 @@ def _defaults(group: type[Any]) -> dict[str, Any]:
 
 
 def _comments(group: type[Any]) -> dict[str, str]:
-    """Field -> the comment behind it, else the one above it."""
+    """Map each field to the comment behind it, or to the line of comment above it."""
     found, above = {}, ""
     for line in inspect.getsource(group).splitlines():
         field = _FIELD.match(line)
@@ -65,7 +66,7 @@ def _comments(group: type[Any]) -> dict[str, str]:
 
 
 def _group(hint: Any) -> type[Any] | None:
-    """The class of settings that ``hint`` names, if it names one."""
+    """Find the class of settings in a type hint; None for a plain value."""
     kinds = [each for each in (typing.get_args(hint) or (hint,)) if isinstance(each, type)]
     return next((each for each in kinds if issubclass(each, Settings) or dataclasses.is_dataclass(each)), None)
 

@@ -82,18 +82,24 @@ class Settings(BaseModel):
 class AutoscalingSettings(Settings):
     """Bounds and delays are Ray Serve's, under its names; the rule is autoscaling.py's."""
 
-    min_replicas: int = 1
-    max_replicas: int = Field(default=2, ge=1)
-    initial_replicas: int | None = None
-    ttft_objective_s: float = Field(default=5.0, gt=0)  # prompt tokens that wait should be computed within this
-    pool_high: float = Field(default=0.85, gt=0, le=1)  # share of the KV pools that requests may hold
-    running_high: float = Field(default=0.9, gt=0, le=1)  # share of the running slots that requests may take
-    slack: float = Field(default=0.7, gt=0, le=1)  # fewer replicas only if loaded to at most this share of the limits
-    target_ongoing_requests: float | None = Field(default=None, gt=0)  # given: Ray's own rule instead of ours
+    min_replicas: int = 1  # fewest replicas
+    max_replicas: int = Field(default=2, ge=1)  # most replicas
+    initial_replicas: int | None = None  # replicas at the start; by default min_replicas
+    # more replicas start when computing the waiting prompt tokens would take longer than this
+    ttft_objective_s: float = Field(default=5.0, gt=0)
+    # more replicas start when requests hold more than this share of the KV pools
+    pool_high: float = Field(default=0.85, gt=0, le=1)
+    # more replicas start when requests take more than this share of the running slots
+    running_high: float = Field(default=0.9, gt=0, le=1)
+    # replicas stop when the rest would be loaded to at most this share of the three limits above
+    slack: float = Field(default=0.7, gt=0, le=1)
+    # requests per replica, by Ray Serve's own rule; it replaces the four settings above
+    target_ongoing_requests: float | None = Field(default=None, gt=0)
+    # how long the need for more replicas must last before they start
     upscale_delay_s: float = Field(default=10.0, ge=0)
-    downscale_delay_s: float = Field(default=300.0, ge=0)
-    metrics_interval_s: float = Field(default=1.0, gt=0)  # how often replicas tell Serve
-    look_back_period_s: float = Field(default=5.0, gt=0)  # over which Serve averages that
+    downscale_delay_s: float = Field(default=300.0, ge=0)  # how long fewer replicas must suffice before some stop
+    metrics_interval_s: float = Field(default=1.0, gt=0)  # how often a replica reports its load to Ray Serve
+    look_back_period_s: float = Field(default=5.0, gt=0)  # time over which Ray Serve averages the reports
 
     @model_validator(mode="after")
     def _averaged(self) -> "AutoscalingSettings":
@@ -122,13 +128,15 @@ class AutoscalingSettings(Settings):
 
 
 class ReplicaSettings(Settings):
-    count: int | Literal["auto"] = "auto"  # auto: 2 if cores and memory, or the GPUs, allow, else 1
-    cpus: float = Field(default=1.0, gt=0)  # of each rank; also its compute threads
-    gpus: float = Field(default=0.0, ge=0)  # of each rank
-    autoscaling: AutoscalingSettings | None = None  # replaces count
-    health_period_s: float = Field(default=2.0, gt=0)
-    health_timeout_s: float = Field(default=30.0, gt=0)
-    drain_timeout_s: float = Field(default=120.0, ge=0)  # how long a replica that is removed may finish its requests
+    # number of replicas; auto: 2 if cores and memory suffice (with gpus: cores and GPUs), else 1
+    count: int | Literal["auto"] = "auto"
+    cpus: float = Field(default=1.0, gt=0)  # CPUs that Ray reserves for each rank; also its number of compute threads
+    gpus: float = Field(default=0.0, ge=0)  # GPUs of each rank; 0: it computes on the CPU, even on a machine with GPUs
+    autoscaling: AutoscalingSettings | None = None  # replaces count by a range that follows the load
+    health_period_s: float = Field(default=2.0, gt=0)  # how often Ray Serve asks a replica for its health
+    health_timeout_s: float = Field(default=30.0, gt=0)  # how long Ray Serve waits for the answer
+    # how long a replica that is removed may take to finish its requests
+    drain_timeout_s: float = Field(default=120.0, ge=0)
 
     @field_validator("count", mode="before")
     @classmethod
@@ -156,14 +164,16 @@ _SomeOfCache = with_config(_GROUP)(TypedDict("_SomeOfCache", get_type_hints(Cach
 class RoleSettings(Settings):
     """What the replicas of one role have otherwise than ``replicas``, ``parallel`` and ``cache`` say."""
 
+    # number of replicas of the role; by default replicas.count, and 1 where that is auto
     count: int | None = Field(default=None, ge=1)
-    autoscaling: AutoscalingSettings | None = None
-    cpus: float | None = Field(default=None, gt=0)
-    gpus: float | None = Field(default=None, ge=0)
-    tp: int | None = Field(default=None, ge=1)
+    autoscaling: AutoscalingSettings | None = None  # replaces the role's count; by default replicas.autoscaling
+    cpus: float | None = Field(default=None, gt=0)  # CPUs of each rank of the role; by default replicas.cpus
+    gpus: float | None = Field(default=None, ge=0)  # GPUs of each rank of the role; by default replicas.gpus
+    tp: int | None = Field(default=None, ge=1)  # ranks of each replica of the role; by default parallel.tp
+    # settings of cache that differ for the role; page_size and kv_dtype must be the same for both
     cache: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SomeOfCache)), CACHE_NAMES] = (
         Field(default_factory=dict)
-    )  # some of cache's settings
+    )
 
     @field_validator("gpus")
     @classmethod
@@ -187,19 +197,27 @@ def _yaml_off(value: Any) -> Any:
 
 
 class TransferGroup(Settings):
-    hand_off: Literal["conditional", "always"] = "conditional"  # always: whatever may be, even where that takes longer
-    # None: all pages between CPUs; the last page of each write where a role has GPUs, whose pages are read back for it
+    # which prompts are handed over: those for which it costs less, or always all that can be
+    hand_off: Literal["conditional", "always"] = "conditional"
+    # pages whose digest the receiver checks; by default all between CPUs, last (of each write) where a role has GPUs
     verify: Annotated[Verify | None, BeforeValidator(_yaml_off)] = None
-    transport: Literal["auto", "tcp"] = "auto"
-    host: str = Field(default="auto", min_length=1)  # where services listen; auto: the address of the replica's node
-    token: SecretStr | None = None  # None: from the environment, else made by build
+    transport: Literal["auto", "tcp"] = "auto"  # auto: shared memory on one host, else what UCX finds; tcp: TCP only
+    # address on which replicas listen for each other; auto: the address of their node
+    host: str = Field(default="auto", min_length=1)
+    # secret that replicas show each other; by default MANTA_TRANSFER_TOKEN, else a new one at each start
+    token: SecretStr | None = None
+    # how long a prefill replica waits for the decode replica's row and pages, its queue included
     open_timeout_s: float = Field(default=_DEFAULT["open_timeout_s"], gt=0)
+    # how long a decode replica waits for the next page before it computes the prompt itself
     room_timeout_s: float = Field(default=_DEFAULT["room_timeout_s"], gt=0)
+    # how long a replica waits for the answer to a call
     call_timeout_s: float = Field(default=_DEFAULT["call_timeout_s"], gt=0)
-    heartbeat_s: float = Field(default=_DEFAULT["heartbeat_s"], gt=0)
+    heartbeat_s: float = Field(default=_DEFAULT["heartbeat_s"], gt=0)  # time between two heartbeats of a replica
+    # the hand-offs of a replica fail after this many missed heartbeats
     heartbeat_misses: int = Field(default=_DEFAULT["heartbeat_misses"], ge=1)
+    # with TP: a replica is replaced if the transfer port of one of its ranks is silent for this long
     rank_timeout_s: float = Field(default=_DEFAULT["rank_timeout_s"], gt=0)
-    pages_per_write: int = Field(default=_DEFAULT["pages_per_write"], ge=1)
+    pages_per_write: int = Field(default=_DEFAULT["pages_per_write"], ge=1)  # pages in one write
 
     @field_validator("token")
     @classmethod

@@ -31,12 +31,16 @@ from routing.policies import POLICIES
 
 class ModelSettings(Settings):
     path: str = Field(min_length=1)  # folder (relative to the project's root) or hub id
-    revision: str | None = Field(default=None, min_length=1)  # of a hub id: branch, tag or commit; None: main
-    served_name: str | None = None  # as requests name it; None: the last part of the path
-    dtype: Annotated[DType | None, DTYPE_NAMES] = None  # None: float32 on CPU, the checkpoint's on GPU
-    quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"  # int8: on CPU, products in int8
-    products: ProductSetting = "auto"  # fp32 on CPU: own, blas for steps of many rows, or what is measured as faster
-    context_len: int | None = Field(default=None, ge=1)  # None: the model's own
+    revision: str | None = Field(default=None, min_length=1)  # branch, tag or commit of a hub id; by default main
+    served_name: str | None = None  # name that requests use; by default the last part of the path
+    # number format of the computation; by default float32 on a CPU, the checkpoint's on a GPU
+    dtype: Annotated[DType | None, DTYPE_NAMES] = None
+    # int8: products multiply int8 weights and activations; CPU and float32 only
+    quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"
+    # float32 products on a CPU: own kernels, BLAS in steps of 64 tokens and more, or by measurement
+    products: ProductSetting = "auto"
+    # longest prompt and output together, in tokens; by default the model's
+    context_len: int | None = Field(default=None, ge=1)
 
     @property
     def name(self) -> str:
@@ -44,22 +48,32 @@ class ModelSettings(Settings):
 
 
 class RouterSettings(Settings):
+    # how a replica is chosen: estimated_ttft, prefix_threshold, least_tokens, power_of_two, round_robin or random
     policy: str = "estimated_ttft"
-    count: int = Field(default=1, ge=1)  # routers; each is an HTTP ingress
-    cpus: float = Field(default=0.0, ge=0)
-    max_body_bytes: int = Field(default=4 << 20, ge=1024)
+    count: int = Field(default=1, ge=1)  # number of routers; each is an HTTP ingress
+    cpus: float = Field(default=0.0, ge=0)  # CPUs that Ray reserves for each router
+    max_body_bytes: int = Field(default=4 << 20, ge=1024)  # a longer body is answered with 413
     body_timeout_s: float = Field(default=60.0, gt=0)  # a body that is not complete by then is answered with 408
-    max_tries: int = Field(default=3, ge=1)  # replicas that one request may be sent to, one after the other
-    retry_wait_s: float = Field(default=30.0, ge=0)  # how long a request whose replica died waits for another one
-    report_period_s: float = Field(default=0.1, gt=0, le=10)  # how often replicas send cache events and statistics
-    hang_timeout_s: float = Field(default=4.0, gt=0)  # a replica silent for this long is left (docs/routing.md)
-    max_wait_s: float = Field(default=120.0, gt=0)  # longer queues, as estimated, are answered with 429
-    decisions_kept: int = Field(default=1000, ge=1)  # most recent requests, for GET /route/{rid}; 0.5 KB a replica each
-    api_key_file: str | None = None  # keys that clients show, one a line; beside those of MANTA_API_KEYS
-    admin_key: SecretStr | None = None  # None: MANTA_ADMIN_KEY, or none
-    cache_isolation: Literal["key", "none"] = "key"  # key: requests of different API keys share no cached prefix
-    allowed_hosts: tuple[str, ...] = ()  # names in Host beside the loopback's, where that is served without API keys
-    cors_origins: tuple[str, ...] = ()  # of web pages that may call, such as http://localhost:3000; "*": all
+    # replicas that one request may be sent to, one after the other, when they die or hang
+    max_tries: int = Field(default=3, ge=1)
+    # how long a request waits for another replica when its own has died
+    retry_wait_s: float = Field(default=30.0, ge=0)
+    # how often a replica sends its cache events and statistics to every router
+    report_period_s: float = Field(default=0.1, gt=0, le=10)
+    # a replica silent for this long while another one reports loses its requests to that one
+    hang_timeout_s: float = Field(default=4.0, gt=0)
+    max_wait_s: float = Field(default=120.0, gt=0)  # a request whose estimated wait is longer is answered with 429
+    # most recent requests that GET /route/{rid} can explain; each takes 0.5 KB per replica
+    decisions_kept: int = Field(default=1000, ge=1)
+    api_key_file: str | None = None  # file of API keys, one a line; MANTA_API_KEYS adds to them
+    # key for the admin's routes and the metrics ports; by default MANTA_ADMIN_KEY, else none
+    admin_key: SecretStr | None = None
+    # key: requests of different API keys share no cached prefix; none: they do
+    cache_isolation: Literal["key", "none"] = "key"
+    # names accepted in Host beside the loopback's, where the loopback is served without keys; *: any
+    allowed_hosts: tuple[str, ...] = ()
+    # origins of web pages that may call the API, such as http://localhost:3000; *: all
+    cors_origins: tuple[str, ...] = ()
 
     @field_validator("policy")
     @classmethod
@@ -79,13 +93,17 @@ class RouterSettings(Settings):
 
 
 class ObservabilitySettings(Settings):
-    metrics: bool = True  # each replica and router serves its own on a port of its own
-    metrics_port: int = Field(default=0, ge=0, le=65535)  # 0: any that is free; processes of one node cannot share one
-    ttft_objective_s: float = Field(default=2.0, gt=0)  # finished requests are counted as met or missed, for alerts
-    itl_objective_s: float = Field(default=0.1, gt=0)  # of a request's mean
-    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://")  # None: OTEL_EXPORTER_OTLP_ENDPOINT, or off
-    trace_ratio: float = Field(default=0.01, ge=0, le=1)  # of requests that come without a traceparent
-    log_format: Literal["text", "json"] = "text"
+    metrics: bool = True  # each replica and router serves its metrics over HTTP on a port of its own
+    # port of the metrics; 0: any free one, right nearly always: processes of a node cannot share a port
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    # a request meets its objective if its first token takes no longer than this
+    ttft_objective_s: float = Field(default=2.0, gt=0)
+    # a request meets its objective if the mean gap between its tokens is no longer than this
+    itl_objective_s: float = Field(default=0.1, gt=0)
+    # where traces are sent; by default OTEL_EXPORTER_OTLP_ENDPOINT, else they are off
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    trace_ratio: float = Field(default=0.01, ge=0, le=1)  # share that is traced of the requests without a traceparent
+    log_format: Literal["text", "json"] = "text"  # form of the log lines: text, or one JSON object per line
 
 
 class AppConfig(Settings):
@@ -97,9 +115,11 @@ class AppConfig(Settings):
     cache: Annotated[CacheConfig, CACHE_NAMES] = CacheConfig()
     scheduler: Annotated[SchedulerConfig, SCHEDULER_NAMES] = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    # attention backend: cpu (compiled), flashinfer or triton (GPU), torch_native (plain reference)
     attention: Attention = "auto"
-    cuda_graphs: bool = True
-    mode: Literal["unified", "disaggregated"] = "unified"  # disaggregated: prefill and decode on different replicas
+    cuda_graphs: bool = True  # records decode steps at start and replays them; on a GPU, with tp 1
+    # disaggregated: prompts are computed by prefill replicas and handed over to decode replicas
+    mode: Literal["unified", "disaggregated"] = "unified"
     prefill: RoleSettings = RoleSettings()
     decode: RoleSettings = RoleSettings()
     transfer: TransferGroup = TransferGroup()
@@ -120,9 +140,7 @@ class AppConfig(Settings):
                 "by pd_pair; leave router.policy out"
             )
         for name in ("page_size", "kv_dtype"):
-            mine, theirs = (
-                role.cache.get(name, getattr(self.cache, name)) for role in (self.prefill, self.decode)
-            )
+            mine, theirs = (role.cache.get(name, getattr(self.cache, name)) for role in (self.prefill, self.decode))
             if mine != theirs:
                 raise ValueError(
                     f"prefill.cache.{name} = {mine!r} and decode.cache.{name} = {theirs!r}; pages are handed over as "
