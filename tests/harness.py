@@ -17,11 +17,11 @@ from replicas.scheduler import decode
 from replicas.scheduler.plan import DoneStep, StepPlan, StepResult
 from replicas.scheduler.scheduler import Scheduler
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from tests.embedded import MODEL
 from tests.fake_kv_bytes import FakeKvBytes
 from tests.fake_transfer_service import FakeWire
-from tests.fakes import FakeDevice
+from tests.fakes import FakeDevice, continuation
 
 
 class Clock:
@@ -63,27 +63,12 @@ class Bench:
             num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=context_len + 4
         )
         self.plans: list[StepPlan] = []
-        self.num_made = 0
+        self.reqs: list[Req] = []
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int = 4,
-        salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-    ) -> Req:
-        request = GenerateRequest(
-            rid=f"r{self.num_made}",
-            token_ids=np.array(prompt, dtype=np.int32),
-            sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0),
-            cache_salt=salt,
-            priority=priority,
-            deadline_s=deadline_s,
-        )
-        self.num_made += 1
-        req = Req.make(request, index=0, now_s=self.clock(), eos_ids=frozenset())
+    def submit(self, prompt: Sequence[int], *, max_new_tokens: int = 4, **request: Any) -> Req:
+        rid = f"r{len(self.reqs)}"
+        req = choice_of(rid, prompt, now_s=self.clock(), max_new_tokens=max_new_tokens, **request)
+        self.reqs.append(req)
         self.scheduler.submit(req)
         return req
 
@@ -97,12 +82,18 @@ class Bench:
         return plan
 
     def run(self, max_steps: int = 2000) -> None:
-        """Step until nothing is left to do."""
+        """Step until nothing is left to do: every answer is the oracle's, and no page is held."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
-                return
-            self.step()
-        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.last.refusals}")
+            if self.scheduler.has_work:
+                self.step()
+        assert not self.scheduler.has_work, f"still busy after {max_steps} steps: {self.scheduler.last.refusals}"
+        for req in self.reqs:
+            assert req.finish is not None
+            made = req.output_ids.tolist()
+            assert made == continuation(req.ids[: req.prompt_len].tolist(), len(made)), req.rid
+            assert req.finish.reason is not FinishReason.LENGTH or len(made) == req.sampling.max_new_tokens
+        pool = self.kv.store.stats()
+        assert pool.free_pages + pool.evictable_pages == pool.num_pages
 
 
 def retract(scheduler: Scheduler, req: Req) -> None:
@@ -200,6 +191,12 @@ def ask(rid: str, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
     """A greedy request."""
     params = replace(SamplingParams(temperature=0.0, max_new_tokens=8), **sampling)  # type: ignore[arg-type]
     return GenerateRequest(rid=rid, token_ids=np.array(prompt, dtype=np.int32), sampling=params)
+
+
+def choice_of(rid: str, prompt: Sequence[int], *, now_s: float = 0.0, max_new_tokens: int = 8, **request: Any) -> Req:
+    """A greedy request as the scheduler has it; ``request``: other fields of `GenerateRequest`."""
+    asked = replace(ask(rid, prompt, max_new_tokens=max_new_tokens), **request)
+    return Req.make(asked, index=0, now_s=now_s, eos_ids=frozenset())
 
 
 def finish_all(engine: Engine) -> list[TokenDelta]:

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req
-from replicas.types import GenerateRequest, SamplingParams
+from tests.harness import choice_of
 
 ROWS = 3
 
@@ -51,13 +51,7 @@ class KvUnderLoad(RuleBasedStateMachine):
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from(["", "x"]))
     def admit(self, prompt: list[int], salt: str) -> None:
-        wire = GenerateRequest(
-            rid="r",
-            token_ids=np.array(prompt, dtype=np.int32),
-            cache_salt=salt,
-            sampling=SamplingParams(max_new_tokens=40),
-        )
-        req = Req.make(wire, index=0, now_s=0.0, eos_ids=frozenset())
+        req = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt)
         try:
             reused = self.kv.admit(req)
         except RowsExhausted:

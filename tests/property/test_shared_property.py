@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -11,7 +10,7 @@ from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req
 from replicas.scheduler.decode import SharedPrefixes
-from replicas.types import GenerateRequest, SamplingParams
+from tests.harness import choice_of
 
 MIN_LEN = 3
 
@@ -33,13 +32,7 @@ class SharedUnderLoad(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "x"]),
     )
     def admit(self, start: tuple[int, ...], prompt: list[int], salt: str) -> None:
-        wire = GenerateRequest(
-            rid="r",
-            token_ids=np.array([*start, *prompt], dtype=np.int32),
-            cache_salt=salt,
-            sampling=SamplingParams(max_new_tokens=40),
-        )
-        req = Req.make(wire, index=0, now_s=0.0, eos_ids=frozenset())
+        req = choice_of("r", [*start, *prompt], max_new_tokens=40, cache_salt=salt)
         try:
             self.kv.admit(req)
         except RowsExhausted:

@@ -1,27 +1,15 @@
 from typing import Any
 
-import numpy as np
 import pytest
 
 from replicas.cache.kv import KvCache
 from replicas.errors import InvalidRequest, PagesExhausted, RowsExhausted
 from replicas.request import Req
-from replicas.types import GenerateRequest, SamplingParams
+from tests.harness import choice_of
 
 
 def make(**changes: Any) -> KvCache:
     return KvCache(**({"num_pages": 8, "page_size": 4, "max_requests": 4, "context_len": 64} | changes))
-
-
-def request(rid: str, tokens: list[int], *, salt: str = "", prompt_logprobs_from: int | None = None) -> Req:
-    wire = GenerateRequest(
-        rid=rid,
-        token_ids=np.array(tokens, dtype=np.int32),
-        sampling=SamplingParams(max_new_tokens=32),
-        cache_salt=salt,
-        prompt_logprobs_from=prompt_logprobs_from,
-    )
-    return Req.make(wire, index=0, now_s=0.0, eos_ids=frozenset())
 
 
 def prefill(kv: KvCache, req: Req, length: int | None = None) -> list[int]:
@@ -34,6 +22,21 @@ def prefill(kv: KvCache, req: Req, length: int | None = None) -> list[int]:
     return slots.tolist()
 
 
+def held(kv: KvCache, rid: str, length: int) -> Req:
+    """Make a request that has slots for all of its ``length`` tokens 0, 1, ...; none is computed."""
+    req = choice_of(rid, range(length))
+    kv.admit(req)
+    kv.extend(req, length)
+    return req
+
+
+def prefilled(kv: KvCache, rid: str, length: int) -> Req:
+    """Make a request whose ``length`` tokens 0, 1, ... are computed and committed."""
+    req = choice_of(rid, range(length))
+    prefill(kv, req)
+    return req
+
+
 def decode(kv: KvCache, *reqs: Req) -> list[int]:
     """A sampled token each, and a slot for it."""
     for req in reqs:
@@ -44,18 +47,18 @@ def decode(kv: KvCache, *reqs: Req) -> list[int]:
     return slots.tolist()
 
 
-def pages(kv: KvCache) -> tuple[int, int, int, int]:
-    stats = kv.store.stats()
-    return stats.free_pages, stats.evictable_pages, stats.protected_pages, stats.reserved_pages
+def pages(kv: KvCache) -> tuple[int, int, int, int, int]:
+    pool = kv.store.stats()
+    return pool.free_pages, pool.evictable_pages, pool.protected_pages, pool.reserved_pages, pool.quarantined_pages
 
 
 def test_three_requests_that_share_a_token_decode_together() -> None:
     """SPEC E18 (S1's examples), corrected as K3, K5, K6 say: one shared token, two own each, one slot each a step."""
     kv = make(page_size=1, num_pages=16)
-    first = request("first", [7, 8])
+    first = choice_of("first", [7, 8])
     prefill(kv, first)
     kv.release(first, keep=True)
-    a, b, c = (request(name, [7, 10 * i, 11 * i]) for i, name in enumerate("abc", start=1))
+    a, b, c = (choice_of(name, [7, 10 * i, 11 * i]) for i, name in enumerate("abc", start=1))
     assert [kv.admit(req) for req in (a, b, c)] == [1, 1, 1]
     slots = [prefill(kv, req) for req in (a, b, c)]
     assert [len(new) for new in slots] == [2, 2, 2]
@@ -65,40 +68,38 @@ def test_three_requests_that_share_a_token_decode_together() -> None:
     kv.check([a, b, c])
     for req in (a, b, c):
         kv.release(req, keep=True)
-    assert pages(kv) == (16 - 11, 11, 0, 0)  # 7, 8, and three tokens of each
+    assert pages(kv) == (16 - 11, 11, 0, 0, 0)  # 7, 8, and three tokens of each
     kv.check([])
 
 
 def test_a_second_request_reuses_whole_pages_but_runs_at_least_one_token() -> None:
     """SPEC E08: ten tokens leave two whole pages; the tail is freed. Eight equal tokens reuse one page, not two."""
     kv = make()
-    first = request("a", list(range(10)))
-    prefill(kv, first)
+    first = prefilled(kv, "a", 10)
     kv.release(first, keep=True)
-    assert (first.holding, first.computed_len, pages(kv)) == (None, 0, (6, 2, 0, 0))
-    equal, longer = request("b", list(range(8))), request("c", list(range(9)))
+    assert (first.holding, first.computed_len, pages(kv)) == (None, 0, (6, 2, 0, 0, 0))
+    equal, longer = choice_of("b", range(8)), choice_of("c", range(9))
     assert (kv.admit(equal), kv.admit(longer)) == (4, 8)
-    assert (longer.computed_len, pages(kv)) == (8, (6, 0, 2, 0))
+    assert (longer.computed_len, pages(kv)) == (8, (6, 0, 2, 0, 0))
     kv.check([equal, longer])
 
 
 def test_tokens_whose_successors_logprob_is_wanted_are_run_again() -> None:
     """The logprob of position 6 comes out of running position 5: at most 5 tokens, one page of 4, may be reused."""
     kv = make()
-    first = request("a", list(range(12)))
-    prefill(kv, first)
-    assert kv.admit(request("b", list(range(12)), prompt_logprobs_from=6)) == 4
-    assert kv.admit(request("c", list(range(12)), prompt_logprobs_from=0)) == 0
+    prefilled(kv, "a", 12)
+    assert kv.admit(choice_of("b", range(12), prompt_logprobs_from=6)) == 4
+    assert kv.admit(choice_of("c", range(12), prompt_logprobs_from=0)) == 0
 
 
 def test_commit_swaps_the_requests_duplicates_for_the_trees_pages() -> None:
     """SPEC E09, K5: both computed [0, 8); the second frees its two pages and its row walks through the first's."""
     kv = make()
-    a, b = request("a", list(range(10))), request("b", list(range(10)))
+    a, b = choice_of("a", range(10)), choice_of("b", range(10))
     kv.admit(a)
     kv.admit(b)
     slots = {req.rid: kv.extend(req, 10).tolist() for req in (a, b)}
-    assert pages(kv) == (2, 0, 0, 6)
+    assert pages(kv) == (2, 0, 0, 6, 0)
     kv.drain_table_writes()
     for req in (a, b):
         req.computed_len = 10
@@ -107,42 +108,42 @@ def test_commit_swaps_the_requests_duplicates_for_the_trees_pages() -> None:
     assert b.holding.prefix_len == 8
     writes = [(row, start, new.tolist()) for row, start, new in kv.drain_table_writes()]
     assert writes == [(b.holding.row, 0, slots["a"][:8])]
-    assert pages(kv) == (4, 0, 2, 2)  # the tails stay with their requests
+    assert pages(kv) == (4, 0, 2, 2, 0)  # the tails stay with their requests
     kv.check([a, b])
 
 
 def test_a_prompt_in_chunks_is_committed_as_it_grows() -> None:
     """SPEC E09, E14: the partial page of the first chunk is filled by the second."""
     kv = make()
-    req = request("a", list(range(12)))
+    req = choice_of("a", range(12))
     assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
     assert kv.peek_len(req.ids[:12], "") == 4
     assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
     assert kv.peek_len(req.ids[:12], "") == 12
-    assert pages(kv) == (5, 0, 3, 0)
+    assert pages(kv) == (5, 0, 3, 0, 0)
     kv.check([req])
 
 
 def test_extend_evicts_unused_pages_before_it_fails() -> None:
     """SPEC D10: evict first, fail with the pool's state, take nothing."""
     kv = make()
-    old = request("old", list(range(100, 124)))
+    old = choice_of("old", range(100, 124))
     prefill(kv, old)
     kv.release(old, keep=True)
-    req = request("new", list(range(40)))
+    req = choice_of("new", range(40))
     kv.admit(req)
     kv.extend(req, 16)  # 4 pages: 2 were free
-    assert (kv.store.evicted_tokens, pages(kv)) == (8, (0, 4, 0, 4))
+    assert (kv.store.evicted_tokens, pages(kv)) == (8, (0, 4, 0, 4, 0))
     with pytest.raises(PagesExhausted, match=r"request new needs 5 pages .* 0 are free, 4 evictable, 0 protected"):
         kv.extend(req, 36)
-    assert (kv.store.evicted_tokens, kv.store.alloc_failures, pages(kv)) == (8, 1, (0, 4, 0, 4))
+    assert (kv.store.evicted_tokens, kv.store.alloc_failures, pages(kv)) == (8, 1, (0, 4, 0, 4, 0))
     kv.check([req])
 
 
 def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
     """SPEC D07, K2, K3."""
     kv = make(num_pages=3)
-    a, b = request("a", [1, 2, 3, 4]), request("b", [5, 6, 7, 8])
+    a, b = choice_of("a", [1, 2, 3, 4]), choice_of("b", [5, 6, 7, 8])
     for req in (a, b):
         prefill(kv, req)
         req.append(9)
@@ -158,7 +159,7 @@ def test_a_decode_batch_gets_all_its_slots_or_none() -> None:
 def test_no_row_left_takes_nothing() -> None:
     """SPEC D09."""
     kv = make(max_requests=1)
-    a, b = request("a", [1, 2]), request("b", [3, 4])
+    a, b = choice_of("a", [1, 2]), choice_of("b", [3, 4])
     kv.admit(a)
     with pytest.raises(RowsExhausted, match="max_running_requests"):
         kv.admit(b)
@@ -169,44 +170,43 @@ def test_no_row_left_takes_nothing() -> None:
 def test_release_without_keeping_frees_what_is_private_and_no_more() -> None:
     """SPEC F17: what a shared prefix holds stays."""
     kv = make()
-    req = request("a", list(range(12)))
+    req = choice_of("a", range(12))
     prefill(kv, req, 4)
     kv.extend(req, 12)
     req.computed_len = 12
     kv.release(req, keep=False)
-    assert pages(kv) == (7, 1, 0, 0)
+    assert pages(kv) == (7, 1, 0, 0, 0)
     kv.check([])
 
 
 def test_flush_empties_the_cache_unless_someone_holds_pages() -> None:
     kv = make()
-    req = request("busy", list(range(12)))
-    prefill(kv, req)
+    req = prefilled(kv, "busy", 12)
     with pytest.raises(InvalidRequest, match="in use by busy"):
         kv.flush()
     kv.release(req, keep=True)
     kv.flush()
-    assert pages(kv) == (8, 0, 0, 0)
+    assert pages(kv) == (8, 0, 0, 0, 0)
     kv.check([])
 
 
 def test_without_a_prefix_cache_nothing_outlives_a_request() -> None:
     """SPEC E16."""
     kv = make(prefix_cache="chunk")
-    req = request("a", list(range(12)))
+    req = choice_of("a", range(12))
     assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
     assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
-    assert (pages(kv), kv.store.reuses_prefixes) == ((5, 0, 0, 3), False)
+    assert (pages(kv), kv.store.reuses_prefixes) == ((5, 0, 0, 3, 0), False)
     kv.check([req])
     kv.release(req, keep=True)
-    assert pages(kv) == (8, 0, 0, 0)
-    assert kv.admit(request("b", list(range(12)))) == 0
+    assert pages(kv) == (8, 0, 0, 0, 0)
+    assert kv.admit(choice_of("b", range(12))) == 0
 
 
 def test_events_are_told_only_when_asked_for() -> None:
     for record, seq in ((True, 1), (False, 0)):
         kv = make(record_events=record)
-        prefill(kv, request("a", list(range(8))))
+        prefill(kv, choice_of("a", range(8)))
         assert (kv.store.event_seq, len(kv.store.drain_events()), len(kv.store.snapshot().stored)) == (seq, seq, seq)
 
 
@@ -216,3 +216,77 @@ def test_a_lost_page_is_noticed() -> None:
     kv._allocator.alloc(1, rid="leak")
     with pytest.raises(AssertionError, match="a page is lost or in two places"):
         kv.check([])
+
+
+def test_a_receiver_keeps_its_own_pages_apart_and_lets_the_prefix_go() -> None:
+    """SPEC H19, DESIGN.md section 3 (Pool). Two of five pages are the tree's: a peer may still write to the others."""
+    kv = make()
+    kv.release(prefilled(kv, "before", 8), keep=True)
+    req = choice_of("a", range(18))
+    assert kv.admit(req, whole=True) == 8
+    kv.extend(req, 18)
+    assert pages(kv) == (3, 0, 2, 3, 0)
+    assert kv.pages(req, 2, 5).tolist() == [3, 4, 5]
+    receipt = kv.quarantine(req, locked=False)
+    assert (req.holding, req.computed_len) == (None, 0)
+    assert pages(kv) == (3, 2, 0, 0, 3)
+    kv.check([])
+    kv.release_quarantined(receipt)
+    assert pages(kv) == (6, 2, 0, 0, 0)
+    kv.check([])
+
+
+def test_a_sender_keeps_what_the_tree_has_locked_too() -> None:
+    kv = make()
+    req = prefilled(kv, "a", 18)
+    receipt = kv.quarantine(req, locked=True)
+    assert pages(kv) == (3, 0, 4, 0, 1)
+    kv.check([])
+    other = choice_of("b", range(30))
+    kv.admit(other)
+    with pytest.raises(PagesExhausted, match="4 protected and 0 reserved, 1 in quarantine"):
+        kv.extend(other, 30)  # nothing of it can be evicted
+    kv.release(other, keep=False)
+    kv.release_quarantined(receipt)
+    assert pages(kv) == (4, 4, 0, 0, 0)
+    kv.check([])
+
+
+def test_a_row_is_free_at_once_and_pages_are_not() -> None:
+    kv = make(max_requests=2)
+    reqs = [held(kv, name, 8) for name in "ab"]
+    receipts = [kv.quarantine(req, locked=False) for req in reqs]
+    again = [held(kv, name, 8) for name in "cd"]
+    assert pages(kv) == (0, 0, 0, 4, 4)
+    kv.check(again)
+    assert {page for receipt in receipts for page in receipt.pages.tolist()} == {1, 2, 3, 4}
+
+
+def test_a_whole_sequence_may_be_reused_when_no_token_has_to_run_here() -> None:
+    kv = make()
+    kv.release(prefilled(kv, "before", 8), keep=True)
+    req = choice_of("a", range(8))
+    assert kv.admit(req, whole=True) == 8
+    assert len(kv.extend(req, 8)) == 0
+    kv.check([req])
+
+
+def test_flush_refuses_while_a_peer_may_use_pages() -> None:
+    kv = make()
+    req = held(kv, "slow", 8)
+    receipt = kv.quarantine(req, locked=True)
+    assert kv.in_use
+    with pytest.raises(InvalidRequest, match="in use by slow"):
+        kv.flush()
+    kv.release_quarantined(receipt)
+    assert not kv.in_use
+    kv.flush()
+
+
+def test_a_receipt_is_given_back_once() -> None:
+    kv = make()
+    req = held(kv, "a", 8)
+    receipt = kv.quarantine(req, locked=False)
+    kv.release_quarantined(receipt)
+    with pytest.raises(AssertionError, match="have left quarantine before"):
+        kv.release_quarantined(receipt)

@@ -1,21 +1,14 @@
 """How much of a step, and of the pool, a request may take."""
 
-import numpy as np
 import pytest
 
 from replicas.request import Req
 from replicas.scheduler.budget import CLIP_NEW_TOKENS, NewTokenRatio, StepBudget
-from replicas.types import GenerateRequest, SamplingParams
+from tests.harness import choice_of
 
 
-def req(*, prompt_len: int = 4, max_new_tokens: int = 100, num_output: int = 0) -> Req:
-    request = GenerateRequest(
-        rid="a",
-        token_ids=np.arange(prompt_len, dtype=np.int32),
-        sampling=SamplingParams(max_new_tokens=max_new_tokens),
-        resumed_ids=tuple(range(num_output)),
-    )
-    return Req.make(request, index=0, now_s=0.0, eos_ids=frozenset())
+def req(*, max_new_tokens: int, num_output: int = 0) -> Req:
+    return choice_of("a", range(4), max_new_tokens=max_new_tokens, resumed_ids=tuple(range(num_output)))
 
 
 def test_a_part_of_a_prompt_ends_on_a_page_boundary() -> None:
