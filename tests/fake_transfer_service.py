@@ -6,7 +6,8 @@ were posted before their room failed still happen, with garbage: pages that were
 
 import collections
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -170,6 +171,16 @@ class FakeTransferService:
     def drain_events(self) -> list[TransferEvent]:
         events, self._events = self._events, []
         return events
+
+    def waits(self, kind: type[TransferEvent]) -> bool:
+        """Whether such an event has not been taken yet."""
+        return any(isinstance(event, kind) for event in self._events)
+
+    def change(self, **changes: Any) -> None:
+        """Change fields of the one event that has not been taken yet, or of its meta."""
+        (event,) = self._events
+        meta = {} if not isinstance(event, Received) else {"meta": replace(event.meta, **changes)}
+        self._events = [replace(event, **(meta or changes))]
 
     def stats(self) -> TransferStats:
         return TransferStats()

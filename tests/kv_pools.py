@@ -6,6 +6,7 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,8 @@ import numpy.typing as npt
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.ports.rank_port import PeerRanks, PortEvent
-from kvtransfer.types import PageIds, Verify
+from kvtransfer.ports.rank_port import Arrived, PeerRanks, PortEvent, WriteOrder
+from kvtransfer.types import KVTransferMeta, PageIds, Verify
 from tests.local_agents import LocalAgent, LocalFabric
 
 HEADS = 6  # splits by 1, 2, 3
@@ -98,6 +99,45 @@ def connect(one: LocalEngine, other: LocalEngine) -> None:
         port.connect(peer_of(one))
 
 
+def meta_of(layout_of: KvLayout, num_tokens: int, *, first_token: int, cached_len: int = 0, **more: Any) -> KVTransferMeta:
+    """The meta of a room of rid "r" whose prompt has ``num_tokens``, of which the receiver has ``cached_len``."""
+    return KVTransferMeta(
+        rid="r",
+        fingerprint=layout_of.fingerprint,
+        prompt_len=num_tokens,
+        token_range=(cached_len, num_tokens),
+        cached_prefix_len=cached_len,
+        first_token=first_token,
+        **more,
+    )
+
+
+def write_order(
+    to: str,
+    src: PageIds,
+    dst: PageIds,
+    *,
+    order_id: int = 1,
+    room: int = 1,
+    generation: int = 0,
+    page_offset: int = 0,
+    last: bool = True,
+    meta: bytes = b"",
+) -> WriteOrder:
+    """A whole room, unless it says otherwise; ``to``: an incarnation."""
+    return WriteOrder(
+        order_id=order_id,
+        incarnation=to,
+        room=room,
+        generation=generation,
+        page_offset=page_offset,
+        src_pages=src,
+        dst_pages=dst,
+        last=last,
+        meta=meta,
+    )
+
+
 def page_ids(*pages: int) -> PageIds:
     return np.array(pages, dtype=np.int32)
 
@@ -110,3 +150,7 @@ def poll_all(ports: Sequence[AgentPort], *, rounds: int = 20) -> list[PortEvent]
             events += port.poll()
             port.check()
     return events
+
+
+def arrivals(events: Sequence[PortEvent]) -> list[Arrived]:
+    return [event for event in events if isinstance(event, Arrived)]

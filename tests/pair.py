@@ -6,7 +6,7 @@ from dataclasses import replace
 from kvtransfer.types import PdTicket
 from replicas.engine.engine import Engine
 from replicas.request import ReqState
-from replicas.types import FinishReason, GenerateRequest, HandOff, PdLeg, TokenDelta
+from replicas.types import FinishReason, GenerateRequest, HandOff, HandOffReport, PdLeg, TokenDelta
 from tests.fake_transfer_service import FakeTransferService, FakeWire
 from tests.harness import Clock, ask, fake_engine
 
@@ -25,6 +25,12 @@ class Side:
     def submit(self, request: GenerateRequest) -> None:
         self.take(self.engine.submit(request))
 
+    def step(self) -> None:
+        self.take(self.engine.step())
+
+    def abort(self, rid: str) -> None:
+        self.take(self.engine.abort(rid))
+
     def take(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
             told = self.deltas.setdefault((delta.rid, delta.index), [])
@@ -37,6 +43,12 @@ class Side:
     def end(self, rid: str, index: int = 0) -> FinishReason | None:
         told = self.deltas.get((rid, index))
         return told[-1].finish.reason if told and told[-1].finish is not None else None
+
+    def report(self, rid: str) -> HandOffReport:
+        """How its hand-off ended."""
+        report = self.deltas[rid, 0][0].hand_off
+        assert report is not None
+        return report
 
     def state(self, rid: str, index: int = 0) -> ReqState | None:
         req = self.engine.find(rid, index)
@@ -93,7 +105,7 @@ class Pair:
         """Both engines step once, then ``pump`` due things happen on the wire (all by default)."""
         self.clock.now_s += 0.01
         for side in (self.prefill, self.decode):
-            side.take(side.engine.step())
+            side.step()
             side.engine.scheduler.check()
         self.wire.pump(pump)
 
@@ -104,6 +116,10 @@ class Pair:
                 return
             self.turn(pump=pump)
         raise AssertionError(f"{rid} is {side.state(rid)}, not {state}")
+
+    @property
+    def at_rest(self) -> bool:
+        return self.prefill.at_rest and self.decode.at_rest
 
     @property
     def busy(self) -> bool:

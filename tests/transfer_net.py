@@ -18,7 +18,6 @@ from kvtransfer.peers.wire import Message, PeerHello, Purpose, decode, encode
 from kvtransfer.ports.rank_port import Arrived
 from kvtransfer.rooms.transfer_core import TransferCore
 from kvtransfer.types import (
-    KVTransferMeta,
     PageIds,
     PeerAddress,
     Received,
@@ -33,7 +32,7 @@ from kvtransfer.types import (
     TransferEvent,
     TransferSettings,
 )
-from tests.kv_pools import join_heads, local_engine
+from tests.kv_pools import join_heads, local_engine, meta_of
 from tests.local_agents import LocalFabric
 
 PAGE = 4  # tokens
@@ -339,13 +338,8 @@ class SimEngine:
         self.sending[room.number] = room
         self.pinned.update(room.src.tolist())
         self.core.now = self.net.now
-        order = SendOrder(
-            room=room.number,
-            generation=1,
-            rid="r",
-            num_tokens=room.num_tokens,
-            deadline_s=SETTINGS.open_timeout_s,
-        )
+        wait_s = SETTINGS.open_timeout_s
+        order = SendOrder(room=room.number, generation=1, rid="r", num_tokens=room.num_tokens, deadline_s=wait_s)
         self.core.expect_send(order)
 
     def send(self, room: Room, num: int, *, last: bool) -> None:
@@ -353,14 +347,8 @@ class SimEngine:
         start = room.given
         end = room.num_pages if last else min(start + num, room.num_pages)
         room.given, room.last = end, last
-        meta = KVTransferMeta(
-            rid="r",
-            fingerprint=self.pools.layout.fingerprint,
-            prompt_len=room.num_tokens,
-            token_range=(room.first_page * PAGE, room.num_tokens),
-            cached_prefix_len=room.first_page * PAGE,
-            first_token=room.number,
-        )
+        cached_len = room.first_page * PAGE
+        meta = meta_of(self.pools.layout, room.num_tokens, first_token=room.number, cached_len=cached_len)
         self.core.now = self.net.now
         self.core.send(room.number, start, room.src[start:end], meta if last else None)
 

@@ -24,7 +24,7 @@ import psutil
 from kvtransfer.layout import KvLayout
 from kvtransfer.ports.memory import KvMemory
 from kvtransfer.ports.port import AgentPort
-from kvtransfer.ports.rank_port import Arrived, ExpectOrder, PeerRanks, PortEvent, WriteOrder
+from kvtransfer.ports.rank_port import ExpectOrder, PeerRanks, PortEvent, WriteOrder
 from kvtransfer.ports.transfer_agent import RemotePool, TransferAgent, TransferState
 from kvtransfer.types import PageIds
 from tests.kv_pools import join_heads, layout, random_pools
@@ -272,10 +272,6 @@ def events_until(sides: list[Side], enough: Callable[[list[PortEvent]], bool], l
         for side in sides:
             events += side.call("take_events")
     return events
-
-
-def arrivals(events: list[PortEvent]) -> list[Arrived]:
-    return [event for event in events if isinstance(event, Arrived)]
 
 
 def spread(num_pages: int, seed: int) -> PageIds:

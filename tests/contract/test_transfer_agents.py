@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from kvtransfer.layout import head_slices
-from kvtransfer.ports.rank_port import ExpectOrder, PeerRanks, PortEvent, WriteFailed, WriteOrder, Written
+from kvtransfer.ports.rank_port import ExpectOrder, PeerRanks, PortEvent, WriteFailed, Written
 from kvtransfer.ports.transfer_agent import RemotePool
 from kvtransfer.types import PageIds
+from tests.kv_pools import arrivals, write_order
 from tests.local_agents import LocalFabric
-from tests.transfer_worker import Kind, LocalSide, Side, Worker, arrivals, events_until, spread, wire_layout
+from tests.transfer_worker import Kind, LocalSide, Side, Worker, events_until, spread, wire_layout
 
 LIMIT_S = 10.0
 NONE = np.empty(0, dtype=np.int32)
@@ -73,18 +74,7 @@ class Engine:
         self, to: "Engine", src: PageIds, dst: PageIds, *, order_id: int = 1, room: int = 1, meta: bytes = b""
     ) -> None:
         """The whole of a room."""
-        order = WriteOrder(
-            order_id=order_id,
-            incarnation=to.ranks.incarnation,
-            room=room,
-            generation=0,
-            page_offset=0,
-            src_pages=src,
-            dst_pages=dst,
-            last=True,
-            meta=meta,
-        )
-        self.call("write", order)
+        self.call("write", write_order(to.ranks.incarnation, src, dst, order_id=order_id, room=room, meta=meta))
 
     def expect(self, sender: "Engine", pages: PageIds, *, room: int = 1) -> None:
         self.call(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvtransfer.types import (
-    KVTransferMeta,
     PageIds,
     Received,
     ReceiveDrained,
@@ -20,7 +19,7 @@ from kvtransfer.types import (
     SendOrder,
     SendReady,
 )
-from tests.kv_pools import layout
+from tests.kv_pools import layout, meta_of
 from tests.transfer_process import EngineProcess
 from tests.waiting import until
 
@@ -80,15 +79,7 @@ def send_half(p: EngineProcess, *, room: int = ROOM) -> None:
 
 
 def send_rest(p: EngineProcess, *, room: int = ROOM) -> None:
-    meta = KVTransferMeta(
-        rid="r",
-        fingerprint=layout().fingerprint,
-        prompt_len=TOKENS,
-        token_range=(0, TOKENS),
-        cached_prefix_len=0,
-        first_token=5,
-    )
-    p.call("send_last", room, 4, src(room)[4:], meta)
+    p.call("send_last", room, 4, src(room)[4:], meta_of(layout(), TOKENS, first_token=5))
 
 
 def whole(p: EngineProcess, d: EngineProcess, *, room: int) -> None:

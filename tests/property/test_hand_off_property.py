@@ -85,8 +85,7 @@ def test_every_request_ends_once_with_the_answer_of_one_engine(
     for (side, rid), owed in asked.items():
         for index in range(owed.num_choices):
             check_answer(both[side], rid, index, owed)
-    assert pair.prefill.at_rest
-    assert pair.decode.at_rest
+    assert pair.at_rest
 
 
 def arrive(pair: Pair, rid: str, where: str, owed: Asked, asked: dict[tuple[int, str], Asked]) -> None:
@@ -119,7 +118,7 @@ def disturb(pair: Pair, rng: random.Random, rids: list[str]) -> None:
                 pair.wire.fail(rng.choice(live[-4:]))
         case "abort":
             side = rng.choice([pair.prefill, pair.decode])
-            side.take(side.engine.abort(rng.choice(rids[-4:])))
+            side.abort(rng.choice(rids[-4:]))
             side.engine.scheduler.check()
         case "drain":
             pair.wire.resume_draining()

@@ -92,7 +92,7 @@ def test_of_both_sides_of_hand_offs_that_may_fail(data: st.DataObject) -> None:
             pair.wire.fail(number + 1)
     open_rids = pair.decode.engine.open_rids
     if open_rids and data.draw(st.booleans()):
-        pair.decode.take(pair.decode.engine.abort(data.draw(st.sampled_from(open_rids))))
+        pair.decode.abort(data.draw(st.sampled_from(open_rids)))
     watch()
     for num_turns in range(2 * MAX_TURNS):
         if num_turns == MAX_TURNS:  # what is left waits for a deadline, minutes away

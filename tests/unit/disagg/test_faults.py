@@ -39,7 +39,7 @@ def bring(pair: Pair, side: Side, state: str) -> None:
 
 def end(pair: Pair, side: Side, how: str) -> None:
     if how == "abort":
-        side.take(side.engine.abort("a"))
+        side.abort("a")
     elif how == "deadline":
         pair.clock.now_s += 100
     else:
@@ -80,8 +80,7 @@ def test_a_prefill_leg_that_ends_early_is_answered_at_once_and_its_pages_stay_un
     pair.wire.resume_draining()
     pair.run()
     assert pair.prefill.engine.stats().num_handing_off == 0
-    assert pair.prefill.at_rest
-    assert pair.decode.at_rest
+    assert pair.at_rest
     if how != "deadline":
         assert pair.decode.ids("a") == continuation(PROMPT, 8)  # computed there, or received before
         assert pair.decode.end("a") is FinishReason.LENGTH
@@ -101,15 +100,13 @@ def test_a_decode_leg_whose_hand_off_fails_is_computed_here_and_one_that_is_gone
     assert pair.decode.pages()[4] == 12  # never by time alone
     if how == "failure":
         assert pair.decode.ids("a") == continuation(PROMPT, 8)
-        report = pair.decode.deltas[("a", 0)][0].hand_off
-        assert report is not None
+        report = pair.decode.report("a")
         assert (report.transferred, report.reason) == (False, "the wire broke")
     else:
         assert pair.decode.end("a") is FinishReason.ABORT
     pair.wire.resume_draining()
     pair.run()
-    assert pair.prefill.at_rest
-    assert pair.decode.at_rest
+    assert pair.at_rest
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline"])
@@ -119,8 +116,8 @@ def test_a_decode_leg_that_waits_for_its_grant_just_ends(how: str) -> None:
     if how == "deadline":
         pair.clock.now_s += 100
     else:
-        pair.decode.take(pair.decode.engine.abort("a"))
-    pair.decode.take(pair.decode.engine.step())
+        pair.decode.abort("a")
+    pair.decode.step()
     assert pair.decode.end("a") is FinishReason.ABORT
     assert not pair.decode.engine.has_work
     assert pair.wire.room(1).receiver is None
@@ -140,8 +137,7 @@ def test_a_decode_leg_that_waits_too_long_for_its_grant_is_computed_here_and_its
     pair.clock.now_s += 0.1
     pair.turn()
     pair.turn()
-    report = pair.decode.deltas[("a", 0)][0].hand_off
-    assert report is not None
+    report = pair.decode.report("a")
     assert (report.transferred, report.wait_s) == (False, 0.0)
     assert report.reason == "no row and pages for it on the decode side within 180 s"
     assert report.grant_s == pytest.approx(180, abs=0.1)
@@ -152,8 +148,7 @@ def test_a_decode_leg_that_waits_too_long_for_its_grant_is_computed_here_and_its
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
     assert pair.decode.ids("other") == continuation(list(range(60)), 12)
-    assert pair.prefill.at_rest
-    assert pair.decode.at_rest
+    assert pair.at_rest
     assert pair.prefill.engine.stats().num_handing_off == 0
 
 
@@ -174,8 +169,8 @@ def test_k_v_that_comes_when_its_request_has_just_gone_frees_its_pages() -> None
     pair = Pair()
     pair.ask("a", PROMPT)
     pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
-    assert any(isinstance(event, Received) for event in pair.decode.service._events)
-    pair.decode.take(pair.decode.engine.abort("a"))
+    assert pair.decode.service.waits(Received)
+    pair.decode.abort("a")
     assert pair.decode.pages()[4] == 12
     pair.turn()
     assert pair.decode.at_rest
@@ -189,7 +184,7 @@ def test_a_confirmation_that_comes_when_the_sender_has_just_gone_frees_its_pages
     pair.ask("a", PROMPT)
     pair.until(pair.decode, "a", ReqState.RUNNING)
     if pair.prefill.state("a") is ReqState.HANDING_OFF:  # SendDone lies there
-        pair.prefill.take(pair.prefill.engine.abort("a"))
+        pair.prefill.abort("a")
         assert pair.prefill.end("a") is FinishReason.ABORT
     pair.run()
     assert pair.prefill.at_rest
@@ -209,8 +204,7 @@ def test_a_first_token_that_cannot_be_chosen_fails_the_room_and_the_other_side_c
     pair.run()
     assert pair.prefill.end("a") is FinishReason.ERROR
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
-    report = pair.decode.deltas[("a", 0)][0].hand_off
-    assert report is not None
+    report = pair.decode.report("a")
     assert "NaN" in (report.reason or "")
     assert pair.prefill.at_rest
 
@@ -231,13 +225,10 @@ def test_a_meta_that_is_not_of_this_request_is_not_believed(changes: dict[str, o
     pair = Pair()
     pair.ask("a", PROMPT)
     pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
-    (event,) = pair.decode.service._events
-    assert isinstance(event, Received)
-    pair.decode.service._events = [replace(event, meta=replace(event.meta, **changes))]
+    pair.decode.service.change(**changes)
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
-    report = pair.decode.deltas[("a", 0)][0].hand_off
-    assert report is not None
+    report = pair.decode.report("a")
     assert report.transferred is False
     assert reason.replace("\\", "") in (report.reason or "")
     assert pair.decode.engine.stats().prefill_tokens == 45
@@ -249,9 +240,7 @@ def test_the_first_and_the_last_token_of_the_vocabulary_are_believed(first_token
     pair = Pair()
     pair.ask("a", PROMPT)
     pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
-    (event,) = pair.decode.service._events
-    assert isinstance(event, Received)
-    pair.decode.service._events = [replace(event, meta=replace(event.meta, first_token=first_token))]
+    pair.decode.service.change(first_token=first_token)
     pair.run()
     assert pair.decode.ids("a") == [first_token, *continuation([*PROMPT, first_token], 7)]
 
@@ -263,8 +252,7 @@ def test_a_first_token_without_the_logprob_that_is_wanted_is_made_again() -> Non
     pair.prefill.submit(replace(prefill, return_logprobs=False))
     pair.decode.submit(decode)
     pair.run()
-    report = pair.decode.deltas[("a", 0)][0].hand_off
-    assert report is not None
+    report = pair.decode.report("a")
     assert "without its logprob" in (report.reason or "")
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
 
@@ -274,9 +262,8 @@ def test_a_receiver_that_asks_for_pages_that_are_not_there_is_refused(first_page
     pair = Pair()
     pair.ask("a", PROMPT)
     pair.turn()
-    (event,) = pair.prefill.service._events
-    assert isinstance(event, SendReady)
-    pair.prefill.service._events = [replace(event, first_page=first_page)]
+    assert pair.prefill.service.waits(SendReady)
+    pair.prefill.service.change(first_page=first_page)
     pair.run()
     assert pair.prefill.end("a") is FinishReason.ERROR
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
@@ -292,7 +279,7 @@ def test_the_other_choices_go_on_when_the_hand_off_fails_or_choice_0_ends() -> N
     assert pair.decode.engine.stats().prefill_tokens == 47  # the prompt once, two tails
     pair.ask("b", PROMPT[::-1], n=2)
     pair.until(pair.decode, "b", ReqState.RECEIVING)
-    pair.decode.take(pair.decode.engine.abort("b"))
+    pair.decode.abort("b")
     assert [pair.decode.end("b", i) for i in range(2)] == [FinishReason.ABORT] * 2
     pair.run()
     assert pair.decode.at_rest
@@ -320,7 +307,7 @@ def test_a_prefill_leg_in_the_middle_of_its_prompt_does_not_give_way_the_last_th
     """SPEC F11: its pages may be on their way, so that it is never retracted."""
     pair = Pair()
     pair.prefill.submit(ask("own", [1, 2], max_new_tokens=30))
-    pair.prefill.take(pair.prefill.engine.step())
+    pair.prefill.step()
     pair.ask("a", PROMPT)
     pair.until(pair.prefill, "a", ReqState.PREFILLING)
     own = pair.prefill.engine.find("own")
@@ -331,7 +318,7 @@ def test_a_prefill_leg_in_the_middle_of_its_prompt_does_not_give_way_the_last_th
     leg = pair.prefill.engine.find("a")
     assert leg is not None
     computed = leg.computed_len
-    pair.prefill.take(pair.prefill.engine.step())
+    pair.prefill.step()
     assert (pair.prefill.state("own"), pair.prefill.state("a")) == (ReqState.WAITING, ReqState.PREFILLING)
     assert leg.computed_len == computed
     pages.free(stolen)
@@ -347,7 +334,7 @@ def cramped() -> Pair:
     pair.ask("lost", range(70))
     pair.until(pair.decode, "lost", ReqState.RECEIVING, pump=1)
     pair.wire.draining = False
-    pair.decode.take(pair.decode.engine.abort("lost"))
+    pair.decode.abort("lost")
     pair.turn(pump=0)
     assert pair.decode.pages()[4] == 18
     return pair
@@ -378,7 +365,7 @@ def test_a_request_that_only_quarantine_keeps_out_is_refused_after_a_while_and_b
     assert not pair.decode.engine.has_work  # nothing is left to look for
     pair.wire.resume_draining()
     for rid in ("big", "next") if leg else ():
-        pair.prefill.take(pair.prefill.engine.abort(rid))
+        pair.prefill.abort(rid)
     pair.run()
     pair.decode.submit(ask("again", range(200, 230)))
     pair.run()
@@ -443,8 +430,7 @@ def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
         pair.ask(f"r{i}", PROMPT[i % 7 :])
         pair.turn(pump=i % 3)
         side = (pair.prefill, pair.decode)[i % 2]
-        side.take(side.engine.abort(f"r{i // 2}"))
+        side.abort(f"r{i // 2}")
     pair.run()
-    assert pair.prefill.at_rest
-    assert pair.decode.at_rest
+    assert pair.at_rest
     assert all(pair.decode.end(f"r{i}") is not None and pair.prefill.end(f"r{i}") is not None for i in range(30))

@@ -7,19 +7,13 @@ import pytest
 from kvtransfer.types import PdTicket
 from replicas.errors import InvalidRequest
 from replicas.request import ReqState
-from replicas.types import FinishReason, HandOff, HandOffReport, PdLeg
+from replicas.types import FinishReason, HandOff, PdLeg
 from tests.fakes import continuation
 from tests.harness import ask, fake_engine, retract
 from tests.pair import Pair
 
 pytestmark = pytest.mark.model
 PROMPT = list(range(100, 145))  # 45 tokens: 11 whole pages of 4 and one token; chunks of 16, 16 and 13
-
-
-def report_of(pair: Pair, rid: str) -> HandOffReport:
-    report = pair.decode.deltas[(rid, 0)][0].hand_off
-    assert report is not None
-    return report
 
 
 def test_the_decode_side_says_what_one_engine_would_and_the_prefill_side_nothing() -> None:
@@ -35,7 +29,7 @@ def test_the_decode_side_says_what_one_engine_would_and_the_prefill_side_nothing
     assert pair.prefill.engine.stats().prefill_tokens == 45
     assert pair.prefill.pages() == (53, 11, 0, 0, 0)  # both keep the prefix (SPEC H15)
     assert pair.decode.pages() == (51, 13, 0, 0, 0)  # 45 + 7 of the 8 tokens
-    report = report_of(pair, "a")
+    report = pair.decode.report("a")
     assert (report.transferred, report.reason, report.num_pages, report.num_bytes) == (True, None, 12, 1200)
     assert all(delta.hand_off is None for delta in pair.decode.deltas[("a", 0)][1:])
 
@@ -111,7 +105,7 @@ def test_what_the_decode_side_has_is_not_sent(held: int, num_pages: int) -> None
     pair.ask("a", PROMPT)
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
-    assert report_of(pair, "a").num_pages == num_pages
+    assert pair.decode.report("a").num_pages == num_pages
 
 
 def test_nothing_but_the_first_token_is_sent_where_the_decode_side_has_every_page() -> None:
@@ -122,7 +116,7 @@ def test_nothing_but_the_first_token_is_sent_where_the_decode_side_has_every_pag
     pair.ask("a", PROMPT[:44])
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT[:44], 8)
-    assert (report_of(pair, "a").transferred, report_of(pair, "a").num_pages) == (True, 0)
+    assert (pair.decode.report("a").transferred, pair.decode.report("a").num_pages) == (True, 0)
 
 
 def test_a_first_token_that_ends_the_answer_ends_it() -> None:
@@ -163,7 +157,7 @@ def test_a_request_that_was_resumed_is_handed_off_with_its_tokens() -> None:
     pair.run()
     assert done + pair.decode.ids("a") == continuation(PROMPT, 8)
     assert pair.decode.deltas[("a", 0)][-1].usage.completion_tokens == 8
-    assert report_of(pair, "a").transferred
+    assert pair.decode.report("a").transferred
 
 
 def test_a_resumed_request_that_was_complete_ends_on_both_sides_at_once() -> None:
@@ -173,8 +167,7 @@ def test_a_resumed_request_that_was_complete_ends_on_both_sides_at_once() -> Non
         side.submit(leg)
     assert (pair.prefill.end("a"), pair.decode.end("a")) == (FinishReason.LENGTH, FinishReason.LENGTH)
     pair.run()
-    assert pair.decode.at_rest
-    assert pair.prefill.at_rest
+    assert pair.at_rest
 
 
 @pytest.mark.parametrize("changes", [{"prompt_logprobs_from": 0}, {"max_new_tokens": 0}], ids=str)
@@ -188,7 +181,7 @@ def test_what_needs_a_forward_over_the_prompt_here_is_computed_here_and_refused_
     pair.decode.submit(decode)
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, changes.get("max_new_tokens", 8))
-    assert not report_of(pair, "a").transferred
+    assert not pair.decode.report("a").transferred
     assert pair.wire.rooms == {}
 
 
@@ -279,7 +272,7 @@ def test_equal_prompts_that_come_between_two_steps_write_each_position_of_the_ta
     for rid in ("a", "b"):
         pair.until(pair.decode, rid, ReqState.RECEIVING)
     for _ in range(20):  # all comes while the decode side makes no step
-        pair.prefill.take(pair.prefill.engine.step())
+        pair.prefill.step()
         pair.wire.pump(None)
     assert pair.decode.pages() == (40, 0, 0, 24, 0)  # each has 12 of its own
     pair.run()

@@ -18,7 +18,6 @@ from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.types import (
     KVTransferMeta,
     PageIds,
-    PdTicket,
     PeerAddress,
     Received,
     ReceiveDrained,
@@ -31,7 +30,7 @@ from kvtransfer.types import (
     TransferEvent,
     TransferSettings,
 )
-from tests.kv_pools import LocalEngine, join_heads, layout, local_engine, page_ids
+from tests.kv_pools import LocalEngine, join_heads, layout, local_engine, meta_of, page_ids
 from tests.local_agents import LocalFabric
 from tests.waiting import until
 
@@ -94,39 +93,30 @@ def make() -> Iterator[Make]:
         engine.service.close()
 
 
-def meta(of: Engine, *, first_page: int = 0, tokens: int = TOKENS) -> KVTransferMeta:
-    return KVTransferMeta(
-        rid="r",
-        fingerprint=of.pools.layout.fingerprint,
-        prompt_len=tokens,
-        token_range=(first_page * 4, tokens),
-        cached_prefix_len=first_page * 4,
-        first_token=7,
-        first_logprob=(-0.5, ((7, -0.5), (9, -1.5))),
+def meta(of: Engine, *, first_page: int = 0) -> KVTransferMeta:
+    logprob = (-0.5, ((7, -0.5), (9, -1.5)))
+    return meta_of(
+        of.pools.layout, TOKENS, first_token=7, cached_len=first_page * 4, first_logprob=logprob,
         cached_tokens={"device": 4},
+    )  # fmt: skip
+
+
+def receive(d: Engine, p: Engine | PeerAddress, pages: PageIds, *, room: int = 1, first_page: int = 0) -> None:
+    order = ReceiveOrder(
+        room=room,
+        generation=0,
+        rid="r",
+        peer=p if isinstance(p, PeerAddress) else p.service.address,
+        num_tokens=TOKENS,
+        first_page=first_page,
+        pages=pages,
+        deadline_s=20,
     )
+    d.service.receive(order)
 
 
-def receive(
-    d: Engine, p: Engine, pages: PageIds, *, room: int = 1, first_page: int = 0, deadline_s: float = 20
-) -> None:
-    ticket = PdTicket(room=room, generation=0, prefill=p.service.address)
-    d.service.receive(
-        ReceiveOrder(
-            room=room,
-            generation=0,
-            rid="r",
-            peer=ticket.prefill,
-            num_tokens=TOKENS,
-            first_page=first_page,
-            pages=pages,
-            deadline_s=deadline_s,
-        )
-    )
-
-
-def expect(p: Engine, *, room: int = 1, deadline_s: float = 20) -> None:
-    p.service.expect_send(SendOrder(room=room, generation=0, rid="r", num_tokens=TOKENS, deadline_s=deadline_s))
+def expect(p: Engine, *, room: int = 1) -> None:
+    p.service.expect_send(SendOrder(room=room, generation=0, rid="r", num_tokens=TOKENS, deadline_s=20))
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (3, 1)])
@@ -227,16 +217,11 @@ def test_a_peer_that_never_answers_fails_the_room_after_the_call_timeout_and_sta
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = replace(p.service.address, port=silent.getsockname()[1], incarnation="silent")
         start_s = time.monotonic()
-        receive(d, Engine(p.pools, _Addressed(address), threading.Event()), page_ids(1), room=9)  # type: ignore[arg-type]
+        receive(d, address, page_ids(1), room=9)
         hand_off(p, d, room=1)
         assert d.of(9) == [] or time.monotonic() - start_s >= 1.0
         d.wait(ReceiveDrained, 9)
         assert time.monotonic() - start_s >= 1.0
-
-
-@dataclass
-class _Addressed:
-    address: PeerAddress
 
 
 def test_aborts_of_either_side_end_both_and_a_second_one_changes_nothing(make: Make) -> None:
@@ -325,18 +310,7 @@ def test_a_transfer_service_that_is_told_of_a_death_by_another_thread_frees_the_
     d = make()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and says nothing: a machine that is gone
         address = PeerAddress(host="127.0.0.1", port=silent.getsockname()[1], incarnation="gone")
-        ticket = PdTicket(room=1, generation=0, prefill=address)
-        order = ReceiveOrder(
-            room=1,
-            generation=0,
-            rid="r",
-            peer=ticket.prefill,
-            num_tokens=TOKENS,
-            first_page=0,
-            pages=page_ids(1, 2, 3, 4),
-            deadline_s=20,
-        )
-        d.service.receive(order)
+        receive(d, address, page_ids(1, 2, 3, 4))
         teller = threading.Thread(target=d.service.peer_is_dead, args=("gone",))
         teller.start()
         teller.join()

@@ -2,21 +2,13 @@
 
 from kvtransfer.ports.rank_port import ExpectOrder, WriteOrder
 from kvtransfer.types import TransferStats
-from tests.kv_pools import page_ids
+from tests.kv_pools import page_ids, write_order
 from tests.transfer_net import Net, SimEngine
 
 
 def note(to: SimEngine, *, room: int) -> WriteOrder:
-    return WriteOrder(
-        order_id=100 + room,
-        incarnation=to.address.incarnation,
-        room=room,
-        generation=1,
-        page_offset=0,
-        src_pages=page_ids(),
-        dst_pages=page_ids(),
-        last=True,
-    )
+    none = page_ids()
+    return write_order(to.address.incarnation, none, none, order_id=100 + room, room=room, generation=1)
 
 
 def counted(engine: SimEngine) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """A rank's port over memcpy: what arrives, what is reported, what happens when a peer fails (SPEC H09, H13, H19)."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,34 +9,24 @@ import pytest
 from kvtransfer.errors import IncompatibleLayout
 from kvtransfer.ports.rank_port import Arrived, ExpectOrder, WriteFailed, WriteOrder, Written
 from kvtransfer.types import PageIds, Verify
-from tests.kv_pools import LocalEngine, connect, join_heads, local_engine, page_ids, peer_of, poll_all
+from tests.kv_pools import (
+    LocalEngine,
+    arrivals,
+    connect,
+    join_heads,
+    local_engine,
+    page_ids,
+    peer_of,
+    poll_all,
+    write_order,
+)
 from tests.local_agents import LocalFabric
 
 ROOM = 2**63 - 1
 
 
-def order(
-    to: LocalEngine,
-    src: PageIds,
-    dst: PageIds,
-    *,
-    order_id: int = 1,
-    room: int = ROOM,
-    page_offset: int = 0,
-    last: bool = True,
-    meta: bytes = b"",
-) -> WriteOrder:
-    return WriteOrder(
-        order_id=order_id,
-        incarnation=to.incarnation,
-        room=room,
-        generation=0,
-        page_offset=page_offset,
-        src_pages=src,
-        dst_pages=dst,
-        last=last,
-        meta=meta,
-    )
+def order(to: LocalEngine, src: PageIds, dst: PageIds, *, room: int = ROOM, **more: Any) -> WriteOrder:
+    return write_order(to.incarnation, src, dst, room=room, **more)
 
 
 def expect(receiver: LocalEngine, sender: LocalEngine, pages: PageIds, *, room: int = ROOM) -> None:
@@ -67,7 +58,7 @@ def test_pages_arrive_bit_for_bit_whatever_the_ranks_and_no_other_page_changes(p
     wanted[dst] = join_heads(p.pools)[src]
     np.testing.assert_array_equal(join_heads(d.pools), wanted)
     assert sum(isinstance(event, Written) for event in events) == p_tp
-    arrived = [event for event in events if isinstance(event, Arrived)]
+    arrived = arrivals(events)
     assert len(arrived) == max(p_tp, d_tp)  # each rank of the finer side has one partner
     assert sum(event.num_bytes for event in arrived) == 3 * 3072
     assert all(event.bad_pages == () for event in arrived)
@@ -79,7 +70,7 @@ def test_an_order_that_begins_inside_the_room_lands_behind_what_came_before() ->
     _, p, d = pair()
     expect(d, p, page_ids(1, 2, 3))
     p.ports[0].write(order(d, page_ids(4), page_ids(3), page_offset=2))
-    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
     assert (arrived.page_offset, arrived.num_pages, arrived.bad_pages) == (2, 1, ())
 
 
@@ -89,7 +80,7 @@ def test_no_page_at_all_is_a_note_alone() -> None:
     p.ports[0].write(order(d, page_ids(), page_ids(), meta=b"all was cached"))
     events = poll_all([*p.ports, *d.ports])
     assert Written(order_id=1, num_bytes=0) in events
-    (arrived,) = [event for event in events if isinstance(event, Arrived)]
+    (arrived,) = arrivals(events)
     assert (arrived.num_pages, arrived.last, arrived.meta) == (0, True, b"all was cached")
 
 
@@ -105,7 +96,7 @@ def test_a_flipped_byte_is_reported_with_the_receivers_page() -> None:
     fabric.faults.flip_bytes = 1
     expect(d, p, page_ids(3, 8))
     p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
-    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
     assert arrived.bad_pages == (3,)
 
 
@@ -113,7 +104,7 @@ def test_pages_that_changed_places_are_both_wrong() -> None:
     _, p, d = pair()
     expect(d, p, page_ids(8, 3))  # the peer was told (3, 8)
     p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
-    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
     assert arrived.bad_pages == (8, 3)
 
 
@@ -123,7 +114,7 @@ def test_verification_looks_at_no_more_than_it_was_told(verify: Verify, seen: tu
     fabric.faults.flip_bytes = 1  # in the first page of the write
     expect(d, p, page_ids(3, 8))
     p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
-    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
     assert arrived.bad_pages == seen
 
 
@@ -134,7 +125,7 @@ def test_verify_last_finds_a_flipped_byte_in_the_last_page() -> None:
     poll_all(p.ports)
     fabric.faults.flip_bytes = 1
     p.ports[0].write(order(d, page_ids(6), page_ids(8), order_id=2, page_offset=1))
-    arrived = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    arrived = arrivals(poll_all([*p.ports, *d.ports]))
     assert [event.bad_pages for event in arrived] == [(), (8,)]
 
 
@@ -144,7 +135,7 @@ def test_a_sender_without_digests_does_not_pass_a_receiver_that_wants_them() -> 
     connect(p, d)
     expect(d, p, page_ids(3, 8))
     p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
-    (arrived,) = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
     assert arrived.bad_pages == (3, 8)
 
 
@@ -162,7 +153,7 @@ def test_notes_of_a_forgotten_room_another_generation_or_another_sender_are_coun
     other.ports[0].write(order(d, page_ids(5), page_ids(2), order_id=2, room=2))
     p.ports[0].write(order(d, page_ids(5), page_ids(3), order_id=3, room=3))
     events = poll_all([*p.ports, *other.ports, *d.ports])
-    assert not [event for event in events if isinstance(event, Arrived)]
+    assert not arrivals(events)
     assert d.ports[0].note_counts.late == 3
 
 
@@ -233,7 +224,7 @@ def test_a_note_that_comes_twice_counts_once() -> None:
     expect(d, p, page_ids(1))
     for order_id in (1, 2):
         p.ports[0].write(order(d, page_ids(5), page_ids(1), order_id=order_id))
-    arrived = [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    arrived = arrivals(poll_all([*p.ports, *d.ports]))
     assert len(arrived) == 1
     assert d.ports[0].note_counts.late == 1
 
@@ -242,7 +233,7 @@ def test_a_note_that_speaks_of_more_pages_than_the_room_has_is_dropped() -> None
     _, p, d = pair()
     expect(d, p, page_ids(1))
     p.ports[0].write(order(d, page_ids(5, 6), page_ids(1, 2)))
-    assert not [event for event in poll_all([*p.ports, *d.ports]) if isinstance(event, Arrived)]
+    assert not arrivals(poll_all([*p.ports, *d.ports]))
     assert d.ports[0].note_counts.malformed == 1
 
 
