@@ -99,11 +99,11 @@ def connect(one: LocalEngine, other: LocalEngine) -> None:
         port.connect(peer_of(one))
 
 
-def meta_of(layout_of: KvLayout, num_tokens: int, *, first_token: int, cached_len: int = 0, **more: Any) -> KVTransferMeta:
+def meta_of(of: KvLayout, num_tokens: int, *, first_token: int, cached_len: int = 0, **more: Any) -> KVTransferMeta:
     """The meta of a room of rid "r" whose prompt has ``num_tokens``, of which the receiver has ``cached_len``."""
     return KVTransferMeta(
         rid="r",
-        fingerprint=layout_of.fingerprint,
+        fingerprint=of.fingerprint,
         prompt_len=num_tokens,
         token_range=(cached_len, num_tokens),
         cached_prefix_len=cached_len,
