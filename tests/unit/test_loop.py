@@ -1,11 +1,17 @@
-"""The engine thread: everyone gets an answer, whatever happens to a step."""
+"""The engine thread: every request is answered, whatever happens to a step, and cache events come out in order."""
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from kvtransfer.pages import page_keys
+from replicas.cache.events import AllCleared, CacheEvent, PagesStored
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, InvalidRequest, Overloaded
 from replicas.scheduler.plan import StepPlan, StepResult
@@ -18,16 +24,26 @@ pytestmark = pytest.mark.model
 PROMPT = [5, 6, 7, 8, 9]
 
 
-async def test_generate_yields_the_answer() -> None:
-    engine, _ = fake_engine()
-    loop = EngineLoop(engine)
+@contextmanager
+def running(**engine: Any) -> Iterator[EngineLoop]:
+    """A loop that runs; ``engine``: options of `fake_engine`."""
+    loop = EngineLoop(fake_engine(**engine)[0])
     loop.start()
-    deltas = [delta async for delta in loop.generate(ask("a", PROMPT))]
-    assert [token for delta in deltas for token in delta.token_ids] == continuation(PROMPT, 8)
-    assert deltas[-1].finish is not None
-    assert loop.num_open == 0
-    assert sum(loop.tallies().decode_step_s.counts) == 7  # asked from this thread, of the engine's
+    yield loop
     loop.stop()
+
+
+def reasons(deltas: list[TokenDelta]) -> list[FinishReason]:
+    return [delta.finish.reason for delta in deltas if delta.finish is not None]
+
+
+async def test_generate_yields_the_answer() -> None:
+    with running() as loop:
+        deltas = [delta async for delta in loop.generate(ask("a", PROMPT))]
+        assert [token for delta in deltas for token in delta.token_ids] == continuation(PROMPT, 8)
+        assert deltas[-1].finish is not None
+        assert loop.num_open == 0
+        assert sum(loop.tallies().decode_step_s.counts) == 7  # asked from this thread, of the engine's
 
 
 def test_what_is_not_refused_at_once_is_answered_however_many_came_between_two_steps() -> None:
@@ -46,10 +62,8 @@ def test_what_is_not_refused_at_once_is_answered_however_many_came_between_two_s
     assert ends == {f"r{number}": FinishReason.LENGTH for number in range(6)}
 
 
-def test_an_asker_whose_event_loop_was_closed_meanwhile_does_no_harm_to_the_engine() -> None:
+def test_a_caller_whose_event_loop_has_closed_does_no_harm_to_the_engine() -> None:
     """The answer arrives after its consumer has gone: the engine thread goes on."""
-    engine, _ = fake_engine()
-    loop = EngineLoop(engine)
     asked, closed, answered = threading.Event(), threading.Event(), threading.Event()
 
     def slow(_engine: object) -> None:
@@ -62,17 +76,15 @@ def test_an_asker_whose_event_loop_was_closed_meanwhile_does_no_harm_to_the_engi
         await asyncio.to_thread(asked.wait, 5)
         waiting.cancel()
 
-    loop.start()
-    asyncio.run(ask_and_leave())  # closes its event loop
-    closed.set()
-    assert answered.wait(5)
-    got: list[TokenDelta] = []
-    loop.submit(ask("a", PROMPT), got.extend)
-    until(lambda: loop.num_open == 0)
-    assert loop.error is None
-    assert got[-1].finish is not None
-    assert got[-1].finish.reason is FinishReason.LENGTH
-    loop.stop()
+    with running() as loop:
+        asyncio.run(ask_and_leave())  # closes its event loop
+        closed.set()
+        assert answered.wait(5)
+        got: list[TokenDelta] = []
+        loop.submit(ask("a", PROMPT), got.extend)
+        until(lambda: loop.num_open == 0)
+        assert loop.error is None
+        assert reasons(got) == [FinishReason.LENGTH]
 
 
 async def test_a_consumer_that_leaves_aborts_its_request_and_frees_its_pages() -> None:
@@ -113,7 +125,7 @@ async def test_a_crash_in_a_step_answers_every_open_request_and_refuses_new_ones
     loop.stop()
 
 
-async def test_a_step_that_never_ends_is_noticed_and_everyone_is_told() -> None:
+async def test_a_step_that_never_ends_is_noticed_and_every_request_is_answered() -> None:
     stuck, began = threading.Event(), threading.Event()
 
     def hang(plan: StepPlan) -> StepResult:
@@ -121,20 +133,17 @@ async def test_a_step_that_never_ends_is_noticed_and_everyone_is_told() -> None:
         stuck.wait(20)
         raise RuntimeError("woken")
 
-    engine, _ = fake_engine(execute=hang, watchdog_s=0.2)
-    loop = EngineLoop(engine)
     got: list[TokenDelta] = []
-    loop.start()
-    loop.submit(ask("a", PROMPT), got.extend)
-    await asyncio.to_thread(began.wait, 5)
-    waiting = asyncio.ensure_future(loop.run_on_engine(lambda engine: engine.stats()))
-    await asyncio.to_thread(until, lambda: len(got) == 1)
-    assert got[0].finish is not None
-    assert "more than 0 s" in (got[0].finish.message or "")
-    with pytest.raises(EngineDead):
-        await waiting
-    stuck.set()
-    loop.stop()
+    with running(execute=hang, watchdog_s=0.2) as loop:
+        loop.submit(ask("a", PROMPT), got.extend)
+        await asyncio.to_thread(began.wait, 5)
+        waiting = asyncio.ensure_future(loop.run_on_engine(lambda engine: engine.stats()))
+        await asyncio.to_thread(until, lambda: len(got) == 1)
+        assert got[0].finish is not None
+        assert "more than 0 s" in (got[0].finish.message or "")
+        with pytest.raises(EngineDead):
+            await waiting
+        stuck.set()
     assert len(got) == 1
 
 
@@ -149,36 +158,59 @@ async def test_a_dead_rank_makes_the_loop_unhealthy() -> None:
 
 
 async def test_requests_with_one_sink_get_one_call_a_step() -> None:
-    engine, _ = fake_engine()
-    loop = EngineLoop(engine)
+    loop = EngineLoop(fake_engine()[0])
     calls: list[list[TokenDelta]] = []
     sink = calls.append
     for i in range(3):
         loop.submit(ask(f"r{i}", [10 * i + 1, 2], max_new_tokens=4), sink)
     loop.start()
     until(lambda: loop.num_open == 0)
-    assert len(calls) == 4  # one extend step, three decode steps
-    assert [len(call) for call in calls] == [3, 3, 3, 3]
+    assert [len(call) for call in calls] == [3, 3, 3, 3]  # one extend step, three decode steps
     loop.stop()
 
 
-async def test_what_cannot_be_served_is_refused_at_once() -> None:
-    engine, _ = fake_engine()
-    loop = EngineLoop(engine)
-    loop.submit(ask("a", PROMPT), lambda deltas: None)
-    with pytest.raises(InvalidRequest, match="already open"):
-        loop.submit(ask("a", PROMPT), lambda deltas: None)
-    with pytest.raises(InvalidRequest, match="temperature"):
-        loop.submit(ask("b", PROMPT, temperature=-1.0), lambda deltas: None)
-    loop.start()
-    loop.stop()
-
-
-async def test_stop_answers_what_is_open() -> None:
-    engine, _ = fake_engine()
-    loop = EngineLoop(engine)
+async def test_what_cannot_be_served_is_refused_at_once_and_stop_answers_what_is_open() -> None:
+    loop = EngineLoop(fake_engine()[0])
     got: list[TokenDelta] = []
     loop.submit(ask("a", PROMPT, max_new_tokens=100), got.extend)
+    with pytest.raises(InvalidRequest, match="already open"):
+        loop.submit(ask("a", PROMPT), got.extend)
+    with pytest.raises(InvalidRequest, match="temperature"):
+        loop.submit(ask("b", PROMPT, temperature=-1.0), got.extend)
     loop.stop()
-    assert got[-1].finish is not None
-    assert got[-1].finish.reason is FinishReason.ERROR
+    assert reasons(got) == [FinishReason.ERROR]
+
+
+def taken(loop: EngineLoop, num: int) -> list[CacheEvent]:
+    """Wait for the engine thread; return the next ``num`` events."""
+    events: list[CacheEvent] = []
+
+    def enough() -> bool:
+        events.extend(loop.take_cache_events())
+        return len(events) >= num
+
+    until(enough)
+    return events
+
+
+async def test_a_finished_request_leaves_numbered_events_and_a_snapshot_that_agrees() -> None:
+    prompt = list(range(5, 45))
+    with running(record_events=True) as loop:
+        assert [delta async for delta in loop.generate(ask("a", prompt))][-1].finish is not None
+        snapshot = await loop.run_on_engine(lambda engine: engine.cache_snapshot())
+        events = taken(loop, snapshot.seq)
+        assert [event.seq for event in events] == list(range(1, snapshot.seq + 1))
+        stored = np.concatenate([event.keys for event in events if isinstance(event, PagesStored)])
+        assert set(stored.tolist()) == {int(key) for run in snapshot.stored for key in run.keys}
+        prompt_keys = page_keys(np.array(prompt, dtype=np.int32), loop.engine.kv.page_size, "")
+        assert set(prompt_keys.tolist()) <= set(stored.tolist())
+        assert await loop.run_on_engine(lambda engine: engine.flush_cache())
+        assert isinstance(taken(loop, 1)[-1], AllCleared)
+        assert loop.take_cache_events() == ()
+
+
+async def test_an_engine_that_records_no_events_hands_out_none() -> None:
+    with running() as loop:
+        assert [delta async for delta in loop.generate(ask("a", PROMPT))][-1].finish is not None
+        assert (await loop.run_on_engine(lambda engine: engine.cache_snapshot())).stored == ()
+        assert loop.take_cache_events() == ()

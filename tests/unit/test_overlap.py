@@ -1,7 +1,6 @@
 """An engine with a step under way between two calls: what a caller, a crash, a deadline and a watchdog find then."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from replicas.scheduler.plan import DecodePlan, PendingStep, StepPlan, StepResul
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from tests.fakes import FakeDevice, continuation
 from tests.harness import Clock, ask, fake_engine, finish_all
+from tests.waiting import until
 
 pytestmark = pytest.mark.model
 PROMPT = [5, 6, 7, 8, 9]
@@ -82,7 +82,7 @@ def test_a_flush_ends_the_step_under_way_when_no_request_is_open() -> None:
     assert engine.stats().pool.free_pages == 64
 
 
-def test_who_waits_starts_after_the_step_that_was_under_way_when_it_came() -> None:
+def test_a_new_request_starts_after_the_step_that_was_under_way_when_it_came() -> None:
     engine, _ = fake_engine(overlap="on")
     engine.submit(ask("a", PROMPT, max_new_tokens=20))
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_who_waits_starts_after_the_step_that_was_under_way_when_it_came() -> No
     assert {delta.rid for delta in engine.step()} == {"a", "b"}
 
 
-def test_those_who_find_no_place_do_not_keep_steps_from_being_made_ahead() -> None:
+def test_requests_that_find_no_place_do_not_keep_steps_from_being_made_ahead() -> None:
     engine, _ = fake_engine(overlap="on", max_running=1)
     for rid in ("a", "b"):
         engine.submit(ask(rid, PROMPT, max_new_tokens=12))
@@ -150,38 +150,24 @@ def broken_launch(device: FakeDevice, fail: Callable[[], StepResult]) -> Callabl
     return launch
 
 
-def test_a_crash_of_a_step_under_way_answers_everyone_once() -> None:
-    def crash() -> StepResult:
-        raise RuntimeError("illegal memory access")
-
-    got = answers(crash)
-    assert sorted(delta.rid for delta in got if delta.finish) == ["a", "b"]
-    assert all("illegal memory access" in (d.finish.message or "") for d in got if d.finish)
-
-
-def test_a_step_under_way_that_never_ends_is_noticed() -> None:
+@pytest.mark.parametrize("says", ["illegal memory access", "watchdog_s"])
+def test_a_step_under_way_that_crashes_or_never_ends_answers_every_request_once(says: str) -> None:
     stuck = threading.Event()
 
-    def hang() -> StepResult:
-        stuck.wait(20)
-        raise RuntimeError("woken")
+    def fail() -> StepResult:
+        if says == "watchdog_s":
+            stuck.wait(20)
+        raise RuntimeError("illegal memory access")
 
-    got = answers(hang)
-    stuck.set()
-    assert sorted(delta.rid for delta in got if delta.finish) == ["a", "b"]
-    assert all("watchdog_s" in (d.finish.message or "") for d in got if d.finish)
-
-
-def answers(fail: Callable[[], StepResult]) -> list[TokenDelta]:
-    """What two requests are told by an engine whose third step made ahead fails so."""
     engine, device = fake_engine(overlap="on", watchdog_s=0.2)
     engine.steps.launch = broken_launch(device, fail)
     loop, got = EngineLoop(engine), list[TokenDelta]()
     for rid in ("a", "b"):
         loop.submit(ask(rid, PROMPT, max_new_tokens=30), got.extend)
     loop.start()
-    deadline_s = time.monotonic() + 10
-    while loop.num_open and time.monotonic() < deadline_s:
-        threading.Event().wait(0.01)
+    until(lambda: loop.num_open == 0)
     assert isinstance(loop.error, EngineDead)
-    return got
+    stuck.set()
+    loop.stop()
+    assert sorted(delta.rid for delta in got if delta.finish) == ["a", "b"]
+    assert all(says in (delta.finish.message or "") for delta in got if delta.finish)
