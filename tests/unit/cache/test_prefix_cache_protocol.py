@@ -59,6 +59,8 @@ def test_salts_share_nothing(cache: PrefixCache) -> None:
     assert cache.peek_len(ids(1, 2, 3, 4), "x") == cache.match_prefix(ids(1, 2, 3, 4), "x").prefix_len == 0
     assert cache.insert(ids(1, 2), ids(40), "x") == 0
     assert 40 not in cache.match_prefix(ids(1, 2), "").pages
+    cache.evict(100)
+    cache.check()  # also that no salt without pages has a root
 
 
 def test_what_is_locked_is_not_evicted_until_the_receipt_comes_back_once(cache: PrefixCache) -> None:
@@ -71,7 +73,7 @@ def test_what_is_locked_is_not_evicted_until_the_receipt_comes_back_once(cache: 
     assert cache.protected_pages == len(match.pages)  # `again` still pins it
     cache.dec_lock_ref(again)
     assert (cache.protected_pages, cache.evictable_pages) == (0, len(match.pages))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="given back twice"):
         cache.dec_lock_ref(lock)
     cache.check()
 

@@ -77,28 +77,6 @@ def test_a_locked_page_is_never_evicted() -> None:
     cache.check()
 
 
-def test_a_lock_comes_back_once() -> None:
-    cache = RadixCache(PS)
-    put(cache, ids(1, 2), 10)
-    lock = cache.inc_lock_ref(cache.match_prefix(ids(1, 2), "").node)
-    cache.dec_lock_ref(lock)
-    with pytest.raises(AssertionError, match="given back twice"):
-        cache.dec_lock_ref(lock)
-    cache.check()
-
-
-def test_salts_share_nothing_and_leave_no_trace() -> None:
-    """SPEC E20."""
-    cache = RadixCache(PS)
-    put(cache, ids(1, 2), 10, "a")
-    assert cache.match_prefix(ids(1, 2), "b").prefix_len == 0
-    assert cache.match_prefix(ids(1, 2), "").prefix_len == 0
-    assert put(cache, ids(1, 2), 11, "b") == 0
-    assert cache.match_prefix(ids(1, 2), "b").pages.tolist() == [11]
-    assert sorted(cache.evict(2).tolist()) == [10, 11]
-    cache.check()  # also that no salt without pages has a root
-
-
 def test_reset_gives_every_page_back_but_not_under_a_lock() -> None:
     """SPEC E03."""
     cache = RadixCache(PS)
@@ -120,3 +98,93 @@ def test_later_changes_of_the_callers_arrays_do_not_reach_the_tree() -> None:
     tokens[:], pages[:] = 9, 9
     assert cache.match_prefix(ids(1, 2), "").pages.tolist() == [10]
     cache.check()
+
+
+def three(policy: str) -> RadixCache:
+    """Prompts [1], [2], [3] in pages 1, 2, 3; then [1] is used twice and [2] once, so [3] was used longest ago."""
+    cache = RadixCache(1, policy=policy)
+    for token in (1, 2, 3):
+        cache.insert(ids(token), ids(token), "")
+    for token in (1, 2, 1):
+        cache.match_prefix(ids(token), "")
+    return cache
+
+
+@pytest.mark.parametrize(("policy", "order"), [("lru", [3, 2, 1]), ("lfu", [3, 2, 1]), ("fifo", [1, 2, 3])])
+def test_each_policy_has_its_order(policy: str, order: list[int]) -> None:
+    """SPEC E12, E19."""
+    cache = three(policy)
+    assert [int(cache.evict(1)[0]) for _ in range(3)] == order
+    cache.check()
+
+
+def test_lfu_counts_uses_where_lru_takes_the_last() -> None:
+    victims = {}
+    for policy in ("lru", "lfu"):
+        cache = three(policy)
+        cache.match_prefix(ids(3), "")  # uses: 1 twice, 2 and 3 once; last used: 3, then 1
+        victims[policy] = [int(cache.evict(1)[0]) for _ in range(3)]
+    assert victims == {"lru": [2, 1, 3], "lfu": [2, 3, 1]}
+
+
+def test_looking_up_ones_own_insertion_is_no_use() -> None:
+    cache = three("lfu")
+    for _ in range(5):
+        cache.match_prefix(ids(3), "", count_hit=False)
+    assert cache.evict(1).tolist() == [3]
+
+
+def test_a_parent_goes_after_its_last_child() -> None:
+    """SPEC E12: leaves first, though the parent was not used later than they."""
+    cache = RadixCache(1)
+    cache.insert(ids(1, 2), ids(1, 2), "")
+    cache.insert(ids(1, 3), ids(9, 3), "")
+    assert cache.evict(3).tolist() == [2, 3, 1]
+    cache.check()
+
+
+def test_of_a_long_leaf_only_the_tail_goes() -> None:
+    cache = RadixCache(2)
+    cache.insert(np.arange(20, dtype=np.int32), np.arange(1, 11, dtype=np.int32), "")
+    assert cache.evict(3).tolist() == [8, 9, 10]
+    assert cache.match_prefix(np.arange(20, dtype=np.int32), "").prefix_len == 14
+    cache.check()
+    assert cache.evict(6).tolist() == [2, 3, 4, 5, 6, 7]
+    assert (cache.evictable_pages, cache.num_nodes) == (1, 1)
+    cache.check()
+
+
+def test_a_leaf_unlocked_after_the_queue_passed_it_over_can_go_again() -> None:
+    cache = RadixCache(1)
+    cache.insert(ids(1), ids(1), "")
+    lock = cache.inc_lock_ref(cache.match_prefix(ids(1), "").node)
+    assert cache.evict(1).tolist() == []
+    cache.dec_lock_ref(lock)
+    assert cache.evict(1).tolist() == [1]
+    cache.check()
+
+
+def test_evicting_looks_only_at_what_goes_and_what_was_used_since() -> None:
+    """Eviction does not scan: of 1,000 leaves, one eviction leaves the other 999 entries of the queue alone."""
+    cache = RadixCache(1)
+    for token in range(1000):
+        cache.insert(ids(token), ids(token + 1), "")
+    ranked = 0
+    rank = cache._queue._rank
+
+    def counting(node):  # type: ignore[no-untyped-def]
+        nonlocal ranked
+        ranked += 1
+        return rank(node)
+
+    cache._queue._rank = counting
+    assert cache.evict(1).tolist() == [1]
+    assert ranked == 1
+    cache.match_prefix(ids(1), "")  # the next in line was used: it is looked at, filed anew, and its successor goes
+    assert cache.evict(1).tolist() == [3]
+    assert ranked == 1 + 3
+
+
+def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"unknown eviction policy 'mru'; allowed: \['fifo', 'lfu', 'lru'\]"):
+        RadixCache(1, policy="mru")

@@ -1,8 +1,14 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from replicas.errors import PagesExhausted
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
+
+
+def slots(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
 
 
 def test_the_first_pages_after_the_dummy_go_out_first() -> None:
@@ -13,17 +19,28 @@ def test_the_first_pages_after_the_dummy_go_out_first() -> None:
     pages.check()
 
 
-def test_failed_alloc_takes_nothing_and_says_what_to_do() -> None:
-    pages = PagedTokenToKVPoolAllocator(num_pages=4, page_size=16)
-    held = pages.alloc(3, rid="a")
-    with pytest.raises(PagesExhausted, match="request b needs 2 pages, 1 of 4 are free: evict 1"):
-        pages.alloc(2, rid="b")
-    assert pages.num_free == 1  # all or nothing
-    pages.free(held)
+@pytest.mark.parametrize(
+    ("take", "says"),
+    [
+        (lambda pages: pages.alloc(2, rid="b"), "request b needs 2 pages, 1 of 3 are free: evict 1"),
+        (lambda pages: pages.alloc_extend(6, 13, 9, rid="a"), "needs 2 pages, 1 of 3"),
+        (lambda pages: pages.alloc_decode(slots(1, 1), slots(-1, -1)), "needs 2 pages, 1 of 3"),
+    ],
+)
+def test_what_does_not_fit_takes_nothing_and_says_what_to_do(
+    take: Callable[[PagedTokenToKVPoolAllocator], np.ndarray], says: str
+) -> None:
+    """SPEC D06, D07."""
+    pages = PagedTokenToKVPoolAllocator(num_pages=3, page_size=4)
+    held = pages.alloc_extend(0, 6, -1, rid="a")
+    with pytest.raises(PagesExhausted, match=says):
+        take(pages)
+    assert pages.num_free == 1
+    pages.free(np.unique(held // 4))
     pages.check()
 
 
-def test_available_is_told_in_tokens() -> None:
+def test_available_is_counted_in_tokens() -> None:
     """SPEC K14."""
     pages = PagedTokenToKVPoolAllocator(num_pages=4, page_size=16)
     pages.alloc(1, rid="a")
@@ -41,16 +58,6 @@ def test_extend_fills_the_last_page_then_takes_whole_pages_then_begins_one() -> 
     pages.check()
 
 
-def test_failed_extend_takes_nothing() -> None:
-    """SPEC D06."""
-    pages = PagedTokenToKVPoolAllocator(num_pages=3, page_size=4)
-    pages.alloc_extend(0, 6, -1, rid="a")
-    with pytest.raises(PagesExhausted, match="needs 2 pages, 1 of 3"):
-        pages.alloc_extend(6, 13, 9, rid="a")
-    assert pages.num_free == 1
-    pages.check()
-
-
 def test_extend_refuses_a_last_slot_that_does_not_fit_the_prefix() -> None:
     """SPEC D06: (last slot + 1) and the prefix agree modulo the page."""
     pages = PagedTokenToKVPoolAllocator(num_pages=3, page_size=4)
@@ -62,18 +69,8 @@ def test_decode_takes_a_page_only_where_the_last_is_full() -> None:
     """SPEC D07: lengths 5 (begins a page), 7 and 1 (the first token)."""
     pages = PagedTokenToKVPoolAllocator(num_pages=8, page_size=4)
     pages.alloc(3, rid="held")
-    seq_lens, last_slots = np.array([5, 7, 1], dtype=np.int32), np.array([7, 13, -1], dtype=np.int32)
-    slots = pages.alloc_decode(seq_lens, last_slots)
-    assert slots.tolist() == [16, 14, 20]
+    assert pages.alloc_decode(slots(5, 7, 1), slots(7, 13, -1)).tolist() == [16, 14, 20]
     assert pages.num_free == 3
-    pages.check()
-
-
-def test_failed_decode_takes_nothing() -> None:
-    pages = PagedTokenToKVPoolAllocator(num_pages=1, page_size=4)
-    with pytest.raises(PagesExhausted, match="needs 2 pages, 1 of 1"):
-        pages.alloc_decode(np.array([1, 1], dtype=np.int32), np.array([-1, -1], dtype=np.int32))
-    assert pages.num_free == 1
     pages.check()
 
 
@@ -81,8 +78,7 @@ def test_a_page_of_one_token_is_a_slot() -> None:
     """SPEC D01."""
     pages = PagedTokenToKVPoolAllocator(num_pages=8, page_size=1)
     assert pages.alloc_extend(0, 3, -1, rid="a").tolist() == [1, 2, 3]
-    slots = pages.alloc_decode(np.array([4, 1], dtype=np.int32), np.array([3, -1], dtype=np.int32))
-    assert slots.tolist() == [4, 5]
+    assert pages.alloc_decode(slots(4, 1), slots(3, -1)).tolist() == [4, 5]
     pages.check()
 
 

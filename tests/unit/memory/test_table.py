@@ -13,6 +13,12 @@ def drained(table: ReqToTokenPool) -> list[tuple[int, int, list[int]]]:
     return [(row, start, values.tolist()) for row, start, values in table.drain_writes()]
 
 
+def one_row() -> tuple[ReqToTokenPool, int]:
+    """Make a table of one row, which is taken."""
+    table = ReqToTokenPool(max_requests=1, context_len=8)
+    return table, table.alloc()
+
+
 def test_the_table_has_a_dummy_row_and_room_to_spare() -> None:
     """SPEC B01."""
     table = ReqToTokenPool(max_requests=2, context_len=8)
@@ -22,8 +28,7 @@ def test_the_table_has_a_dummy_row_and_room_to_spare() -> None:
 
 def test_no_free_row_names_max_running_requests_and_takes_nothing() -> None:
     """SPEC B02, D09."""
-    table = ReqToTokenPool(max_requests=1, context_len=8)
-    row = table.alloc()
+    table, row = one_row()
     with pytest.raises(RowsExhausted, match=r"all 1 rows .* raise max_running_requests \(now 1\)"):
         table.alloc()
     table.free(row)
@@ -46,8 +51,7 @@ def test_writes_are_handed_out_once_and_runs_come_as_one() -> None:
 
 def test_a_position_that_was_written_twice_is_handed_out_once_as_it_is_now() -> None:
     """A GPU makes the writes of a plan in any order. Position 5 was written once, apart from the others."""
-    table = ReqToTokenPool(max_requests=1, context_len=8)
-    row = table.alloc()
+    table, row = one_row()
     table.write(row, 0, slots(1, 2, 3, 4, 5, 6))
     table.drain_writes()
     table.write(row, 1, slots(22, 33))
@@ -57,8 +61,7 @@ def test_a_position_that_was_written_twice_is_handed_out_once_as_it_is_now() -> 
 
 
 def test_what_was_handed_out_does_not_change_with_the_table() -> None:
-    table = ReqToTokenPool(max_requests=1, context_len=8)
-    row = table.alloc()
+    table, row = one_row()
     table.write(row, 0, slots(1, 2))
     table.write(row, 2, slots(3))
     ((_, _, values),) = table.drain_writes()
@@ -67,8 +70,7 @@ def test_what_was_handed_out_does_not_change_with_the_table() -> None:
 
 
 def test_a_write_that_changes_nothing_is_not_logged() -> None:
-    table = ReqToTokenPool(max_requests=1, context_len=8)
-    row = table.alloc()
+    table, row = one_row()
     table.write(row, 0, slots(4, 5))
     table.drain_writes()
     table.write(row, 0, slots(4, 5))
@@ -77,8 +79,7 @@ def test_a_write_that_changes_nothing_is_not_logged() -> None:
 
 def test_what_a_former_owner_wrote_counts_as_unwritten() -> None:
     """The device may never have seen it: the freed row's writes are dropped, so equal ones must be logged again."""
-    table = ReqToTokenPool(max_requests=1, context_len=8)
-    row = table.alloc()
+    table, row = one_row()
     table.write(row, 0, slots(4, 5))
     table.free(row)
     assert drained(table) == []
@@ -90,8 +91,7 @@ def test_what_a_former_owner_wrote_counts_as_unwritten() -> None:
 
 def test_a_row_is_valid_only_where_it_was_written() -> None:
     """SPEC B05."""
-    table = ReqToTokenPool(max_requests=1, context_len=8)
-    row = table.alloc()
+    table, row = one_row()
     table.write(row, 0, slots(4, 5))
     with pytest.raises(AssertionError, match="not valid on"):
         table.view(row, 0, 3)

@@ -18,7 +18,7 @@ def shape(plan: StepPlan) -> tuple[list[int], int]:
     return [len(row.token_ids) for row in plan.rows[: len(plan.rows) - plan.num_decode]], plan.num_decode
 
 
-def test_who_runs_makes_a_token_in_each_step_of_a_long_prompt() -> None:
+def test_a_running_request_makes_a_token_in_each_step_of_a_long_prompt() -> None:
     """Of the 16 tokens that a step has beside others, 15 are left to the prompt: with the last page whole, 16."""
     bench = Bench(page_size=4, chunked_prefill_size=32)
     bench.submit([1, 2, 3], max_new_tokens=6)
@@ -51,26 +51,20 @@ def test_running_requests_go_on_however_many_prompts_come() -> None:
     bench.run()
 
 
-@pytest.mark.parametrize(("chunk", "running", "left"), [(16, 0, 16), (16, 3, 5), (16, 4, 4), (16, 300, 4), (3, 2, 1)])
-def test_beside_others_a_prompt_gets_what_they_leave_of_half_a_chunk_and_a_quarter_at_least(
-    chunk: int, running: int, left: int
-) -> None:
-    assert prompt_tokens(chunk, running, page_size=1) == left
-
-
 @pytest.mark.parametrize(
     ("page_size", "chunk", "running", "left"),
-    [(16, 512, 1, 256), (128, 512, 1, 256), (16, 512, 17, 240), (16, 512, 300, 128), (128, 256, 100, 128)],
-)
-def test_what_is_left_to_prompts_is_rounded_up_to_a_page(page_size: int, chunk: int, running: int, left: int) -> None:
-    """Not down: 255 tokens in pages of 128 would be one page, half of the budget."""
+    [
+        (1, 16, 0, 16), (1, 16, 3, 5), (1, 16, 4, 4), (1, 16, 300, 4), (1, 3, 2, 1),
+        # up to a page: 255 tokens in pages of 128, rounded down, would be one page, half of the budget
+        (16, 512, 1, 256), (128, 512, 1, 256), (16, 512, 17, 240), (16, 512, 300, 128), (128, 256, 100, 128),
+        # half a chunk that is no page: a page would be more than the whole chunk, or half of it no longer half
+        (128, 128, 1, 63), (16, 8, 1, 3),
+    ],
+)  # fmt: skip
+def test_beside_others_a_prompt_gets_what_they_leave_of_half_a_chunk_and_a_quarter_at_least(
+    page_size: int, chunk: int, running: int, left: int
+) -> None:
     assert prompt_tokens(chunk, running, page_size=page_size) == left
-
-
-def test_half_a_chunk_that_is_no_page_is_not_rounded() -> None:
-    """Up to the page it would be more than the whole chunk, or half of it no longer half."""
-    assert prompt_tokens(128, 1, page_size=128) == 63
-    assert prompt_tokens(8, 1, page_size=16) == 3
 
 
 def test_a_step_that_retracts_a_request_starts_no_prompt() -> None:
@@ -100,7 +94,7 @@ def test_a_request_that_ends_in_a_mixed_step_leaves_and_its_prompt_stays_reusabl
     assert again.cached_tokens == 4
 
 
-def test_an_engine_tells_a_mixed_step_as_one_of_prompts_with_all_its_rows() -> None:
+def test_an_engine_counts_a_mixed_step_as_one_of_prompts_with_all_its_rows() -> None:
     """The steps: 4 tokens of a; 6 of b beside one of a; then both decode."""
     engine, _ = fake_engine()
     engine.submit(ask("a", range(4), max_new_tokens=3))

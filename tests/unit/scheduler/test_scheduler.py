@@ -7,7 +7,9 @@ from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason
 from tests.fakes import continuation
-from tests.harness import Bench
+from tests.harness import Bench, retract
+
+CACHED = list(range(12))  # three pages of 4
 
 
 def test_a_request_is_prefilled_then_decoded_to_its_length() -> None:
@@ -66,15 +68,18 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert bench.scheduler.counters.prefill_tokens == 65 + 3
 
 
-def test_when_the_pool_is_full_the_least_output_is_retracted_and_resumed() -> None:
-    """SPEC F11: retract the one with the least output; its tokens are kept and not made again."""
-    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0)
+@pytest.mark.parametrize(("priorities", "retractions"), [("off", (0, 1)), ("on", (1, 0))])
+def test_a_full_pool_retracts_the_lowest_priority_then_the_least_output(
+    priorities: str, retractions: tuple[int, int]
+) -> None:
+    """SPEC F11: the tokens of a retracted request are kept and not made again."""
+    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0, priorities=priorities)
     first = bench.submit([1, 2, 3, 4], max_new_tokens=20)
     for _ in range(3):
         bench.step()
-    second = bench.submit([5, 6, 7, 8], max_new_tokens=20)
+    second = bench.submit([5, 6, 7, 8], max_new_tokens=20, priority=5)
     bench.run()
-    assert (first.num_retractions, second.num_retractions) == (0, 1)
+    assert (first.num_retractions, second.num_retractions) == retractions
 
 
 @pytest.mark.parametrize("prompts", [(4, 7), (7, 4)])
@@ -84,16 +89,6 @@ def test_of_equal_outputs_the_longest_prompt_is_retracted(prompts: tuple[int, in
     reqs = [bench.submit([100 * i + t for t in range(length)], max_new_tokens=12) for i, length in enumerate(prompts)]
     bench.run()
     assert {req.prompt_len: req.num_retractions for req in reqs} == {4: 0, 7: 1}
-
-
-def test_the_lowest_priority_is_retracted_however_much_it_has_made() -> None:
-    bench = Bench(num_pages=8, page_size=4, new_token_ratio=0.0, min_new_token_ratio=0.0, priorities="on")
-    low = bench.submit([1, 2, 3, 4], max_new_tokens=20)
-    for _ in range(3):
-        bench.step()
-    high = bench.submit([5, 6, 7, 8], max_new_tokens=20, priority=5)
-    bench.run()
-    assert (low.num_retractions, high.num_retractions) == (1, 0)
 
 
 def test_a_cached_prefix_that_a_request_reuses_is_not_counted_as_memory_that_it_could_evict() -> None:
@@ -267,3 +262,44 @@ def test_without_a_prefix_cache_the_answer_is_the_same() -> None:
     assert all(req.cached_tokens == 0 for req in reqs)
     assert all(req.output_ids.tolist() == continuation(range(40), 3) for req in reqs)
     assert bench.kv.store.stats().free_pages == bench.kv.store.stats().num_pages
+
+
+def test_the_last_token_of_a_prompt_is_never_one_that_the_cache_could_save() -> None:
+    """It is computed for its logits: of 12 cached tokens, a prompt of exactly these can use 8, a longer one all."""
+    bench = Bench(page_size=4, max_running=1)
+    bench.submit(CACHED, max_new_tokens=1)
+    bench.run()
+    exact = bench.submit(CACHED)
+    longer = bench.submit([*CACHED, 5])
+    waiting = bench.scheduler.queues.waiting
+    assert waiting.ordered(bench.clock()) == [longer, exact]
+    assert waiting.uncached_tokens() == (12 - 8) + (13 - 12)
+    bench.run()
+    assert (exact.cached_tokens, longer.cached_tokens) == (8, 12)
+
+
+def test_a_prompt_waits_for_another_of_its_step_only_where_that_saves_it_enough() -> None:
+    """SPEC F04: both begin with 64 equal tokens, of which 40 are cached: 24 are less than 32."""
+    bench = Bench(page_size=4, chunked_prefill_size=256, context_len=256, num_pages=128, in_batch_prefix_len=32)
+    bench.submit(list(range(41)), max_new_tokens=1)
+    bench.run()
+    reqs = [bench.submit([*range(64), 500 + i], max_new_tokens=2) for i in range(2)]
+    bench.step()
+    assert [req.state for req in reqs] == [ReqState.RUNNING] * 2
+    bench.run()
+    assert [req.cached_tokens for req in reqs] == [40, 40]
+
+
+def test_a_retracted_request_finds_its_own_pages_again() -> None:
+    """SPEC F11: nothing but the last page is computed again where no other request needed the memory."""
+    bench = Bench(page_size=4)
+    req = bench.submit(CACHED, max_new_tokens=8)
+    while req.num_output < 4:
+        bench.step()
+    computed = bench.scheduler.counters.prefill_tokens
+    retract(bench.scheduler, req)
+    bench.scheduler.check()
+    assert (req.state, bench.kv.store.stats().evictable_pages) == (ReqState.WAITING, 3)
+    assert bench.scheduler.queues.waiting.uncached_tokens() == 4
+    bench.run()
+    assert bench.scheduler.counters.prefill_tokens - computed == 4
