@@ -60,6 +60,11 @@ async def house(engine_loop: EngineLoop) -> AsyncIterator[House]:
 
 @pytest.fixture
 def service(house: House, engine_loop: EngineLoop) -> Service:
+    return service_of(house, engine_loop)
+
+
+def service_of(house: House, engine_loop: EngineLoop) -> Service:
+    """What HTTP needs to serve ``house``, with the tokenizer of ``engine_loop``."""
     tokenizer: Tokenizer = engine_loop.engine.tokenizer
     return Service(
         model=read_face(ModelSettings(path=MODEL)),

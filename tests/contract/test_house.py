@@ -1,0 +1,166 @@
+"""How large a thing may be: the limits that keep the house readable, each exception with its reason beside it.
+
+Other serving systems grew past repair by attributes on shared objects first (DESIGN.md, STYLE.md), then by files with one
+importer. Comments that ask for restraint do not hold; a test does.
+"""
+
+import ast
+import collections
+import pathlib
+import re
+from collections.abc import Mapping
+
+import pytest
+
+from tests.contract.test_floors import ROOT, UNITS, imports
+from tools import house
+
+ATTRIBUTES = {
+    "replicas.request.Req": 24,
+    "replicas.scheduler.scheduler.Scheduler": 12,
+    "replicas.engine.engine.Engine": 16,
+}
+ATTRIBUTES_OTHERWISE = 18
+PARAMETERS = 8  # of a constructor that is written out; a frozen value is built by its fields' names
+SHORT_FILE = 40  # lines: a file under this needs two importers
+FILES = 20  # of Python in one folder
+DOCSTRING = 5  # words
+
+# what may be over a limit, and why
+MORE_ATTRIBUTES: dict[str, str] = {}
+MORE_PARAMETERS: dict[str, str] = {}
+SHORT_FILES: dict[str, str] = {}
+FULL_FOLDERS: dict[str, str] = {}
+
+Class = tuple[str, ast.ClassDef]
+TREES = {unit: ast.parse(path.read_text()) for unit, path in UNITS.items()}
+CLASSES: dict[str, ast.ClassDef] = {
+    f"{unit}.{node.name}": node
+    for unit, tree in TREES.items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef)
+}
+
+
+def attributes(cls: ast.ClassDef) -> set[str]:
+    """The names that an instance holds: its annotated fields, and what its methods assign to self."""
+    found = {
+        node.target.id
+        for node in cls.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and "ClassVar" not in ast.dump(node.annotation)
+    }
+    for node in ast.walk(cls):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in (each for one in targets for each in ast.walk(one)):
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                found.add(target.attr)
+    return found
+
+
+def parameters(cls: ast.ClassDef) -> int:
+    """Of its constructor, without self; 0 where none is written."""
+    for node in cls.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs) - 1
+    return 0
+
+
+def is_value(cls: ast.ClassDef) -> bool:
+    """Whether it is a frozen value or a schema, whose fields are what it is about, not what it does."""
+    text = " ".join(ast.unparse(each) for each in [*cls.decorator_list, *cls.bases])
+    return "frozen=True" in text or any(
+        word in text for word in ("BaseModel", "Settings", "Struct", "TypedDict", "NamedTuple")
+    )
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_holds_few_things(name: str) -> None:
+    if is_value(CLASSES[name]):
+        return
+    most = ATTRIBUTES.get(name, ATTRIBUTES_OTHERWISE)
+    held = attributes(CLASSES[name])
+    assert len(held) <= most or name in MORE_ATTRIBUTES, (
+        f"{name} holds {len(held)} things, {most} may be: {sorted(held)}"
+    )
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_constructor_takes_few_things(name: str) -> None:
+    number = parameters(CLASSES[name])
+    assert number <= PARAMETERS or name in MORE_PARAMETERS, f"{name}() takes {number} things, {PARAMETERS} may be"
+
+
+def importers() -> dict[str, set[str]]:
+    found = collections.defaultdict(set)
+    for unit, path in UNITS.items():
+        for name in imports(path.read_text()):
+            found[name].add(unit)
+    return found
+
+
+def test_a_short_file_has_two_importers() -> None:
+    by = importers()
+    short = {
+        unit: len(by[unit])
+        for unit, path in UNITS.items()
+        if path.name not in ("__init__.py", "__main__.py")
+        and len(path.read_text().splitlines()) < SHORT_FILE
+        and len(by[unit]) < 2
+    }
+    assert short.keys() <= SHORT_FILES.keys(), (
+        f"merge into what imports it: {sorted(short.keys() - SHORT_FILES.keys())}"
+    )
+
+
+def test_no_folder_is_full() -> None:
+    number = collections.Counter(
+        str(path.parent.relative_to(ROOT)) for path in UNITS.values() if path.name != "__init__.py"
+    )
+    full = {folder: count for folder, count in number.items() if count > FILES}
+    assert full.keys() <= FULL_FOLDERS.keys(), f"folders of more than {FILES} files: {full}"
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if not name.rsplit(".", 1)[1].startswith("_")])
+def test_a_class_says_what_it_is(name: str) -> None:
+    words = (ast.get_docstring(CLASSES[name]) or "").split()
+    assert len(words) == 0 or len(words) >= DOCSTRING, f"{name}: {' '.join(words)!r} says less than its name"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    homes = collections.defaultdict(list)
+    for name, node in CLASSES.items():
+        if not node.name.startswith("_"):
+            homes[node.name].append(name)
+    twice = {name: where for name, where in homes.items() if len(where) > 1}
+    assert not twice
+
+
+@pytest.fixture(scope="module")
+def ways() -> Mapping[str, list[str]]:
+    return house.ways()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("way", "most"), [("chat", 80), ("hand_off", 28)])
+def test_a_request_runs_through_few_files(ways: Mapping[str, list[str]], way: str, most: int) -> None:
+    """``hand_off``: what it adds to a chat's. Functions that were called are counted, by a profiler (tests/way.py)."""
+    assert len(ways[way]) <= most, f"{len(ways[way])} files lie on the way: {sorted(ways[way])}"
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    assert (house.PICTURES / "rooms.svg").read_text() == house.rooms_svg(), "draw it anew: python -m tools.house"
+
+
+@pytest.mark.model
+def test_the_picture_of_the_way_shows_the_files_that_run(ways: Mapping[str, list[str]]) -> None:
+    """Their order may differ: threads take turns as they like."""
+    shown = set(
+        re.findall(
+            r"[a-z0-9_]+", " ".join(re.findall(r'class="file">([^<]*)<', (house.PICTURES / "way.svg").read_text()))
+        )
+    )
+    assert shown == {pathlib.PurePath(file).stem for file in ways["chat"]}, "draw it anew: python -m tools.house"
