@@ -74,7 +74,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
         for role, loop in replicas.items():
             house.add(
                 ServedEngine(
-                    loop, replica_id=role.value, node_id="here", role=role, transfer=loop.engine.transfer_address
+                    loop, replica_id=role.value, node_id="here", role=role
                 )
             )
         assert await house.fleet.wait_ready(5.0)
