@@ -33,8 +33,8 @@ from replicas.engine.engine import Engine, Executor
 from replicas.engine.sinks import Sinks
 from replicas.launch import load_engine
 from replicas.runner import batch as batches
+from replicas.runner.batch import Staging
 from replicas.runner.model_files import load_model_config
-from replicas.runner.staging import Staging
 from replicas.scheduler.plan import PendingStep, StepPlan, StepResult
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import GenerateRequest, SamplingParams

@@ -22,9 +22,8 @@ import numpy as np
 
 from benchmarks.sim_load import Events
 from benchmarks.sim_replica import SimReplica
-from routing.policies import PolicyChoice, Turn, estimated_ttft
+from routing.policies import Candidates, PolicyChoice, Turn, estimated_ttft
 from routing.router import Router
-from routing.ttft import Candidates
 from routing.types import (
     Decision,
     IndexEvent,

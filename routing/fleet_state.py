@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from kvtransfer.pages import PageKeys
 from routing.feed import Feed
 from routing.index import PrefixIndex
-from routing.load import Load
-from routing.load_estimate import Eligible
+from routing.load import Eligible, Load
 from routing.pair import RouteLeg
+from routing.policies import Candidates, estimate
 from routing.runs import Pages
-from routing.ttft import Candidates, estimate
 from routing.types import ReplicaView, Role, RouteQuery
 
 

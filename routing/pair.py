@@ -10,11 +10,11 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
     replica                  token in each step of ours, which takes many decode steps (counted as if it made none), the
                              others wait. Not for those that wait for K/V: prompts handed over would be a reason to
                              hand over more
-    either way   pressure_s  the wait for pages or for a place among the running    (ttft.py)
+    either way   pressure_s  the wait for pages or for a place among the running    (policies.py)
                  load_s      slower steps beside those that run
 
 So no threshold says which prompts are handed over: if no request is delayed, or little is to compute, the decode
-replica computes the prompt. A way with a longer queue than the request may wait is left out, as in ttft.py. Not
+replica computes the prompt. A way with a longer queue than the request may wait is left out, as in policies.py. Not
 counted, on either side: requests that arrive later and wait behind ours.
 
 Invariant: a decision's first leg is at its replica and carries its number; the prefill leg, if any, comes second.
@@ -27,9 +27,8 @@ from typing import overload
 import numpy as np
 
 from kvtransfer.pages import PageKeys
-from routing.load_estimate import Eligible
-from routing.policies import TIE_S, Turn
-from routing.ttft import OUTPUT_TOKENS, Candidates, bounded
+from routing.load import Eligible
+from routing.policies import OUTPUT_TOKENS, TIE_S, Candidates, Turn, bounded
 from routing.types import (
     Candidate,
     Decision,
@@ -157,7 +156,7 @@ def decode_side(eligible: Eligible) -> Eligible:
 
 
 def with_pressure(prefills: Candidates) -> Candidates:
-    """Add the wait for pages at prefill replicas, where no decode step says how long a request stays (ttft.py).
+    """Add the wait for pages at prefill replicas, where no decode step says how long a request stays (policies.py).
 
     What is held there has been computed, or is about to be, and comes free as it is handed over: about as fast as it
     is computed. So one waits for what is missing at the prefill rate. Those queued before ours take pages and give
@@ -177,7 +176,7 @@ def _missing_tokens(load: LoadEstimate[Floats], own_tokens: Ints) -> Floats:
 
 def _soonest(prefills: Candidates, turn: Turn, max_wait_s: float) -> int:
     """Return where the prompt costs least: the time to its first token, and how long computing a prefix anew delays
-    others, unless the queue is too long (ttft.py); of equals the one with fewer requests, then at random."""
+    others, unless the queue is too long (policies.py); of equals the one with fewer requests, then at random."""
     terms = prefills.terms
     return _cheapest(prefills, bounded(terms.cost_s, terms.ttft_s, terms.wait_s, max_wait_s), turn)[0]
 

@@ -9,7 +9,7 @@ Thread:    one event loop; no call blocks.
     update(views), apply(events) ──> choose(query) ──> the caller sends ──> done(decision, outcome)
 
     keys of the prompt's pages ─> overlap with every replica ─┐
-    reports, sent since, age ───> load of every replica ─────┴─> seconds to the first token (ttft.py) ─> policy
+    reports, sent since, age ───> load of every replica ─────┴─> seconds to the first token (policies) ─ policy
 """
 
 from collections import Counter, OrderedDict
@@ -22,7 +22,7 @@ from kvtransfer.pages import PageKeys, page_keys
 from routing.feedback import Link, PredictionErrors
 from routing.fleet_state import FleetState
 from routing.index import pages_of
-from routing.load_estimate import Eligible
+from routing.load import Eligible
 from routing.pair import RouteLeg, choose_pair, costs_of, decode_side, legs, pair_decision, prefill_side, with_pressure
 from routing.policies import POLICIES, Turn
 from routing.runs import Pages

@@ -153,7 +153,7 @@ class LoadEstimate(Generic[FloatT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Terms(Generic[FloatT, IntT]):
-    """The parts of an estimated time to first token, and what they are made of (ttft.py; their names: terms.py)."""
+    """The parts of an estimated time to first token, and what they are made of (policies.py; their names: terms.py)."""
 
     queued_tokens: FloatT  # uncached prompt tokens before ours
     own_tokens: IntT  # uncached prompt tokens of ours

@@ -1,6 +1,6 @@
-"""Which files of ours a chat request runs through, and which a hand-off adds: counted while both happen, in this process.
+"""Which files of ours a chat request runs through, and which a hand-off adds: counted while both run in this process.
 
-    python -m tests.way        JSON on one line: {"chat": [files, in the order of their first call], "hand_off": [those it adds]}
+    python -m tests.way     one line of JSON: {"chat": [files, by their first call], "hand_off": [those it adds]}
 
 Everything is real but Ray. A file counts when a function of it is called between the request's first byte and its last;
 a second request is measured, so that what is only made once does not count.

@@ -1,4 +1,4 @@
-"""Draws the house from its imports: docs/pictures/rooms.svg, and docs/pictures/way.svg from the files a chat request runs.
+"""Draws the house from its imports (docs/pictures/rooms.svg), and the files that a chat request runs (way.svg).
 
     python -m tools.house              draw both anew (the second needs the embedded model: `make model`)
 
@@ -216,7 +216,7 @@ def _svg(width: float, height: float, parts: list[str]) -> str:
 
 
 def ways() -> Mapping[str, list[str]]:
-    """The files that a chat request runs, and those that a hand-off runs beside them, in the order of their first call."""
+    """The files that a chat request runs, and those that a hand-off adds, in the order of their first call."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.way"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )

@@ -3,12 +3,15 @@
 A mixed step runs as two parts, one after the other: the requests that extend, then those that decode. Decode attention
 of every layer is also available as stages of a program, so a whole decode step can be one.
 
-Owns:      the buffers that kernels write (results, partial results, scratch): grown when a step is larger than all
-           before, never shrunk. One `DecodeArgs` per layer for the stages.
+Threads take a step's tasks one by one: chunks of a decode batch, tiles of an extend batch.
+
+Owns:      how a step is cut into tasks; the buffers that kernels write (results, partial results, scratch): grown when
+           a step is larger than all before, never shrunk. One `DecodeArgs` per layer for the stages.
 Never:     gathers K and V into tensors, or does arithmetic in Python.
 Invariant: a request's decode result never depends on the rest of the batch, nor on whether others extend beside it. The
-           stages run the same kernel with the same arguments, so they give the same bits. A step's memory (its tasks,
-           partial results) stays until the next `begin`.
+           stages run the same kernel with the same arguments, so they give the same bits. A request's chunks are cut
+           at multiples of 128 of itself, whatever else is in the batch. A step's memory (its tasks, partial results)
+           stays until the next `begin`.
 Thread:    the thread that runs the model; kernels run on torch's OpenMP threads (replicas/kernels/team.py).
 """
 
@@ -17,14 +20,88 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replicas.attention import cpu_decode, cpu_extend, cpu_pages, cpu_tasks
+from replicas.attention import cpu_decode, cpu_extend, cpu_pages
 from replicas.attention.base import BatchMeta, KvPool
+from replicas.attention.cpu_decode import CHUNK
 from replicas.errors import InvalidConfig
 from replicas.kernels.program import Stage
 from replicas.kernels.team import Kernel, Team
+from replicas.scheduler.plan import PrefixGroup
+
+Ints = npt.NDArray[np.int32]
+TILE_ROWS = 192  # rows of an extend task: enough to pay for copying K and V, few enough for L2
+MIN_TILE_TOKENS = 8
+TASKS_PER_THREAD = 4  # tiles shrink until there are this many, so threads end together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeTasks:
+    """The tasks of a decode step as `cpu_decode.decode` reads them; each is for all KV heads."""
+
+    tasks: Ints  # [N, 4] (first member, members, chunk, 0), those of several requests first
+    members: Ints  # [M] requests
+    first_partial: Ints  # [B + 1] results of a request's chunks: [first_partial[b], first_partial[b + 1])
+
+
+def decode_tasks(seq_lens: Ints, groups: Sequence[PrefixGroup], *, first: int, max_members: int) -> DecodeTasks:
+    """Make one task per chunk; a whole chunk that a group shares is one task, or a few of at most ``max_members``.
+
+    Args: seq_lens: [B]. first: the request from which the groups count.
+    """
+    num_chunks = -(-seq_lens // CHUNK)  # [B]
+    shared = np.zeros_like(num_chunks)  # [B] chunks that are read together with others
+    parts: list[tuple[Ints, int]] = []  # members, chunks
+    for group in groups:
+        if group.length >= CHUNK and max_members > 1:
+            members = group.members - np.int32(first)
+            shared[members] = group.length // CHUNK
+            num_parts = -(-len(members) // max_members)
+            parts += [(part, group.length // CHUNK) for part in np.array_split(members, num_parts)]
+    together, num_together = [], 0
+    for part, chunks in parts:
+        together += [(num_together, len(part), chunk, 0) for chunk in range(chunks)]
+        num_together += len(part)
+    alone = num_chunks - shared
+    request = np.repeat(np.arange(len(seq_lens), dtype=np.int32), alone)
+    ends = np.cumsum(alone, dtype=np.int32)
+    tasks = np.zeros((len(together) + len(request), 4), np.int32)
+    tasks[: len(together)] = np.array(together, np.int32).reshape(-1, 4)
+    tasks[len(together) :, 0] = num_together + request
+    tasks[len(together) :, 1] = 1
+    tasks[len(together) :, 2] = np.arange(len(request), dtype=np.int32) - (ends - alone - shared)[request]
+    everyone = np.arange(len(seq_lens), dtype=np.int32)
+    first_partial = np.zeros(len(num_chunks) + 1, np.int32)
+    np.cumsum(num_chunks, out=first_partial[1:])
+    return DecodeTasks(tasks, np.concatenate([*(part for part, _ in parts), everyone]), first_partial)
+
+
+def extend_tasks(counts: Ints, prefix_lens: Ints, *, tile: int, num_kv_heads: int) -> Ints:
+    """Make one task per tile of queries and KV head; those with the most keys first.
+
+    Args:    counts, prefix_lens: [B] new tokens and those before; tile: tokens.
+    Returns: [N, 4] of (request, KV head, first token of the tile, tokens).
+    """
+    tiles = [
+        (before + start, b, start, min(tile, count - start))
+        for b, (count, before) in enumerate(zip(counts.tolist(), prefix_lens.tolist(), strict=True))
+        for start in range(0, count, tile)
+    ]
+    tiles.sort(key=lambda item: -item[0])
+    return np.array([(b, head, start, n) for _, b, start, n in tiles for head in range(num_kv_heads)], np.int32)
+
+
+def tile_tokens(counts: Ints, *, group: int, num_kv_heads: int, num_threads: int) -> int:
+    """Choose the tokens of a tile: as many as pay, fewer if threads would be without work."""
+    tile = max(MIN_TILE_TOKENS, TILE_ROWS // group)
+    wanted = TASKS_PER_THREAD * num_threads
+    while tile > MIN_TILE_TOKENS and int((-(-counts // tile)).sum()) * num_kv_heads < wanted:
+        tile = max(MIN_TILE_TOKENS, tile // 2)
+    return tile
+
 
 _SIZE = ctypes.sizeof(cpu_decode.DecodeArgs)
 
@@ -101,7 +178,7 @@ class CpuAttention:
         self._batch: BatchMeta | None = None  # its memory is what the kernels read
         self._num_extend_tokens = self._num_decode = 0
         self._extend_tasks = np.zeros((0, 4), np.int32)  # what the kernels read, too
-        self._decode_tasks: cpu_tasks.DecodeTasks | None = None
+        self._decode_tasks: DecodeTasks | None = None
         self._out, self._out_rows = torch.empty(0), torch.empty(0)
         self._stages: DecodeStages | None = None
         self._partial, self._scratch = torch.empty(0), torch.empty(0)
@@ -190,8 +267,8 @@ class CpuAttention:
         arguments = self._extend
         counts, prefix_lens = np.diff(batch.qo_indptr.numpy()[: size + 1]), batch.prefix_lens.numpy()[:size]
         num_kv, group = self._heads.num_kv, self._heads.group
-        tile = cpu_tasks.tile_tokens(counts, group=group, num_kv_heads=num_kv, num_threads=self._team.num_threads)
-        self._extend_tasks = cpu_tasks.extend_tasks(counts, prefix_lens, tile=tile, num_kv_heads=num_kv)
+        tile = tile_tokens(counts, group=group, num_kv_heads=num_kv, num_threads=self._team.num_threads)
+        self._extend_tasks = extend_tasks(counts, prefix_lens, tile=tile, num_kv_heads=num_kv)
         arguments.tasks, arguments.num_tasks = self._extend_tasks.ctypes.data, len(self._extend_tasks)
         arguments.qo_indptr, arguments.prefix_lens = batch.qo_indptr.data_ptr(), batch.prefix_lens.data_ptr()
         arguments.tile_rows = tile * group
@@ -202,7 +279,7 @@ class CpuAttention:
         """Set the arguments of the requests from ``first`` on, which decode."""
         arguments = self._decode
         group = cpu_decode.max_members(self._heads.group)
-        cut = cpu_tasks.decode_tasks(
+        cut = decode_tasks(
             batch.seq_lens.numpy()[first:], batch.prefix_groups, first=first, max_members=group
         )
         self._decode_tasks = cut

@@ -1,7 +1,7 @@
 """The decode side of hand-offs: takes over a prompt that another replica computes, or computes it after all.
 
 Owns:      the rooms in which this engine receives, from arrival to the room's last event; siblings that wait.
-Never:     moves bytes (kvtransfer/) or decides who gets memory (scheduler/grants.py).
+Never:     moves bytes (kvtransfer/) or decides who gets memory (scheduler/admission.py).
 Invariant: pages of a room are not read before `Received`, and freed only after the room's last event.
 Thread:    engine thread only.
 

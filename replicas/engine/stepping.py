@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from replicas.cache.pages import PageStore
 from replicas.distributions import Distributions
 from replicas.request import ReqState
-from replicas.scheduler.budget import least_prompt_tokens
+from replicas.scheduler.admission import least_prompt_tokens
 from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken

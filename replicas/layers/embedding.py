@@ -14,7 +14,7 @@ from torch import Tensor
 from replicas.config import Products
 from replicas.layers.int8 import Int8Matmul
 from replicas.layers.layer import Layer, Put
-from replicas.layers.matmul import Matmul
+from replicas.layers.linear import Matmul
 from replicas.layers.tp_group import TpGroup
 
 

@@ -21,7 +21,7 @@ CHUNK_ROWS = 4096  # of a weight, that are rounded at a time
 
 
 class Int8Matmul:
-    """The int8 product that replaces a `Matmul` (replicas/layers/matmul.py)."""
+    """The int8 product that replaces a `Matmul` (replicas/layers/linear.py)."""
 
     one_order = True  # of sums, in steps of any number of rows
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, BatchMeta
-from replicas.runner.batch import DeviceBatch, DeviceTable, build_decode, decode_arrays
-from replicas.runner.staging import Staging, places
+from replicas.runner.batch import DeviceBatch, DeviceTable, Staging, build_decode, decode_arrays, places
 from replicas.runner.warm_up import idle_decode
 from replicas.scheduler.plan import DecodePlan
 

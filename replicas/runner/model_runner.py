@@ -27,10 +27,10 @@ from replicas.memory.table import ROW_SLACK
 from replicas.models.registry import model_class
 from replicas.runner import batch as batches
 from replicas.runner import set_aside
+from replicas.runner.batch import PendingTokens, Staging
 from replicas.runner.device import free_device_bytes
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
 from replicas.runner.sampler import Sampler
-from replicas.runner.staging import PendingTokens, Staging
 from replicas.runner.warm_up import idle_decode, idle_extend, run_largest_step
 from replicas.runner.weights import load_weights, weight_bytes
 from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, PendingStep, PrefixGroup, StepPlan, StepResult

@@ -23,7 +23,7 @@ from replicas.cache.base import Lock
 from replicas.cache.kv import KvCache
 from replicas.cache.node import TreeNode
 from replicas.request import Req, ReqState
-from replicas.scheduler.budget import NewTokenRatio
+from replicas.scheduler.admission import NewTokenRatio
 from replicas.scheduler.plan import DecodePlan, PrefixGroup, SampleRow, Slots, TableWrite
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters

@@ -1,12 +1,19 @@
 """Prefill: which waiting requests start in the next extend step, and how much of each prompt runs in it.
 
 Owns:      nothing; moves requests from the waiting queue to prefill, and sets which one is mid-prompt.
-Never:     runs or samples anything.
-Invariant: a refused request holds nothing; every refusal has a reason.
+Never:     runs or samples anything; takes the slots of running requests (decode.py).
+Invariant: a refused request holds nothing; every refusal has a reason. In an extend step prompts come first, in the
+           order of their batch, then every running request, in the order of the running ones.
 Thread:    scheduler thread only.
+
+A mixed step computes one token of each running request together with the prompts: running requests continue while
+prompts arrive, and the weights are read once for both. SPEC F01 and F08 let prompts go first, so that running requests
+make no token while prompts arrive; the scheduler departs from that here (``scheduler.mixed_steps``).
+Source:    Sarathi-Serve, Agrawal et al. 2024 (arXiv:2403.02310), "piggy-backed" decodes.
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +21,9 @@ import numpy as np
 from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
-from replicas.scheduler.budget import NewTokenRatio, StepBudget, prompt_tokens
-from replicas.scheduler.plan import ExtendRow, Slots
+from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
+from replicas.scheduler.decode import DecodeRows, sample_row
+from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
 
@@ -191,3 +199,37 @@ def _common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
+
+
+def extend_plan(
+    batch: ExtendBatch,
+    running: Sequence[Req],
+    decode: DecodeRows | None,
+    table_writes: tuple[TableWrite, ...],
+    groups: tuple[PrefixGroup, ...],
+) -> ExtendPlan:
+    """Plan a step of ``batch`` and, with ``decode``, of all ``running`` requests, whose rows and groups these are."""
+    rows, sampled = list(batch.rows), [req for req, row in zip(batch.reqs, batch.rows, strict=True) if row.sample]
+    if decode is not None:
+        rows += _decode_rows(decode)
+        sampled += running
+    return ExtendPlan(
+        table_writes=table_writes,
+        rows=tuple(rows),
+        sampling=tuple(sample_row(req) for req in sampled),
+        num_decode=len(rows) - len(batch.rows),
+        prefix_groups=groups,
+    )
+
+
+def _decode_rows(decode: DecodeRows) -> list[ExtendRow]:
+    return [
+        ExtendRow(
+            row=int(decode.rows[i]),
+            token_ids=decode.token_ids[i : i + 1],
+            prefix_len=int(decode.seq_lens[i]) - 1,
+            slots=decode.slots[i : i + 1],
+            sample=True,
+        )
+        for i in range(len(decode.rows))
+    ]

@@ -1,7 +1,7 @@
 """Queues: every open request of one engine, by what it waits for or what runs it.
 
 Owns:      the membership and the order of each queue. These values only hold; what moves a request from one queue to
-           another is in prefill.py, grants.py, decode.py, tokens.py and scheduler.py.
+           another is in prefill.py, admission.py, decode.py, tokens.py and scheduler.py.
 Never:     touches pages; the waiting queue asks how long a cached prefix is.
 Invariant: an open request is in exactly one queue, or only in a step under way (a prompt whose last chunk is being
            computed); see each `check`.

@@ -1,14 +1,14 @@
 """The scheduler: `schedule` plans the next step, `apply` takes in its result.
 
 Owns:      every request between submit and finish, and the order of all that happens to it. Its queues are values
-           (queues.py). Functions move requests between them: prefill.py starts prompts, grants.py admits decode legs,
-           decode.py retracts, tokens.py takes in results, ahead.py plans before a result is known.
+           (queues.py). Functions move requests between them: prefill.py starts prompts, admission.py admits decode
+           legs, decode.py retracts, tokens.py takes in results, ahead.py plans before a result is known.
 Never:     sees a tensor, a model or text.
 Invariant: a request ends in `finish` and nowhere else; see `check`.
 Thread:    engine thread only.
 
     submit ─> WaitingQueue ──next_batch──> ExtendPlan ─ step ─> apply ─┬─ mid-prompt: commit, next chunk goes first
-                  ^                            ^ mixed.py              ├─ prompt done: commit, running
+                  ^                            ^ prefill.py            ├─ prompt done: commit, running
                   └────── retract (pool full) ── running               └─ finished: release, pages stay in the tree
                                                      └─> DecodePlan ─ step ─> apply    (no prompt can run)
                                                            └─ schedule_ahead ─> DecodePlan, before that apply
@@ -20,14 +20,12 @@ from dataclasses import dataclass, field
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import Req, ReqState
+from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving
 from replicas.scheduler.ahead import AheadGate, plan_ahead
-from replicas.scheduler.budget import NewTokenRatio
 from replicas.scheduler.deadlines import Deadlines, StarvedHeads, cannot_start, deadline_passed
 from replicas.scheduler.decode import DecodeRows, SharedPrefixes, decode_plan, decode_rows, retract_until_it_fits
-from replicas.scheduler.grants import Room, grant, let_go, max_receiving
-from replicas.scheduler.mixed import extend_plan
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
-from replicas.scheduler.prefill import ExtendBatch, Limits, Refusal, next_batch
+from replicas.scheduler.prefill import ExtendBatch, Limits, Refusal, extend_plan, next_batch
 from replicas.scheduler.queues import Queues, WaitingQueue
 from replicas.scheduler.tokens import Counters, NewToken, count_computed, end_without_token, sampled, stop_reason
 from replicas.types import Finish, FinishReason, TokenLogprob
@@ -45,7 +43,7 @@ class LastRound:
 
 class Scheduler:
     """Plans one step at a time: prompts, and beside them a token of each running request (unlike SPEC F01, F08: see
-    mixed.py)."""
+    prefill.py)."""
 
     def __init__(self, kv: KvCache, config: SchedulerConfig, *, max_running: int, clock: Callable[[], float]) -> None:
         assert config.chunked_prefill_size is not None

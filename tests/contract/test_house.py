@@ -1,7 +1,7 @@
 """How large a thing may be: the limits that keep the house readable, each exception with its reason beside it.
 
-Other serving systems grew past repair by attributes on shared objects first (DESIGN.md, STYLE.md), then by files with one
-importer. Comments that ask for restraint do not hold; a test does.
+Other serving systems grew past repair by attributes on shared objects first (DESIGN.md, STYLE.md), then by files with
+one importer. Comments that ask for restraint do not hold; a test does.
 """
 
 import ast

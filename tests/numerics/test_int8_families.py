@@ -13,7 +13,7 @@ from replicas.kernels.team import Team
 from replicas.kernels.widened import WidenedKernel
 from replicas.layers import int8
 from replicas.layers.int8 import round_weight
-from replicas.layers.matmul import Matmul
+from replicas.layers.linear import Matmul
 from replicas.layers.tp_group import TpGroup
 from replicas.runner.model_files import load_model_config
 from tests.numerics import tiny

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from replicas.config import Products
 from replicas.kernels.linear import ANY_ROWS, FEW_ROWS, PART, PART_ROWS, WHOLE, LinearKernel
 from replicas.kernels.team import Team
-from replicas.layers.matmul import Matmul
+from replicas.layers.linear import Matmul
 
 ROWS = [1, 2, 3, 4, 5, 8, FEW_ROWS - 1, FEW_ROWS, 63, 64, 100, 300]
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from routing.load import Load
-from routing.load_estimate import FADE_HALF_S, FRESH_S, LoadEstimate, smooth
+from routing.load import FADE_HALF_S, FRESH_S, Load, LoadEstimate, smooth
 from routing.types import ReplicaView
 
 

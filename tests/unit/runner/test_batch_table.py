@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from replicas.runner.batch import DeviceTable, build, cells
-from replicas.runner.staging import Staging
+from replicas.runner.batch import DeviceTable, Staging, build, cells
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, TableWrite
 
 CPU = torch.device("cpu")

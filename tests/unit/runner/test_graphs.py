@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from replicas.attention.base import BatchMeta
-from replicas.runner.batch import DeviceTable, decode_arrays
+from replicas.runner.batch import DeviceTable, Staging, decode_arrays
 from replicas.runner.graphs import BYTES_PER_GRAPH, DecodeGraphs, graph_bytes, graph_size, graph_sizes
-from replicas.runner.staging import Staging
 from replicas.runner.warm_up import idle_decode
 from replicas.scheduler.plan import DecodePlan
 

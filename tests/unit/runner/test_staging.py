@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from replicas.runner.staging import BUFFERS, Staging, places
+from replicas.runner.batch import BUFFERS, Staging, places
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from replicas.request import Req
-from replicas.scheduler.budget import CLIP_NEW_TOKENS, NewTokenRatio, StepBudget
+from replicas.scheduler.admission import CLIP_NEW_TOKENS, NewTokenRatio, StepBudget
 from tests.harness import choice_of
 
 

@@ -1,0 +1,175 @@
+"""Admission: how many tokens of a step a request may take, the memory reserved for its output, grants to decode legs.
+
+Owns:      nothing; moves decode legs from the prealloc queue to the hand-off queue, when their row and pages fit.
+Never:     talks to the sender (replicas/disagg).
+Invariant: nothing is granted that could not finish. Legs that wait for their sender never hold every row, however long
+           its queue is, so local requests continue. Pages that a peer may still touch leave a request through
+           quarantine.
+Thread:    scheduler thread only.
+
+The memory rule (SPEC F05): a request is admitted when the tokens it still has to run, plus the share
+``new_token_ratio`` of the output it may still make, fit what is free or evictable after the same share is reserved for
+each running request. The ratio decays from step to step, and jumps up when a request had to be retracted.
+
+The two legs of a hand-off; replicas/disagg calls the methods of the scheduler that the arrows name:
+
+    ask_grant ─> PreallocQueue ──grant──> HandOffQueue, RECEIVING ─┬─ received ─> running
+                                                                   └─ compute_here ─> WaitingQueue
+    park ─> HandOffQueue, WAITING ──unpark──> WaitingQueue ... last chunk ─> HandOffQueue, HANDING_OFF ─ finish
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from replicas.cache.kv import KvCache
+from replicas.errors import PagesExhausted
+from replicas.request import Req, ReqState
+from replicas.scheduler.queues import Queues
+
+CLIP_NEW_TOKENS = 4096  # no request reserves more output than this: most stop long before a large limit (SGLang)
+
+
+class NewTokenRatio:
+    """The share of each request's possible output that admission reserves."""
+
+    def __init__(self, *, initial: float, floor: float, decay: float) -> None:
+        assert 0.0 <= floor <= initial <= 1.0
+        self._initial, self._floor, self._decay = initial, floor, decay
+        self.value = initial
+
+    def decode_step(self) -> None:
+        """Decay by one step without a retraction."""
+        self.value = max(self._floor, self.value - self._decay)
+
+    def retracted(self, running: Iterable[Req]) -> None:
+        """Jump up after a retraction: reserve what the survivors have used so far, and 20 steps more.
+
+        Source: SGLang retract_decode (SPEC F11).
+        """
+        made = room = 0
+        for req in running:
+            made += req.num_output + 20
+            room += max(1, req.sampling.max_new_tokens)
+        self.value = max(self.value, min(1.0, made / room)) if room else self._initial
+
+    def idle(self) -> None:
+        """Start afresh, as nothing runs."""
+        self.value = self._initial
+
+    def reserve(self, req: Req) -> int:
+        """Count the tokens to reserve for the output that ``req`` may still make; a prefill leg makes none here."""
+        return 0 if req.is_prefill_leg else int(min(req.max_remaining, CLIP_NEW_TOKENS) * self.value)
+
+
+def least_prompt_tokens(chunk_size: int) -> int:
+    """Count the tokens that every step leaves to prompts (a quarter), however many requests run."""
+    return -(-chunk_size // 4)
+
+
+def prompt_tokens(chunk_size: int, num_decode: int, *, page_size: int) -> int:
+    """Count the tokens that a step leaves to prompts, beside one for each of ``num_decode`` running requests.
+
+    A step with running requests has half as many tokens: they wait for the whole step, and prompts lose little by it
+    (measured: docs/performance.md, Mixed steps). Prompts get whole pages, since their chunks end with pages: the last
+    page is filled rather than left.
+    """
+    if num_decode == 0:
+        return chunk_size
+    left = max(chunk_size // 2 - num_decode, least_prompt_tokens(chunk_size))
+    return -(-left // page_size) * page_size if chunk_size // 2 >= page_size else left
+
+
+class StepBudget:
+    """The tokens that one extend step may still run (SPEC F06: the chunk size)."""
+
+    def __init__(self, num_tokens: int, *, page_size: int) -> None:
+        self._left = num_tokens
+        self._align = page_size if num_tokens >= page_size else 1
+
+    def grant(self, want: int, *, prefix_len: int) -> int:
+        """Count how many of ``want`` tokens may run now; a chunk ends on a page boundary, so its pages can be shared.
+
+        Returns: ``want``, or fewer with (prefix_len + granted) a multiple of the page size (unless the whole step is
+        smaller than a page), or 0.
+        """
+        if want <= self._left:
+            return want
+        return max(0, (prefix_len + self._left) // self._align * self._align - prefix_len)
+
+    def spend(self, num_tokens: int) -> None:
+        assert 0 < num_tokens <= self._left
+        self._left -= num_tokens
+
+    @property
+    def empty(self) -> bool:
+        return self._left <= 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory that grants may use, and what they must leave to others."""
+
+    num_rows: int  # rows that may still be taken
+    max_receiving: int  # decode legs that may wait for their K/V at once
+    reserved: int  # tokens that the requests in flight may still need
+    alone: bool  # nothing is in flight, so waiting frees no memory
+    barrier: float | None  # rank of a local request that found no memory; legs that rank after it wait
+
+
+def grant(queues: Queues, kv: KvCache, ratio: NewTokenRatio, room: Room, *, now_s: float) -> bool:
+    """Give row and pages of the whole sequence to the decode legs that fit, by rank; they are RECEIVING then.
+
+    Returns: whether any leg was granted. A head that only ``max_receiving`` stops bars no local request.
+    """
+    prealloc = queues.prealloc
+    prealloc.short = None
+    if not len(prealloc):
+        return False
+    limit = room.max_receiving - len(queues.away.in_state(ReqState.RECEIVING))
+    num_granted, reserved, alone = 0, room.reserved, room.alone
+    for req in sorted(prealloc, key=lambda req: req.ranks_from_s):
+        if num_granted >= limit or (room.barrier is not None and req.ranks_from_s > room.barrier):
+            break
+        if num_granted >= room.num_rows or not _take(req, kv, ratio, reserved=reserved, alone=alone):
+            prealloc.short = req
+            break
+        prealloc.remove(req)
+        req.move(ReqState.RECEIVING)
+        assert req.leg is not None
+        req.leg.exposed, req.leg.granted_s = True, now_s
+        queues.away.add(req)
+        queues.away.granted.append(req)
+        num_granted, reserved, alone = num_granted + 1, reserved + ratio.reserve(req), False
+    return num_granted > 0
+
+
+def _take(req: Req, kv: KvCache, ratio: NewTokenRatio, *, reserved: int, alone: bool) -> bool:
+    """Take row, locked prefix and pages for ``req``, or nothing."""
+    reused = kv.admit(req, whole=True)  # locks the prefix: its pages no longer count as evictable
+    need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req) + reserved)
+    if need <= kv.available_tokens():
+        try:
+            kv.extend(req, req.num_tokens)
+        except PagesExhausted:
+            pass
+        else:
+            return True
+    kv.release(req, keep=True)
+    return False
+
+
+def max_receiving(max_running: int) -> int:
+    """How many decode legs may wait for their K/V at once: three quarters of the rows."""
+    return max(1, max_running - max(1, max_running // 4))
+
+
+def let_go(req: Req, kv: KvCache, *, keep: bool) -> None:
+    """Take back what ``req`` holds; pages that a peer may still read (prefill leg) or write go to quarantine.
+
+    Args: keep: its computed pages stay in the prefix cache, unless they go to quarantine.
+    """
+    if req.leg is not None and req.leg.exposed:
+        req.leg.detained = kv.quarantine(req, locked=req.is_prefill_leg)
+        req.leg.exposed = False
+    else:
+        kv.release(req, keep=keep)
