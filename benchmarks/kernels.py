@@ -42,7 +42,7 @@ from replicas.attention import cpu_decode, cpu_extend
 from replicas.kernels import argmax, elementwise, int8, int8_tiles, linear, program, widened
 for kernel in (
     cpu_decode.decode, cpu_extend.extend, linear.few_rows, linear.many_rows, elementwise.rms_norm_rows,
-    elementwise.silu_mul_rows, elementwise.rotate_rows, argmax.argmax_rows, program._run_stages,
+    elementwise.silu_mul_rows, elementwise.rotate_rows, elementwise.argmax_rows, program._run_stages,
     int8.product if int8_tiles.cpu_has_vnni() else widened.product,
 ):
     kernel.address

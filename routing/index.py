@@ -7,8 +7,8 @@ Invariant: per replica, expected pages are at most its capacity (least recently 
 Thread:    the router's own.
 
 Two sources. (a) Decisions: `expect` says that a replica will soon hold a prompt's pages. (b) The replica's events, in
-order of their numbers (feed.py): `stored` confirms pages, `removed` takes them out, predicted or not; from the first
-on, what a request was expected to leave and did not is dropped once it has ended (`unexpect`).
+order of their numbers (fleet_state.py): `stored` confirms pages, `removed` takes them out, predicted or not; from the
+first on, what a request was expected to leave and did not is dropped once it has ended (`unexpect`).
 
     page_owners.py: which replicas hold each page      runs.py: the order in which a replica's expected pages were used
 

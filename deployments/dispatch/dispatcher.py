@@ -1,6 +1,6 @@
 """Brings one request to an end: choose, lease, stream; and when a replica dies, go on with another one.
 
-Owns:      the tries of each open request, the decision for each and why it failed (route_log.py). following.py passes
+Owns:      the tries of each open request, the decision for each and why it failed (route_log.py). timeline.py passes
            on what happens to a request.
 Never:     parses HTTP; keeps a request open that its client has left.
 Invariant: the deltas of `stream` are those of one undisturbed generation: no id lost, doubled or reordered; every
@@ -23,12 +23,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from deployments.dispatch.attempt import Attempt, Tries, TryLimits
-from deployments.dispatch.following import Following, RequestWatch
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress
 from deployments.dispatch.route_log import RouteLog, Try
-from deployments.dispatch.timeline import Arrival
+from deployments.dispatch.timeline import Arrival, Following, RequestWatch
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta

@@ -30,11 +30,36 @@ from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch.leases import Leases, ReplicaCalls, ReplicaHangs, ReplicaInfo
 from deployments.fleet.cache_sync import CacheSync
-from deployments.fleet.seen import SeenReplica, view_of
+from deployments.fleet.seen import SeenReplica
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
 from routing.router import Router
-from routing.types import IndexEvent, IndexSnapshot, Role
+from routing.types import IndexEvent, IndexSnapshot, ReplicaView, Role
+
+
+def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: bool) -> ReplicaView:
+    """Make the view. ``heard_s``: when the report arrived. ``hangs``: none has followed for too long, or the replica's
+    step does not end.
+    """
+    stats = report.stats
+    return ReplicaView(
+        replica_id=info.replica_id,
+        time_s=heard_s - report.age_s,  # requests sent while a long step ran are not in its statistics
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_receiving=stats.num_preallocating + stats.num_receiving,
+        queued_uncached_tokens=stats.waiting_uncached_tokens,
+        pool_utilization=stats.pool.utilization,
+        pool_pages=stats.pool.num_pages,
+        page_size=stats.pool.page_size,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        decode_step_s=stats.decode_step_s,
+        max_running_requests=stats.max_running_requests,
+        healthy=report.error is None and not hangs,
+        role=info.role,
+        page_bytes=info.page_bytes,
+    )
+
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ Thread:    the thread that calls `step`; one only, except for `check` (read-only
 
 With overlap, decode step n + 1 is planned and launched before the result of step n is awaited. It is then under way
 between two calls of `step`; a request that ends meanwhile keeps its row in that step, and its token there is dropped
-(stepping.py, scheduler/ahead.py).
+(stepping.py, scheduler/decode.py).
 
 A leg of a hand-off goes to `HandOffs` (disagg/). Every step first takes the transfer service's events; `poll` takes
 them while nothing runs.

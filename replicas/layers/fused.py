@@ -26,9 +26,9 @@ from replicas.kernels.elementwise import VectorStage
 from replicas.kernels.program import Program, ReadingStage, Stage
 from replicas.kernels.simd import W
 from replicas.kernels.team import Team
+from replicas.layers.embedding import Rotation
 from replicas.layers.linear import ColumnParallelLinear, GatedMLP, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
-from replicas.layers.rope import Rotation
 
 
 class Attention(Protocol):

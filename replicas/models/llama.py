@@ -13,12 +13,11 @@ from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.config import ModelConfig
-from replicas.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from replicas.layers.embedding import ParallelLMHead, RotaryEmbedding, Rotation, VocabParallelEmbedding
 from replicas.layers.fused import FusedBlocks, StagedAttention
 from replicas.layers.layer import Layer
 from replicas.layers.linear import GatedMLP, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
-from replicas.layers.rope import RotaryEmbedding, Rotation
 from replicas.layers.tp_group import TpGroup
 
 

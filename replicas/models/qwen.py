@@ -10,9 +10,9 @@ from torch import Tensor
 
 from replicas.attention.base import AttentionBackend
 from replicas.config import ModelConfig
+from replicas.layers.embedding import Rotation
 from replicas.layers.layer import Layer
 from replicas.layers.norm import RMSNorm
-from replicas.layers.rope import Rotation
 from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama, LlamaAttention, LlamaBlock
 

@@ -11,7 +11,7 @@ which every token's noise is made here whether they win or not. A row with cuts 
 the first HEAD of them if its top-k allows no more, else from the whole vocabulary, sorted.
 
 Not for a step in which one row wants logprobs: all its rows are drawn on the host then (model_runner.py), which waits
-for their logits, and no step is made ahead (scheduler/ahead.py).
+for their logits, and no step is made ahead (scheduler/decode.py).
 """
 
 from collections.abc import Iterator, Sequence

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replicas.kernels.argmax import argmax
+from replicas.kernels.elementwise import argmax
 from replicas.runner.device_draw import sample_on_device
 from replicas.runner.draw import draw
 from replicas.scheduler.plan import BROKEN, SampleRow

@@ -2,7 +2,7 @@
 
 Owns:      every request between submit and finish, and the order of all that happens to it. Its queues are values
            (queues.py). Functions move requests between them: prefill.py starts prompts, admission.py admits decode
-           legs, decode.py retracts, tokens.py takes in results, ahead.py plans before a result is known.
+           legs, decode.py retracts and plans before a result is known, tokens.py takes in results.
 Never:     sees a tensor, a model or text.
 Invariant: a request ends in `finish` and nowhere else; see `check`.
 Thread:    engine thread only.
@@ -21,9 +21,16 @@ from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving
-from replicas.scheduler.ahead import AheadGate, plan_ahead
 from replicas.scheduler.deadlines import Deadlines, StarvedHeads, cannot_start, deadline_passed
-from replicas.scheduler.decode import DecodeRows, SharedPrefixes, decode_plan, decode_rows, retract_until_it_fits
+from replicas.scheduler.decode import (
+    AheadGate,
+    DecodeRows,
+    SharedPrefixes,
+    decode_plan,
+    decode_rows,
+    plan_ahead,
+    retract_until_it_fits,
+)
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import ExtendBatch, Limits, Refusal, extend_plan, next_batch
 from replicas.scheduler.queues import Queues, WaitingQueue

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routing import runs
-from routing.feed import Feed
+from routing.fleet_state import Feed
 from routing.index import PrefixIndex
 from routing.policies import POLICIES
 from routing.router import Router

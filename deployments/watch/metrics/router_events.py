@@ -18,11 +18,10 @@ client that leaves, or asks for something impossible, counts for neither.
 from collections.abc import Mapping
 
 from dashboards.catalog import ANSWERING, ENDPOINTS, OUTCOMES, STAGES
-from deployments.dispatch.following import RequestWatch
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLost
 from deployments.dispatch.route_log import Try
-from deployments.dispatch.timeline import Timeline
+from deployments.dispatch.timeline import RequestWatch, Timeline
 from deployments.watch.metrics.emitter import Emitter
 from replicas.errors import EngineDead, Overloaded
 from routing.types import Decision

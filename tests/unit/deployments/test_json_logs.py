@@ -15,8 +15,8 @@ from ray.serve.schema import LoggingConfig
 
 from deployments import logs
 from deployments.app import replica_options
-from deployments.dispatch.following import RequestWatch
 from deployments.dispatch.route_log import RouteLog
+from deployments.dispatch.timeline import RequestWatch
 from deployments.http.arrivals import Arrivals
 from deployments.settings.schema import AppConfig, parse
 

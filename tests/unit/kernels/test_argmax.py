@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from replicas.kernels.argmax import BLOCK, argmax
+from replicas.kernels.elementwise import BLOCK, argmax
 
 
 @pytest.mark.parametrize("size", [16, 48, BLOCK, 3 * BLOCK + 16, 5 * BLOCK])
@@ -46,7 +46,7 @@ def test_few_rows_on_many_threads_end_no_thread() -> None:
 import os, torch
 torch.set_num_threads(8)
 from replicas.kernels import elementwise
-from replicas.kernels.argmax import argmax
+from replicas.kernels.elementwise import argmax
 from replicas.kernels.linear import LinearKernel
 from replicas.kernels.team import team
 product, x = LinearKernel(torch.randn(64, 64), team(8)), torch.randn(4, 64)

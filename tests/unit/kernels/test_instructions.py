@@ -22,8 +22,8 @@ from replicas.kernels.int8_tiles import cpu_has_vnni
 assert simd.compiled_for() == "haswell +avx2,+fma"
 assert not tiles.MANY_REGISTERS and not cpu_has_vnni()
 assert torch.backends.cpu.get_cpu_capability() == "AVX2"
-assert argmax.argmax_rows.address
-assembly = argmax.argmax_rows._compiled._library.get_asm_str()
+assert elementwise.argmax_rows.address
+assembly = elementwise.argmax_rows._compiled._library.get_asm_str()
 assert "ymm" in assembly and "zmm" not in assembly
 x, weight = torch.ones(64, 256), torch.ones(256, 256)
 assert F.linear(x, weight).eq(256).all()

@@ -4,7 +4,7 @@ from random import Random
 
 import numpy as np
 
-from routing.feed import MAX_EARLY, Feed
+from routing.fleet_state import MAX_EARLY, Feed
 from routing.index import PrefixIndex
 from routing.router import Router
 from routing.types import (
