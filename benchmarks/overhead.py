@@ -39,8 +39,8 @@ from benchmarks.token_source import PACES, WARM_S, Alone, Count, Streams, times_
 from benchmarks.workloads import random_lengths
 from dashboards.catalog import Process
 from deployments.command import haproxy
-from deployments.dispatch.route_log import RouteLog
-from deployments.dispatch.timeline import Arrival, Following, RequestWatch
+from deployments.dispatch.route_log import Following, RequestWatch, RouteLog
+from deployments.dispatch.timeline import Arrival
 from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.router_events import RouterEvents
 from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta, Usage

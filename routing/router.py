@@ -19,8 +19,7 @@ from random import Random
 import numpy as np
 
 from kvtransfer.pages import PageKeys, page_keys
-from routing.feedback import Link, PredictionErrors
-from routing.fleet_state import FleetState
+from routing.fleet_state import FleetState, Link, PredictionErrors
 from routing.index import pages_of
 from routing.load import Eligible
 from routing.pair import RouteLeg, choose_pair, costs_of, decode_side, legs, pair_decision, prefill_side, with_pressure

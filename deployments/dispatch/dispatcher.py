@@ -1,6 +1,6 @@
 """Brings one request to an end: choose, lease, stream; and when a replica dies, go on with another one.
 
-Owns:      the tries of each open request, the decision for each and why it failed (route_log.py). timeline.py passes
+Owns:      the tries of each open request, the decision for each and why it failed (route_log.py). route_log.py passes
            on what happens to a request.
 Never:     parses HTTP; keeps a request open that its client has left.
 Invariant: the deltas of `stream` are those of one undisturbed generation: no id lost, doubled or reordered; every
@@ -26,8 +26,8 @@ from deployments.dispatch.attempt import Attempt, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress
-from deployments.dispatch.route_log import RouteLog, Try
-from deployments.dispatch.timeline import Arrival, Following, RequestWatch
+from deployments.dispatch.route_log import Following, RequestWatch, RouteLog, Try
+from deployments.dispatch.timeline import Arrival
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError, Overloaded
 from replicas.types import GenerateRequest, TokenDelta

@@ -24,8 +24,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments import logs
 from deployments.dispatch.dispatcher import NO_HINTS, RouteHints
 from deployments.dispatch.rids import check_name, clean_name
-from deployments.dispatch.route_log import RouteLog, RouteRecord, Try
-from deployments.dispatch.timeline import CLIENT_CLOSED, Arrival, RequestWatch, outcome_of_status, tell
+from deployments.dispatch.route_log import (
+    CLIENT_CLOSED,
+    RequestWatch,
+    RouteLog,
+    RouteRecord,
+    Try,
+    outcome_of_status,
+    tell,
+)
+from deployments.dispatch.timeline import Arrival
 from deployments.http.access import caller_of, scoped
 from deployments.http.service import Service, service_of
 from deployments.settings.keys import ANYBODY, Caller

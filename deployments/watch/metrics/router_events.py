@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dashboards.catalog import ANSWERING, ENDPOINTS, OUTCOMES, STAGES
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLost
-from deployments.dispatch.route_log import Try
-from deployments.dispatch.timeline import RequestWatch, Timeline
+from deployments.dispatch.route_log import RequestWatch, Try
+from deployments.dispatch.timeline import Timeline
 from deployments.watch.metrics.emitter import Emitter
 from replicas.errors import EngineDead, Overloaded
 from routing.types import Decision
@@ -149,7 +149,7 @@ class RouterEvents(RequestWatch):
 
 
 def predicted_tokens(noted: Try) -> int:
-    """Return the tokens predicted to be cached where the prompt was computed in the end (as routing/feedback.py)."""
+    """Return the tokens predicted to be cached where the prompt was computed in the end (as routing/fleet_state.py)."""
     failed = noted.hand_off is not None and not noted.hand_off.transferred
     if failed and noted.decision.pair is not None:
         return noted.decision.pair.chosen.cached_tokens

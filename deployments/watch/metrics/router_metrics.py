@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from dashboards.catalog import ROLES, Process
-from deployments.dispatch.timeline import RequestWatch
+from deployments.dispatch.route_log import RequestWatch
 from deployments.fleet.fleet import Fleet
 from deployments.settings.roles import config_of, roles_of
 from deployments.settings.schema import AppConfig

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from deployments.dispatch.timeline import RequestWatch
+from deployments.dispatch.route_log import RequestWatch
 from deployments.http.bodies import check_shape
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import Busy

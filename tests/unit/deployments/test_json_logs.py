@@ -15,8 +15,7 @@ from ray.serve.schema import LoggingConfig
 
 from deployments import logs
 from deployments.app import replica_options
-from deployments.dispatch.route_log import RouteLog
-from deployments.dispatch.timeline import RequestWatch
+from deployments.dispatch.route_log import RequestWatch, RouteLog
 from deployments.http.arrivals import Arrivals
 from deployments.settings.schema import AppConfig, parse
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.pages import page_keys
 from routing.explain import explain, sentence
-from routing.feedback import ASSUMED_BYTES_PER_S, Link
+from routing.fleet_state import ASSUMED_BYTES_PER_S, Link
 from routing.pair import OVERHEAD_S
 from routing.router import Router
 from routing.types import (
