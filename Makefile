@@ -96,7 +96,8 @@ dashboards: install-test ## Write the boards and docs/metrics.md anew, from dash
 	@$(BIN)/python -m dashboards build
 	@$(BIN)/python -m dashboards docs
 
-pictures: install-test model ## Take the pictures of the live view in docs/pictures anew, from a Manta under load
+pictures: install-test model ## Draw the house in docs/pictures anew, and take those of the live view from a Manta under load
+	@$(BIN)/python -m tools.house
 	@$(BIN)/python -m tests.serve.pictures
 
 clean: ## Remove .venv, other systems, models and results

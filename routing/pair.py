@@ -3,7 +3,7 @@
 Pure. Both ways are costs in seconds: until the first token, and what the request takes from those that run.
 
     handed over  the soonest prefill replica: queue + own + missing free tokens     / its prefill rate
-                 transfer_s  pages that the decode replica has not                  / the link's rate (feedback.py)
+                 transfer_s  pages that the decode replica has not                  / the link's rate (fleet_state.py)
                  overhead_s  what a hand-off costs however small it is              (OVERHEAD_S)
     computed by  queue + own tokens                                                 / its prefill rate
     the decode   stall_s     own_s for each request that runs or is to be computed there: a running one makes a

@@ -1,6 +1,6 @@
 """Router: chooses a replica for each request from what is known of the replicas, in this process, with no I/O.
 
-Owns:      the state of the replicas (fleet_state.py), how wrong predictions were (feedback.py), the last winners.
+Owns:      what it knows of the replicas and of its own predictions (fleet_state.py); the last winners.
 Never:     reads a clock or a random source that was not injected; talks to a replica.
 Invariant: a decision names a replica of the last ``update`` that is healthy, accepting and permitted by the query;
            open requests return to zero once each decision is done or its replica has left.

@@ -72,11 +72,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
         house = House(policy="estimated_ttft", always_hand_off=len(replicas) > 1)
         await house.start()
         for role, loop in replicas.items():
-            house.add(
-                ServedEngine(
-                    loop, replica_id=role.value, node_id="here", role=role
-                )
-            )
+            house.add(ServedEngine(loop, replica_id=role.value, node_id="here", role=role))
         assert await house.fleet.wait_ready(5.0)
         while len(house.router.views) < len(replicas):
             await asyncio.sleep(0.01)

@@ -12,7 +12,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from html import escape
 
@@ -26,7 +26,7 @@ COLOURS = {
     "kvtransfer": "#f0dcec",
     "dashboards": "#e8e8e8",
 }
-WIDE, HIGH, GAP_X, GAP_Y, MARGIN = 132, 38, 14, 40, 12  # pixels
+WIDE, HIGH, GAP_X, GAP_Y, MARGIN = 146, 38, 14, 40, 12  # pixels
 
 Graph = dict[str, set[str]]
 
@@ -94,19 +94,11 @@ def drawn_arrows(graph: Graph) -> Graph:
     }
 
 
-def sizes() -> dict[str, tuple[int, int]]:
-    """Room -> its number of files and of lines."""
-    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for path in product_files():
-        files, lines = found[room_of(path)]
-        found[room_of(path)] = files + 1, lines + len(path.read_text().splitlines())
-    return found
-
-
 def rooms_svg() -> str:
     """All rooms by level, from the top; what a room imports stands below it."""
     graph = room_imports()
-    level, arrows, size = levels(graph), drawn_arrows(graph), sizes()
+    level, arrows = levels(graph), drawn_arrows(graph)
+    size = Counter(room_of(path) for path in product_files())
     rows = [sorted(room for room in graph if level[room] == at) for at in range(max(level.values()), -1, -1)]
     for _ in range(8):  # each room near the middle of those that import it
         place = {room: at - len(row) / 2 for row in rows for at, room in enumerate(row)}
@@ -121,9 +113,8 @@ def rooms_svg() -> str:
             centre[room] = left + at * (WIDE + GAP_X) + WIDE / 2, MARGIN + number * (HIGH + GAP_Y) + HIGH / 2
     parts = [_arrow(centre[room], centre[each]) for room in sorted(graph) for each in sorted(arrows[room])]
     for room in sorted(centre):
-        files, lines = size[room]
-        label = f"{files} files, {lines:,} lines" if files > 1 else f"{lines:,} lines"
-        parts.append(_box(centre[room], room.replace("/", "/\u200b"), label, COLOURS[room.split("/")[0]]))
+        label = f"{size[room]} files" if size[room] > 1 else "1 file"
+        parts.append(_box(centre[room], room, label, COLOURS[room.split("/")[0]]))
     return _svg(width, 2 * MARGIN + len(rows) * (HIGH + GAP_Y) - GAP_Y, parts)
 
 

@@ -32,7 +32,7 @@ from kvtransfer.types import (
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
 from replicas.distributions import Distributions
-from replicas.replay.observer import Observer
+from replicas.observer import Observer
 from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken

@@ -29,7 +29,7 @@ from replicas.disagg.prefill_role import PrefillRole
 from replicas.disagg.rooms import HandOffTerms
 from replicas.distributions import Distributions
 from replicas.errors import InvalidRequest
-from replicas.replay.observer import Observer
+from replicas.observer import Observer
 from replicas.request import Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken

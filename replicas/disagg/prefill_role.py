@@ -22,7 +22,7 @@ from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import KVTransferMeta, SendFailed, SendOrder, SendReady
 from replicas.cache.kv import KvCache
 from replicas.disagg.rooms import HandOffTerms, Rooms, leg_of
-from replicas.replay.observer import Observer
+from replicas.observer import Observer
 from replicas.request import Leg, Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken

@@ -36,7 +36,7 @@ from replicas.distributions import Distributions
 from replicas.engine.choice import Choice, OpenRequests
 from replicas.engine.stepping import Launch, Stepping, snapshot
 from replicas.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
-from replicas.replay.observer import Observer
+from replicas.observer import Observer
 from replicas.request import Req
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken

@@ -51,17 +51,17 @@ FLOORS: dict[str, set[str]] = {
         "kvtransfer.layout", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.replay.payload",
         "kvtransfer.peers",
     },
-    "replicas.replay.observer": {
+    "replicas.observer": {
         "replicas.scheduler", "replicas.cache", "replicas.request", "kvtransfer.replay",
     },
     "replicas.disagg": {
-        "replicas.replay.observer", "replicas.distributions", "replicas.scheduler", "replicas.cache",
+        "replicas.observer", "replicas.distributions", "replicas.scheduler", "replicas.cache",
         "replicas.request", "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
         "kvtransfer.rooms.transfer_service",
     },
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.request",
-        "replicas.text", "replicas.disagg", "replicas.distributions", "replicas.config", "replicas.replay.observer",
+        "replicas.text", "replicas.disagg", "replicas.distributions", "replicas.config", "replicas.observer",
         "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
         "kvtransfer.rooms.transfer_service",
     },
