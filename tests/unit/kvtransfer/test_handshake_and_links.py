@@ -5,8 +5,8 @@ import json
 import os
 import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -153,14 +153,29 @@ class Side:
         self.links.close_listener()
 
 
+Make = Callable[..., Side]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with ExitStack() as sides:
+
+        def build(name: str, **changes: bytes) -> Side:
+            side = Side(name, **changes)
+            sides.callback(side.close)
+            return side
+
+        yield build
+
+
 def run(*sides: Side, now: float = 0.0) -> None:
     for _ in range(20):
         for side in sides:
             side.step(now)
 
 
-def test_two_sides_connect_and_messages_flow_both_ways() -> None:
-    d, p = Side("d"), Side("p")
+def test_two_sides_connect_and_messages_flow_both_ways(make: Make) -> None:
+    d, p = make("d"), make("p")
     link = d.links.dial(p.hello.address, "rooms")
     run(d, p)
     assert d.heard.up == [(link, "p")]
@@ -173,12 +188,10 @@ def test_two_sides_connect_and_messages_flow_both_ways() -> None:
     p.links.close(back)
     run(d, p)
     assert d.heard.down == [(link, "the peer closed the connection", False)]
-    d.close()
-    p.close()
 
 
-def test_a_message_that_cannot_be_served_costs_its_sender_the_connection() -> None:
-    d, p, other = Side("d"), Side("p"), Side("other")
+def test_a_message_that_cannot_be_served_costs_its_sender_the_connection(make: Make) -> None:
+    d, p, other = make("d"), make("p"), make("other")
     links = [side.links.dial(p.hello.address, "rooms") for side in (d, other)]
     run(d, p, other)
 
@@ -194,12 +207,10 @@ def test_a_message_that_cannot_be_served_costs_its_sender_the_connection() -> No
     assert "an error of ours" in reason
     assert not refused
     assert (d.heard.down, other.heard.down) == ([(links[0], "the peer closed the connection", False)], [])
-    for side in (d, p, other):
-        side.close()
 
 
-def test_a_probe_learns_who_listens_and_is_no_link_over_there() -> None:
-    d, p = Side("d"), Side("p")
+def test_a_probe_learns_who_listens_and_is_no_link_over_there(make: Make) -> None:
+    d, p = make("d"), make("p")
     link = p.links.dial(d.hello.address, "probe")
     run(d, p)
     assert p.heard.up == [(link, "d")]
@@ -207,33 +218,28 @@ def test_a_probe_learns_who_listens_and_is_no_link_over_there() -> None:
     p.links.close(link)
     run(d, p)
     assert d.links.num_connections == 0
-    d.close()
-    p.close()
 
 
-def test_a_dead_address_refuses_and_that_is_told() -> None:
-    d, p = Side("d"), Side("p")
+def test_a_dead_address_refuses_and_that_is_told(make: Make) -> None:
+    d, p = make("d"), make("p")
     p.close()
     link = d.links.dial(p.hello.address, "rooms")
     run(d)
     [(down, _, refused)] = d.heard.down
     assert (down, refused) == (link, True)
-    d.close()
 
 
-def test_a_process_that_does_not_answer_is_no_proof_of_death() -> None:
-    d, p = Side("d"), Side("p")  # p has its turn never: it hangs
+def test_a_process_that_does_not_answer_is_no_proof_of_death(make: Make) -> None:
+    d, p = make("d"), make("p")  # p has its turn never: it hangs
     link = d.links.dial(p.hello.address, "rooms")
     run(d, now=4.9)
     assert d.heard.down == []
     run(d, now=5.0)
     assert d.heard.down == [(link, "no hello within 5 s", False)]
-    d.close()
-    p.close()
 
 
-def test_a_silent_stranger_is_dropped_in_time_and_gets_nothing_but_a_nonce() -> None:
-    p = Side("p")
+def test_a_silent_stranger_is_dropped_in_time_and_gets_nothing_but_a_nonce(make: Make) -> None:
+    p = make("p")
     with socket.create_connection(("127.0.0.1", p.links.port)) as stranger:
         run(p, now=4.0)
         frames = Frames(10_000)
@@ -243,18 +249,16 @@ def test_a_silent_stranger_is_dropped_in_time_and_gets_nothing_but_a_nonce() -> 
         run(p, now=9.0)
         assert p.links.num_connections == 0
         assert stranger.recv(1) == b""
-    p.close()
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", encode(hello("x")), encode(Ping()), b"\xff" * 2000])
-def test_a_stranger_that_says_anything_else_is_dropped_at_once(data: bytes) -> None:
-    p = Side("p")
+def test_a_stranger_that_says_anything_else_is_dropped_at_once(make: Make, data: bytes) -> None:
+    p = make("p")
     with socket.create_connection(("127.0.0.1", p.links.port)) as stranger:
         stranger.sendall(data)
         run(p)
         assert p.links.num_connections == 0
     assert p.heard.up == []
-    p.close()
 
 
 def frame(body: bytes) -> bytes:
@@ -302,29 +306,26 @@ def test_whatever_a_stranger_says_costs_at_most_its_own_connection(said: list[by
         p.close()
 
 
-def test_another_token_connects_to_nothing() -> None:
-    d, p = Side("d", token=b"guess"), Side("p")
+def test_another_token_connects_to_nothing(make: Make) -> None:
+    d, p = make("d", token=b"guess"), make("p")
     link = d.links.dial(p.hello.address, "rooms")
     run(d, p)
     assert d.heard.up == p.heard.up == []
     assert d.heard.down == [(link, "the peer closed the connection", False)]
-    d.close()
-    p.close()
 
 
-def test_many_strangers_do_not_use_up_the_descriptors() -> None:
-    p = Side("p")
+def test_many_strangers_do_not_use_up_the_descriptors(make: Make) -> None:
+    p = make("p")
     strangers = [socket.create_connection(("127.0.0.1", p.links.port)) for _ in range(MAX_STRANGERS + 20)]
     for _ in range(MAX_STRANGERS + 20):
         p.step()
     assert p.links.num_connections == MAX_STRANGERS
     for stranger in strangers:
         stranger.close()
-    p.close()
 
 
-def test_many_strangers_of_one_host_push_out_none_of_another() -> None:
-    p = Side("p")
+def test_many_strangers_of_one_host_push_out_none_of_another(make: Make) -> None:
+    p = make("p")
     with socket.socket() as slow:
         slow.bind(("127.0.0.3", 0))
         slow.connect(("127.0.0.1", p.links.port))
@@ -338,15 +339,13 @@ def test_many_strangers_of_one_host_push_out_none_of_another() -> None:
             slow.recv(1)
     for stranger in strangers:
         stranger.close()
-    p.close()
 
 
-def test_it_listens_on_the_given_address_only() -> None:
-    p = Side("p")
+def test_it_listens_on_the_given_address_only(make: Make) -> None:
+    p = make("p")
     with socket.socket() as probe:
         probe.settimeout(1.0)
         assert probe.connect_ex(("127.0.0.2", p.links.port)) != 0  # another loopback address of this machine
-    p.close()
 
 
 @contextmanager
@@ -365,8 +364,8 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_without_a_descriptor_a_caller_waits_a_second_and_is_served_then() -> None:
-    p = Side("p")
+def test_without_a_descriptor_a_caller_waits_a_second_and_is_served_then(make: Make) -> None:
+    p = make("p")
     with socket.socket() as caller:
         with no_descriptor_left():
             caller.connect(("127.0.0.1", p.links.port))
@@ -377,32 +376,30 @@ def test_without_a_descriptor_a_caller_waits_a_second_and_is_served_then() -> No
         assert p.links.num_connections == 0
         run(p, now=1.0)
         assert p.links.num_connections == 1
-    p.close()
 
 
-def test_without_a_descriptor_a_dial_fails_and_proves_no_death() -> None:
-    d, p = Side("d"), Side("p")
+def test_without_a_descriptor_a_dial_fails_and_proves_no_death(make: Make) -> None:
+    d, p = make("d"), make("p")
     with no_descriptor_left():
         link = d.links.dial(p.hello.address, "rooms")
         d.step()
     [(down, reason, refused)] = d.heard.down
     assert (down, refused) == (link, False)
     assert "Too many open files" in reason
-    d.close()
-    p.close()
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("no such host", 1), ("a\0b", 1)])
-def test_an_address_that_cannot_be_is_a_failed_dial(host: str, port: int) -> None:
-    d = Side("d")
+def test_an_address_that_cannot_be_is_a_failed_dial(make: Make, host: str, port: int) -> None:
+    d = make("d")
     link = d.links.dial(PeerAddress(host=host, port=port, incarnation="x"), "rooms")
     run(d)
     assert [(down, refused) for down, _, refused in d.heard.down] == [(link, False)]
-    d.close()
 
 
-def test_a_peer_that_has_hung_up_while_it_was_dialled_is_a_failed_dial(monkeypatch: pytest.MonkeyPatch) -> None:
-    d, p = Side("d"), Side("p")
+def test_a_peer_that_has_hung_up_while_it_was_dialled_is_a_failed_dial(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, p = make("d"), make("p")
     link = d.links.dial(p.hello.address, "rooms")
 
     def hung_up(_: socket.socket) -> None:
@@ -411,5 +408,3 @@ def test_a_peer_that_has_hung_up_while_it_was_dialled_is_a_failed_dial(monkeypat
     monkeypatch.setattr(socket.socket, "getpeername", hung_up)
     run(d)
     assert [(down, refused) for down, _, refused in d.heard.down] == [(link, False)]
-    d.close()
-    p.close()

@@ -91,31 +91,28 @@ def test_no_page_and_not_the_last_is_written_without_a_word_to_the_peer() -> Non
     assert poll_all([*p.ports, *d.ports]) == [Written(order_id=1, num_bytes=0)]
 
 
-def test_a_flipped_byte_is_reported_with_the_receivers_page() -> None:
-    fabric, p, d = pair()
-    fabric.faults.flip_bytes = 1
-    expect(d, p, page_ids(3, 8))
+@pytest.mark.parametrize(
+    ("sender", "receiver", "flips", "expected", "bad"),
+    [
+        (Verify.ALL, Verify.ALL, 0, (3, 8), ()),
+        (Verify.ALL, Verify.ALL, 1, (3, 8), (3,)),  # in the first page of the write; the receiver's number of it
+        (Verify.LAST, Verify.LAST, 1, (3, 8), ()),  # looks at the last page alone
+        (Verify.OFF, Verify.OFF, 1, (3, 8), ()),
+        (Verify.OFF, Verify.ALL, 0, (3, 8), (3, 8)),  # no digests do not pass where they are wanted
+        (Verify.ALL, Verify.ALL, 0, (8, 3), (8, 3)),  # pages that changed places are both wrong
+    ],
+)
+def test_pages_whose_bytes_or_digests_are_wrong_are_reported_as_far_as_verification_looks(
+    sender: Verify, receiver: Verify, flips: int, expected: tuple[int, ...], bad: tuple[int, ...]
+) -> None:
+    fabric = LocalFabric()
+    p, d = local_engine(fabric, seed=1, verify=sender), local_engine(fabric, seed=2, verify=receiver)
+    connect(p, d)
+    fabric.faults.flip_bytes = flips
+    expect(d, p, page_ids(*expected))
     p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
     (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
-    assert arrived.bad_pages == (3,)
-
-
-def test_pages_that_changed_places_are_both_wrong() -> None:
-    _, p, d = pair()
-    expect(d, p, page_ids(8, 3))  # the peer was told (3, 8)
-    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
-    (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
-    assert arrived.bad_pages == (8, 3)
-
-
-@pytest.mark.parametrize(("verify", "seen"), [(Verify.OFF, ()), (Verify.LAST, ()), (Verify.ALL, (3,))])
-def test_verification_looks_at_no_more_than_it_was_told(verify: Verify, seen: tuple[int, ...]) -> None:
-    fabric, p, d = pair(verify=verify)
-    fabric.faults.flip_bytes = 1  # in the first page of the write
-    expect(d, p, page_ids(3, 8))
-    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
-    (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
-    assert arrived.bad_pages == seen
+    assert arrived.bad_pages == bad
 
 
 def test_verify_last_finds_a_flipped_byte_in_the_last_page() -> None:
@@ -127,16 +124,6 @@ def test_verify_last_finds_a_flipped_byte_in_the_last_page() -> None:
     p.ports[0].write(order(d, page_ids(6), page_ids(8), order_id=2, page_offset=1))
     arrived = arrivals(poll_all([*p.ports, *d.ports]))
     assert [event.bad_pages for event in arrived] == [(), (8,)]
-
-
-def test_a_sender_without_digests_does_not_pass_a_receiver_that_wants_them() -> None:
-    fabric = LocalFabric()
-    p, d = local_engine(fabric, seed=1, verify=Verify.OFF), local_engine(fabric, seed=2, verify=Verify.ALL)
-    connect(p, d)
-    expect(d, p, page_ids(3, 8))
-    p.ports[0].write(order(d, page_ids(5, 6), page_ids(3, 8)))
-    (arrived,) = arrivals(poll_all([*p.ports, *d.ports]))
-    assert arrived.bad_pages == (3, 8)
 
 
 def test_notes_of_a_forgotten_room_another_generation_or_another_sender_are_counted_and_dropped() -> None:

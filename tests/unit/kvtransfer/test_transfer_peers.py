@@ -26,6 +26,11 @@ def begun(net: Net, p: SimEngine, d: SimEngine) -> Room:
     return room
 
 
+def started() -> tuple[Net, SimEngine, SimEngine, Room]:
+    net, p, d = pair()
+    return net, p, d, begun(net, p, d)
+
+
 def test_a_heartbeat_is_due_every_period_and_silence_is_three_of_them() -> None:
     beat = Heartbeat(period_s=1.0, misses=3, now=10.0)
     assert [beat.take_due(10.9), beat.take_due(11.0), beat.take_due(11.0)] == [False, True, False]
@@ -37,8 +42,7 @@ def test_a_heartbeat_is_due_every_period_and_silence_is_three_of_them() -> None:
 
 
 def test_idle_peers_stay_connected_by_their_heartbeats() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     p.send(room, 3, last=True)
     net.run(10 * SILENT_S)
     assert room.receives == ["Received"]
@@ -47,8 +51,7 @@ def test_idle_peers_stay_connected_by_their_heartbeats() -> None:
 
 
 def test_a_silent_peer_fails_its_rooms_after_three_heartbeats_long_before_their_deadline() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, _, room = started()
     net.hang(p)
     net.run(SILENT_S - 0.3)
     assert room.receives == []
@@ -74,8 +77,7 @@ def test_a_suspect_gets_no_new_room_until_it_has_said_hello() -> None:
 def test_pages_of_a_hung_peer_stay_in_quarantine_for_ever_and_go_back_when_it_says_drained(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     net.hang(p)
     net.run(100.0, step_s=0.2)
     assert room.receives == ["ReceiveFailed"]
@@ -90,8 +92,7 @@ def test_pages_of_a_hung_peer_stay_in_quarantine_for_ever_and_go_back_when_it_sa
 
 
 def test_a_process_that_refuses_is_dead_and_its_pages_come_back_after_the_grace() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     net.kill(p)
     net.run(0.2)
     assert room.receives == ["ReceiveFailed"]
@@ -120,8 +121,7 @@ def test_the_death_of_rank_0_frees_no_page_while_another_rank_of_it_can_write() 
 
 def test_who_is_told_that_a_machine_is_gone_frees_its_pages_after_the_grace() -> None:
     """No answer at all would be no proof for ever."""
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     net.unreachable.add(p.address.port)
     net.hang(p)
     net.run(60.0, step_s=0.2)
@@ -135,8 +135,7 @@ def test_who_is_told_that_a_machine_is_gone_frees_its_pages_after_the_grace() ->
 
 
 def test_who_was_told_wrong_hears_it_from_the_peer_itself() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     d.core.peer_is_dead(p.address.incarnation)
     net.run(0.5)
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]  # it was asked, and has answered
@@ -145,8 +144,7 @@ def test_who_was_told_wrong_hears_it_from_the_peer_itself() -> None:
 
 
 def test_another_life_on_the_old_address_is_the_death_of_the_first() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, _, room = started()
     net.kill(p)
     net.add(port=p.address.port)
     net.run(2.0)
@@ -178,8 +176,7 @@ def test_one_refusal_is_no_death_and_who_is_back_within_the_grace_is_asked(away_
 
 def test_who_says_hello_from_the_grave_is_not_dead() -> None:
     """Its transfer service cannot be dialled; it dials us."""
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     net.cut()
     del net.listeners[p.address.port]
     net.run(0.3)
@@ -195,8 +192,7 @@ def test_who_says_hello_from_the_grave_is_not_dead() -> None:
 
 
 def test_an_address_that_cannot_be_reached_proves_nothing() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, _, room = started()
     net.unreachable.add(p.address.port)
     net.cut()
     net.run(60.0, step_s=0.2)
@@ -207,8 +203,7 @@ def test_an_address_that_cannot_be_reached_proves_nothing() -> None:
 
 
 def test_a_lost_connection_fails_the_rooms_and_is_made_again_at_once() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     net.cut()
     net.run(0.3)
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]  # asked and answered over the new connection
@@ -217,8 +212,7 @@ def test_a_lost_connection_fails_the_rooms_and_is_made_again_at_once() -> None:
 
 
 def test_an_acknowledgement_that_was_lost_with_the_connection_comes_again() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, _, room = started()
     p.send(room, 3, last=True)
     for _ in range(20):
         net.now += 0.01
@@ -235,8 +229,7 @@ def test_an_acknowledgement_that_was_lost_with_the_connection_comes_again() -> N
 
 
 def test_a_receiver_that_does_not_come_back_to_acknowledge_fails_the_room() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     d.core.receiving.arrived = lambda *_: None  # type: ignore[method-assign]  # it never acknowledges
     p.send(room, 3, last=True)
     net.run(0.3)
@@ -249,8 +242,7 @@ def test_a_receiver_that_does_not_come_back_to_acknowledge_fails_the_room() -> N
 
 
 def test_a_prefill_engine_finds_out_that_its_receiver_is_dead() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     net.fabric.faults.hold_checks = 1_000_000  # a write that does not end
     p.send(room, 3, last=True)
     net.run(0.1)
@@ -297,8 +289,7 @@ def test_many_rooms_of_one_peer_take_turns() -> None:
 
 
 def test_an_open_that_comes_twice_or_late_changes_nothing() -> None:
-    net, p, d = pair()
-    room = begun(net, p, d)
+    net, p, d, room = started()
     opened = Open(
         room=room.number,
         generation=1,
