@@ -1,4 +1,4 @@
-"""Transfer services without threads, sockets or bytes: they copy slots between FakeDevices, when they are told to.
+"""Transfer services without threads, sockets or bytes: they copy slots between FakeDevices, on request.
 
 What is due waits, room by room, until `FakeWire.pump`; a test decides what happens next, and what fails. Writes that
 were posted before their room failed still happen, with garbage: pages that were reused too early show at once.
@@ -46,7 +46,7 @@ class FakeRoom:
     next_page: int = 0  # of the sequence; what the sender has to go on with
     arrived: int = 0  # pages
     failed: str | None = None
-    receiver_over: bool = False  # its last word is out, or only ReceiveDrained is missing
+    receiver_over: bool = False  # its last event is out, or only ReceiveDrained is missing
     sender_over: bool = False
     due: collections.deque[Callable[[], None]] = field(default_factory=collections.deque)
 
@@ -58,7 +58,7 @@ class FakeWire:
         self.services: list[FakeTransferService] = []
         self.rooms: dict[int, FakeRoom] = {}
         self.muted: set[int] = set()
-        self.draining = True  # False: nobody says that a failed room's writes are over
+        self.draining = True  # False: no side reports that a failed room's writes are over
 
     def join(self, device: FakeDevice, *, page_size: int) -> "FakeTransferService":
         service = FakeTransferService(self, device, page_size, name=f"service{len(self.services)}")
@@ -82,18 +82,18 @@ class FakeWire:
         return self.rooms.setdefault(number, FakeRoom(number))
 
     def fail(self, number: int, reason: str = "the wire broke") -> None:
-        """Both sides that have not ended well hear that they failed, and later that nothing is under way."""
+        """Fail both sides that have not ended well, and later report that nothing is under way."""
         room = self.room(number)
         if room.failed is not None:
             return
         room.failed = reason
         if room.receiver is not None and not room.receiver_over:
             room.receiver_over = True
-            room.receiver.tell(ReceiveFailed(room=number, reason=reason))
+            room.receiver.emit(ReceiveFailed(room=number, reason=reason))
             room.due.append(lambda: self._drained(room, room.receiver, ReceiveDrained(room=number)))
         if room.sender is not None and not room.sender_over:
             room.sender_over = True
-            room.sender.tell(SendFailed(room=number, reason=reason))
+            room.sender.emit(SendFailed(room=number, reason=reason))
             room.due.append(lambda: self._drained(room, room.sender, SendDrained(room=number)))
 
     def expire(self) -> None:
@@ -108,7 +108,7 @@ class FakeWire:
     def _drained(self, room: FakeRoom, service: "FakeTransferService | None", event: TransferEvent) -> None:
         assert service is not None
         if self.draining:
-            service.tell(event)
+            service.emit(event)
         else:
             room.due.append(lambda: self._drained(room, service, event))
             self.muted.add(room.number)
@@ -192,12 +192,12 @@ class FakeTransferService:
     def close(self) -> None:
         self.closed = True
 
-    def tell(self, event: TransferEvent) -> None:
+    def emit(self, event: TransferEvent) -> None:
         self._events.append(event)
         self.on_event()
 
     def _meet(self, room: FakeRoom) -> None:
-        """Once both are here the sender hears it; whoever comes to a failed room hears that."""
+        """Once both are here the sender is ready; a side that comes to a failed room fails at once."""
         if room.failed is not None:
             reason, room.failed = room.failed, None
             self.wire.fail(room.number, reason)
@@ -208,7 +208,7 @@ class FakeTransferService:
     def _ready(room: FakeRoom) -> None:
         if room.failed is None and room.sender is not None and room.order is not None:
             room.ready, room.next_page = True, room.order.first_page
-            room.sender.tell(SendReady(room=room.number, first_page=room.order.first_page))
+            room.sender.emit(SendReady(room=room.number, first_page=room.order.first_page))
 
     def _send(self, room: FakeRoom, page_offset: int, pages: PageIds, meta: KVTransferMeta | None) -> None:
         assert room.sender is self
@@ -251,16 +251,16 @@ class FakeTransferService:
     def _complete(self, room: FakeRoom, meta: KVTransferMeta) -> None:
         assert room.order is not None
         assert room.receiver is not None
-        assert room.arrived == len(room.order.pages), "the last word came before all pages"
+        assert room.arrived == len(room.order.pages), "the last write came before all pages"
         room.receiver_over = True
         num_bytes = room.arrived * PAGE_BYTES
-        room.receiver.tell(Received(room=room.number, meta=meta, transfer_s=0.25, num_bytes=num_bytes))
+        room.receiver.emit(Received(room=room.number, meta=meta, transfer_s=0.25, num_bytes=num_bytes))
         room.due.append(lambda: self._confirm(room))
 
     def _confirm(self, room: FakeRoom) -> None:
         if not room.sender_over:
             room.sender_over = True
-            self.tell(SendDone(room=room.number))
+            self.emit(SendDone(room=room.number))
 
     def _slots(self, pages: Sequence[int] | PageIds) -> np.ndarray:
         ids = np.asarray(pages, dtype=np.int64)

@@ -143,7 +143,7 @@ def page_ids(*pages: int) -> PageIds:
 
 
 def poll_all(ports: Sequence[AgentPort], *, rounds: int = 20) -> list[PortEvent]:
-    """What happens in so many turns; invariants hold after each."""
+    """Return the events of ``rounds`` turns; invariants hold after each."""
     events: list[PortEvent] = []
     for _ in range(rounds):
         for port in ports:

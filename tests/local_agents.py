@@ -26,9 +26,9 @@ from kvtransfer.types import PageIds, WriteTimes
 class Faults:
     """What goes wrong from now on."""
 
-    hold_checks: int = 0  # a write lands at so many checks after its post
-    lose_notes: int = 0  # so many of the next notes never arrive
-    flip_bytes: int = 0  # in so many of the next writes one byte arrives changed
+    hold_checks: int = 0  # number of checks after its post at which a write lands
+    lose_notes: int = 0  # number of the next notes that never arrive
+    flip_bytes: int = 0  # number of the next writes in which one byte arrives changed
 
 
 class LocalFabric:

@@ -33,16 +33,16 @@ class Side:
 
     def take(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
-            told = self.deltas.setdefault((delta.rid, delta.index), [])
-            assert not told or told[-1].finish is None, f"{delta.rid} was told more after its end"
-            told.append(delta)
+            choice = self.deltas.setdefault((delta.rid, delta.index), [])
+            assert not choice or choice[-1].finish is None, f"{delta.rid} has deltas after its end"
+            choice.append(delta)
 
     def ids(self, rid: str, index: int = 0) -> list[int]:
         return [token for delta in self.deltas.get((rid, index), ()) for token in delta.token_ids]
 
     def end(self, rid: str, index: int = 0) -> FinishReason | None:
-        told = self.deltas.get((rid, index))
-        return told[-1].finish.reason if told and told[-1].finish is not None else None
+        deltas = self.deltas.get((rid, index))
+        return deltas[-1].finish.reason if deltas and deltas[-1].finish is not None else None
 
     def report(self, rid: str) -> HandOffReport:
         """How its hand-off ended."""

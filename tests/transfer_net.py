@@ -1,8 +1,8 @@
 """Engines with transfer services in one process and in one thread: a network, memory and a clock that obey the test.
 
-`Net` carries messages when it is told to, loses connections, and lets processes die, hang and come again on their old
+`Net` carries messages on request, loses connections, and lets processes die, hang and come again on their old
 address. `SimEngine` is what replicas/ is to a transfer service: it hands out pages, takes them back by the rules of
-`TransferService`, and knows what every page that nobody may write to must hold.
+`TransferService`, and knows the content of every page that no peer may write to.
 """
 
 import itertools
@@ -75,7 +75,7 @@ class _End:
     inbox: deque[Message] = field(default_factory=deque)
     other: "_End | None" = None
     closed: bool = False  # here
-    broken: str = ""  # told after what is in the inbox
+    broken: str = ""  # reported after what is in the inbox
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Net:
         self.listeners: dict[int, SimEngine] = {}  # by port
         self.engines: list[SimEngine] = []
         self.rooms: list[Room] = []
-        self.unreachable: set[int] = set()  # ports that nobody reaches just now
+        self.unreachable: set[int] = set()  # ports that cannot be reached just now
         self.followers: dict[int, PeerAddress] = {}  # by port: processes of ranks after the first
         self.orphans: list[SimEngine] = []  # rank 0's process is gone, the others live on
 
@@ -284,7 +284,7 @@ class SimEngine:
         self.free = list(range(1, num_pages))
         self.writable: Counter[int] = Counter()  # pages of rooms that come or are in quarantine
         self.pinned: Counter[int] = Counter()  # pages of rooms that go
-        self.kept = self.bytes_of(np.arange(num_pages)).copy()  # what pages hold that nobody may write to
+        self.kept = self.bytes_of(np.arange(num_pages)).copy()  # content of the pages that no peer may write to
         self.receiving: dict[int, Room] = {}
         self.sending: dict[int, Room] = {}
         self.fresh = itertools.count(port * 1_000_000)
@@ -299,7 +299,7 @@ class SimEngine:
         return np.array(pages, dtype=np.int32)
 
     def reuse(self, pages: PageIds) -> None:
-        """Give them to somebody else, who writes at once."""
+        """Give them to another request, which writes at once."""
         for page in pages.tolist():
             assert page not in self.free
             self.free.append(page)
@@ -401,12 +401,12 @@ class SimEngine:
             room.reasons.append(event.reason)
 
     def check(self) -> None:
-        """The books balance, nobody wrote where nobody may, and no wait is over its limit."""
+        """The books balance, no page changed that no peer may write to, and no wait is over its limit."""
         unsent = [room for room in self.net.rooms if room.prefill is self and not room.leg]
         held = [*self.writable.elements(), *self.pinned.elements(), *(p for room in unsent for p in room.src.tolist())]
         assert sorted([*self.free, *held]) == list(range(1, self.num_pages)), "a page is lost or in two places"
         still = [page for page in range(self.num_pages) if not self.writable[page]]
-        assert np.array_equal(self.bytes_of(np.array(still)), self.kept[still]), "somebody wrote into a page of another"
+        assert np.array_equal(self.bytes_of(np.array(still)), self.kept[still]), "a page of another room changed"
         for room in self.receiving.values():
             assert room.receives or self.net.now < room.deadline_s, f"room {room.number} waits past its deadline"
             assert room.receives in ([], ["ReceiveFailed"])

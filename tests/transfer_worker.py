@@ -1,4 +1,4 @@
-"""Engines' transfer sides in this process or in a spawned one, told what to do by the tests of the transfer.
+"""Engines' transfer sides in this process or in a spawned one, driven by the tests of the transfer.
 
 Owns:      `Host`, which has engines of any number of ranks over one kind of agent; `Worker`, a process with a Host.
 Invariant: every call of a Worker is answered, or fails, within CALL_LIMIT_S: a process that hangs or crashes fails the

@@ -100,15 +100,15 @@ def pair(sides: Sides, *, p_tp: int = 1, d_tp: int = 1) -> tuple[Engine, Engine]
 
 
 def close(*engines: Engine) -> None:
-    """The last word: the processes serve other tests."""
+    """End the engines; their processes serve other tests."""
     for engine in engines:
         engine.call("close")
         engine.side.call("take_events")
 
 
 def has_come(num_pages: int, *, ways: int = 1, num_written: int = 1) -> Any:
-    """Enough events: over each of so many pairs of ranks all pages and the word that it is all (in any order, as notes
-    of writes in flight at the same time may pass each other), and so many orders have ended well."""
+    """Whether over each of ``ways`` pairs of ranks all pages and the last note have come (in any order, as notes
+    of writes in flight at the same time may pass each other), and ``num_written`` orders have ended well."""
 
     def enough(events: list[PortEvent]) -> bool:
         arrived = arrivals(events)
@@ -148,7 +148,7 @@ def test_scattered_pages_arrive_bit_for_bit_and_nothing_else_changes(sides: Side
     close(p, d)
 
 
-def test_each_write_that_has_ended_tells_how_long_it_took(sides: Sides) -> None:
+def test_each_write_that_has_ended_has_its_times(sides: Sides) -> None:
     """40 pages, half the heads of each to each of two ranks: two writes."""
     p, d = pair(sides, d_tp=2)
     src, dst = spread(40, 3), spread(40, 4)
@@ -268,7 +268,7 @@ def test_a_stopped_peer_is_given_up_without_letting_go_of_what_may_still_be_read
 
 
 def test_a_stopped_peer_that_wakes_up_gets_what_was_posted(sides: Sides) -> None:
-    """A hang is not a failure: nothing is lost, and no word of it comes before the data."""
+    """A hang is not a failure: nothing is lost, and no note comes before its data."""
     p, d = pair(sides)
     dst = spread(16, 4)
     p.send(d, spread(1, 3), spread(1, 8), room=9)

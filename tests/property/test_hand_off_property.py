@@ -89,7 +89,7 @@ def test_every_request_ends_once_with_the_answer_of_one_engine(
 
 
 def arrive(pair: Pair, rid: str, where: str, owed: Asked, asked: dict[tuple[int, str], Asked]) -> None:
-    """To one side alone, or as two legs, or as one whose peer never hears of it."""
+    """To one side alone, or as two legs, or as one leg without the other."""
     request = ask(rid, owed.prompt, max_new_tokens=owed.length, n=owed.num_choices)
     if where in ("prefill side", "decode side"):
         side = int(where == "decode side")
@@ -136,7 +136,7 @@ def settle(pair: Pair) -> None:
             prealloc = pair.decode.engine.scheduler.queues.prealloc
             alone = room.sender is None or (room.order is None and not len(prealloc))
             if alone and not room.due:
-                pair.wire.fail(room.number, "nobody came")
+                pair.wire.fail(room.number, "the other side did not come")
     else:
         raise AssertionError(f"still busy: {pair.prefill.engine.open_rids}, {pair.decode.engine.open_rids}")
     for side in (pair.prefill, pair.decode):

@@ -29,7 +29,7 @@ class HandOffRooms(RuleBasedStateMachine):
         p=st.integers(0, 2), d=st.integers(0, 2), pages=st.integers(1, 4), prefix=st.integers(0, 4), leg=st.booleans()
     )
     def hand_off(self, p: int, d: int, pages: int, prefix: int, leg: bool) -> None:
-        """Any engine plays any side; the peer may hang or be dead, which nobody knows yet."""
+        """Any engine plays any side; the peer may hang or be dead, before any other knows."""
         prefill, decode = self.net.engines[p], self.net.engines[d]
         if decode.alive and not decode.hung:
             self.net.hand_off(

@@ -1,4 +1,4 @@
-"""Every state of both legs x {abort, deadline, failure, an answer after the end}: who is told what, where pages are."""
+"""Every state of both legs x {abort, deadline, failure, an answer after the end}: the answers, and where pages are."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def end(pair: Pair, side: Side, how: str) -> None:
 def started(how: str) -> Pair:
     pair = Pair()
     prefill, decode = pair.legs(ask("a", PROMPT))
-    if how == "deadline":  # on one side only, so that the other has to be told
+    if how == "deadline":  # on one side only: the other learns of it from its peer
         prefill, decode = replace(prefill, deadline_s=50.0), replace(decode, deadline_s=50.0)
     pair.prefill.submit(prefill)
     pair.decode.submit(decode)
@@ -341,8 +341,8 @@ def cramped() -> Pair:
 
 
 @pytest.mark.parametrize("leg", [False, True], ids=["whole", "decode leg"])
-def test_a_request_that_only_quarantine_keeps_out_is_refused_after_a_while_and_bars_nobody(leg: bool) -> None:
-    """30 tokens fit 24 pages, but not the 6 that are left; nobody holds any of those that could come back. Those behind
+def test_a_request_that_only_quarantine_keeps_out_is_refused_after_a_while_and_blocks_no_other(leg: bool) -> None:
+    """30 tokens fit 24 pages, but not the 6 that are left; no request holds pages that could come back. Requests behind
     it go on. When the peer has let go, the same request is served."""
     pair = cramped()
     submit = pair.ask if leg else lambda rid, prompt: pair.decode.submit(ask(rid, prompt))
@@ -393,8 +393,7 @@ def test_a_request_whose_own_pages_are_in_quarantine_is_refused_where_the_rest_i
 
 
 def test_a_request_waits_for_pages_that_others_hold_beside_the_quarantine() -> None:
-    """The same 30 tokens while somebody runs: what he holds might have been enough, so nobody is refused before he
-    ends."""
+    """The same 30 tokens while another runs, whose pages might be enough: none is refused before it ends."""
     pair = cramped()
     pair.decode.submit(ask("runs", [1, 2], max_new_tokens=9))
     pair.turn(pump=0)

@@ -34,13 +34,13 @@ def test_an_engine_that_only_waits_for_a_peer_sleeps_until_its_transfer_service_
     before = len(looks)
     threading.Event().wait(0.3)
     assert len(looks) - before <= 2  # it looks up every half second, not every 2 ms
-    service.tell(ReceiveFailed(room=1, reason="its peer died"))
+    service.emit(ReceiveFailed(room=1, reason="its peer died"))
     until(lambda: bool(got) and got[-1].finish is not None)
     assert [token for delta in got for token in delta.token_ids] == continuation(PROMPT, 8)
     assert got[-1].finish is not None
     assert got[-1].finish.reason is FinishReason.LENGTH
     until(lambda: loop.stats().pool.quarantined_pages == 5)
-    service.tell(ReceiveDrained(room=1))
+    service.emit(ReceiveDrained(room=1))
     until(lambda: loop.stats().pool.quarantined_pages == 0)  # also when it has nothing else to do
     loop.stop()
     assert service.closed

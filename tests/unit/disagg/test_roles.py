@@ -109,7 +109,7 @@ def test_what_the_decode_side_has_is_not_sent(held: int, num_pages: int) -> None
 
 
 def test_nothing_but_the_first_token_is_sent_where_the_decode_side_has_every_page() -> None:
-    """Notes, section 8: a last word without pages must still come."""
+    """Notes, section 8: a last note without pages must still come."""
     pair = Pair()
     pair.decode.submit(ask("warm", PROMPT[:44], max_new_tokens=1))
     pair.run()
@@ -248,24 +248,24 @@ def test_the_cache_is_not_flushed_under_a_peer() -> None:
     assert pair.prefill.pages() == (64, 0, 0, 0, 0)
 
 
-def test_a_hand_off_that_fails_is_told_before_the_prompt_is_computed_after_all() -> None:
-    """The router needs it at once: what becomes of the prefill replica does not matter any more."""
+def test_a_hand_off_that_fails_is_reported_before_the_prompt_is_computed() -> None:
+    """The router needs the report at once: from then on the prefill replica does not matter."""
     pair = Pair(chunked_prefill_size=16)
     pair.ask("a", PROMPT)
     pair.until(pair.decode, "a", ReqState.RECEIVING)
     pair.wire.fail(1, "cut")
     pair.until(pair.decode, "a", ReqState.PREFILLING)
-    [told] = pair.decode.deltas[("a", 0)]
-    assert told.is_report
-    assert told.hand_off is not None
-    assert (told.hand_off.transferred, told.hand_off.reason) == (False, "cut")
+    [failed] = pair.decode.deltas[("a", 0)]
+    assert failed.is_report
+    assert failed.hand_off is not None
+    assert (failed.hand_off.transferred, failed.hand_off.reason) == (False, "cut")
     pair.run()
     assert all(delta.hand_off is None for delta in pair.decode.deltas[("a", 0)][1:])
     assert pair.decode.end("a") is FinishReason.LENGTH
 
 
 def test_equal_prompts_that_come_between_two_steps_write_each_position_of_the_table_once() -> None:
-    """The second takes the first's pages before any plan has told of its own (the fake device checks the plan)."""
+    """The second takes the first's pages before any plan has listed its own (the fake device checks the plan)."""
     pair = Pair()
     pair.ask("a", PROMPT)
     pair.ask("b", PROMPT)

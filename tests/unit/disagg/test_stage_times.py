@@ -56,7 +56,7 @@ def test_queue_prefill_and_decode_of_a_request_are_the_steps_it_sat_in() -> None
     assert ends(deltas) == {("a", 0): StageTimes(queue_s=0.5, prefill_s=2.0, decode_s=2.0)}
 
 
-def test_who_waits_for_a_place_waits_in_the_queue() -> None:
+def test_a_request_that_waits_for_a_place_waits_in_the_queue() -> None:
     slow = SlowDevice(max_running=1)
     deltas = [*slow.engine.submit(ask("a", range(4), max_new_tokens=3)), *slow.engine.submit(ask("b", range(9, 12)))]
     deltas += finish_all(slow.engine)
@@ -103,7 +103,7 @@ def test_a_request_that_was_complete_when_it_came_spent_nothing() -> None:
     assert ends(deltas) == {("a", 0): StageTimes()}
 
 
-def test_both_legs_of_a_hand_off_tell_their_own_times() -> None:
+def test_both_legs_of_a_hand_off_report_their_own_times() -> None:
     pair = Pair()
     pair.ask("a", range(10), max_new_tokens=4)
     pair.run()
@@ -118,7 +118,7 @@ def test_both_legs_of_a_hand_off_tell_their_own_times() -> None:
     assert sent.decode_s == 0.0
 
 
-def test_a_leg_that_is_computed_where_it_decodes_tells_the_lost_transfer_and_its_second_wait() -> None:
+def test_a_leg_that_is_computed_where_it_decodes_reports_the_lost_transfer_and_its_second_wait() -> None:
     pair = Pair()
     start_s = pair.clock.now_s
     pair.ask("a", range(10), max_new_tokens=4)

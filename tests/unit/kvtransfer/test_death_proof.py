@@ -68,7 +68,7 @@ def test_an_answer_between_two_refusals_begins_anew_and_the_transfer_service_own
     assert another.answered(1, "service", 10.0)
 
 
-def test_who_is_told_waits_for_the_grace_alone() -> None:
+def test_a_declared_death_waits_for_the_grace_alone() -> None:
     death_proof = DeathProof(SERVICE, (FOLLOWER,), "told", now=10.0)
     death_proof.declared(10.0)
     assert not death_proof.proven(10.99)

@@ -39,7 +39,7 @@ def hello(name: str, port: int = 1) -> PeerHello:
 
 def pair(*, dial: bytes = b"secret", listen: bytes = b"secret") -> tuple[Handshake, Handshake]:
     return (
-        Handshake(token=dial, hello=hello("d"), dialled=hello("whoever").address),
+        Handshake(token=dial, hello=hello("d"), dialled=hello("any").address),
         Handshake(token=listen, hello=hello("p")),
     )
 
@@ -73,7 +73,7 @@ def test_a_listener_without_the_token_gets_no_metadata() -> None:
     assert d.peer is None
 
 
-def test_a_mac_cannot_be_sent_back_to_who_made_it() -> None:
+def test_a_mac_is_not_accepted_by_its_maker() -> None:
     """The sides sign different words: a listener cannot answer with the dialler's own proof."""
     d, _ = pair()
     [answer] = d.heard(Challenge(nonce="n", address=hello("p").address))
@@ -97,12 +97,12 @@ def test_a_proof_that_is_passed_on_to_another_address_is_none() -> None:
         p.heard(answer)
 
 
-def test_who_has_proven_to_be_one_cannot_say_hello_as_another() -> None:
+def test_a_peer_cannot_say_hello_as_another_than_it_has_proven_to_be() -> None:
     d, p = pair()
     welcome, _ = p.heard(d.heard(p.start()[0])[0])
     d.heard(welcome)
     with pytest.raises(BadMessage, match="proven to be another"):
-        p.heard(hello("somebody"))
+        p.heard(hello("another"))
     assert p.peer is None
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_believed_before_the_proof(early: Message) -> None:
 
 @dataclass
 class Heard:
-    """A handler that writes down what it is told."""
+    """A handler that records its calls."""
 
     up: list[tuple[int, str]] = field(default_factory=list)
     down: list[tuple[int, str, bool]] = field(default_factory=list)
@@ -209,7 +209,7 @@ def test_a_message_that_cannot_be_served_costs_its_sender_the_connection(make: M
     assert (d.heard.down, other.heard.down) == ([(links[0], "the peer closed the connection", False)], [])
 
 
-def test_a_probe_learns_who_listens_and_is_no_link_over_there(make: Make) -> None:
+def test_a_probe_learns_which_process_listens_and_opens_no_link_on_its_side(make: Make) -> None:
     d, p = make("d"), make("p")
     link = p.links.dial(d.hello.address, "probe")
     run(d, p)
@@ -220,7 +220,7 @@ def test_a_probe_learns_who_listens_and_is_no_link_over_there(make: Make) -> Non
     assert d.links.num_connections == 0
 
 
-def test_a_dead_address_refuses_and_that_is_told(make: Make) -> None:
+def test_a_dead_address_refuses_and_the_refusal_is_reported(make: Make) -> None:
     d, p = make("d"), make("p")
     p.close()
     link = d.links.dial(p.hello.address, "rooms")

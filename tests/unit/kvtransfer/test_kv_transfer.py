@@ -153,7 +153,7 @@ def hand_off(p: Engine, d: Engine, *, room: int) -> None:
     p.wait(SendDone, room)
 
 
-def test_the_last_word_alone_is_enough_when_the_receiver_has_all_pages(make: Make) -> None:
+def test_the_last_note_alone_is_enough_when_the_receiver_has_all_pages(make: Make) -> None:
     """SPEC H09: zero pages included."""
     p, d = make(seed=1), make(seed=2)
     expect(p)
@@ -251,7 +251,7 @@ def test_a_room_that_is_open_here_is_not_opened_again(make: Make) -> None:
     hand_off(p, d, room=2)
 
 
-def test_a_transfer_service_that_closes_waits_until_nobody_writes_into_its_pages(make: Make) -> None:
+def test_a_transfer_service_that_closes_waits_until_no_peer_writes_into_its_pages(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
     hand_off(p, d, room=1)
     expect(p, room=2)
@@ -289,7 +289,7 @@ def test_a_transfer_thread_that_dies_ends_its_rooms_and_frees_no_page_that_is_wr
     assert "the transfer thread has failed: ZeroDivisionError" in getattr(failed, "reason", "")
     p.wait(SendDrained, 1)
     receive(d, p, page_ids(1), room=2)
-    d.wait(ReceiveDrained, 2)  # nobody has heard of it
+    d.wait(ReceiveDrained, 2)  # its open was never sent
     assert d.of(1) == ["ReceiveFailed"]
     assert d.of(2) == ["ReceiveFailed", "ReceiveDrained"]
     assert isinstance(d.service.error, ZeroDivisionError)
@@ -306,7 +306,7 @@ def test_descriptors_are_flat_while_peers_come_and_go_and_all_are_given_back(mak
     until(lambda: len(os.listdir("/proc/self/fd")) <= first)
 
 
-def test_a_transfer_service_that_is_told_of_a_death_by_another_thread_frees_the_rooms_pages(make: Make) -> None:
+def test_a_death_declared_by_another_thread_frees_the_rooms_pages(make: Make) -> None:
     d = make()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and says nothing: a machine that is gone
         address = PeerAddress(host="127.0.0.1", port=silent.getsockname()[1], incarnation="gone")

@@ -16,8 +16,8 @@ def counted(engine: SimEngine) -> tuple[int, int]:
     return stats.late_messages, stats.early_notes
 
 
-def test_late_and_malformed_notes_of_every_rank_are_late_messages_and_early_ones_are_told_apart() -> None:
-    """Each of the two ranks gets two notes of rooms that nobody expects: they wait. One is expected then, the other
+def test_late_and_malformed_notes_of_every_rank_are_late_messages_and_early_ones_are_counted_apart() -> None:
+    """Each of the two ranks gets two notes of rooms that it does not expect: they wait. One is expected then, the other
     forgotten: late, on both ranks. What rank 1 cannot read is counted too."""
     net = Net()
     p, d = net.add(tp=1), net.add(tp=2)

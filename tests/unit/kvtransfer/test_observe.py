@@ -1,4 +1,4 @@
-"""The events of a hand-off: their fields, and that nobody pays for them unasked."""
+"""The events of a hand-off: their fields, and that they cost nothing while they are off."""
 
 import json
 import logging
@@ -26,8 +26,8 @@ def events(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 
 def lines(caplog: pytest.LogCaptureFixture, event: str = "") -> list[dict[str, object]]:
-    told = [json.loads(record.getMessage()) for record in caplog.records if record.name == observe.log.name]
-    return [fields for fields in told if event in ("", fields["event"])]
+    written = [json.loads(record.getMessage()) for record in caplog.records if record.name == observe.log.name]
+    return [fields for fields in written if event in ("", fields["event"])]
 
 
 def some() -> tuple[PayloadMeta, np.ndarray]:
@@ -47,10 +47,10 @@ def test_what_is_about_to_be_sent(events: pytest.LogCaptureFixture) -> None:
     """SPEC J01: 21 tokens of 2 layers x K, V x 3 heads x 4 x 2 bytes."""
     meta, payload = some()
     observe.prefill_before_send(meta, payload)
-    (told,) = lines(events)
-    k_hash, v_hash = told.pop("k_hash"), told.pop("v_hash")
+    (written,) = lines(events)
+    k_hash, v_hash = written.pop("k_hash"), written.pop("v_hash")
     assert k_hash != v_hash
-    assert told == {
+    assert written == {
         "event": "prefill_before_send",
         "rid": "r1",
         "prompt_len": 25,
@@ -87,7 +87,7 @@ def test_a_changed_byte_changes_the_hash_of_its_side(part: int, name: str) -> No
 
 
 @pytest.mark.parametrize("tp", [1, 3])
-def test_every_write_of_every_rank_is_told(events: pytest.LogCaptureFixture, tp: int) -> None:
+def test_every_write_of_every_rank_is_an_event(events: pytest.LogCaptureFixture, tp: int) -> None:
     """SPEC J02: 5 pages, 2 a write, are 3 writes of each rank; a page of all heads has 3,072 bytes."""
     net = Net()
     prefill, decode = net.add(tp=tp), net.add()
@@ -98,14 +98,14 @@ def test_every_write_of_every_rank_is_told(events: pytest.LogCaptureFixture, tp:
     prefill.send(room, 5, last=True)
     net.run(1.0)
     assert room.receives == ["Received"]
-    told = lines(events, "transfer_submit")
-    assert sorted((fields["rank"], fields["num_bufs"]) for fields in told) == [
+    written = lines(events, "transfer_submit")
+    assert sorted((fields["rank"], fields["num_bufs"]) for fields in written) == [
         (rank, pages) for rank in range(tp) for pages in (1, 2, 2)
     ]
-    assert {(fields["rid"], fields["room"]) for fields in told} == {("r", 1)}
-    assert sum(fields["total_bytes"] for fields in told) == 5 * 3072  # type: ignore[misc]
-    assert told[0]["buffers"] == [{"device": 0, "nbytes": 3072 // tp, "dtype": "float32"}] * 2
-    assert all(0 <= fields["latency_s"] < 10 for fields in told)  # type: ignore[operator]
+    assert {(fields["rid"], fields["room"]) for fields in written} == {("r", 1)}
+    assert sum(fields["total_bytes"] for fields in written) == 5 * 3072  # type: ignore[misc]
+    assert written[0]["buffers"] == [{"device": 0, "nbytes": 3072 // tp, "dtype": "float32"}] * 2
+    assert all(0 <= fields["latency_s"] < 10 for fields in written)  # type: ignore[operator]
 
 
 def test_verbose_logging_does_not_turn_it_on(caplog: pytest.LogCaptureFixture) -> None:

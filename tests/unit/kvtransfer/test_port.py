@@ -84,7 +84,7 @@ def test_no_page_at_all_is_a_note_alone() -> None:
     assert (arrived.num_pages, arrived.last, arrived.meta) == (0, True, b"all was cached")
 
 
-def test_no_page_and_not_the_last_is_written_without_a_word_to_the_peer() -> None:
+def test_no_page_and_not_the_last_is_written_without_a_note_to_the_peer() -> None:
     _, p, d = pair()
     expect(d, p, page_ids(1))
     p.ports[0].write(order(d, page_ids(), page_ids(), last=False))
@@ -224,7 +224,7 @@ def test_a_note_that_speaks_of_more_pages_than_the_room_has_is_dropped() -> None
     assert d.ports[0].note_counts.malformed == 1
 
 
-def test_a_lost_note_leaves_the_sender_content_and_the_receiver_waiting() -> None:
+def test_a_lost_note_ends_the_write_for_the_sender_and_leaves_the_receiver_waiting() -> None:
     fabric, p, d = pair()
     fabric.faults.lose_notes = 1
     expect(d, p, page_ids(1))

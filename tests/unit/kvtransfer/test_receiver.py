@@ -45,9 +45,9 @@ ACK = Ack(room=1, generation=2)
 class Case:
     def __init__(self, *, tp: int = 1, order: ReceiveOrder = ORDER) -> None:
         self.events: list[TransferEvent] = []
-        self.told: list[ToSender] = []
+        self.sent: list[ToSender] = []
         self.room = KVReceiver(
-            order, layout(tp), 0.0, events=self.events, send=lambda _, message: self.told.append(message)
+            order, layout(tp), 0.0, events=self.events, send=lambda _, message: self.sent.append(message)
         )
 
     def open(self, tp: int = 1) -> "Case":
@@ -88,7 +88,7 @@ class Case:
 
 def test_the_open_says_where_the_pages_go_and_what_is_left_of_the_deadline() -> None:
     case = Case().open()
-    assert case.told == [Open(room=1, generation=2, num_tokens=20, first_page=1, pages=(8, 9, 6, 7), deadline_s=9.0)]
+    assert case.sent == [Open(room=1, generation=2, num_tokens=20, first_page=1, pages=(8, 9, 6, 7), deadline_s=9.0)]
     assert case.room.state == KVPoll.WAITING_FOR_INPUT
 
 
@@ -101,10 +101,10 @@ def test_it_is_received_when_all_pages_and_the_last_are_there_in_any_order(order
         offset, num, last = writes[at]
         case.arrive(offset, num, last=last, now=2.0 + step)
     assert case.events == [Received(room=1, meta=META, transfer_s=2.0, num_bytes=400)]
-    assert case.told[1:] == [ACK]
+    assert case.sent[1:] == [ACK]
 
 
-def test_all_pages_without_the_last_word_are_not_enough() -> None:
+def test_all_pages_without_the_last_note_are_not_enough() -> None:
     case = Case().open()
     case.arrive(0, 4)
     assert case.events == []
@@ -112,7 +112,7 @@ def test_all_pages_without_the_last_word_are_not_enough() -> None:
     assert case.kinds == [Received]
 
 
-def test_a_room_of_no_pages_waits_for_the_last_word_alone() -> None:
+def test_a_room_of_no_pages_waits_for_the_last_note_alone() -> None:
     """SPEC H09: zero pages included; forgetting it is a known way to hang."""
     order = replace(ORDER, first_page=5, pages=page_ids())
     case = Case(order=order).open()
@@ -152,7 +152,7 @@ def test_a_wrong_digest_fails_the_room_with_its_pages_and_quarantines_it() -> No
     assert case.events == [
         ReceiveFailed(room=1, reason="the digests of 1 pages are wrong", bad_pages=(9,)),
     ]
-    assert case.told[1:] == [ABORT]
+    assert case.sent[1:] == [ABORT]
     assert case.room.draining
     case.room.drained()
     assert case.kinds == [ReceiveFailed, ReceiveDrained]
@@ -184,14 +184,14 @@ def test_pages_outside_of_the_room_or_twice_fail_it(offset: int, num: int) -> No
     assert case.room.draining
 
 
-def test_a_room_that_the_peer_never_heard_of_is_drained_at_once() -> None:
+def test_a_room_whose_open_was_never_sent_is_drained_at_once() -> None:
     case = Case()
     case.room.fail("no hello within 5 s")
     assert case.kinds == [ReceiveFailed, ReceiveDrained]
-    assert case.told == []
+    assert case.sent == []
 
 
-def test_a_failed_room_is_drained_only_by_the_peers_word() -> None:
+def test_a_failed_room_is_drained_only_by_the_peers_message() -> None:
     case = Case().open()
     case.room.expire(9.99)
     assert case.events == []
@@ -202,13 +202,13 @@ def test_a_failed_room_is_drained_only_by_the_peers_word() -> None:
     case.room.expire(1e9)
     assert case.room.draining  # never by time alone
     case.room.ask()
-    assert case.told[1:] == [ABORT, ABORT]
+    assert case.sent[1:] == [ABORT, ABORT]
     case.room.drained()
     assert case.kinds == [ReceiveFailed, ReceiveDrained]
 
 
 def test_every_page_that_comes_starts_the_wait_anew() -> None:
-    """The peer was told 9 s at 1 s: pages at 9.5 s and 18 s leave it until 27 s. A note without pages gives none."""
+    """The open of 1 s granted 9 s: pages at 9.5 s and 18 s extend it to 27 s. A note without pages does not."""
     case = Case().open()
     case.arrive(0, 2, now=9.5)
     case.room.expire(10.0)
@@ -220,11 +220,11 @@ def test_every_page_that_comes_starts_the_wait_anew() -> None:
     assert case.events == [ReceiveFailed(room=1, reason="no page came for 9 s (it was transferring)")]
 
 
-def test_a_peer_that_gives_up_with_nothing_on_its_way_drains_in_the_same_word() -> None:
+def test_a_peer_that_gives_up_with_nothing_on_its_way_drains_in_the_same_message() -> None:
     case = Case().open()
     case.room.fail("prefill aborted", drained=True)
     assert case.kinds == [ReceiveFailed, ReceiveDrained]
-    assert case.told[1:] == []
+    assert case.sent[1:] == []
 
 
 def test_a_room_that_is_received_fails_no_more() -> None:

@@ -78,7 +78,7 @@ def test_a_file_replaces_the_one_before_and_leaves_nothing_beside_it(tmp_path: P
     make(num_computed=3).save(tmp_path / "s")
     assert ReplaySnapshot.load(tmp_path / "s").meta.num_tokens == 3
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
-    assert (tmp_path / "s").stat().st_mode & 0o077 == 0  # prompts are nobody else's business
+    assert (tmp_path / "s").stat().st_mode & 0o077 == 0  # prompts are private
 
 
 def test_a_write_that_fails_keeps_the_file_before(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ class Case:
 
     def __init__(self) -> None:
         self.events: list[TransferEvent] = []
-        self.told: list[ToReceiver] = []
-        self.room = KVSender(1, 2, events=self.events, send=lambda _, message: self.told.append(message))
+        self.sent: list[ToReceiver] = []
+        self.room = KVSender(1, 2, events=self.events, send=lambda _, message: self.sent.append(message))
         self.last_order = 0
 
     def ready(self) -> "Case":
@@ -83,7 +83,7 @@ def test_pages_go_in_writes_of_the_limit_and_the_meta_goes_with_the_last() -> No
     assert not case.room.has_write
 
 
-def test_a_last_word_without_pages_is_a_write_of_its_own() -> None:
+def test_a_last_send_without_pages_is_a_write_of_its_own() -> None:
     """SPEC H09: zero pages included."""
     case = Case().ready()
     case.room.send(1, page_ids(1, 2, 3, 4))
@@ -117,9 +117,9 @@ def test_after_an_abort_the_source_stays_pinned_until_the_last_write_has_ended()
     case.room.aborted()
     assert case.events[-1] == SendFailed(room=1, reason="the receiver gave up")
     case.room.written(1, 0.0)
-    assert case.told == []
+    assert case.sent == []
     case.room.written(2, 0.0)
-    assert case.told == [DRAINED]
+    assert case.sent == [DRAINED]
     assert case.events[-1] == SendDrained(room=1)
 
 
@@ -129,7 +129,7 @@ def test_an_abort_that_comes_twice_is_answered_once_and_fails_once() -> None:
     case.room.aborted()
     case.room.written(1, 0.0)
     case.room.written(2, 0.0)
-    assert case.told == [DRAINED]
+    assert case.sent == [DRAINED]
     assert [type(event) for event in case.events] == [SendReady, SendFailed, SendDrained]
 
 
@@ -139,17 +139,17 @@ def test_what_was_given_but_not_posted_is_never_written_after_a_failure() -> Non
     case.post()
     case.room.fail("x")
     assert not case.room.has_write
-    assert case.told == [Fail(room=1, generation=2, reason="x", drained=False)]
+    assert case.sent == [Fail(room=1, generation=2, reason="x", drained=False)]
     case.room.send(5, page_ids(5))  # the engine does not know yet
     case.room.written(1, 0.0)
-    assert case.told[1:] == [DRAINED]
+    assert case.sent[1:] == [DRAINED]
     assert case.events[1:] == [FAILED, SendDrained(room=1)]
 
 
-def test_a_failure_with_nothing_on_its_way_is_drained_in_the_same_word() -> None:
+def test_a_failure_with_nothing_on_its_way_is_drained_in_the_same_message() -> None:
     case = Case().ready()
     case.room.fail("x")
-    assert case.told == [Fail(room=1, generation=2, reason="x", drained=True)]
+    assert case.sent == [Fail(room=1, generation=2, reason="x", drained=True)]
     assert case.events[1:] == [FAILED, SendDrained(room=1)]
 
 
@@ -160,20 +160,20 @@ def test_a_write_that_failed_and_may_still_be_read_keeps_the_room_draining() -> 
     assert not case.room.over
     case.room.write_failed(1, "no route", drained=True)
     assert case.room.over
-    assert case.told[-1] == DRAINED
+    assert case.sent[-1] == DRAINED
 
 
 def test_a_lost_receiver_asks_again_when_it_is_back() -> None:
     case = Case().all_posted()
     case.room.lost("connection reset")
-    assert case.told == []
+    assert case.sent == []
     case.room.aborted()  # on the new connection
     case.room.written(1, 0.0)
     case.room.written(2, 0.0)
-    assert case.told == [DRAINED]
+    assert case.sent == [DRAINED]
 
 
-def test_a_dead_receiver_reads_nothing_any_more() -> None:
+def test_a_dead_receiver_ends_all_its_writes() -> None:
     case = Case().all_posted()
     case.room.lost("silent")
     assert not case.room.over
@@ -214,12 +214,12 @@ def test_the_senders_deadline_stays_behind_the_receivers_which_every_page_moves_
     assert "neither acknowledged nor aborted" in case.room.reason
 
 
-def test_a_parked_open_that_expires_is_no_event_for_an_engine_that_never_heard_of_it() -> None:
+def test_a_parked_open_that_expires_is_no_event_for_an_engine_without_its_leg() -> None:
     case = Case()
     case.open()
     case.room.expire(5.0)
     assert case.events == []
-    assert case.told == [
+    assert case.sent == [
         Fail(room=1, generation=2, reason="the request did not reach the prefill replica in time", drained=True)
     ]
 

@@ -9,7 +9,7 @@ TIMES = WriteTimes(post_s=0.001, wire_s=0.003)
 
 
 class ScriptedWrite:
-    """The library's handle; answers as told."""
+    """The library's handle, with scripted answers."""
 
     def __init__(self, *answers: bool | Exception) -> None:
         self.answers = list(answers)

@@ -119,7 +119,7 @@ def test_the_death_of_rank_0_frees_no_page_while_another_rank_of_it_can_write() 
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
 
 
-def test_who_is_told_that_a_machine_is_gone_frees_its_pages_after_the_grace() -> None:
+def test_the_pages_of_a_peer_declared_dead_are_freed_after_the_grace() -> None:
     """No answer at all would be no proof for ever."""
     net, p, d, room = started()
     net.unreachable.add(p.address.port)
@@ -127,14 +127,14 @@ def test_who_is_told_that_a_machine_is_gone_frees_its_pages_after_the_grace() ->
     net.run(60.0, step_s=0.2)
     assert room.receives == ["ReceiveFailed"]
     d.core.peer_is_dead(p.address.incarnation)
-    d.core.peer_is_dead("nobody knows it")
+    d.core.peer_is_dead("unknown")
     net.run(0.9)
     assert room.receives == ["ReceiveFailed"]
     net.run(0.2)
     assert room.receives == ["ReceiveFailed", "ReceiveDrained"]
 
 
-def test_who_was_told_wrong_hears_it_from_the_peer_itself() -> None:
+def test_a_peer_that_was_declared_dead_by_mistake_is_asked_and_answers() -> None:
     net, p, d, room = started()
     d.core.peer_is_dead(p.address.incarnation)
     net.run(0.5)
@@ -154,8 +154,8 @@ def test_another_life_on_the_old_address_is_the_death_of_the_first() -> None:
 
 @pytest.mark.parametrize("away_s", [0.15, 0.6])
 @pytest.mark.parametrize("holds", [10, 30, 45, 80])
-def test_one_refusal_is_no_death_and_who_is_back_within_the_grace_is_asked(away_s: float, holds: int) -> None:
-    """Its writes end after so many turns; a page that was reused too early would fail the network's check."""
+def test_one_refusal_is_no_death_and_a_peer_that_is_back_within_the_grace_is_asked(away_s: float, holds: int) -> None:
+    """Its writes end after ``holds`` turns; a page that was reused too early would fail the network's check."""
     net, p, d = pair()
     net.fabric.faults.hold_checks = holds
     room = begun(net, p, d)
@@ -174,7 +174,7 @@ def test_one_refusal_is_no_death_and_who_is_back_within_the_grace_is_asked(away_
     begun(net, p, d)
 
 
-def test_who_says_hello_from_the_grave_is_not_dead() -> None:
+def test_a_peer_that_says_hello_is_not_dead_although_it_cannot_be_dialled() -> None:
     """Its transfer service cannot be dialled; it dials us."""
     net, p, d, room = started()
     net.cut()
@@ -308,7 +308,7 @@ def test_an_open_that_comes_twice_or_late_changes_nothing() -> None:
     assert p.core.stats().rooms_sending == 0
 
 
-def test_a_word_of_another_generation_or_receiver_is_dropped_and_counted() -> None:
+def test_a_message_of_another_generation_or_receiver_is_dropped_and_counted() -> None:
     net, p, d = pair()
     other = net.add()
     room, fine = begun(net, p, d), begun(net, p, other)
