@@ -1,6 +1,6 @@
-"""What a machine or a cluster carries: how many replicas ``replicas.count: auto`` means, and what cannot be placed.
+"""How many replicas a machine or a cluster has room for: the value of ``count: auto``, and what cannot be placed.
 
-Pure; the caller measures.
+Never: measures anything; the caller does.
 """
 
 from collections.abc import Iterable
@@ -26,9 +26,10 @@ class Capacity:
 
 
 def auto_count(config: AppConfig, capacity: Capacity, *, available_bytes: int, weights_bytes: int) -> tuple[int, str]:
-    """(replicas, why): at least one, at most AUTO_MOST, and no more than are carried.
+    """Choose the number of replicas for ``count: auto``: as many as fit, at least one, at most AUTO_MOST.
 
-    Args: available_bytes: RAM, for replicas on the CPU; on GPUs a replica's memory is its GPUs' own.
+    Args:    available_bytes: RAM, for replicas on the CPU; on a GPU a replica uses the GPU's memory.
+    Returns: (replicas, the reason in words).
     """
     replicas, tp = config.replicas, config.parallel.tp
     num_cpus = capacity.num_cpus - config.router.count * config.router.cpus
@@ -46,7 +47,7 @@ def auto_count(config: AppConfig, capacity: Capacity, *, available_bytes: int, w
 
 
 def replica_bytes(cache: CacheConfig, *, available_bytes: int, weights_bytes: int) -> int:
-    """Memory of one replica on CPU: its budget for weights and KV, and its process."""
+    """Estimate the memory of one replica on a CPU: its budget for weights and KV, and its process."""
     budget = cache.device_memory_bytes
     if budget is None:
         budget = min(int(available_bytes * CPU_MEMORY_SHARE), CPU_MEMORY_CAP)
@@ -55,7 +56,7 @@ def replica_bytes(cache: CacheConfig, *, available_bytes: int, weights_bytes: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """Of one kind, CPUs or GPUs: what the replicas of one role reserve."""
+    """The CPUs, or the GPUs, that the replicas of one role reserve."""
 
     setting: str  # of one rank's share
     count_setting: str
@@ -70,23 +71,24 @@ class _Wanted:
         return self.count * self.tp * self.each
 
     def blamed(self, have: float) -> str:
-        """The setting that is too large by itself, with its value; the count when one replica fits."""
+        """Name the setting that is too large: of one rank, of one replica, or, where one replica fits, the count."""
         if self.each > have + SLACK:
             return f"{self.setting} = {self.each:g}"
         if self.each * self.tp > have + SLACK:
             return f"{self.tp_setting} = {self.tp}"
         return f"{self.count_setting} = {self.count}"
 
-    def told(self) -> str:
+    def describe(self) -> str:
+        """Write the reservation in words."""
         kind = "" if self.role is Role.UNIFIED else f"{self.role.value} "
         ranks = f" of {self.tp} ranks" if self.tp > 1 else ""
         return f"{self.count} {kind}replica{'s' if self.count > 1 else ''}{ranks} at {self.each:g}"
 
 
 def shortages(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
-    """A sentence for CPUs, one for GPUs, where ``capacity`` can never carry the replicas of these applications.
+    """List a sentence for CPUs and one for GPUs where ``capacity`` can never hold the replicas of these applications.
 
-    ``count: auto`` stands for one replica here, and autoscaling for those that it starts with.
+    ``count: auto`` counts as one replica here, and autoscaling as the number that it starts with.
     """
     configs = list(configs)
     found = []
@@ -96,9 +98,9 @@ def shortages(configs: Iterable[AppConfig], capacity: Capacity) -> list[str]:
         need = sum(each.total for each in wanted) + routers
         if not wanted or need <= have + SLACK:
             continue
-        # of the one that asks for most: it alone may be what is wrong
+        # the largest reservation is the likeliest mistake
         blamed = max(wanted, key=lambda each: each.total).blamed(have)
-        parts = [each.told() for each in wanted] + ([f"routers at {routers:g} in all"] if routers else [])
+        parts = [each.describe() for each in wanted] + ([f"routers at {routers:g} in all"] if routers else [])
         unit = kind[:-1].upper()
         needed = f"1 {unit} is needed" if need == 1 else f"{need:g} {unit}s are needed"
         found.append(f"{blamed}: {needed} ({' and '.join(parts)}), and {capacity.where} has {have:g}")
@@ -112,7 +114,7 @@ def _wanted(config: AppConfig, kind: str) -> list[_Wanted]:
         group = None if role is Role.UNIFIED else getattr(config, role.value)
 
         def named(setting: str, shared: str, group: object = group, role: Role = role) -> str:
-            """``setting`` of the role's own group where it is given there."""
+            """Write the full name of ``setting``: in the role's own group where it is given there."""
             given = group is not None and getattr(group, setting) is not None
             return f"{role.value}.{setting}" if given else f"{shared}.{setting}"
 

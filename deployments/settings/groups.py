@@ -1,8 +1,8 @@
 """The groups of settings about replicas and hand-offs, and the spellings of their values that are accepted.
 
-Owns:      the base class of all groups: frozen, and nothing unknown. Which values of vLLM, SGLang and YAML are taken as
-           ours: inside there is one spelling, that of replicas/config.py, since the translation precedes the checks.
-Never:     repeats a default of the engine (replicas/config.py) or of hand-offs (kvtransfer/types.py); shows the
+Owns:      the base class of all groups, which is frozen and refuses unknown names; the values of vLLM, SGLang and YAML
+           that are translated to ours before the checks, so that the code sees the spelling of replicas/config.py only.
+Never:     repeats a default of the engine (replicas/config.py) or of hand-offs (kvtransfer/types.py). Shows the
            transfer token: it is a SecretStr here, and `shown` leaves it out.
 """
 
@@ -48,7 +48,7 @@ def _cache(value: Any) -> Any:
         return value
     if "kv_cache_dtype" in value:
         if "kv_dtype" in value:
-            raise ValueError("kv_dtype and kv_cache_dtype are both given, and are one setting; leave one out")
+            raise ValueError("kv_dtype and kv_cache_dtype are both given, but are the same setting; leave one out")
         value = {"kv_dtype" if name == "kv_cache_dtype" else name: each for name, each in value.items()}
     return {**value, "kv_dtype": _dtype(value["kv_dtype"])} if "kv_dtype" in value else value
 
@@ -67,20 +67,20 @@ CACHE_NAMES = BeforeValidator(_cache)
 SCHEDULER_NAMES = BeforeValidator(_scheduler)
 
 
-# errors are logged with their cause; what was given may hold a secret
+# errors are logged with their cause, and the input may contain a secret
 _GROUP = ConfigDict(extra="forbid", hide_input_in_errors=True)
 for _engines in (CacheConfig, SchedulerConfig, ParallelConfig):
     with_config(_GROUP)(_engines)
 
 
 class Settings(BaseModel):
-    """Base of all: frozen, and nothing unknown."""
+    """The base of all groups of settings: frozen, and unknown names are refused."""
 
     model_config = ConfigDict(**_GROUP, frozen=True, protected_namespaces=())
 
 
 class AutoscalingSettings(Settings):
-    """Bounds and delays are Ray Serve's, under its names; the rule is autoscaling.py's."""
+    """The range and the rule of autoscaling. Bounds and delays are Ray Serve's, under its names."""
 
     min_replicas: int = 1  # fewest replicas
     max_replicas: int = Field(default=2, ge=1)  # most replicas
@@ -115,8 +115,8 @@ class AutoscalingSettings(Settings):
     def _at_least_one(cls, value: int | None) -> int | None:
         if value is not None and value < 1:
             raise ValueError(
-                "must be at least 1: without a replica the routers answer 503 themselves, so that Ray Serve would "
-                "never see a request to start one for"
+                "must be at least 1: without a replica the routers answer 503 themselves, and Ray Serve would never "
+                "see a request for which to start one"
             )
         return value
 
@@ -157,12 +157,12 @@ def _check_gpus(gpus: float | None) -> float | None:
     return gpus
 
 
-# some of cache's settings, each checked by itself
+# any of cache's settings, each checked by itself
 _SomeOfCache = with_config(_GROUP)(TypedDict("_SomeOfCache", get_type_hints(CacheConfig), total=False))  # type: ignore[operator]
 
 
 class RoleSettings(Settings):
-    """What the replicas of one role have otherwise than ``replicas``, ``parallel`` and ``cache`` say."""
+    """The settings of one role that replace those of ``replicas``, ``parallel`` and ``cache``."""
 
     # number of replicas of the role; by default replicas.count, and 1 where that is auto
     count: int | None = Field(default=None, ge=1)
@@ -183,7 +183,7 @@ class RoleSettings(Settings):
     @model_validator(mode="after")
     def _one_way(self) -> "RoleSettings":
         if self.count is not None and self.autoscaling is not None:
-            raise ValueError("count and autoscaling are both given; allowed: one of them")
+            raise ValueError("count and autoscaling are both given; leave one out")
         return self
 
 
@@ -227,7 +227,7 @@ class TransferGroup(Settings):
         return token
 
     def of_engine(self, node_address: str) -> TransferSettings:
-        """For an engine on the node with this address; `with_token` and `resolved` have been called."""
+        """Make the settings of an engine on the node with this address, after `with_token` and `resolved`."""
         assert self.token is not None, "build gives the replicas a token"
         given = {name: getattr(self, name) for name in _DEFAULT if name not in ("host", "token")}
         given["verify"] = self.verify or Verify.ALL
@@ -235,19 +235,21 @@ class TransferGroup(Settings):
         return TransferSettings(host=host, token=self.token.get_secret_value().encode(), **given)
 
     def resolved(self, *, on_gpus: bool) -> "TransferGroup":
-        """With what both sides must agree on filled in. ``on_gpus``: one of them, or both, have their pages there."""
+        """Fill in what both sides must agree on. Args: on_gpus: at least one side has its pages on a GPU."""
         return self.model_copy(update={"verify": self.verify or (Verify.LAST if on_gpus else Verify.ALL)})
 
     def shown(self) -> dict[str, Any]:
-        """As anyone may see it."""
+        """Write the settings without the secret."""
         return self.model_dump(mode="json", exclude={"token"})
 
 
 def with_token(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """``args`` for the replicas: with the secret of this cluster, from the settings, the environment, or new. What the
-    environment gives has not been checked: parse them."""
+    """Add the cluster's secret to ``args``: from the settings, the environment, or a new one.
+
+    The result must be parsed, since a token of the environment has not been checked.
+    """
     if not isinstance(args.get("transfer") or {}, Mapping):
-        return dict(args)  # the check of the settings says so
+        return dict(args)  # the check of the settings reports it
     transfer = dict(args.get("transfer") or {})
     if not transfer.get("token"):
         transfer["token"] = environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
@@ -255,6 +257,6 @@ def with_token(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
 
 
 def without_token(args: Mapping[str, Any]) -> dict[str, Any]:
-    """``args`` as anyone may see them."""
+    """Copy ``args`` without the transfer token."""
     transfer = {name: value for name, value in (args.get("transfer") or {}).items() if name != "token"}
     return {**args, "transfer": transfer} if "transfer" in args else dict(args)

@@ -1,10 +1,10 @@
-"""API keys and the admin key: where they are configured, and which caller a request's key belongs to.
+"""API keys and the admin key: where they are configured, and which caller a request's key identifies.
 
 Owns:      the reading of both from settings, a file and the environment.
-Never:     keeps, logs, shows or sends a key: what is kept is `KeyDigests`.
-Invariant: comparisons take the same time wherever two keys differ, and whichever of several is the right one.
+Never:     stores, logs, shows or sends a key; only `KeyDigests` are stored.
+Invariant: a comparison takes the same time wherever two keys differ, and whichever of several keys matches.
 
-Without API keys every request has the same `Caller`, and only routes of the admin ask, if there is an admin key.
+Without API keys every request has the same `Caller`. If there is an admin key, only the admin's routes ask for it.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ KEYS_VARIABLE = "MANTA_API_KEYS"
 KEY_VARIABLE = "MANTA_ADMIN_KEY"
 KEY_LEN = 8  # characters, at least
 SECRET = ("admin_key", "api_key_file")  # of the group ``router``
-NAME_ROUNDS = 20_000  # about 10 ms: the name of a caller stands in log lines, and must not help to guess the key
+NAME_ROUNDS = 20_000  # about 10 ms: a caller's name is in log lines and must not help to guess the key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sent a request, as far as its key says."""
+    """The sender of a request, as far as its key identifies it."""
 
     name: str = ""  # 16 hex digits made from its key, in its request ids and salts; "" without a key
     is_admin: bool = False
@@ -39,7 +39,7 @@ ANYBODY = Caller()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key that is accepted."""
+    """The digest of one accepted key, and the name of its caller."""
 
     digest: bytes = field(repr=False)  # SHA-256
     name: str  # of the caller
@@ -47,28 +47,28 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDigests:
-    """All keys, as routers hold them."""
+    """The digests of all accepted keys, as routers hold them."""
 
     api: tuple[ApiKey, ...] = ()
     admin: ApiKey | None = None
 
     @property
     def exist(self) -> bool:
-        """Whether there is any: the admin's routes then ask for the admin key, whether that exists or not."""
+        """Whether any key exists. If so, the admin's routes ask for the admin key, even if there is none."""
         return bool(self.api) or self.admin is not None
 
     @property
     def guard(self) -> bytes | None:
-        """The digest that the ports of metrics ask for. None: no key is needed; b"": no key is accepted."""
+        """The digest of the key for the metrics ports. None: no key is needed; b"": no key is accepted."""
         return self.admin.digest if self.admin is not None else b"" if self.api else None
 
     def caller(self, headers: Mapping[str, str]) -> Caller | None:
-        """Whose key ``headers`` hold; None where an API key is asked for and none of them is right."""
+        """Identify the caller by the key in ``headers``. Returns: None if an API key is required and none matches."""
         if not self.exist:
             return ANYBODY
         given = [digest(key) for key in shown_keys(headers)]
         keys = self.api if self.admin is None else (self.admin, *self.api)
-        right = [key for key in keys for each in given if hmac.compare_digest(each, key.digest)]  # all are compared
+        right = [key for key in keys for each in given if hmac.compare_digest(each, key.digest)]  # compares all of them
         if right:
             return Caller(name=right[0].name, is_admin=right[0] is self.admin)
         return None if self.api else ANYBODY
@@ -78,12 +78,12 @@ NO_KEYS = KeyDigests()
 
 
 def digest(key: str) -> bytes:
-    """White space around a key does not count: headers, files and shells add some."""
+    """Hash a key, without the white space around it: headers, files and shells add some."""
     return hashlib.sha256(key.strip().encode()).digest()
 
 
 def shown_keys(headers: Mapping[str, str]) -> list[str]:
-    """What a request shows as its key, in either of the two headers, or both."""
+    """List the keys in the two headers of a request that may hold one."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     api_key = headers.get("x-api-key", "")
     return [key for key in (bearer if scheme.lower() == "bearer" else "", api_key) if key.strip()]
@@ -92,7 +92,7 @@ def shown_keys(headers: Mapping[str, str]) -> list[str]:
 def read_keys(
     *, api_key_file: str | None, admin_key: str | None, environ: Mapping[str, str] = os.environ
 ) -> KeyDigests:
-    """The keys of the settings and of the environment. Raises: InvalidConfig, which never repeats a key."""
+    """Read the keys from the settings and the environment. Raises: InvalidConfig, whose text never contains a key."""
     listed = [(key, KEYS_VARIABLE) for key in _split(environ.get(KEYS_VARIABLE, ""))]
     if api_key_file is not None:
         listed += [(key, f"router.api_key_file ({api_key_file})") for key in _of_file(api_key_file)]
@@ -102,7 +102,9 @@ def read_keys(
             raise InvalidConfig(f"{where} has a key of {len(key)} characters: each must have at least {KEY_LEN}")
     keys = sorted({key for key, _ in listed})
     if admin in keys:
-        raise InvalidConfig("router.admin_key: is among the API keys, and whoever has it may do all: give another")
+        raise InvalidConfig(
+            "router.admin_key: is also an API key, so that its client could do all that the admin can: give another one"
+        )
     return KeyDigests(api=tuple(_accepted(key) for key in keys), admin=_accepted(admin) if admin else None)
 
 
@@ -128,6 +130,6 @@ def _accepted(key: str) -> ApiKey:
 
 
 def without_keys(args: Mapping[str, Any]) -> dict[str, Any]:
-    """``args`` as every process may have them: with what `read_keys` reads left out."""
+    """Copy ``args`` for all processes, without the settings that `read_keys` reads."""
     router = {name: value for name, value in (args.get("router") or {}).items() if name not in SECRET}
     return {**args, "router": router} if "router" in args else dict(args)

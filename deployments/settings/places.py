@@ -1,4 +1,4 @@
-"""Where things are: the project's root, and a model's path as settings, processes and clients name it.
+"""Paths: the project's root, and a model's path as settings, processes and clients name it.
 
 Never: downloads anything.
 """
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]  # of the checkout, where models/ lie
 
 
 def local_path(path: str) -> str:
-    """``path`` of the settings as the loaders need it: a folder's full path, or a hub id as it is."""
+    """Resolve ``path`` of the settings for the loaders: a folder's full path, or a hub id unchanged."""
     for folder in (root / Path(path).expanduser() for root in _roots()):
         if folder.is_dir():
             return str(folder.resolve())
@@ -21,13 +21,13 @@ def local_path(path: str) -> str:
 
 
 def shown_path(path: str) -> str:
-    """``path`` as clients see it: relative to the project's root where it lies inside."""
+    """Shorten ``path`` for clients: relative to the project's root if it lies inside."""
     found = Path(local_path(path))
     return str(found.relative_to(ROOT)) if found.is_relative_to(ROOT) else str(found) if found.is_dir() else path
 
 
 def check_model_path(path: str) -> None:
-    """Raises: InvalidConfig for a folder that is not there. A hub id (owner/name) is left to the loader."""
+    """Check that a folder exists; a hub id (owner/name) is left to the loader. Raises: InvalidConfig."""
     if Path(local_path(path)).is_dir():
         return
     looks_like_folder = path.startswith((".", "/", "~", "models/")) or path.count("/") != 1
@@ -40,7 +40,7 @@ def check_model_path(path: str) -> None:
 
 
 def nearest_folder(path: str) -> str:
-    """In words that follow ``path``: a folder there that may have been meant, or ""."""
+    """Suggest a folder with a similar name, in words that follow ``path``; "" if there is none."""
     given = Path(path).expanduser()
     for root in _roots():
         beside = (root / given).parent  # an absolute path stays what it is
@@ -52,18 +52,18 @@ def nearest_folder(path: str) -> str:
 
 
 def _roots() -> list[Path]:
-    """Where a relative path is looked for, each once."""
+    """List the folders in which a relative path is searched, without repeats."""
     return list(dict.fromkeys([Path.cwd(), ROOT]))
 
 
 def weights_bytes(path: str) -> int:
-    """Size of the weights in a local folder; 0 when it is not here yet."""
+    """Sum the size of the weights in a local folder; 0 if there is no such folder."""
     folder = Path(local_path(path))
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Whether ``host`` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,6 +1,6 @@
-"""What the replicas of each role are called, and the settings that they run with.
+"""The names of the replicas of each role, and the settings that they run with.
 
-Pure. A role's own group (``prefill``, ``decode``) replaces parts of ``replicas``, ``parallel`` and ``cache``.
+A role's own group (``prefill``, ``decode``) replaces parts of ``replicas``, ``parallel`` and ``cache``.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ DEPLOYMENTS: Mapping[Role, str] = {
 
 
 def roles_of(config: AppConfig) -> tuple[Role, ...]:
-    """The roles that this application has replicas of."""
+    """List the roles that the application has replicas of."""
     return (Role.UNIFIED,) if config.mode == "unified" else (Role.PREFILL, Role.DECODE)
 
 
 def config_of(config: AppConfig, role: Role) -> AppConfig:
-    """``config`` as the replicas of ``role`` read it."""
+    """Fill the settings of ``role``'s own group into ``config``, for the replicas of that role."""
     if role is Role.UNIFIED:
         return config
     own = config.prefill if role is Role.PREFILL else config.decode
@@ -34,7 +34,7 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
     elif own.autoscaling is not None:
         replicas["autoscaling"] = own.autoscaling
     elif config.replicas.count == "auto":
-        replicas["count"] = 1  # auto counts replicas of one kind; of two roles it is one each
+        replicas["count"] = 1  # auto is for one kind of replica; with two roles there is one of each
     parallel = config.parallel if own.tp is None else dataclasses.replace(config.parallel, tp=own.tp)
     return config.model_copy(
         update={
@@ -47,10 +47,11 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
 
 
 def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None) -> None:
-    """Whether the ranks of both roles can hand pages to each other: each has whole KV heads, and each rank of the
-    side with more ranks has all its heads within one rank of the other.
+    """Check that the ranks of both roles can hand pages to each other: each rank has whole KV heads, and all heads of a
+    rank on the side with more ranks belong to one rank of the other side.
 
-    Args: num_kv_heads: of the model; None where that is not known here. Raises: InvalidConfig.
+    Args:   num_kv_heads: of the model; None where it is not known yet.
+    Raises: InvalidConfig.
     """
     if config.mode == "unified":
         return
@@ -63,6 +64,6 @@ def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None) -> None:
     for name, tp in (("prefill", prefill), ("decode", decode)):
         if num_kv_heads is not None and num_kv_heads % tp:
             raise InvalidConfig(
-                f"{name}.tp = {tp} does not split the model's {num_kv_heads} KV heads, which are handed over by whole "
-                f"heads; allowed: {[each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]}"
+                f"{name}.tp = {tp} does not split the model's {num_kv_heads} KV heads, and only whole heads can be "
+                f"handed over; allowed: {[each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]}"
             )

@@ -83,12 +83,12 @@ class RouterSettings(Settings):
         return policy
 
     def known_keys(self) -> KeyDigests:
-        """With those of the environment here. Raises: InvalidConfig."""
+        """Read the keys of these settings and of this environment. Raises: InvalidConfig."""
         given = None if self.admin_key is None else self.admin_key.get_secret_value()
         return read_keys(api_key_file=self.api_key_file, admin_key=given)
 
     def shown(self) -> dict[str, Any]:
-        """As anyone may see it."""
+        """Write the settings without the secrets."""
         return self.model_dump(mode="json", exclude=set(SECRET))
 
 
@@ -136,27 +136,27 @@ class AppConfig(Settings):
             return self
         if self.router.policy != "estimated_ttft":
             raise ValueError(
-                f"router.policy = {self.router.policy!r} with mode: disaggregated, where pairs of replicas are chosen "
-                "by pd_pair; leave router.policy out"
+                f"router.policy = {self.router.policy!r} with mode: disaggregated, where pd_pair chooses pairs of "
+                "replicas; leave router.policy out"
             )
         for name in ("page_size", "kv_dtype"):
             mine, theirs = (role.cache.get(name, getattr(self.cache, name)) for role in (self.prefill, self.decode))
             if mine != theirs:
                 raise ValueError(
-                    f"prefill.cache.{name} = {mine!r} and decode.cache.{name} = {theirs!r}; pages are handed over as "
-                    f"they are, so that both need one {name}: set cache.{name}"
+                    f"prefill.cache.{name} = {mine!r} and decode.cache.{name} = {theirs!r}; pages are handed over "
+                    f"unchanged, so both roles need the same {name}: set cache.{name}"
                 )
         if self.transfer.room_timeout_s <= self.router.max_wait_s:
             raise ValueError(
                 f"transfer.room_timeout_s = {self.transfer.room_timeout_s:g} must exceed router.max_wait_s = "
                 f"{self.router.max_wait_s:g}: a decode replica waits while its prompt is in the prefill replica's "
-                "queue, which the router allows to be so long; raise the first or lower the second"
+                "queue, and the router allows a queue of that length; raise the first or lower the second"
             )
         return self
 
 
 def parse(args: dict[str, Any]) -> AppConfig:
-    """The settings. Raises: InvalidConfig with a sentence for every setting that is wrong, why, and what is allowed."""
+    """Check the settings. Raises: InvalidConfig with a sentence for each wrong one: why, and what is allowed."""
     config, problems = examine(args)
     if problems or config is None:
         raise InvalidConfig(*problems)
@@ -164,7 +164,10 @@ def parse(args: dict[str, Any]) -> AppConfig:
 
 
 def examine(args: dict[str, Any]) -> tuple[AppConfig | None, list[str]]:
-    """The settings, and a sentence for each that is wrong; those have their defaults, or there are no settings."""
+    """Check the settings and list a sentence for each wrong one.
+
+    Returns: the settings, with defaults for the wrong ones, or None if that is impossible; the sentences.
+    """
     try:
         return AppConfig.model_validate(args), []
     except ValidationError as error:
@@ -176,7 +179,7 @@ def examine(args: dict[str, Any]) -> tuple[AppConfig | None, list[str]]:
 
 
 def _without(args: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """``args`` without the settings of these dotted names."""
+    """Copy ``args`` without the settings of these dotted names."""
     left = copy.deepcopy(args)
     for name in names:
         *groups, last = name.split(".")
@@ -189,7 +192,7 @@ def _without(args: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _allowed(group: str) -> list[str]:
-    """Settings that ``group`` knows."""
+    """List the settings of ``group``."""
     kind = _GROUPS.get(group, AppConfig)
     return list(kind.model_fields) if issubclass(kind, Settings) else [each.name for each in dataclasses.fields(kind)]
 

@@ -1,9 +1,9 @@
-"""The settings file: its content with lines, whether its port is free, and the sentences about wrong settings.
+"""The settings file: its content with line numbers, whether its port is free, and the sentences about wrong settings.
 
-Owns:      the words. Each sentence begins with the dotted name of the setting that it is about, by which its line in
-           the file is found.
-Never:     imports Ray, torch or pydantic: what is wrong with the file or its port is reported within a second. Shows a
-           group or a list that was given, which may be long, or a secret.
+Owns:      the wording. Each sentence begins with the dotted name of its setting, by which its line in the file is
+           found.
+Never:     imports Ray, torch or pydantic, so that an error in the file or its port is reported within a second. Shows
+           a secret, or a given group or list, which may be long.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ PORT = 8000  # Serve's default
 
 @dataclass(frozen=True, slots=True)
 class SettingsFile:
-    """A file that was read."""
+    """The content of a settings file, with the lines of its parts."""
 
-    path: str  # as it was given
-    content: Any  # what YAML says
+    path: str  # as given
+    content: Any  # parsed YAML
     root: yaml.Node | None  # the same with lines; None for an empty file
 
     def line(self, *where: str | int) -> int:
-        """Of the deepest part of ``where``, names and indices from the top, that the file has."""
+        """Find the line of ``where`` (names and indices from the top), or of its deepest part that the file has."""
         node, line = self.root, 1
         for part in where:
             found = next(((key, value) for name, key, value in _parts(node) if name == str(part)), None)
@@ -47,7 +47,7 @@ class SettingsFile:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where HTTP listens: host and port, Serve's own where the file says nothing. Raises: InvalidConfig."""
+        """Host and port of the HTTP server; Serve's defaults if the file has none. Raises: InvalidConfig."""
         options = self.content.get("http_options") if isinstance(self.content, dict) else None
         options = options if isinstance(options, dict) else {}
         host, port = options.get("host", ALL_ADDRESSES), options.get("port", PORT)
@@ -59,7 +59,7 @@ class SettingsFile:
 
 
 def read(path: str) -> SettingsFile:
-    """Raises: InvalidConfig, saying in plain words what is wrong with the file, and on which line."""
+    """Read a settings file. Raises: InvalidConfig that says what is wrong with the file, and on which line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def read(path: str) -> SettingsFile:
 
 
 def _parts(node: yaml.Node | None) -> Iterable[tuple[str, yaml.Node, yaml.Node]]:
-    """(name or index, where it stands, its value) of each part of ``node``."""
+    """List (name or index, the node of its name, the node of its value) of each part of ``node``."""
     if isinstance(node, yaml.MappingNode):
         return ((str(key.value), key, value) for key, value in node.value)
     if isinstance(node, yaml.SequenceNode):
@@ -98,7 +98,7 @@ def _parts(node: yaml.Node | None) -> Iterable[tuple[str, yaml.Node, yaml.Node]]
 
 
 def _twice(node: yaml.Node | None) -> Iterable[tuple[str, int, int]]:
-    """(name, line of the first, line of the second) of names that a group has more than once: YAML takes the last."""
+    """Yield (name, first line, second line) of each name that a group has twice; YAML would take the last one."""
     seen: dict[str, int] = {}
     for name, key, value in _parts(node):
         line = key.start_mark.line + 1
@@ -117,7 +117,7 @@ def _nearest(path: str) -> str:
     return f" in {folder.resolve()}" + (f" (did you mean {near[0]}?)" if near else "")
 
 
-_KINDS = {  # of pydantic's errors: what it wants, by what its name begins with
+_KINDS = {  # the start of a pydantic error's name -> what the setting must be
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -135,12 +135,12 @@ _BOUNDS = {
     "less_than_equal": "at most {le:g}",
 }
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-_SECRET = ("key", "token")  # how names of secrets end
+_SECRET = ("key", "token")  # endings of the names of secrets
 _SHOWN_CHARS = 60
 
 
 def sentences(error: "ValidationError", *, allowed: Callable[[str], list[str]]) -> list[str]:
-    """One for each setting that is wrong: which, what it must be, and what was given.
+    """Write one sentence for each wrong setting: its name, what it must be, and what was given.
 
     Args: allowed: dotted name of a group -> the settings that it has.
     """
@@ -152,7 +152,7 @@ def sentences(error: "ValidationError", *, allowed: Callable[[str], list[str]]) 
             found.append(unknown(name, names))
         elif each["type"] == "missing":
             found.append(f"{name}: is missing")
-        elif each["type"] == "value_error":  # ours
+        elif each["type"] == "value_error":  # raised by our own validators
             lines = str(each["msg"]).removeprefix("Value error, ").splitlines()
             found += [line if line.startswith(f"{name}.") or not name else f"{name}: {line}" for line in lines]
         else:
@@ -162,12 +162,12 @@ def sentences(error: "ValidationError", *, allowed: Callable[[str], list[str]]) 
 
 
 def unknown(name: str, names: list[str]) -> str:
-    """The sentence on setting ``name``, which is not among ``names`` of its group."""
+    """Write the sentence about setting ``name``, which is not one of its group's ``names``."""
     return f"{name}: is unknown{nearest(name.rpartition('.')[2], names)}; allowed: {', '.join(names)}"
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """In words that follow ``name``: what it is called here, or which of ``names`` may have been meant."""
+    """Suggest our name for ``name``, or a similar one of ``names``, in words that follow it; "" if there is none."""
     if ours := here(name):
         return f" (here it is {ours})"
     near = difflib.get_close_matches(name, names, n=1)
@@ -175,7 +175,7 @@ def nearest(name: str, names: Collection[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """What was given, short and as YAML has it."""
+    """Write a given value, short and in YAML's form."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -187,7 +187,7 @@ def shown(value: Any) -> str:
 
 
 def setting_of(sentence: str) -> str:
-    """The dotted name that ``sentence`` begins with."""
+    """Read the dotted name at the start of ``sentence``."""
     found = re.match(r"[\w-]+(\.[\w-]+)*", sentence)
     return found[0] if found else ""
 
@@ -242,19 +242,19 @@ OURS: Mapping[str, str] = {
 
 
 def here(name: str) -> str:
-    """Our setting, for a name of theirs as in a file or on a command line; "" for one that is not known."""
+    """Translate a name of vLLM or SGLang, of a file or a command line, to our setting; "" if it is not known."""
     return OURS.get(name.removeprefix("--").replace("-", "_"), "")
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises: InvalidConfig if the address cannot be listened on, naming the process there if this user may see it."""
+    """Check that the address is free. Raises: InvalidConfig, which names the process there if this user may see it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             holder = _holder(port)
-            held = f"{holder} listens there: stop it" if holder else "stop what holds it"
+            held = f"{holder} listens there: stop it" if holder else "stop the process that holds it"
             raise InvalidConfig(
                 f"http_options.port = {port}: {host}:{port} cannot be listened on ({error.strerror}); {held}, or give "
                 "another port"
@@ -262,7 +262,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def _holder(port: int) -> str:
-    """The process that listens at ``port``; "" where that cannot be known."""
+    """Describe the process that listens at ``port``; "" if it cannot be found."""
     with contextlib.suppress(psutil.Error, OSError):
         for each in psutil.net_connections(kind="tcp"):
             if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:

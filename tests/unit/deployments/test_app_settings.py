@@ -56,7 +56,7 @@ APART: dict[str, Any] = {"model": MODEL_ARGS, "mode": "disaggregated"}
         ({"model": MODEL_ARGS, "router": {"max_wait_s": 0}}, "router.max_wait_s: must be above 0, not 0"),
         ({"model": MODEL_ARGS, "mode": "apart"}, "mode: must be 'unified' or 'disaggregated', not 'apart'"),
         ({"model": MODEL_ARGS, "decode": {"count": 2}}, "decode: given, but mode is unified; set mode: disaggregated"),
-        ({**APART, "router": {"policy": "random"}}, "where pairs of replicas are chosen by pd_pair"),
+        ({**APART, "router": {"policy": "random"}}, "where pd_pair chooses pairs of replicas"),
         ({**APART, "prefill": {"count": 0}}, "prefill.count: must be at least 1, not 0"),
         ({**APART, "prefill": {"counts": 1}}, "(did you mean 'count'?); allowed: count, autoscaling, cpus,"),
         ({**APART, "decode": {"count": 1, "autoscaling": {}}}, "count and autoscaling are both given"),

@@ -219,7 +219,7 @@ def test_keys_come_from_a_file_and_the_environment_and_what_is_wrong_never_repea
     wrong = [
         (str(tmp_path / "none"), None, {}, "cannot be read"),
         (str(file), None, {"MANTA_API_KEYS": "seven77"}, "MANTA_API_KEYS has a key of 7 characters: .* at least 8"),
-        (str(file), ONE, {}, "router.admin_key: is among the API keys"),
+        (str(file), ONE, {}, "router.admin_key: is also an API key"),
         (None, "short", {}, "router.admin_key, or MANTA_ADMIN_KEY, has a key of 5 characters"),
     ]
     for path, admin, environ, says in wrong:
