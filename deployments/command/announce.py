@@ -1,6 +1,6 @@
-"""What is served where, said once it runs, with a line to try: the live view while the models still load.
+"""Prints what is served and where, with a command to try; the live view's address already while the models load.
 
-Never: fails for want of an answer: what cannot be asked is left out.
+Never: fails because a server does not answer: its line is left out.
 """
 
 import http.client
@@ -28,7 +28,7 @@ from routing.types import Role
 
 OBSERVATORY = "deployments.watch.observatory.app:build"
 ANSWER_S = 2.0
-# the last three: an answer of another form, such as another server's behind the same address
+# the last three: an answer of an unexpected form, such as that of another server at the address
 UNANSWERED = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError)
 
 
@@ -41,9 +41,9 @@ def announce(
     watched_at: Iterable[str],
     out: TextIO | None = None,
 ) -> None:
-    """What is served, on what, and where, in a box; and for each model a command to paste.
+    """Print a box with what is served, on what, and where; below it, for each model, a command to paste.
 
-    Args: watched_at: the live views; out: standard output, unless given.
+    Args: watched_at: addresses of the live views; out: by default standard output.
     """
     out = sys.stdout if out is None else out
     urls = {each.name: _url(schema, each.route_prefix) for each in schema.applications}
@@ -67,7 +67,7 @@ def announce(
 
 
 def show_box(title: str, rows: list[tuple[str, str]], out: TextIO) -> None:
-    """Rows of (name, what is said): a box on a terminal, indented lines elsewhere."""
+    """Print rows of (name, text): in a box on a terminal, as indented lines elsewhere."""
     if on_terminal(out):
         grid = Table.grid(padding=(0, 2))
         for name, said in rows:
@@ -78,31 +78,30 @@ def show_box(title: str, rows: list[tuple[str, str]], out: TextIO) -> None:
 
 
 class Observatories:
-    """Says once of each observatory where it is and to whom it is open, as soon as it runs."""
+    """The observatories of a file; prints the address of each, and whether it needs a key, as soon as it runs."""
 
     def __init__(self, schema: ServeDeploySchema, say: Callable[[str], None]) -> None:
         observatories = (each for each in schema.applications if each.import_path == OBSERVATORY)
         self._urls = {each.name: _url(schema, each.route_prefix) for each in observatories}
         self._say = say
-        self.told: list[str] = []  # where they are, and to whom they are open
+        self.addresses: list[str] = []  # of those that run, and whether they need a key
 
     def look(self, applications: Mapping[str, ApplicationStatusOverview], *, last: bool = False) -> None:
-        """``last``: an observatory that does not answer yet is reported too: this is the last look."""
+        """Report the observatories that have started. Args: last: report those without an answer too."""
         for name, url in list(self._urls.items()):
             if name in applications and applications[name].status is ApplicationStatus.RUNNING:
                 open_to = _open_to(url)
                 if open_to or last:
                     del self._urls[name]
-                    self.told.append(f"{url}/{open_to}")
+                    self.addresses.append(f"{url}/{open_to}")
                     self._say(f"watch it: {url}/{open_to}")
 
 
 def _open_to(url: str) -> str:
-    """As the observatory has it, whatever the settings say; nothing when it does not answer, as before Serve's proxy
-    has heard of it."""
+    """Ask the observatory whether it needs a key. Returns: "" without an answer, as before Serve's proxy knows it."""
     try:
         with urllib.request.urlopen(f"{url}/api/state", timeout=ANSWER_S):
-            return " (open to everybody)"
+            return " (asks for no key)"
     except urllib.error.HTTPError as error:
         return " (asks for the admin key)" if error.code == 401 else ""
     except UNANSWERED:
@@ -110,13 +109,13 @@ def _open_to(url: str) -> str:
 
 
 def _url(schema: ServeDeploySchema, route_prefix: str | None) -> str:
-    """Without a slash at its end."""
+    """Write an application's address, without a slash at the end."""
     host = "127.0.0.1" if schema.http_options.host == "0.0.0.0" else schema.http_options.host
     return f"http://{host}:{schema.http_options.port}{(route_prefix or '/').rstrip('/')}"
 
 
 def counted(counts: Mapping[Role, int]) -> str:
-    """How many of each role, in words."""
+    """Write the number of replicas of each role in words."""
     named = [
         f"{count} {'' if role is Role.UNIFIED else f'{role.value} '}replica{'s' if count != 1 else ''}"
         for role, count in counts.items()
@@ -125,7 +124,7 @@ def counted(counts: Mapping[Role, int]) -> str:
 
 
 def _replicas(url: str) -> list[dict[str, Any]]:
-    """What each replica is; none when they cannot be asked, which is no reason to fail."""
+    """Ask the API for the description of each replica; none if it does not answer."""
     key = os.environ.get(KEY_VARIABLE)
     asked = urllib.request.Request(f"{url}/get_server_info", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -136,7 +135,7 @@ def _replicas(url: str) -> list[dict[str, Any]]:
 
 
 def _engines(replicas: list[dict[str, Any]], config: AppConfig) -> list[tuple[str, str]]:
-    """Rows on what computes, where and with how large a pool: one for all replicas that are alike."""
+    """Make rows about devices, number formats and pools; replicas that are alike share a row."""
     try:
         computes = [_computes(each, config) for each in replicas]
         pools = [str(each["pool"]) for each in replicas]
@@ -160,8 +159,7 @@ def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:
 
 
 def curl(url: str, model: str, *, with_key: bool = False) -> str:
-    """A command to paste; its lines are short enough for any terminal. ``with_key``: API keys are asked for; the shell
-    has one in KEY."""
+    """Write a command to paste, in short lines. Args: with_key: send the key that the shell has in KEY."""
     message = {"role": "user", "content": "What is the capital of France?"}
     asked = f'{{"model": {json.dumps(model)}, "max_tokens": 32,\n       "messages": {json.dumps([message])}}}'
     key = ' \\\n  -H "Authorization: Bearer $KEY"' if with_key else ""

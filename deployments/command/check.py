@@ -1,6 +1,6 @@
-"""Whether a settings file can be served: all that is wrong with it, each with the file's name and line.
+"""Checks whether a settings file can be served, and lists all errors with the file's name and line.
 
-Owns:      the file's own level: its groups, its applications, what they watch; feasible.py judges each application.
+Owns:      the checks of the file's top level: groups, applications, observatories; feasible.py judges each application.
 Never:     starts Ray.
 """
 
@@ -34,10 +34,11 @@ Say = Callable[[str], None]
 
 
 def read(path: str, say: Say | None = None) -> tuple[ServeDeploySchema, dict[str, AppConfig]]:
-    """The file for Serve, and the settings of each of our applications in it, checked: against this machine too, unless
-    RAY_ADDRESS names a cluster.
+    """Read and check a settings file, also against this machine unless RAY_ADDRESS names a cluster.
 
-    Args: say: told in one line of what takes its time. Raises: InvalidConfig with a sentence for all that is wrong.
+    Args:    say: called with a line about each step that takes long.
+    Returns: the file as Serve reads it; the settings of each Manta application by name.
+    Raises:  InvalidConfig with a sentence for each error.
     """
     file = settings_file.read(path)
     if not isinstance(file.content, dict) or not file.content.get("applications"):
@@ -52,7 +53,7 @@ def read(path: str, say: Say | None = None) -> tuple[ServeDeploySchema, dict[str
 
 
 class _Check:
-    """One look at one file. ``problems`` has (line, sentence)."""
+    """The check of one file; ``problems`` holds (line, sentence) of each error."""
 
     def __init__(self, file: SettingsFile, *, on_cluster: bool, say: Say) -> None:
         self._file = file
@@ -63,14 +64,14 @@ class _Check:
         self.configs: dict[str, AppConfig] = {}
 
     def schema(self) -> ServeDeploySchema | None:
-        """The file as Serve has it, which ignores what it does not know: that is refused here."""
+        """Check the file against Serve's schema. Unknown names, which Serve ignores, are errors here."""
         content = self._file.content
         self._check_names(content, ServeDeploySchema)
         self._check_names(content.get("http_options"), HTTPOptionsSchema, "http_options")
         for index, application in enumerate(self._applications):
             self._check_names(application, ServeApplicationSchema, "applications", index)
         try:
-            self._file.address  # noqa: B018  # in our words, before Serve's
+            self._file.address  # noqa: B018  # our sentence, before Serve's
         except InvalidConfig as error:
             self._add(error.problems)
         try:
@@ -83,7 +84,7 @@ class _Check:
             return None
 
     def applications(self) -> None:
-        """What is wrong with the applications, one by one and together."""
+        """Check the applications, one by one and together."""
         for index, application in enumerate(self._applications):
             if not isinstance(application, dict):
                 self._add([f"applications.{index}: must be a group of settings, not {shown(application)}"])
@@ -108,10 +109,10 @@ class _Check:
                 self._add([unknown(str(name), known)], *where)
 
     def _check_import(self, application: Mapping[str, Any], index: int) -> None:
-        """Whether what is to be served can be imported, here or, for all that is known, where it will run."""
+        """Check that the application can be imported here; one that runs elsewhere may be importable only there."""
         path = application.get("import_path")
         if path in OURS or not isinstance(path, str):
-            return  # what is no text, the schema has said
+            return  # the schema has reported what is no text
         near = difflib.get_close_matches(path, OURS, n=1, cutoff=0.8)
         elsewhere = self._on_cluster or application.get("runtime_env")
         if (elsewhere and not near) or _importable(path, whole=bool(near)):
@@ -127,7 +128,7 @@ class _Check:
         model = args.get("model")
         path = model.get("path") if isinstance(model, dict) else None
         if isinstance(path, str) and path.count("/") == 1 and not Path(local_path(path)).is_dir():
-            self._say(f"asking the Hugging Face hub for {path}'s config.json; it is tried for half a minute")
+            self._say(f"asking the Hugging Face hub for {path}'s config.json, for half a minute at most")
         ram = ANY_MEMORY if self._on_cluster else available_ram()
         config, problems = examined(args, available_bytes=ram)
         self._add(problems, "applications", index, "args")
@@ -147,15 +148,15 @@ class _Check:
             meant = f"{nearest(watched, known)}; known: {', '.join(known) or 'none'}"
             self._add([f"application: {watched!r} is not in this file{meant}"], *where)
         elif names[watched] == OBSERVATORY:
-            self._add([f"application: {watched!r} is an observatory, not what one watches"], *where)
+            self._add([f"application: {watched!r} is an observatory; name the application to watch"], *where)
 
     def _add(self, problems: Iterable[str], *where: str | int) -> None:
-        """``where``: the group that the names of ``problems`` are in."""
+        """Note the errors with their lines. Args: where: the group that contains the settings of ``problems``."""
         self.problems += [(self._file.line(*where, *setting_of(each).split(".")), each) for each in problems]
 
 
 def this_machine(*, count_gpus: bool) -> Capacity:
-    """What a Ray of our own will have."""
+    """Measure what a Ray on this machine will have."""
     return Capacity(num_cpus=get_num_cpus(), num_gpus=num_gpus() if count_gpus else 0, where="this machine")
 
 
@@ -168,9 +169,9 @@ def _listed(value: Any) -> Iterable[Any]:
 
 
 def _importable(path: str, *, whole: bool) -> bool:
-    """Whether the module of ``module:name`` (or module.name) is found here, from the current folder too, as by Serve.
+    """Whether the module of ``module:name`` (or module.name) is found, as Serve finds it: also in the current folder.
 
-    Args: whole: import it, and look for the name; other modules may do anything when they are imported.
+    Args: whole: import the module and look for the name; a module that is not ours may do anything when imported.
     """
     module, _, name = path.replace(":", ".").rpartition(".")
     added = [folder for folder in [str(Path.cwd())] if folder not in sys.path]

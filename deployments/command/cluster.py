@@ -1,14 +1,14 @@
-"""The Ray that is served on, a small one of our own or the one that RAY_ADDRESS names: its start, its watch, its end.
+"""The Ray cluster that serves, one of our own or the one that RAY_ADDRESS names: its start, supervision and end.
 
     signal ──> KeyboardInterrupt ──> nothing served yet: Ray is ended at once      serving: requests may finish first
                  └── a second one meanwhile ──> every process of ours is killed
 
-Owns:      the Ray it starts, with every process that descends from it; the handlers of SIGINT and SIGTERM; since when
-           each thing that is served has been missing.
-Never:     counts a single replica's death, which Serve mends, for as long as another one runs.
-Invariant: at the end no process of a Ray of our own is left; of a cluster that existed before, only Serve is ended.
-           What Ray restarts by itself (Serve's controller, replicas) has PATIENCE_S for it; Ray's GCS, which nothing
-           restarts, has none.
+Owns:      the Ray it starts, with all its descendant processes; the handlers of SIGINT and SIGTERM; since when
+           each application or deployment has been missing.
+Never:     counts the death of one replica while another one runs: Serve replaces it.
+Invariant: at the end no process of a Ray of our own is left; on a cluster that existed before, only Serve is ended.
+           What Ray restarts (Serve's controller, replicas) has PATIENCE_S to return; Ray's GCS, which nothing restarts,
+           has none.
 Thread:    the main thread.
 """
 
@@ -35,15 +35,15 @@ from ray.serve.schema import (
     ServeInstanceDetails,
 )
 
-OBJECT_STORE_BYTES = 200 << 20  # tokens do not travel through it
-REACH_S = 5.0  # how long a cluster that exists may take to accept a connection
+OBJECT_STORE_BYTES = 200 << 20  # tokens do not pass through it
+REACH_S = 5.0  # for an existing cluster to accept a connection
 FINISH_S = 30.0  # Ray Serve's bound on ending applications that serve
-FOREIGN_S = 8.0  # a cluster goes on taking applications down after its client has left
+FOREIGN_S = 8.0  # a cluster continues to remove applications after its client has left
 KILL_S = 3.0
 AGAIN_S = 0.3  # between two exceptions of one signal, until the first of them is seen
 AT_ONCE = 130  # exit status after a second signal
 _signalled = threading.Event()  # a signal has come
-_insists = threading.Event()  # it raises until an exception of it is seen
+_insists = threading.Event()  # a signal raises until its exception is seen
 
 
 class NoCluster(Exception):
@@ -51,14 +51,14 @@ class NoCluster(Exception):
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal came while the first one's work was under way."""
+    """A second signal came while the first one was being handled."""
 
 
 class Cluster:
-    """A Ray that runs. ``serving`` is set once every application runs, ``lost`` when Ray itself has died."""
+    """A running Ray. ``serving`` is set once every application runs, ``lost`` when Ray itself has died."""
 
     def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
-        """``address``: of a Ray that exists; None starts one of our own."""
+        """``address``: of an existing Ray; None starts one of our own."""
         self.ours = address is None
         self.serving = False
         self.lost = False
@@ -66,7 +66,7 @@ class Cluster:
         self._say = say
 
     def start(self) -> None:
-        """Raises: NoCluster, saying what to do."""
+        """Start Ray, or connect to it. Raises: NoCluster, which says what to do."""
         if not self.ours:
             self._say(f"connecting to Ray at {self._name}")
             connect(self._name)
@@ -82,13 +82,13 @@ class Cluster:
         )
 
     def end(self) -> None:
-        """End what was started here. Raises: StoppedAtOnce when a signal came meanwhile; our processes are killed."""
+        """End what was started here. Raises: StoppedAtOnce after a signal meanwhile; our processes are killed."""
         family = psutil.Process().children(recursive=True) if self.ours else []
         try:
             if not self.lost:  # Ray has died, and its shutdown would wait a minute for an answer
                 self._say(f"stopping: {self._waits_for(len(family))}; Ctrl-C again stops at once")
                 with contextlib.redirect_stdout(io.StringIO()):  # Ray says there that Serve's controller is gone
-                    with contextlib.suppress(Exception):  # whatever state it is in, go on to the processes
+                    with contextlib.suppress(Exception):  # in whatever state Serve is, the processes are ended
                         self._end_serve()
                     ray.shutdown()
         except KeyboardInterrupt as second:
@@ -103,8 +103,8 @@ class Cluster:
         if self.ours:
             return f"nothing is served yet; waiting for Ray's {num_processes} processes to end"
         return (
-            f"nothing is served yet; waiting up to {FOREIGN_S:.0f} s for Ray at {self._name} to take the applications "
-            "down, which goes on without us"
+            f"nothing is served yet; waiting up to {FOREIGN_S:.0f} s for Ray at {self._name} to remove the "
+            "applications, which continues without us"
         )
 
     def _end_serve(self) -> None:
@@ -116,12 +116,12 @@ class Cluster:
 
 @contextlib.contextmanager
 def opened(say: Callable[[str], None]) -> Iterator[Cluster]:
-    """The cluster that RAY_ADDRESS names, or a small one here, for as long as this lasts. Raises: NoCluster."""
+    """Open the cluster that RAY_ADDRESS names, or a small one here, while the context lasts. Raises: NoCluster."""
     cluster = Cluster(os.environ.get("RAY_ADDRESS"), say)
     try:
         with _insisting():
             cluster.start()
-        listen_for_the_end()  # Ray has set its own
+        listen_for_the_end()  # Ray has set handlers of its own
         pause(0)
         yield cluster
     finally:
@@ -130,7 +130,7 @@ def opened(say: Callable[[str], None]) -> Iterator[Cluster]:
 
 
 def connect(address: str) -> None:
-    """Raises: NoCluster, saying what to do."""
+    """Connect to an existing Ray. Raises: NoCluster, which says what to do."""
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdecimal():  # Ray itself tries for minutes
@@ -149,15 +149,15 @@ def connect(address: str) -> None:
 
 
 def listen_for_the_end() -> None:
-    """SIGINT and SIGTERM raise KeyboardInterrupt in the main thread."""
+    """Make SIGINT and SIGTERM raise KeyboardInterrupt in the main thread."""
     # a shell may have started us with Ctrl-C ignored; the alarm is our own, see _insisting
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, _interrupt)
 
 
 def pause(seconds: float) -> None:
-    """Sleep. Raises: KeyboardInterrupt when a signal has come, also one whose exception was lost: Python drops what
-    is raised in callbacks, such as those around the forks by which Ray starts its processes."""
+    """Sleep. Raises: KeyboardInterrupt if a signal has come, even if its exception was lost: Python drops exceptions of
+    callbacks, such as those around the forks by which Ray starts its processes."""
     if _signalled.is_set():
         raise KeyboardInterrupt
     time.sleep(seconds)
@@ -165,7 +165,7 @@ def pause(seconds: float) -> None:
 
 @contextlib.contextmanager
 def _insisting() -> Iterator[None]:
-    """While this lasts, a signal raises again and again, until an exception of it is seen."""
+    """While the context lasts, raise again after a signal until one of its exceptions is seen."""
     _insists.set()
     try:
         yield
@@ -182,7 +182,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def _kill(family: list[psutil.Process]) -> None:
-    """Kill those of ``family`` that still run, and what they have started since."""
+    """Kill the processes of ``family`` that still run, and those that they have started since."""
     for process in list(family):
         with contextlib.suppress(psutil.NoSuchProcess):
             family += process.children(recursive=True)
@@ -192,7 +192,7 @@ def _kill(family: list[psutil.Process]) -> None:
     psutil.wait_procs(family, timeout=KILL_S)
 
 
-LOOK_S = 2.0  # between two looks at what is served
+LOOK_S = 2.0  # between two checks of the applications
 PATIENCE_S = 60.0
 ANSWER_S = 10.0  # Serve's controller, to one question
 CONNECT_S = 5.0
@@ -201,12 +201,12 @@ Status = Callable[[], Mapping[str, ApplicationStatusOverview]]
 
 
 class Supervision:
-    """What is served, as asked from time to time."""
+    """The state of the applications, which is asked for from time to time."""
 
     def __init__(
         self, names: Collection[str], *, status: Status, gcs_answers: Callable[[], bool], clock: Callable[[], float]
     ) -> None:
-        """``names``: the applications that must live; ``status``: of all, raises where Serve does not answer."""
+        """``names``: the applications that must live; ``status``: asks Serve, and raises if it does not answer."""
         self._names = names
         self._status = status
         self._gcs_answers = gcs_answers
@@ -230,7 +230,7 @@ class Supervision:
     def _wrong(self) -> list[str]:
         try:
             applications = self._status()
-        except Exception:  # noqa: BLE001 - the edge: whatever it is, Serve does not answer
+        except Exception:  # noqa: BLE001 - the edge: any error means that Serve does not answer
             return ["Serve's controller has not answered"]
         wrong = []
         for name in self._names:
@@ -250,7 +250,7 @@ def _is_dead(deployment: DeploymentStatusOverview) -> bool:
 
 
 def status_of_serve() -> Status:
-    """A call that asks Serve's controller, which runs; `serve.status` itself waits for its answer without a bound."""
+    """Make a call that asks Serve's running controller; `serve.status` itself waits for its answer without a bound."""
     client = _get_global_client()
     assert client is not None
 
@@ -262,7 +262,7 @@ def status_of_serve() -> Status:
 
 
 def listens(address: str) -> bool:
-    """Whether somebody accepts connections at ``address``, host:port."""
+    """Whether a process accepts connections at ``address`` (host:port)."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

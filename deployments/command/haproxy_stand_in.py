@@ -1,15 +1,16 @@
-"""Serves in the place of a HAProxy that was killed, until Serve has started the next one.
+"""Runs a stand-in for a HAProxy that was killed, until Serve has started the next one.
 
-Owns:      one watch for each HAProxy that the wrapper script starts; the stand-in, a HAProxy with the same settings
-           less the admin socket. Serve asks that socket whether HAProxy lives, and it can only reload a HAProxy of its
-           own: with the socket, Serve would keep a stand-in, and no change of routers would reach it.
-Never:     outlives the raylet; imports anything but the standard library (it runs with whatever Python is there).
-Invariant: what Serve itself ends (the manager kills HAProxy, and is killed next) is not stood in for, or not for long.
-Thread:    a process of its own, in a session of its own: Ray ends a dead worker's process group.
+Owns:      one watch for each HAProxy that the wrapper script starts; the stand-in, a HAProxy with the same settings but
+           no admin socket. Serve checks HAProxy's health at that socket, and can reload only a HAProxy that it started:
+           with the socket, Serve would keep the stand-in, and no change of routers would reach it.
+Never:     outlives the raylet; imports anything but the standard library (any Python may run it).
+Invariant: when Serve itself ends HAProxy (the manager kills it, and is killed next), there is no stand-in, or not for
+           long.
+Thread:    a process in a session of its own, since Ray ends a dead worker's process group.
 
     HAProxy ends ─┬─ its manager ends within MANAGER_S after it: Serve's stop ─────> the end
-                  ├─ another one answers at the admin socket: it was reloaded ─────> the end
-                  └─ else, or both ended at once: stand in ─> the next one that knows a router takes the port over
+                  ├─ another one answers at the admin socket: a reload ────────────> the end
+                  └─ else, or both ended at once: stand in ─> the next one with a router that is up takes over the port
                      (-sf, haproxy_no_splice.sh), or no router is left, as when Serve stops ─> drain ─> the end
 """
 
@@ -26,20 +27,22 @@ import sys
 import time
 from pathlib import Path
 
-AT_ONCE_S = 0.05  # a killed manager's socket closes, and the raylet kills HAProxy, before the manager has quite ended
-MANAGER_S = 1.0  # Serve's stop ends the manager after HAProxy, by a call of its own
+AT_ONCE_S = 0.05  # the raylet kills HAProxy shortly before a killed manager has ended completely
+MANAGER_S = 1.0  # Serve's stop ends HAProxy first, and the manager by a later call
 LOOK_S = 0.2
-ROUTERLESS_S = 10.0  # no router accepts connections for so long: Serve was shut down, or there is nothing to serve
-MOST_S = 60.0  # and in no case longer
+ROUTERLESS_S = 10.0  # without a router that accepts connections: Serve was shut down, or serves nothing
+MOST_S = 60.0  # the longest life of a stand-in
 PR_SET_PDEATHSIG = 1
 ROUTER = re.compile(r"^ *server SERVE_REPLICA\S* (\S+):(\d+)", re.MULTILINE)
 UP = re.compile(r"^[^,]*,SERVE_REPLICA[^,]*,(?:[^,]*,){15}UP", re.MULTILINE)  # a router's row of `show stat`
 
 
 def watch(haproxy: int, manager: int, command: list[str], config: Path) -> None:
-    """Wait for the end of process ``haproxy``, and stand in where it was not meant to end.
+    """Wait for the end of process ``haproxy``, and run a stand-in unless Serve ended it.
 
-    Args: manager: the process that started it; command: how HAProxy is run, up to its settings; config: its settings.
+    Args: manager: the process that started HAProxy.
+          command: HAProxy's command line without the settings file.
+          config:  HAProxy's settings file.
     """
     raylet = _parent(manager)
     its_end, managers_end, raylets_end = (_end(pid) for pid in (haproxy, manager, raylet))
@@ -48,27 +51,27 @@ def watch(haproxy: int, manager: int, command: list[str], config: Path) -> None:
     if not at_once and _ended(managers_end, within_s=MANAGER_S):
         return
     select.select([its_end], [], [])
-    text = config.read_text() if config.is_file() else ""  # its folder goes with the application that made it
+    text = config.read_text() if config.is_file() else ""  # its folder is removed with the application
     admin = re.search(r"stats socket (\S+)", text)
     if admin is None or _ended(raylets_end) or _asked(admin[1], "show info"):
         return
     settings = config.with_name("stand-in.cfg")
     settings.write_text(stand_in_settings(text))
     with config.with_name("stand-in.lock").open("w") as lock, contextlib.suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two may end together, in a reload: one stands in
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two may end together in a reload: one stand-in is enough
         process = subprocess.Popen([*command, str(settings)], preexec_fn=_die_with_parent)
         try:
             _hold_the_port(process, pid_file(config), admin[1], ROUTER.findall(text), raylets_end)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # the next one may be stood in for while this one drains
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a stand-in for the next HAProxy may run while this one drains
             while process.poll() is None and not _ended(raylets_end, within_s=LOOK_S):
-                process.send_signal(signal.SIGUSR1)  # drain; HAProxy has a bound of its own for that
+                process.send_signal(signal.SIGUSR1)  # drain; HAProxy bounds the time itself
         finally:
             process.kill()
             process.wait()
 
 
 def stand_in_settings(text: str) -> str:
-    """``text`` without the admin socket, and without any port except the clients': the next one needs the others."""
+    """Copy settings without the admin socket and all ports but the clients': the next HAProxy needs those."""
     section, kept = "", []
     for line in text.splitlines():
         words = line.split()
@@ -80,7 +83,7 @@ def stand_in_settings(text: str) -> str:
 
 
 def pid_file(config: Path) -> Path:
-    """Where the id of a stand-in stands for as long as it has the port."""
+    """The file that holds the process id of a stand-in while it has the port."""
     return config.with_name("stand-in.pid")
 
 
@@ -103,7 +106,7 @@ def _hold_the_port(
 
 
 def _asked(admin: str, question: str) -> str:
-    """The answer of the HAProxy that has the admin socket; "" where there is none."""
+    """Ask the HAProxy at the admin socket. Returns: its answer; "" if there is none."""
     answer = b""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(1.0)
@@ -123,7 +126,7 @@ def _accepts(host: str, port: int) -> bool:
 
 
 def _end(pid: int) -> int:
-    """A descriptor that can be read once process ``pid`` has ended."""
+    """Open a descriptor that is readable once process ``pid`` has ended."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -135,7 +138,7 @@ def _ended(end: int, *, within_s: float = 0.0) -> bool:
 
 
 def _parent(pid: int) -> int:
-    """Raises: OSError when process ``pid`` has ended."""
+    """Find the parent of process ``pid``. Raises: OSError if the process has ended."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

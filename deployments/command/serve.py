@@ -1,10 +1,10 @@
-"""``python -m deployments serve CONFIG``: what ``serve run`` does, with progress and an end that leaves nothing.
+"""``python -m deployments serve CONFIG``: like ``serve run``, with progress, and no process is left at the end.
 
 Owns:      the Serve applications of the file.
-Invariant: Ctrl-C, SIGTERM or a failed start stop all that it started (cluster.py).
+Invariant: Ctrl-C, SIGTERM or a failed start ends every process that it started (cluster.py).
 Thread:    the main thread.
 
-    check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> print where ──> look after it ──> stop all
+    check settings ──> Ray ──> Serve + deploy ──> watch until RUNNING ──> announce ──> supervise ──> stop all
 """
 
 import logging
@@ -42,7 +42,7 @@ LOOK_S = 0.5
 
 
 def run(config_path: str) -> int:
-    """Serve ``config_path`` until interrupted, or until it has died; the exit status."""
+    """Serve ``config_path`` until a signal comes or Serve dies. Returns: the exit status."""
     progress = startup.StartProgress()
     try:
         return _run(config_path, progress)
@@ -63,7 +63,7 @@ def _run(config_path: str, progress: startup.StartProgress) -> int:
     try:
         with cluster.opened(say) as opened:
             for shortage in () if opened.ours else shortages(configs.values(), capacity_of_cluster()):
-                say(f"{shortage}; they wait until the cluster grows")
+                say(f"{shortage}; they start when the cluster has grown")
             opened.serving = _deploy(schema, configs, progress)
             if opened.serving:
                 opened.lost = _until_the_end(configs)
@@ -83,7 +83,7 @@ def _run(config_path: str, progress: startup.StartProgress) -> int:
 
 
 def check(config_path: str) -> int:
-    """Say whether ``config_path`` can be served; the exit status."""
+    """Print whether ``config_path`` can be served. Returns: the exit status."""
     try:
         read(config_path, print)
     except InvalidConfig as error:
@@ -93,16 +93,16 @@ def check(config_path: str) -> int:
 
 
 def refuse(config_path: str, error: InvalidConfig) -> int:
-    """Say all that is wrong; the exit status."""
+    """Print all errors of a file. Returns: the exit status."""
     print(f"{config_path} cannot be served:", *error.problems, sep="\n  ", file=sys.stderr)
     return 2
 
 
 def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_cluster: bool) -> None:
-    """Bring the keys where applications are built: on a Ray of our own, which has our environment, the admin key out of
-    the arguments that Serve logs; to a cluster that runs already, and has its own, those of our environment.
+    """Bring the keys to the processes that build the applications.
 
-    Raises: InvalidConfig.
+    A Ray of our own has our environment: the admin key moves there, out of the arguments that Serve logs. An
+    existing cluster has its own environment: our keys are sent as runtime_env. Raises: InvalidConfig.
     """
     applications = [each for each in schema.applications if each.import_path in (OBSERVATORY, MANTA)]
     if not on_cluster:
@@ -118,20 +118,20 @@ def settle_key(schema: ServeDeploySchema, say: Callable[[str], None], *, on_clus
             each.runtime_env = sent
             said = " and ".join(name for name in names if name in sent["env_vars"])
             say(
-                f"{said} of this shell goes to the cluster as runtime_env of {each.name}, which Ray's logs there show; "
-                "to keep it out of them, set it where `ray start` runs, and not here"
+                f"{said} of this shell goes to the cluster as runtime_env of {each.name}, and Ray logs it there; to "
+                "avoid that, set it where `ray start` runs, and not here"
             )
 
 
 def _keyed(application: ServeApplicationSchema) -> dict[str, Any]:
-    """Its group of settings that may hold the admin key."""
+    """Find the group of an application's settings that may hold the admin key."""
     return application.args if application.import_path == OBSERVATORY else application.args.get("router") or {}
 
 
 def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: startup.StartProgress) -> bool:
-    """Deploy as `serve run` does, and tell what is waited for until every application runs. False when one failed."""
+    """Deploy as `serve run` does, and show the progress until every application runs. Returns: False if one failed."""
     progress.say("starting Serve")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the progress says how far it is
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the progress is shown here
     client = serve_start(
         http_options=schema.http_options.model_dump(),
         proxy_location=schema.proxy_location,
@@ -148,12 +148,12 @@ def _deploy(schema: ServeDeploySchema, configs: dict[str, AppConfig], progress: 
         return False
     applications = serve.status().applications
     observatories.look(applications, last=True)
-    announce(schema, configs, applications, progress.say, watched_at=observatories.told)
+    announce(schema, configs, applications, progress.say, watched_at=observatories.addresses)
     return True
 
 
 def _until_the_end(names: Collection[str]) -> bool:
-    """Look after what serves until it does no more, and say why. Returns: whether it is Ray that has died."""
+    """Supervise the applications until serving has ended, and print why. Returns: whether Ray itself has died."""
     gcs = ray.get_runtime_context().gcs_address
     served = cluster.Supervision(
         names,
@@ -163,14 +163,14 @@ def _until_the_end(names: Collection[str]) -> bool:
     )
     while (reason := served.look()) is None:
         cluster.pause(cluster.LOOK_S)
-    print(f"nothing is served any more: {reason}", file=sys.stderr)
+    print(f"serving has ended: {reason}", file=sys.stderr)
     return served.ray_is_dead
 
 
 def _until_running(
     progress: startup.StartProgress, replica_logs: startup.ReplicaLogs, observatories: Observatories
 ) -> dict[str, ApplicationStatusOverview]:
-    """Show what is waited for until every application runs, or some failed: those."""
+    """Show the progress until every application runs or one has failed. Returns: those that failed."""
     while True:
         applications = serve.status().applications
         replica_logs.look()
@@ -183,19 +183,19 @@ def _until_running(
             name: each for name, each in applications.items() if each.status is ApplicationStatus.DEPLOY_FAILED
         }
         running = [each.status is ApplicationStatus.RUNNING for each in applications.values()]
-        failed |= {name: each for name, each in applications.items() if startup.hopeless(_told(each))}
+        failed |= {name: each for name, each in applications.items() if startup.hopeless(_messages(each))}
         if failed or (running and all(running)):
             return failed
         cluster.pause(LOOK_S)
 
 
 def _why(application: ApplicationStatusOverview) -> str:
-    """What our own errors say, if there are any; else all that Serve knows."""
-    whole = _told(application)
+    """Explain a failed start: by our own errors if there are any, else by all that Serve reports."""
+    whole = _messages(application)
     return "\n".join(startup.our_errors(whole)) or whole
 
 
-def _told(application: ApplicationStatusOverview) -> str:
-    """All that Serve says of it."""
+def _messages(application: ApplicationStatusOverview) -> str:
+    """Join all messages of Serve about an application."""
     messages = [application.message, *(status.message for status in application.deployments.values())]
     return "\n".join(message for message in messages if message)

@@ -1,9 +1,9 @@
-"""What a start is waiting for: one block that is drawn in place on a terminal, a line a phase elsewhere.
+"""The progress of a start: one block that is redrawn in place on a terminal, one line per phase elsewhere.
 
-Owns:      how far each replica is, as its log file on this machine tells; a replica on another machine, or one whose
-           file cannot be read, is "starting", which is what Serve knows.
+Owns:      the phase of each replica, read from its log file on this machine. A replica on another machine, or without a
+           readable file, is "starting", which is all that Serve knows.
 Never:     asks Ray or Serve (serve.py does); decides when the start is over.
-Thread:    the main thread of `python -m deployments serve`; on a terminal rich draws the block on one of its own.
+Thread:    the main thread of `python -m deployments serve`; on a terminal rich draws the block on its own thread.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from deployments.watch.terminal.top import on_terminal
 READY = "ready"
 _LOADING = re.compile(rb"loading weights: (\d+ % \([^)]*\))")
 _ATTENTION = re.compile(rb"attention: (?:(compiling .*)|(\w+, .*))")
-_PHASES = (  # what a replica's log file says -> how far it is; the last that it says counts
+_PHASES = (  # text in a replica's log file -> its phase; the last match counts
     (b"Started initializing replica", "setting up"),
     (WAITS_FOR_REPLICA.encode(), WAITS_FOR_REPLICA),
     (b" weights: ", "warming up"),
@@ -42,7 +42,7 @@ _OUR_ERROR = re.compile(r"^replicas\.errors\.(\w+: .*(?:\n[a-z][\w.]*(?: = .*|: 
 
 
 class Deployment(Protocol):
-    """The part of Serve's status of one deployment that is shown."""
+    """The parts of Serve's status of a deployment that are shown."""
 
     @property
     def replica_states(self) -> Mapping[str, int]: ...
@@ -51,23 +51,23 @@ class Deployment(Protocol):
 
 
 class ReplicaLogs:
-    """How far each replica is whose log file appeared in ``folder`` after this was made."""
+    """The phases of the replicas whose log files appeared in ``folder`` after construction."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._old = {file.name for file in self._files()}
         self._read: dict[str, int] = {}  # bytes, by file
-        self._phases: dict[str, str] = {}  # by file; the file that spoke last is last
+        self._phases: dict[str, str] = {}  # by file, in order of the latest change
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read the new lines of all log files."""
         for file in self._files():
             if file.name not in self._old:
                 with contextlib.suppress(OSError):
                     self._look_at(file)
 
     def phases(self, application: str, deployment: str) -> dict[str, str]:
-        """Replica id -> how far it is, the latest news first."""
+        """Map replica ids of a deployment to their phases, the latest change first."""
         start = f"replica_{application}_{deployment}_"
         found = {
             name.removeprefix(start).removesuffix(".log"): phase
@@ -93,26 +93,26 @@ class ReplicaLogs:
 
 
 def our_errors(text: str) -> list[str]:
-    """What our own errors say in Serve's account of them, each once; some have several lines."""
+    """Extract our own errors from a message of Serve, each once; some have several lines."""
     return list(dict.fromkeys(_OUR_ERROR.findall(text)))
 
 
 def hopeless(text: str) -> bool:
-    """Whether Serve's account has an error of ours that another try cannot mend."""
+    """Whether a message of Serve has an error of ours that another try cannot fix."""
     return any(error.startswith(("InvalidConfig:", "UnsupportedModel:")) for error in our_errors(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentProgress:
-    """How far one deployment is."""
+    """The progress of one deployment."""
 
     name: str
-    text: str  # of now, with figures
-    phases: tuple[str, ...]  # that its replicas are in, without: what is new among them is news
+    text: str  # the current state, with figures
+    phases: tuple[str, ...]  # of its replicas, without figures: a new one is printed
 
 
 def lines(application: str, deployments: Mapping[str, Deployment], logs: ReplicaLogs) -> dict[str, DeploymentProgress]:
-    """What is to be said of one application, by what it is about."""
+    """List the progress of one application, by deployment."""
     if not deployments:
         return {application: DeploymentProgress(name=application, text="being built", phases=("being built",))}
     return {
@@ -122,14 +122,14 @@ def lines(application: str, deployments: Mapping[str, Deployment], logs: Replica
 
 
 class StartProgress:
-    """Shows how far a start is. Until `close` it is one block on a terminal; afterwards lines are printed there too."""
+    """The progress of a start, one block on a terminal until `close`, and lines elsewhere and afterwards."""
 
     def __init__(self, out: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = sys.stdout if out is None else out
         self._clock = clock
         self._started_s = clock()
         self._said: list[str] = []
-        self._shown: dict[str, list[str]] = {}  # by deployment: the phases that were printed
+        self._shown: dict[str, list[str]] = {}  # deployment -> the phases that were printed
         self._now: list[str] = []
         self._live: Live | None = None
         if on_terminal(self._out):
@@ -138,7 +138,7 @@ class StartProgress:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """A line with the time."""
+        """Print a line with the time."""
         line = f"[{self._clock() - self._started_s:5.1f} s] {text}"
         if self._live is not None:
             self._said.append(line)
@@ -146,7 +146,7 @@ class StartProgress:
             print(line, file=self._out, flush=True)
 
     def show(self, now: Mapping[str, DeploymentProgress]) -> None:
-        """What is waited for now, by what it is about."""
+        """Show the current progress, by deployment."""
         self._now = [f"{line.name}: {line.text}" for line in now.values()]
         if self._live is not None:
             return
@@ -158,7 +158,7 @@ class StartProgress:
                     self.say(f"{line.name}: {phase}")
 
     def close(self) -> None:
-        """Take the block away; idempotent."""
+        """Remove the block; a second call does nothing."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -182,7 +182,7 @@ def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> Deploy
     running = states.get("RUNNING", 0)
     started = [replica_id for replica_id, phase in phases.items() if phase == READY]
     on_their_way = [(replica_id, "has started") for replica_id in started[: max(len(started) - running, 0)]]
-    # files of replicas that failed to start are among these, and have been silent for longer
+    # the files of replicas that failed to start are among these, but changed earlier
     on_their_way += [(replica_id, phase) for replica_id, phase in phases.items() if phase != READY]
     told = sorted(on_their_way[:starting])
     parts = [f"{running} of {num} ready", *(f"{replica_id} {phase}" for replica_id, phase in told)]
@@ -197,14 +197,14 @@ def _far(name: str, deployment: Deployment, phases: Mapping[str, str]) -> Deploy
 
 
 def _message(deployment: Deployment) -> str:
-    """What Serve has to say: that it finds no place for a replica, or that one failed, and why."""
+    """Shorten the message of Serve: that it finds no place for a replica, or that one failed, and why."""
     no_place = _NO_PLACE.search(deployment.message)
     if no_place is not None:
         count = f"{no_place[1]} replica{'' if no_place[1] == '1' else 's'}"
         return f"no place yet for {count}: each needs {no_place[2]}, and Ray has {no_place[3]} free"
     first = deployment.message.strip().partition("\n")[0].removesuffix(" Error:")
     if "to initialize" in first:
-        return ""  # that it takes longer than 30 s, which the time shows
+        return ""  # "takes longer than 30 s", which the time shows
     said = ". ".join([part for part in (first.removesuffix("."), *our_errors(deployment.message)) if part])
     return said if len(said) <= _SAID_CHARS else f"{said[:_SAID_CHARS]} ..."
 

@@ -79,4 +79,4 @@ def test_when_rays_gcs_has_died_it_says_so_and_ends_with_status_1(app: Running) 
     [gcs] = [pid for pid, command in app.processes().items() if "gcs_server" in command.split()[0]]
     os.kill(gcs, signal.SIGKILL)
     assert app.process.wait(30) == 1
-    assert "nothing is served any more: Ray has died: its GCS does not answer" in app.log.read_text()
+    assert "serving has ended: Ray has died: its GCS does not answer" in app.log.read_text()

@@ -236,7 +236,7 @@ def test_the_weights_of_the_embedded_model_are_counted_by_its_shape() -> None:
 
 
 @pytest.mark.model
-def test_a_role_is_told_of_its_own_settings() -> None:
+def test_a_shortage_of_a_role_names_its_own_settings() -> None:
     apart = {"model": {"path": MODEL}, "mode": "disaggregated", "decode": {"tp": 2}}
     said = impossible(parse(apart))
     assert [each for each in said if each.startswith("decode.tp = 2 does not split 9 query heads")]
@@ -263,7 +263,7 @@ def test_a_hub_that_is_not_reached_is_one_line_and_one_sentence(
             read(str(file), told.append)
     assert len(waited) >= 3  # it was tried again
     assert lines == []
-    assert told == ["asking the Hugging Face hub for nobody/nothing's config.json; it is tried for half a minute"]
+    assert told == ["asking the Hugging Face hub for nobody/nothing's config.json, for half a minute at most"]
     [problem] = refused.value.problems
     assert problem.startswith(f"{file}:10: model.path = 'nobody/nothing': there is no such folder, and the Hugging")
     assert "\n" not in problem

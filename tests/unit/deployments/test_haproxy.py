@@ -34,7 +34,7 @@ def works(tmp_path: Path) -> str:
     return script(tmp_path / "haproxy", status=0)
 
 
-def test_where_it_is_found_serve_is_told_so_and_its_files_are_nobody_elses(works: str) -> None:
+def test_where_it_is_found_serve_uses_it_and_its_files_are_private(works: str) -> None:
     said: list[str] = []
     environ = {BINARY: works}
     with haproxy.prepared(environ, host="127.0.0.1", warn=said.append):

@@ -137,7 +137,7 @@ def statuses(status: ApplicationStatus) -> dict[str, Any]:
     return {"observatory0": SimpleNamespace(status=status), "manta": loads}
 
 
-@pytest.mark.parametrize(("status", "open_to"), [(401, " (asks for the admin key)"), (200, " (open to everybody)")])
+@pytest.mark.parametrize(("status", "open_to"), [(401, " (asks for the admin key)"), (200, " (asks for no key)")])
 def test_where_to_watch_is_said_once_when_it_runs_whatever_the_models_do(
     server: tuple[type[Answers], int], status: int, open_to: str
 ) -> None:

@@ -58,7 +58,7 @@ def test_a_replica_goes_through_its_phases(tmp_path: Path) -> None:
     assert model(logs, RUNNING=1, STARTING=1) == "manta: ModelReplica: 1 of 2 ready; 1 starting"
 
 
-def test_replicas_are_told_apart_and_those_that_are_elsewhere_are_counted(tmp_path: Path) -> None:
+def test_replicas_with_log_files_are_named_and_those_elsewhere_are_counted(tmp_path: Path) -> None:
     logs = ReplicaLogs(tmp_path)
     write(tmp_path, "ModelReplica_b", "weights: 513 MiB in 5.5 s")
     write(tmp_path, "ModelReplica_a", "loading weights: 10 % (54 of 538 MB, 43 MB/s)")
@@ -101,7 +101,7 @@ def test_half_a_line_is_read_when_it_is_whole_and_json_lines_say_the_same(tmp_pa
     assert model(logs, STARTING=1).endswith("; abc loading weights, 50 % (271 of 538 MB, 53 MB/s)")
 
 
-def test_without_log_files_serves_status_is_told(tmp_path: Path) -> None:
+def test_without_log_files_serves_status_is_shown(tmp_path: Path) -> None:
     """A cluster whose replicas are on other machines."""
     logs = ReplicaLogs(tmp_path / "nowhere")
     assert model(logs, STARTING=2, STOPPING=1) == "manta: ModelReplica: 0 of 3 ready; 2 starting; 1 stopping"
@@ -226,7 +226,7 @@ def test_on_a_terminal_a_start_is_one_block_that_is_drawn_in_place_and_gone_afte
     assert rest.endswith("[  0.0 s] ready\r\n")
 
 
-def test_what_is_served_is_told_in_a_box_on_a_terminal_and_in_plain_lines_elsewhere(
+def test_what_is_served_is_printed_in_a_box_on_a_terminal_and_in_plain_lines_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [("model", "tiny on 2 replicas"), ("API", "http://127.0.0.1:8000/v1")]
