@@ -60,7 +60,7 @@ def load_engine(
     """Build an engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
 
     Args: revision: of a hub id: branch, tag or commit.
-          products: for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or what is faster here.
+          products: for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or the faster of them here.
           record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
           transfer: for an engine that takes part in hand-offs; its peers reach it at ``transfer_address``.
           make_agent: another transfer library than NIXL; for one rank.
@@ -125,7 +125,7 @@ def load_engine(
 
 
 def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
-    """What all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
+    """Return what all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
     try:
         identity = model_identity(config.model.path, config.model.quantization)
         return PortSpec(layout=kv_layout(config, identity), settings=settings)
@@ -139,7 +139,7 @@ def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
 def open_transfer_service(
     spec: PortSpec, make_ports: Callable[[], Sequence[RankPort]]
 ) -> tuple[KvTransfer, HandOffTerms]:
-    """A service that runs, and the terms on which the engine uses it. ``make_ports`` is called on the service's thread.
+    """Start the transfer service; ``make_ports`` is called on its thread. Returns: it, and the engine's terms.
 
     Raises: TransferError or OSError when the transfer library or the listening address is not available.
     """

@@ -86,14 +86,14 @@ class SamplingParams:
         )
 
     def for_choice(self, index: int) -> "SamplingParams":
-        """The parameters of choice ``index`` of an n > 1 request: the same but for the seed, which choice 0 keeps."""
+        """Return the parameters of choice ``index`` when n > 1: equal but for the seed, which choice 0 keeps."""
         if index == 0:
             return dataclasses.replace(self, n=1)
         digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
         return dataclasses.replace(self, n=1, seed=int.from_bytes(digest, "little") >> 1)
 
     def validate(self, *, vocab_size: int) -> None:
-        """Raises InvalidRequest, naming the field, for anything out of its range."""
+        """Raise InvalidRequest, which names the field, for a value out of its range."""
         _check("max_tokens", self.max_new_tokens >= 0, f"must be >= 0, got {self.max_new_tokens}")
         _check(
             "min_tokens",
@@ -141,7 +141,7 @@ class SamplingParams:
 
 
 def check_prompt_logprobs(num_logprobs: int) -> None:
-    """Raises: InvalidRequest for more than one answer is given."""
+    """Raise InvalidRequest if ``num_logprobs`` is more than one answer may hold."""
     _check(
         "logprobs",
         num_logprobs <= MAX_PROMPT_LOGPROBS,
@@ -168,7 +168,7 @@ class PdLeg(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOff:
-    """This request is computed by two replicas: one makes the K/V of its prompt, the other the tokens."""
+    """The hand-off of a request that two replicas compute: one the K/V of its prompt, the other its tokens."""
 
     leg: PdLeg
     ticket: PdTicket
@@ -190,9 +190,9 @@ class HandOffReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What one choice of a request spent where, in seconds, on the engine that ran it; consecutive, so that they sum to
+    """The stages of one choice of a request, in seconds, on the engine that ran it; consecutive, so that they sum to
     the time from arrival to the end (request.py draws them). On the last delta of the choice; the prefill leg of a
-    hand-off tells its own. A retracted request stays in its stage while it waits again."""
+    hand-off has its own. A retracted request stays in its stage while it waits again."""
 
     # until the first step that computed something of it, or, of a decode leg, row and pages; of one whose K/V did not
     # come, the second wait too
@@ -220,18 +220,18 @@ class GenerateRequest:
 
     @property
     def num_choices(self) -> int:
-        """Sequences that end here, each with a finish: all of the request, but one for the prefill leg."""
+        """The number of sequences that end here, each with a finish: 1 for a prefill leg, else n."""
         return 1 if self.hand_off is not None and self.hand_off.leg is PdLeg.PREFILL else self.sampling.n
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Logprobs of prompt tokens in the answer, alternatives and choices counted."""
+        """The number of logprobs of prompt tokens in the answer, over alternatives and choices."""
         if self.prompt_logprobs_from is None:
             return 0
         return (len(self.token_ids) - self.prompt_logprobs_from) * (1 + self.top_logprobs) * self.sampling.n
 
     def validate(self, *, vocab_size: int) -> None:
-        """Raises InvalidRequest. Lengths are the engine's to judge, which knows the context and the pool."""
+        """Raise InvalidRequest for a wrong field. The engine checks lengths: it knows the context and the pool."""
         _check("prompt", len(self.token_ids) > 0, "is empty; give at least one token")
         _check("priority", -1000 <= self.priority <= 1000, "must be between -1000 and 1000")
         _check("top_logprobs", 0 <= self.top_logprobs <= 20, f"must be between 0 and 20, got {self.top_logprobs}")
@@ -282,16 +282,16 @@ class TokenDelta:
 
     @property
     def is_part(self) -> bool:
-        """Some of the prompt's logprobs; the rest comes with the first token."""
+        """Whether it holds only some of the prompt's logprobs; the rest comes with the first token."""
         return bool(self.prompt_logprobs) and not self.token_ids and self.finish is None
 
     @property
     def is_report(self) -> bool:
-        """Nothing but the report of a hand-off: not for the client."""
+        """Whether it holds only the report of a hand-off, which is not for the client."""
         return self.hand_off is not None and self.finish is None and not (self.token_ids or self.prompt_logprobs)
 
     def merge(self, later: "TokenDelta") -> "TokenDelta":
-        """This delta and the one after it as one: what a slow consumer receives."""
+        """Return this delta and the one after it as one: what a slow consumer receives."""
         assert (self.rid, self.index) == (later.rid, later.index)
         assert self.finish is None, "nothing comes after a finish"
         return TokenDelta(
@@ -323,12 +323,12 @@ class Pending:
         self._by_choice[key] = delta if before is None else before.merge(delta)
 
     def take(self) -> list[TokenDelta]:
-        """All that waits, in the order in which the choices began to wait; nothing waits afterwards."""
+        """Return all that waits, in the order in which the choices began to wait; nothing waits afterwards."""
         taken, self._by_choice = self._by_choice, {}
         return list(taken.values())
 
     def check(self) -> None:
-        """Raises AssertionError if a delta is kept for another choice than its own."""
+        """Raise AssertionError if a delta is kept for another choice than its own."""
         assert all(key == (delta.rid, delta.index) for key, delta in self._by_choice.items())
 
 

@@ -25,7 +25,7 @@ from tests.fakes import FakeDevice, continuation
 
 
 class Clock:
-    """A clock that moves when told."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -61,7 +61,7 @@ def audit(
             locks.update(id(node) for node in path)
             nodes.update((id(node), node) for node in path)
     apart = [detained.pages for detained in quarantine]
-    assert sum(map(len, apart)) == quarantine.num_pages, "the books of the quarantine do not add up"
+    assert sum(map(len, apart)) == quarantine.num_pages, "the pages in quarantine are miscounted"
     for key_, node in nodes.items():
         assert node.lock_ref == locks[key_], f"a node has {node.lock_ref} locks, {locks[key_]} requests pin it"
     protected = sum(len(node.pages) for node in nodes.values())
@@ -104,7 +104,7 @@ def _audit_sums(roots: Collection[TreeNode]) -> None:
     for node in [*reversed(list(walk(roots))), *roots]:  # children before parents
         counted = (pages_below[id(node)], below[id(node)])
         kept = (node.below_pages, node.below_nodes)
-        assert counted == kept, f"pages, nodes below a node: {counted} are there, {kept} on its books"
+        assert counted == kept, f"pages, nodes below a node: {counted} are there, {kept} are counted"
         if node.parent is not None:
             below[id(node.parent)] += 1 + node.below_nodes
             pages_below[id(node.parent)] += len(node.pages) + node.below_pages

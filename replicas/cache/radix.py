@@ -203,7 +203,7 @@ class RadixCache:
         """Assert the invariant of the module's docstring, and that every evictable leaf is queued. O(cache)."""
         counted = audit_tree(self._roots.values(), self.page_size)
         kept = (self._evictable, self._protected, self._num_nodes)
-        assert counted == kept, f"evictable, protected, nodes: {counted} are in the tree, {kept} on the books"
+        assert counted == kept, f"evictable, protected, nodes: {counted} are in the tree, {kept} are counted"
 
     def _path(self, token_ids: TokenIds, salt: str) -> Iterator[tuple[TreeNode, int]]:
         """Iterate over the children along the match, each with its number of equal pages; only the last may be partial.

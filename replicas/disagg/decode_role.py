@@ -1,7 +1,7 @@
 """The decode side of hand-offs: takes over a prompt that another replica computes, or computes it after all.
 
 Owns:      the rooms in which this engine receives, from arrival to the room's last event; siblings that wait.
-Never:     moves bytes (kvtransfer/) or decides who gets memory (scheduler/admission.py).
+Never:     moves bytes (kvtransfer/) or decides which request gets memory (scheduler/admission.py).
 Invariant: pages of a room are not read before `Received`, and freed only after the room's last event.
 Thread:    engine thread only.
 
@@ -68,7 +68,7 @@ class DecodeRole:
         self._siblings: dict[str, list[Req]] = {}  # parked, by rid
 
     def submit(self, reqs: Sequence[Req], hand_off: HandOff) -> None:
-        """``reqs``: all choices of one request."""
+        """Queue the legs of one request, for a grant where possible; ``reqs``: all of its choices."""
         first, *siblings = reqs
         first.leg = Leg(role=PdLeg.DECODE, ticket=hand_off.ticket)
         if first.prompt_logprobs_from is not None or first.max_remaining <= 0:
@@ -93,7 +93,7 @@ class DecodeRole:
             self._open(req, leg.first_page, pages)
 
     def stop_waiting(self) -> list[NewToken]:
-        """Compute those here that had to wait for row and pages for too long. Returns: reports, as `on_failed`."""
+        """Compute the requests here that waited too long for row and pages. Returns: reports, as `on_failed`."""
         timeout_s = self._terms.open_timeout_s
         late = self._scheduler.queues.prealloc.older_than(self._clock() - timeout_s)
         for req in late:
@@ -102,7 +102,7 @@ class DecodeRole:
         return [self._fall_back(req, reason) for req in late]
 
     def _dismiss(self, req: Req) -> None:
-        """Stop the wait of its peer, which has no open for ``req`` yet: open the room for no page, and abort it."""
+        """Stop the wait of the peer of ``req``, whose room is not open yet: open it for no page, and abort it."""
         leg = leg_of(req)
         leg.closing = True
         self._open(req, req.num_tokens // self._kv.page_size, np.empty(0, dtype=np.int32))
@@ -125,7 +125,7 @@ class DecodeRole:
         )
 
     def leave(self, req: Req) -> None:
-        """``req`` has ended: abort its room, so that the peer stops sending."""
+        """Abort the room of ``req``, which has ended, so that the peer stops sending."""
         leg = leg_of(req)
         self._release_siblings(req)
         if self.rooms.find(leg.ticket.room) is not req or leg.closing:
@@ -137,7 +137,11 @@ class DecodeRole:
             self._service.abort_receive(leg.ticket.room)
 
     def on_received(self, event: Received) -> NewToken | None:
-        """Returns: its first token; none where it has to be computed here; nothing for a request that has ended."""
+        """Start decoding, or compute the prompt here if the K/V is wrong.
+
+        Returns: the first token; a report without a token if the prompt is computed here; None for a request that has
+                 ended.
+        """
         req = self.rooms.end(event.room)
         if req is None or req.state is not ReqState.RECEIVING:
             return None
@@ -159,7 +163,7 @@ class DecodeRole:
         return token
 
     def on_failed(self, event: ReceiveFailed) -> NewToken | None:
-        """Returns: as `on_received`."""
+        """Compute the prompt here. Returns: as `on_received`."""
         req = self.rooms.find(event.room)
         if req is None:
             return None

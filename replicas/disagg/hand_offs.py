@@ -68,14 +68,14 @@ class HandOffs:
 
     @property
     def num_handing_off(self) -> int:
-        """Prefill legs whose receiver has yet to open, whose prompt is computed, or that drain; one that is queued or
-        computed is counted there."""
+        """The number of prefill legs whose receiver has yet to open, whose prompt is computed, or that drain; the
+        queues count those that wait or run."""
         away = self._scheduler.queues.away
         return sum(req in away or req.state is ReqState.FINISHED for req in self._prefill.rooms)
 
     @property
     def num_open(self) -> int:
-        """How many rooms have their last event still to come."""
+        """The number of rooms whose last event has not come."""
         return len(self._prefill.rooms) + len(self._decode.rooms)
 
     def submit(self, request: GenerateRequest, reqs: Sequence[Req]) -> None:
@@ -89,14 +89,14 @@ class HandOffs:
             self._decode.submit(reqs, hand_off)
 
     def require_new_room(self, request: GenerateRequest) -> None:
-        """Raises: InvalidRequest where an earlier try of the room has not ended here."""
+        """Raise InvalidRequest if an earlier try of the room has not ended here."""
         hand_off = request.hand_off
         assert hand_off is not None
         role = self._prefill if hand_off.leg is PdLeg.PREFILL else self._decode
         role.rooms.require_new(hand_off.ticket.room)
 
     def poll(self) -> list[NewToken]:
-        """Take what happened at the service. Returns: first tokens that came, and (without a token) ends of legs and
+        """Take the events of the service. Returns: first tokens that came, and (without a token) ends of legs and
         reports of hand-offs that failed."""
         made = [self._take(event) for event in self._service.drain_events()]
         made += self._decode.stop_waiting()
@@ -104,13 +104,13 @@ class HandOffs:
         return [token for token in made if token is not None]
 
     def before_step(self) -> None:
-        """After `Scheduler.schedule`: open the rooms that were granted pages, send the pages that were cached."""
+        """Open the rooms that were granted pages and send the pages that were cached; after `Scheduler.schedule`."""
         self._decode.ask()
         self._prefill.send_pages()
         self.settle()
 
     def after_step(self, tokens: list[NewToken]) -> list[NewToken]:
-        """After `Scheduler.apply`: send what the step made. Returns: ``tokens`` without those of prefill legs."""
+        """Send what the step made; after `Scheduler.apply`. Returns: ``tokens`` without those of prefill legs."""
         self._prefill.send_pages()
         own = []
         for token in tokens:
@@ -127,7 +127,7 @@ class HandOffs:
             (self._prefill if req.is_prefill_leg else self._decode).leave(req)
 
     def stats(self) -> TransferStats:
-        """Also takes the times of the writes that have ended since the last call."""
+        """Return the statistics of the service; records the times of the writes that ended since the last call."""
         self._distributions.writes(self._service.drain_write_times())
         return self._service.stats()
 
@@ -154,7 +154,7 @@ class HandOffs:
 
 
 def require_possible(request: GenerateRequest, *, has_transfer: bool) -> None:
-    """Raises: InvalidRequest when ``request`` is a leg that this engine cannot take."""
+    """Raise InvalidRequest if ``request`` is a leg that this engine cannot take."""
     if request.hand_off is None:
         return
     if not has_transfer:

@@ -1,10 +1,10 @@
 """The prefill side of hand-offs: computes the K/V of a prompt, sends it chunk by chunk, frees it when it has arrived.
 
 Owns:      the rooms in which this engine sends, from the request's arrival to the room's last event.
-Never:     moves bytes (kvtransfer/) or decides who runs (scheduler/).
-Invariant: a page that was given to the service stays locked or pinned until the room's last event: it is never
-           retracted, and one that ends early leaves its pages in quarantine. Before the last chunk only whole,
-           computed, committed pages are sent: those are final, and commit no longer swaps them.
+Never:     moves bytes (kvtransfer/) or decides which request runs (scheduler/).
+Invariant: a page that was given to the service stays locked or pinned until the room's last event: its
+           request is never retracted, and if it ends early its pages go to quarantine. Before the last chunk only
+           whole, computed, committed pages are sent: those are final, and commit no longer swaps them.
 Thread:    engine thread only.
 
     submit        parked, WAITING; service.expect_send ── SendReady(first_page) ──> WaitingQueue
@@ -67,7 +67,7 @@ class PrefillRole:
                 leg.next_page = end
 
     def send_last(self, token: NewToken) -> None:
-        """The prompt is computed and its first token sampled: send the rest of both."""
+        """Send what is unsent of a computed prompt, with its first token."""
         req, leg = token.req, leg_of(token.req)
         assert token.token_id is not None
         logprob = token.logprob
@@ -89,7 +89,7 @@ class PrefillRole:
         leg.next_page = end
 
     def leave(self, req: Req) -> None:
-        """``req`` has ended: abort its room, so that the receiver stops waiting."""
+        """Abort the room of ``req``, which has ended, so that the receiver stops waiting."""
         leg = leg_of(req)
         if leg.ticket.room in self.rooms and not leg.closing:
             leg.closing = True
@@ -110,7 +110,7 @@ class PrefillRole:
         return None
 
     def on_done(self, room: int) -> NewToken | None:
-        """The receiver has everything. Returns: the end of the request, unless it ended before."""
+        """Finish the request: the receiver has everything. Returns: its end, unless it ended before."""
         req = self.rooms.end(room)
         if req is None or req.state is ReqState.FINISHED:
             return None

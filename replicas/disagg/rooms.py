@@ -1,6 +1,6 @@
 """The terms on which an engine takes part in hand-offs, and the rooms that a role keeps.
 
-Owns:      the books of one role: which rooms are open, and which request each belongs to.
+Owns:      which rooms of one role are open, and which request each belongs to.
 Invariant: a room stays until its last event, which frees what its request left in quarantine.
 Thread:    engine thread only.
 """
@@ -40,7 +40,7 @@ class Rooms:
         return room in self._reqs
 
     def require_new(self, room: int) -> None:
-        """Raises: InvalidRequest; an earlier try of the room may still have writes under way."""
+        """Raise InvalidRequest if ``room`` is open: writes of an earlier try may still be under way."""
         if room in self._reqs:
             raise InvalidRequest(
                 f"room {room} belongs to request {self._reqs[room].rid} here: take a new room for every try",
@@ -53,11 +53,11 @@ class Rooms:
         self._reqs[room] = req
 
     def find(self, room: int) -> Req | None:
-        """Its request, ended or not; None for a room that is not, or no longer, open here."""
+        """Return the request of ``room``, ended or not; None if the room is not open here."""
         return self._reqs.get(room)
 
     def end(self, room: int) -> Req | None:
-        """The room's last event came: no peer touches its pages. Returns: its request."""
+        """Close ``room`` after its last event: no peer touches its pages. Returns: its request."""
         req = self._reqs.pop(room, None)
         if req is None:
             return None

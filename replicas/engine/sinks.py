@@ -57,7 +57,7 @@ class Sinks:
             self._open[request.rid] = _Open(sink=sink, on_end=on_end, remaining=set(range(request.num_choices)))
 
     def close(self, error: EngineDead) -> EngineDead:
-        """Refuse further requests. Returns: the error that they get, which is that of the first call."""
+        """Refuse further requests. Returns: the error that they get: that of the first call."""
         with self._lock:
             if self._closed is None:
                 self._closed = error
@@ -111,7 +111,7 @@ class Sinks:
             self.answer(rid, error)
 
     def check(self) -> None:
-        """Raises AssertionError if a request is open of which every choice has ended."""
+        """Raise AssertionError if a request is open whose choices have all ended."""
         with self._lock:
             assert all(each.remaining for each in self._open.values())
 

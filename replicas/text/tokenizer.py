@@ -304,7 +304,7 @@ def _eos_ids(path: str, tokenizer_eos: int | None) -> frozenset[int]:
 
 
 def _check_unicode(text: str) -> None:
-    """Raises: InvalidRequest for text that has no UTF-8 form."""
+    """Raise InvalidRequest for text that has no UTF-8 form."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

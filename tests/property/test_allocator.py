@@ -29,20 +29,20 @@ def test_slots_are_never_shared_never_the_dummy_and_never_lost(page_size: int, n
     def last(i: int) -> int:
         return held[i][-1] if held[i] else -1
 
-    for kind, who, length in steps:
+    for kind, which, length in steps:
         free = allocator.num_free
         try:
             if kind == "extend":
-                seq_len = len(held[who]) + length
-                held[who] += allocator.alloc_extend(len(held[who]), seq_len, last(who), rid="r").tolist()
+                seq_len = len(held[which]) + length
+                held[which] += allocator.alloc_extend(len(held[which]), seq_len, last(which), rid="r").tolist()
             elif kind == "decode":
-                seq_lens = np.array([len(held[i]) + 1 for i in sorted(who)], dtype=np.int32)
-                slots = allocator.alloc_decode(seq_lens, np.array([last(i) for i in sorted(who)], dtype=np.int32))
-                for i, slot in zip(sorted(who), slots.tolist(), strict=True):
+                seq_lens = np.array([len(held[i]) + 1 for i in sorted(which)], dtype=np.int32)
+                slots = allocator.alloc_decode(seq_lens, np.array([last(i) for i in sorted(which)], dtype=np.int32))
+                for i, slot in zip(sorted(which), slots.tolist(), strict=True):
                     held[i].append(slot)
             else:
-                allocator.free(np.array(held[who][::page_size], dtype=np.int32) // page_size)
-                held[who] = []
+                allocator.free(np.array(held[which][::page_size], dtype=np.int32) // page_size)
+                held[which] = []
         except PagesExhausted:
             assert allocator.num_free == free
         allocator.check()

@@ -39,7 +39,7 @@ actions = st.lists(
 
 
 class Run:
-    """An engine, its requests and what it told of them."""
+    """An engine, its requests and their deltas."""
 
     def __init__(self, num_pages: int, page_size: int, *, overlap: str, mixed_steps: bool) -> None:
         self.clock = Clock()

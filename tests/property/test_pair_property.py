@@ -86,7 +86,7 @@ def play(seed: int, always: bool, trace: list[object]) -> list[tuple[str | None,
 
 
 def holds(view: ReplicaView, num_tokens: int) -> bool:
-    """Whether its pool has room for a prompt, and for the token that is made of it; one that tells no size may have."""
+    """Whether its pool has room for a prompt, and for the token that is made of it; an unknown size may have."""
     return view.pool_pages == 0 or num_tokens + 1 <= view.pool_pages * view.page_size
 
 

@@ -10,7 +10,7 @@ from replicas.types import TokenDelta
 from tests.harness import Clock, ask, fake_engine
 from tests.pair import Pair
 
-MAX_TURNS = 200  # of a pair; who is busy then waits for what does not come
+MAX_TURNS = 200  # of a pair; a request that is open then waits for what does not come
 
 
 class Ends:
@@ -102,6 +102,6 @@ def test_of_both_sides_of_hand_offs_that_may_fail(data: st.DataObject) -> None:
             break
         pair.turn()
         watch()
-    pair.run(max_turns=1)  # it is idle by now, or says who is not
+    pair.run(max_turns=1)  # it is idle by now, or names the open requests
     watch()
     assert seen == {(id(side), rid) for side in (pair.prefill, pair.decode) for rid in arrived_s}

@@ -177,7 +177,7 @@ def test_broken_logits_end_their_own_request_and_no_other() -> None:
 
 @pytest.mark.parametrize("new", [0, 1])
 def test_a_request_that_fills_the_whole_pool_still_runs(new: int) -> None:
-    """Nobody may wait for pages that do not exist: with no output wanted, the prompt alone may take all of them."""
+    """No waiting for pages that do not exist: with no output wanted, the prompt alone may take all of them."""
     engine, _ = fake_engine(num_pages=4)
     engine.submit(ask("a", range(16 - new), max_new_tokens=new))
     engine.submit(ask("b", [1, 2], max_new_tokens=2))

@@ -73,7 +73,7 @@ def test_each_decode_step_says_what_it_read_and_made(events: pytest.LogCaptureFi
     assert device.positions[slots].tolist() == list(range(45, 52))
 
 
-def test_a_token_made_beside_a_prompt_is_told_like_any_other(events: pytest.LogCaptureFixture) -> None:
+def test_a_token_made_beside_a_prompt_is_reported_like_any_other(events: pytest.LogCaptureFixture) -> None:
     """SPEC J04; the prompt's own first token is none of a decode step."""
     engine, device = fake_engine(chunked_prefill_size=64)
     engine.submit(ask("a", PROMPT, max_new_tokens=4))
@@ -92,7 +92,7 @@ def test_a_token_made_beside_a_prompt_is_told_like_any_other(events: pytest.LogC
 def test_a_step_that_was_made_ahead_when_observers_are_turned_on_is_left_out(
     events: pytest.LogCaptureFixture,
 ) -> None:
-    """Tokens 0 to 2 are told by then, 3 is under way with a row of a request that has ended; from 4 on all are told."""
+    """Tokens 0 to 2 are out by then, 3 is under way with a row of a request that has ended; reports begin with 4."""
     observe.enable(False)
     engine, _ = fake_engine(overlap="on")
     for rid in ("a", "b"):

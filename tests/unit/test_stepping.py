@@ -1,4 +1,4 @@
-"""The rates that routers are told, from steps of all kinds."""
+"""The rates in the statistics for routers, from steps of all kinds."""
 
 import pytest
 

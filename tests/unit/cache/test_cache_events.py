@@ -16,7 +16,7 @@ def recorded() -> tuple[RadixCache, EventLog]:
     return cache, log
 
 
-def test_only_new_pages_are_told_with_the_key_that_they_follow() -> None:
+def test_only_new_pages_make_an_event_with_the_key_that_they_follow() -> None:
     """SPEC E17."""
     _, log = recorded()
     first, second = log.drain()
@@ -28,7 +28,7 @@ def test_only_new_pages_are_told_with_the_key_that_they_follow() -> None:
     assert log.drain() == ()
 
 
-def test_a_split_tells_nothing_and_keeps_the_keys_chained() -> None:
+def test_a_split_makes_no_event_and_keeps_the_keys_chained() -> None:
     cache, log = recorded()
     log.drain()
     cache.match_prefix(PROMPT[:6], "s")
@@ -40,7 +40,7 @@ def test_a_split_tells_nothing_and_keeps_the_keys_chained() -> None:
     cache.check()
 
 
-def test_evicted_pages_and_a_reset_are_told() -> None:
+def test_evicted_pages_and_a_reset_make_events() -> None:
     cache, log = recorded()
     log.drain()
     cache.evict(1)

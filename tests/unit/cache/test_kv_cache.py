@@ -179,7 +179,7 @@ def test_release_without_keeping_frees_what_is_private_and_no_more() -> None:
     kv.check([])
 
 
-def test_flush_empties_the_cache_unless_someone_holds_pages() -> None:
+def test_flush_empties_the_cache_unless_a_request_holds_pages() -> None:
     kv = make()
     req = prefilled(kv, "busy", 12)
     with pytest.raises(InvalidRequest, match="in use by busy"):
@@ -203,7 +203,7 @@ def test_without_a_prefix_cache_nothing_outlives_a_request() -> None:
     assert kv.admit(choice_of("b", range(12))) == 0
 
 
-def test_events_are_told_only_when_asked_for() -> None:
+def test_events_are_recorded_only_when_asked_for() -> None:
     for record, seq in ((True, 1), (False, 0)):
         kv = make(record_events=record)
         prefill(kv, choice_of("a", range(8)))

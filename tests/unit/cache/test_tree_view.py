@@ -71,7 +71,7 @@ def test_what_is_too_small_too_deep_or_too_many_is_left_out_and_counted() -> Non
     assert [node.subtree_tokens for node in everything(cache.tree(max_nodes=2).root)] == [64, 60, 20]
 
 
-def test_a_node_tells_its_hits_its_lock_and_how_long_it_was_idle() -> None:
+def test_a_node_shows_its_hits_its_lock_and_how_long_it_was_idle() -> None:
     cache = forked()
     cache.clock.now_s = 5.0
     match = cache.radix.match_prefix(np.full(8 * PS, 1, dtype=np.int32), "")

@@ -98,7 +98,7 @@ def test_legs_that_wait_for_their_sender_leave_rows_to_what_can_run_here() -> No
     assert [req.state for req in legs[3:]] == [ReqState.RECEIVING, ReqState.WAITING]
 
 
-def test_legs_that_only_wait_for_their_share_of_rows_are_not_starved_by_those_who_run() -> None:
+def test_legs_that_only_wait_for_their_share_of_rows_are_not_starved_by_running_requests() -> None:
     """Of 4 rows, 3 wait; their places are taken by legs again and again, beside a stream of short local requests."""
     bench = Bench(max_running=4)
     legs = [leg(bench, f"leg{i}", [10 + i] * 4, max_new_tokens=2) for i in range(9)]
@@ -113,7 +113,7 @@ def test_legs_that_only_wait_for_their_share_of_rows_are_not_starved_by_those_wh
 
 
 def test_alone_a_leg_may_take_the_whole_pool() -> None:
-    """Nobody may wait for pages that do not exist."""
+    """A request must not wait for pages that do not exist."""
     bench = Bench(num_pages=4)
     req = leg(bench, "a", range(15), max_new_tokens=1)
     bench.step()

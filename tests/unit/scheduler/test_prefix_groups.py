@@ -67,7 +67,7 @@ def started(*, cascade: bool = True) -> Bench:
     return bench
 
 
-def test_a_decode_plan_says_who_reads_a_prefix_together() -> None:
+def test_a_decode_plan_says_which_requests_read_a_prefix_together() -> None:
     bench = started()
     assert decode_groups(bench) == [([0, 2], 256)]
     bench.scheduler.queues.running.reverse()
@@ -83,7 +83,7 @@ def test_a_mixed_step_counts_members_from_its_first_row() -> None:
     assert [(group.members.tolist(), group.length) for group in plan.prefix_groups] == [([1, 3], 256)]
 
 
-def test_who_joins_and_who_leaves_changes_the_groups() -> None:
+def test_a_request_that_joins_or_leaves_changes_the_groups() -> None:
     bench = started()
     assert decode_groups(bench) == [([0, 2], 256)]
     joined = bench.submit([*run(1, 256), 7, 8], max_new_tokens=3)
