@@ -1,11 +1,9 @@
 """A process with a transfer service over NIXL and a small pool, driven by a test through a pipe.
 
-Never a fork of a process that has used NIXL: NIXL does not survive it. The parent keeps what it knows
-of the pages as seeds.
+The parent knows the pages of each process by the seed that they are made from.
 """
 
 import os
-import signal
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +23,7 @@ from kvtransfer.types import (
     TransferStats,
 )
 from tests.kv_pools import layout, random_pools
+from tests.transfer_worker import Spawned
 
 NUM_PAGES = 65
 EVENT_WAIT_S = 30.0
@@ -43,15 +42,11 @@ def settings(**changes: Any) -> TransferSettings:
     return TransferSettings(**(values | changes))
 
 
-class EngineProcess:
+class EngineProcess(Spawned):
     """The parent's end."""
 
     def __init__(self, *, seed: int, tp: int = 1, **changes: Any) -> None:
-        context = prepared()
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(theirs, seed, tp, settings(**changes)), daemon=True)
-        self.process.start()
-        theirs.close()
+        super().__init__(prepared(), _main, seed, tp, settings(**changes))
         self.events: list[TransferEvent] = []
         self.address: PeerAddress = self._answer()
 
@@ -74,24 +69,15 @@ class EngineProcess:
     def num_descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    def wait(self, kind: type, room: int, *, within_s: float = EVENT_WAIT_S) -> Any:
-        """The event of that kind; the time that it took is within the limit."""
+    def wait(self, kind: type | tuple[type, ...], room: int, *, within_s: float = EVENT_WAIT_S) -> Any:
+        """The event of that kind, or of one of these; the time that it took is within the limit."""
         deadline_s = time.monotonic() + within_s
         while True:
             for event in self.events:
                 if isinstance(event, kind) and event.room == room:
                     return event
             left_s = deadline_s - time.monotonic()
-            assert left_s > 0, f"no {kind.__name__} of room {room} within {within_s} s; there is {self.events}"
-            if self._pipe.poll(left_s):
-                self._take(self._pipe.recv())
-
-    def wait_end(self, room: int, *, within_s: float = EVENT_WAIT_S) -> None:
-        """The last event of a room, whatever it is."""
-        deadline_s = time.monotonic() + within_s
-        while not any(isinstance(event, LAST) and event.room == room for event in self.events):
-            left_s = deadline_s - time.monotonic()
-            assert left_s > 0, f"room {room} has not ended within {within_s} s; there is {self.events}"
+            assert left_s > 0, f"no {kind} of room {room} within {within_s} s; there is {self.events}"
             if self._pipe.poll(left_s):
                 self._take(self._pipe.recv())
 
@@ -100,22 +86,10 @@ class EngineProcess:
             self._take(self._pipe.recv())
         return any(isinstance(event, kind) and event.room == room for event in self.events)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def stop(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGCONT)
-
     def close(self) -> None:
         """Ends well when it can; never leaves it behind."""
         if self.process.is_alive():
-            self.go_on()
+            self.resume()
             self._pipe.send(("close",))
             self.process.join(10)
         self.kill()

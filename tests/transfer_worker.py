@@ -15,6 +15,7 @@ import types
 import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -195,37 +196,23 @@ class LocalSide:
         return LocalAgent(memory, self._fabric, name)
 
 
-class Worker:
-    """A spawned process with a Host over NixlAgents."""
+class Spawned:
+    """A process and the pipe to it. Never a fork of a process that has used NIXL: NIXL does not survive it."""
 
-    def __init__(self, transport: Literal["auto", "tcp"]) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, context: SpawnContext | ForkServerContext, main: Callable[..., None], *arguments: Any) -> None:
+        """``main`` gets the other end of the pipe, then ``arguments``."""
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, transport), daemon=True)
-        self._process.start()
+        self.process = context.Process(target=main, args=(theirs, *arguments), daemon=True)
+        self.process.start()
         theirs.close()
 
     @property
     def is_alive(self) -> bool:
-        return self._process.is_alive()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Raises: AssertionError with what became of a process that does not answer."""
-        try:
-            self._pipe.send((method, arguments))
-            answered = self._pipe.poll(CALL_LIMIT_S)
-            ok, value = self._pipe.recv() if answered else (False, f"no answer to {method} in {CALL_LIMIT_S} s")
-        except (EOFError, OSError):
-            self._process.join(1)
-            ok, value = False, f"the process ended in {method}, exit code {self._process.exitcode}"
-        if not ok:
-            self.kill()
-            raise AssertionError(value)
-        return value
+        return self.process.is_alive()
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
-        self._process.join(CALL_LIMIT_S)
+        self.process.join(CALL_LIMIT_S)
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -234,8 +221,29 @@ class Worker:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
-        if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, number)
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, number)
+
+
+class Worker(Spawned):
+    """A spawned process with a Host over NixlAgents."""
+
+    def __init__(self, transport: Literal["auto", "tcp"]) -> None:
+        super().__init__(multiprocessing.get_context("spawn"), serve, transport)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Raises: AssertionError with what became of a process that does not answer."""
+        try:
+            self._pipe.send((method, arguments))
+            answered = self._pipe.poll(CALL_LIMIT_S)
+            ok, value = self._pipe.recv() if answered else (False, f"no answer to {method} in {CALL_LIMIT_S} s")
+        except (EOFError, OSError):
+            self.process.join(1)
+            ok, value = False, f"the process ended in {method}, exit code {self.process.exitcode}"
+        if not ok:
+            self.kill()
+            raise AssertionError(value)
+        return value
 
 
 def serve(pipe: Connection, transport: Literal["auto", "tcp"]) -> None:

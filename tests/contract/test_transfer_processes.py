@@ -20,7 +20,7 @@ from kvtransfer.types import (
     SendReady,
 )
 from tests.kv_pools import layout, meta_of
-from tests.transfer_process import EngineProcess
+from tests.transfer_process import LAST, EngineProcess
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_stopped_prefill_process_keeps_pages_in_quarantine_until_it_goes_on_or
         until(lambda: d.stats().oldest_drain_s > 1.5)
         assert not d.has(ReceiveDrained, room)  # never by time alone
         assert d.stats().rooms_draining == 1
-        p.go_on()
+        p.resume()
         d.wait(ReceiveDrained, room, within_s=20.0)
         if state == "open, no leg":
             bring_leg(p, room=room)
@@ -179,7 +179,7 @@ def test_a_stopped_decode_process_holds_up_only_its_own_rooms_and_goes_on(make: 
             bring_leg(p, room=room)
         p.wait(SendFailed, room, within_s=10.0)
         whole(p, other, room=room + 20)
-        d.go_on()
+        d.resume()
         p.wait(SendDrained, room, within_s=20.0)
         until(lambda: d.stats().rooms_receiving + d.stats().rooms_draining == 0)
         if d.has(Received, room):  # all had come before it heard that the other side gave up
@@ -217,10 +217,10 @@ def test_a_thousand_rooms_with_aborts_and_stops_leave_no_descriptor_and_no_room(
                 case _:
                     p.call("abort_send", room, "its receiver hangs")
         if stopped is not None:
-            stopped.go_on()
+            stopped.resume()
         for room, d in rooms.items():
-            p.wait_end(room)
-            d.wait_end(room)
+            p.wait(LAST, room)
+            d.wait(LAST, room)
             received += d.has(Received, room)
         for each in (p, *receivers):
             each.events.clear()

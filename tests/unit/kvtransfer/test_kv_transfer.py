@@ -119,12 +119,17 @@ def expect(p: Engine, *, room: int = 1) -> None:
     p.service.expect_send(SendOrder(room=room, generation=0, rid="r", num_tokens=TOKENS, deadline_s=20))
 
 
+def begin(p: Engine, d: Engine, *, room: int = 1) -> None:
+    """A room of four pages, until it is ready."""
+    expect(p, room=room)
+    receive(d, p, page_ids(5, 6, 2, 8), room=room)
+    assert p.wait(SendReady, room) == SendReady(room=room, first_page=0)
+
+
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (3, 1)])
 def test_pages_and_meta_arrive_in_two_chunks_and_both_sides_end_well(make: Make, p_tp: int, d_tp: int) -> None:
     p, d = make(tp=p_tp, seed=1), make(tp=d_tp, seed=2)
-    expect(p)
-    receive(d, p, page_ids(5, 6, 2, 8))
-    assert p.wait(SendReady, 1) == SendReady(room=1, first_page=0)
+    begin(p, d)
     p.service.send_pages(1, 0, page_ids(3, 4))
     p.service.send_last(1, 2, page_ids(1, 7), meta(p))
     received = d.wait(Received, 1)
@@ -145,9 +150,7 @@ def test_pages_and_meta_arrive_in_two_chunks_and_both_sides_end_well(make: Make,
 
 def hand_off(p: Engine, d: Engine, *, room: int) -> None:
     """One that goes well."""
-    expect(p, room=room)
-    receive(d, p, page_ids(5, 6, 2, 8), room=room)
-    p.wait(SendReady, room)
+    begin(p, d, room=room)
     p.service.send_last(room, 0, page_ids(3, 4, 1, 7), meta(p))
     d.wait(Received, room)
     p.wait(SendDone, room)
@@ -167,9 +170,7 @@ def test_the_last_note_alone_is_enough_when_the_receiver_has_all_pages(make: Mak
 def test_a_flipped_byte_is_found_counted_named_and_never_received(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
     p.pools.ports[0]._agent._fabric.faults.flip_bytes = 1  # type: ignore[attr-defined]
-    expect(p)
-    receive(d, p, page_ids(5, 6, 2, 8))
-    p.wait(SendReady, 1)
+    begin(p, d)
     p.service.send_last(1, 0, page_ids(3, 4, 1, 7), meta(p))
     failed = d.wait(ReceiveFailed, 1)
     assert isinstance(failed, ReceiveFailed)
@@ -227,9 +228,7 @@ def test_a_peer_that_never_answers_fails_the_room_after_the_call_timeout_and_sta
 def test_aborts_of_either_side_end_both_and_a_second_one_changes_nothing(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
     for room, abort in ((1, "receive"), (2, "send")):
-        expect(p, room=room)
-        receive(d, p, page_ids(5, 6, 2, 8), room=room)
-        p.wait(SendReady, room)
+        begin(p, d, room=room)
         for _ in range(2):
             if abort == "receive":
                 d.service.abort_receive(room)
@@ -254,9 +253,7 @@ def test_a_room_that_is_open_here_is_not_opened_again(make: Make) -> None:
 def test_a_transfer_service_that_closes_waits_until_no_peer_writes_into_its_pages(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
     hand_off(p, d, room=1)
-    expect(p, room=2)
-    receive(d, p, page_ids(5, 6, 2, 8), room=2)
-    p.wait(SendReady, 2)
+    begin(p, d, room=2)
     d.service.close()
     p.wait(SendDrained, 2)
     assert d.of(2) == []  # rooms that are open end without events
@@ -280,9 +277,7 @@ def test_no_token_is_no_transfer_service() -> None:
 
 def test_a_transfer_thread_that_dies_ends_its_rooms_and_frees_no_page_that_is_written_to(make: Make) -> None:
     p, d = make(seed=1), make(seed=2)
-    expect(p)
-    receive(d, p, page_ids(5, 6, 2, 8))
-    p.wait(SendReady, 1)
+    begin(p, d)
     d.service._order(lambda core: 1 / 0)  # type: ignore[arg-type, return-value]
     p.service._order(lambda core: 1 / 0)  # type: ignore[arg-type, return-value]
     failed = d.wait(ReceiveFailed, 1)
