@@ -56,6 +56,14 @@ def started(how: str) -> Pair:
     return pair
 
 
+def arrived() -> Pair:
+    """All K/V of request "a" has come; the decode engine has not taken the event."""
+    pair = Pair()
+    pair.ask("a", PROMPT)
+    pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
+    return pair
+
+
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("state", ["parked", "queued", "prefilling", "handing_off"])
 def test_a_prefill_leg_that_ends_early_is_answered_at_once_and_its_pages_stay_until_all_is_quiet(
@@ -166,9 +174,7 @@ def test_a_decode_leg_that_runs_ends_like_any_other(how: str) -> None:
 
 def test_k_v_that_comes_when_its_request_has_just_gone_frees_its_pages() -> None:
     """The room's last event may be out already when it is aborted: `Received` then ends the quarantine."""
-    pair = Pair()
-    pair.ask("a", PROMPT)
-    pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
+    pair = arrived()
     assert pair.decode.service.waits(Received)
     pair.decode.abort("a")
     assert pair.decode.pages()[4] == 12
@@ -222,9 +228,7 @@ def test_a_first_token_that_cannot_be_chosen_fails_the_room_and_the_other_side_c
 )
 def test_a_meta_that_is_not_of_this_request_is_not_believed(changes: dict[str, object], reason: str) -> None:
     """SPEC H12: mismatch is refused, not reinterpreted."""
-    pair = Pair()
-    pair.ask("a", PROMPT)
-    pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
+    pair = arrived()
     pair.decode.service.change(**changes)
     pair.run()
     assert pair.decode.ids("a") == continuation(PROMPT, 8)
@@ -237,9 +241,7 @@ def test_a_meta_that_is_not_of_this_request_is_not_believed(changes: dict[str, o
 
 @pytest.mark.parametrize("first_token", [0, 999])
 def test_the_first_and_the_last_token_of_the_vocabulary_are_believed(first_token: int) -> None:
-    pair = Pair()
-    pair.ask("a", PROMPT)
-    pair.until(pair.prefill, "a", ReqState.HANDING_OFF)
+    pair = arrived()
     pair.decode.service.change(first_token=first_token)
     pair.run()
     assert pair.decode.ids("a") == [first_token, *continuation([*PROMPT, first_token], 7)]
@@ -373,13 +375,19 @@ def test_a_request_that_only_quarantine_keeps_out_is_refused_after_a_while_and_b
     assert pair.decode.at_rest
 
 
-def test_a_request_whose_own_pages_are_in_quarantine_is_refused_where_the_rest_is_too_little() -> None:
-    """12 of 14 pages are lost to its room; the two that are left never were enough for it."""
+def failed_in_14_pages() -> Pair:
+    """A decode side of 14 pages, 12 of them in quarantine of a room that has failed."""
     pair = Pair(decode={"num_pages": 14})
     pair.wire.draining = False
     pair.ask("a", PROMPT)
     pair.until(pair.decode, "a", ReqState.RECEIVING, pump=1)
     pair.wire.fail(1)
+    return pair
+
+
+def test_a_request_whose_own_pages_are_in_quarantine_is_refused_where_the_rest_is_too_little() -> None:
+    """12 of 14 pages are lost to its room; the two that are left never were enough for it."""
+    pair = failed_in_14_pages()
     for _ in range(20):
         pair.clock.now_s += PATIENCE_S / 10
         pair.turn()
@@ -410,11 +418,7 @@ def test_a_request_waits_for_pages_that_others_hold_beside_the_quarantine() -> N
 
 def test_a_request_whose_own_pages_come_back_soon_is_computed_here() -> None:
     """As above, but the peer lets go half of the patience later."""
-    pair = Pair(decode={"num_pages": 14})
-    pair.wire.draining = False
-    pair.ask("a", PROMPT)
-    pair.until(pair.decode, "a", ReqState.RECEIVING, pump=1)
-    pair.wire.fail(1)
+    pair = failed_in_14_pages()
     pair.turn()
     pair.clock.now_s += PATIENCE_S / 2
     pair.turn()

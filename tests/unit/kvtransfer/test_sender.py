@@ -1,11 +1,13 @@
-"""One room on the prefill side, in every order of things (SPEC H02, H08, H15, H19)."""
+"""One room on the prefill side, in every order of things, and the states of a room (SPEC H02, H08, H15, H19)."""
+
+import itertools
 
 import numpy as np
 import pytest
 
 from kvtransfer.peers.wire import Drained, Fail, Open, ToReceiver
 from kvtransfer.rooms.sender import KVSender
-from kvtransfer.rooms.transfer_service import KVPoll
+from kvtransfer.rooms.transfer_service import LEGAL_MOVES, KVPoll, move
 from kvtransfer.types import SendDone, SendDrained, SendFailed, SendOrder, SendReady, TransferEvent
 from tests.kv_pools import page_ids
 
@@ -253,3 +255,27 @@ def test_an_acknowledgement_before_the_end_is_not_believed() -> None:
     case.post()
     case.room.acked()
     assert "pages that were not sent" in case.room.reason
+
+
+def test_the_numbers_are_those_of_the_specification() -> None:
+    """SPEC H02."""
+    assert [(state.name, state.value) for state in KVPoll] == [
+        ("FAILED", 0),
+        ("BOOTSTRAPPING", 1),
+        ("WAITING_FOR_INPUT", 2),
+        ("TRANSFERRING", 3),
+        ("SUCCESS", 4),
+    ]
+
+
+def test_a_room_goes_up_one_state_or_fails_and_all_else_raises() -> None:
+    """SPEC H02: monotone."""
+    for state, to in itertools.product(KVPoll, KVPoll):
+        if to in LEGAL_MOVES[state]:
+            assert to in (state + 1, KVPoll.FAILED)
+            assert move(state, to) == to
+        else:
+            with pytest.raises(AssertionError, match=f"from {state.name} to {to.name}"):
+                move(state, to)
+    assert not LEGAL_MOVES[KVPoll.FAILED]
+    assert not LEGAL_MOVES[KVPoll.SUCCESS]
