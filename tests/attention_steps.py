@@ -84,8 +84,8 @@ def make_step(
 ) -> Step:
     """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled.
 
-    It is mixed when it says that its last ``num_decode`` requests decode. ``shared``: who has the same first tokens,
-    and how many, whole pages. Without ``kv_dtype`` the pool is a SmallPool, whose numbers a test can set.
+    Mixed when it says that its last ``num_decode`` requests decode. ``shared``: which requests have the same first
+    tokens, and how many, whole pages. Without ``kv_dtype`` the pool is a SmallPool, whose numbers a test can set.
     """
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
@@ -94,8 +94,8 @@ def make_step(
     pages = torch.randperm(sum(num_pages), generator=random) + 1
     table = torch.zeros(len(lengths) + 1, max(num_pages) * page_size, dtype=torch.int32)
     rows = torch.randperm(len(lengths) + 1, generator=random)[: len(lengths)].int()
-    groups = tuple(PrefixGroup(members=np.array(who, np.int32), length=length) for who, length in shared)
-    leader = {member: (who[0], length) for who, length in shared for member in who}
+    groups = tuple(PrefixGroup(members=np.array(members, np.int32), length=length) for members, length in shared)
+    leader = {member: (members[0], length) for members, length in shared for member in members}
     per_request = list(pages.split(num_pages))
     for member, (first, length) in leader.items():
         assert length % page_size == 0

@@ -25,8 +25,8 @@ class FakeDevice:
         self._sampled: list[int] = []  # by the step executed last
 
     def launch(self, plan: StepPlan) -> "LateStep":
-        """The step runs when its result is asked for, as late as a real device may: what it reads and writes must be
-        there until then."""
+        """Launch a step that runs when its result is asked for, as late as a real device may: what it reads and writes
+        must be there until then."""
         return LateStep(self, plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -87,12 +87,12 @@ class LateStep:
 
 
 def next_token(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> int:
-    """What FakeDevice says after ``token_ids``: the oracle."""
+    """Return the token that FakeDevice makes after ``token_ids``: the oracle."""
     return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % vocab_size
 
 
 def continuation(prompt: Sequence[int], length: int, vocab_size: int = 1000) -> list[int]:
-    """The ``length`` tokens that FakeDevice makes after ``prompt``."""
+    """Return the ``length`` tokens that FakeDevice makes after ``prompt``."""
     ids = list(prompt)
     for _ in range(length):
         ids.append(next_token(ids, vocab_size))

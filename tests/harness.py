@@ -97,12 +97,12 @@ class Bench:
 
 
 def retract(scheduler: Scheduler, req: Req) -> None:
-    """Make ``req``, which runs, wait again, as when pages run out."""
+    """Retract a running request, as when pages run out."""
     decode.retract(req, scheduler.queues, scheduler.kv, scheduler.counters)
 
 
 def model_config(**changes: Any) -> ModelConfig:
-    """The smallest model in all but its vocabulary and context, with ``changes``."""
+    """Make the smallest model, but for vocabulary and context, with ``changes``."""
     model = ModelConfig(
         path=MODEL,
         architecture="LlamaForCausalLM",
@@ -139,7 +139,7 @@ def fake_engine(
     wire: FakeWire | None = None,
     **scheduler: object,
 ) -> tuple[Engine, FakeDevice]:
-    """A real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id.
+    """Make a real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id.
 
     Args: execute: runs a step at once, in place of the device's `launch`.
           wire: what its hand-offs go over; None: it takes part in none.
@@ -177,30 +177,30 @@ def fake_engine(
 
 
 def at_once(execute: Callable[[StepPlan], StepResult]) -> Callable[[StepPlan], DoneStep]:
-    """A launch that runs the step to its end."""
+    """Make a launch that runs the step to its end."""
     return lambda plan: DoneStep(execute(plan))
 
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    """Half a second to load; it never changes."""
+    """Load the tokenizer once: it takes half a second and never changes."""
     return Tokenizer(MODEL)
 
 
 def ask(rid: str, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
-    """A greedy request."""
+    """Make a greedy request."""
     params = replace(SamplingParams(temperature=0.0, max_new_tokens=8), **sampling)  # type: ignore[arg-type]
     return GenerateRequest(rid=rid, token_ids=np.array(prompt, dtype=np.int32), sampling=params)
 
 
 def choice_of(rid: str, prompt: Sequence[int], *, now_s: float = 0.0, max_new_tokens: int = 8, **request: Any) -> Req:
-    """A greedy request as the scheduler has it; ``request``: other fields of `GenerateRequest`."""
+    """Make a greedy request in the scheduler's form; ``request``: other fields of `GenerateRequest`."""
     asked = replace(ask(rid, prompt, max_new_tokens=max_new_tokens), **request)
     return Req.make(asked, index=0, now_s=now_s, eos_ids=frozenset())
 
 
 def finish_all(engine: Engine) -> list[TokenDelta]:
-    """Step until idle; all deltas in order."""
+    """Step until idle. Returns: all deltas, in order."""
     deltas = []
     for _ in range(10_000):
         if not engine.has_work:

@@ -122,7 +122,7 @@ class HandOffRooms(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 2))
     def out_of_reach(self, at: int) -> None:
-        """Nobody can connect to it for now; connections that are up stay."""
+        """Let no peer connect to it for now; connections that are up stay."""
         self.net.unreachable ^= {self.net.engines[at].address.port}
 
     def teardown(self) -> None:

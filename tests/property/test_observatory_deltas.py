@@ -1,4 +1,4 @@
-"""Whoever applies every delta has the state that the observatory has, whatever happens to routers and replicas."""
+"""A reader that applies every delta has the observatory's state, whatever happens to routers and replicas."""
 
 import json
 from typing import Any
