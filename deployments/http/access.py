@@ -1,21 +1,21 @@
-"""Which HTTP requests are refused before a route sees them: without the right key, or sent by a web page.
+"""Refuses HTTP requests before a route sees them: those without the right key, and those of other sites' web pages.
 
-Owns:      the check of the API key and of the admin key (settings/keys.py reads both); which Host, Origin and kind of
-           body are refused where no key is needed. CORS headers are Starlette's (http_app.py).
-Never:     reads a body. Applies the rules on web pages where a key protects the server: no page has one, and browsers
+Owns:      the check of the API key and of the admin key (settings/keys.py reads both); the rules on Host, Origin and
+           body type where no key is needed. CORS headers are Starlette's (http_app.py).
+Never:     reads a body. Applies the rules on web pages where a key protects the server: a page has no key, and browsers
            add none by themselves.
 Invariant: with API keys, only the OPEN paths are answered without one.
 Thread:    the event loop; pure ASGI, so that streams pass through untouched.
 
-A page can send what a program on this machine can: by a form or `fetch` without asking first (POST of text, forms, or
-nothing; any GET), or from a host name of its own that it has turned to 127.0.0.1 (DNS rebinding), where it may read the
-answers too. Without keys, these are refused:
+A web page can send almost what a program on this machine can: by a form or `fetch` without a preflight (POST of text,
+forms, or nothing; any GET), or from a host name that it has pointed at 127.0.0.1 (DNS rebinding), where it can
+also read the answers. Without keys, these are refused:
 
-    Host          a name that is not the loopback's, while only the loopback is served                            403
+    Host          a name that is not the loopback's, while the server listens on the loopback only             403
     Origin        another site's, on anything except GET and HEAD                                                 403
     Sec-Fetch-Site  another site's, on anything except GET and HEAD                                               403
     Content-Type  text/plain or a multipart form, which only pages send; with an Origin or Sec-Fetch-Site also
-                  everything that is not JSON. Others are read: `curl -d` says it sends a form, `requests` nothing 415
+                  everything that is not JSON. Others are read: `curl -d` declares a form, `requests` nothing     415
     GET /flush_cache with any header that only browsers add                                                       403
 """
 
@@ -39,7 +39,7 @@ OPEN = ("/health", "/ready", "/ping")
 
 
 class KeyNeeded(MantaError):
-    """A key was not shown, or is wrong."""
+    """A request that needs a key has none, or a wrong one."""
 
     http_status = 401
 
@@ -49,7 +49,7 @@ class KeyNeeded(MantaError):
 
 
 class KeyCheck:
-    """ASGI middleware: a request without an API key, where there are any, is answered before its body is read."""
+    """ASGI middleware: if API keys exist, answers a request without one before its body is read."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyDigests) -> None:
         self._app = app
@@ -72,19 +72,20 @@ def _key_needed(headers: Mapping[str, str]) -> KeyNeeded:
 
 
 def path_of(scope: Scope) -> str:
-    """The path below the application's route prefix, as routes are matched."""
+    """Read the path below the application's route prefix, as routes are matched."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def caller_of(request: Request) -> Caller:
+    """Read the caller that `KeyCheck` has identified."""
     caller = getattr(request.state, "caller", ANYBODY)
     assert isinstance(caller, Caller)
     return caller
 
 
 def admin_only(request: Request) -> None:
-    """Guard a route that shows or changes what belongs to all callers. Raises: KeyNeeded without the admin key."""
+    """Guard a route that shows or changes the state of all callers. Raises: KeyNeeded without the admin key."""
     if request.app.state.keys.exist and not caller_of(request).is_admin:
         raise KeyNeeded(
             f"the admin key is asked for (router.admin_key, or {KEY_VARIABLE}): send Authorization: Bearer KEY",
@@ -93,8 +94,8 @@ def admin_only(request: Request) -> None:
 
 
 def scoped(request: GenerateRequest, caller: Caller, *, isolates: bool) -> GenerateRequest:
-    """Mark ``request`` as its caller's: by its id; with ``isolates`` it shares cached prefixes only with requests
-    of the same key alone, and of them with those of the same salt."""
+    """Put the caller into the id of ``request``, and with ``isolates`` also into its salt, so that it shares cached
+    prefixes only with requests of the same key and salt."""
     if not caller.name:
         return request
     salt = f"\0{caller.name}\0{request.cache_salt}" if isolates else request.cache_salt  # clients cannot send NUL
@@ -104,14 +105,14 @@ def scoped(request: GenerateRequest, caller: Caller, *, isolates: bool) -> Gener
 ANY = "*"
 USUAL = ("127.0.0.1", "localhost")
 SAFE = ("GET", "HEAD", "OPTIONS")
-CHANGES = ("/flush_cache",)  # what a GET does more than read
+CHANGES = ("/flush_cache",)  # paths where a GET changes state
 OF_PAGES = ("text/plain", "multipart/form-data")
 JSON = "application/json"
-ADDED = ("origin", "sec-fetch-site", "referer")  # by browsers, and not by curl or a program's HTTP library
+ADDED = ("origin", "sec-fetch-site", "referer")  # headers of browsers; curl and HTTP libraries do not send them
 
 
 class Refused(MantaError):
-    """A browser sent it on behalf of a page that has no business here."""
+    """A browser sent the request for a page that may not call this server."""
 
     def __init__(self, message: str, *, code: str, status: int = 403) -> None:
         super().__init__(message)
@@ -127,7 +128,7 @@ class BrowserRules:
     origins: frozenset[str]  # of pages that may call, such as http://localhost:3000; "*": all
 
     def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
-        """Raises: Refused."""
+        """Check one request. Raises: Refused."""
         host = headers.get("host", "")
         if host and self.hosts is not None and not self._is_known(host):
             raise Refused(
@@ -146,7 +147,7 @@ class BrowserRules:
                     f"Origin: {origin[:200]!r} may not call this server: list it in router.cors_origins",
                     code="origin_not_allowed",
                 )
-        elif site in ("cross-site", "same-site"):  # same-site: another port of localhost is one
+        elif site in ("cross-site", "same-site"):  # another port of localhost is same-site
             raise Refused("a page of another site may not call this server", code="origin_not_allowed")
         self._check_kind(headers.get("content-type", ""), by_browser=origin is not None or bool(site))
 
@@ -161,7 +162,7 @@ class BrowserRules:
         return name is not None and (name in self.hosts or name in USUAL or is_loopback(name))
 
     def _is_allowed(self, origin: str, host: str) -> bool:
-        """The page is this server's own, or a known one's."""
+        """Whether the origin is this server's own or an allowed one."""
         own = origin.partition("://")[2].lower() == host.lower() != ""
         return own or origin in self.origins or ANY in self.origins
 
@@ -169,7 +170,7 @@ class BrowserRules:
 def browser_rules(
     *, listens_on: str, has_keys: bool, allowed_hosts: Iterable[str], origins: Iterable[str] = ()
 ) -> BrowserRules | None:
-    """The rules of a server that listens on ``listens_on`` (http_options.host); None where a key protects it."""
+    """Choose the rules for a server on ``listens_on`` (http_options.host); None if keys protect it."""
     if has_keys:
         return None
     names = frozenset(host.lower() for host in allowed_hosts)
@@ -177,9 +178,9 @@ def browser_rules(
     return BrowserRules(hosts=names if guarded else None, origins=frozenset(origins))
 
 
-@functools.lru_cache(maxsize=64)  # clients say the same few names again and again
+@functools.lru_cache(maxsize=64)  # clients send the same few names repeatedly
 def _name(host: str) -> str | None:
-    """``host`` without port and brackets; None for what is none."""
+    """Parse ``host`` without port and brackets; None if it is invalid."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:
@@ -187,7 +188,7 @@ def _name(host: str) -> str | None:
 
 
 class BrowserCheck:
-    """ASGI middleware: refuses what the rules refuse. The OPEN paths, which balancers poll, are exempt."""
+    """ASGI middleware: applies the rules, except on the OPEN paths, which load balancers poll."""
 
     def __init__(self, app: ASGIApp, *, rules: BrowserRules) -> None:
         self._app = app

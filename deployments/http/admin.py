@@ -1,9 +1,9 @@
 """The routes that generate nothing: health, facts about model and server, tokens, cache, aborts, this router's metrics.
 
-Never:     changes a replica except by flush and abort; asks one about tokens: the router has a tokenizer of its own.
-Invariant: with any key configured, a route that shows or changes what belongs to all callers asks for the admin key
+Never:     changes a replica except by flush and abort; asks a replica to tokenise: the router has its own tokenizer.
+Invariant: with any key configured, a route that shows or changes the state of all callers asks for the admin key
            (access.py).
-Thread:    the router's event loop; texts and their answers are made on the threads of service.py.
+Thread:    the router's event loop; long texts and their answers are made on the executors of service.py.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ MAX_FLUSH_WAIT_S = 600.0
 
 @router.get("/ping")
 async def ping() -> Response:
-    """Alive, whatever the state of the replicas."""
+    """Answer as soon as the router is alive, in any state of the replicas."""
     return PlainTextResponse("pong")
 
 
 @router.get("/health")
 @router.get("/ready")
 async def health(request: Request) -> Response:
-    """200 while at least one replica takes requests, else 503."""
+    """Answer 200 while at least one replica takes requests, else 503."""
     fleet = service_of(request).fleet
     if fleet.num_ready:
         return JSONResponse({"status": "ok", "replicas_ready": fleet.num_ready})
@@ -104,7 +104,7 @@ async def model_info(request: Request) -> dict[str, Any]:
 @router.get("/get_server_info", dependencies=ADMIN)
 @router.get("/server_info", dependencies=ADMIN)
 async def server_info(request: Request) -> dict[str, Any]:
-    """The settings, and each replica's state as of now."""
+    """Show the settings, and the current state of each replica."""
     service = service_of(request)
     reports = await service.fleet.ask_all(lambda replica_id: service.leases.call(replica_id, ReplicaCalls.report))
     states = [
@@ -127,7 +127,7 @@ async def server_info(request: Request) -> dict[str, Any]:
 
 
 def _router_body(service: Service) -> dict[str, Any]:
-    """This router: with several, another call may meet another one."""
+    """Describe this router; with several, another call may reach another one."""
     sync, dispatcher = service.fleet.sync, service.dispatcher
     return {
         "router_id": dispatcher.router_id,
@@ -141,7 +141,7 @@ def _router_body(service: Service) -> dict[str, Any]:
 
 
 def load_of(stats: EngineStats) -> int:
-    """Requests that a replica has, in whatever state; each is in one."""
+    """Count the requests of a replica in all states; each request is in one state."""
     computing = stats.num_running + stats.num_waiting
     return computing + stats.num_preallocating + stats.num_receiving + stats.num_handing_off
 
@@ -165,7 +165,7 @@ def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
 
 @router.api_route("/flush_cache", methods=["GET", "POST"], dependencies=ADMIN)
 async def flush_cache(request: Request) -> Response:
-    """Forget every cached prefix on every replica; 400 when one is busy for longer than ``timeout`` seconds."""
+    """Drop all cached prefixes on all replicas; 400 if one is busy for longer than ``timeout`` seconds."""
     service = service_of(request)
     wait_s = _timeout_s(request.query_params.get("timeout", "0"))
     return await answer(request, _flush(service, wait_s))
@@ -199,8 +199,10 @@ def _timeout_s(given: str) -> float:
 
 @router.post("/abort_request")
 async def abort_request(request: Request) -> dict[str, Any]:
-    """Abort the requests called ``rid`` that were sent with the same key, or with the admin key all of that name, or
-    all that there are with ``abort_all``. Raises: InvalidRequest, KeyNeeded."""
+    """Abort the requests called ``rid`` that were sent with the same key; the admin key aborts those of all keys.
+
+    ``abort_all``, with the admin key, aborts every request. Raises: InvalidRequest, KeyNeeded.
+    """
     service = service_of(request)
     body = await read_body(request, AbortRequest, max_bytes=service.max_body_bytes)
     if not body.rid and not body.abort_all:
@@ -218,10 +220,13 @@ async def abort_request(request: Request) -> dict[str, Any]:
 @router.get("/metrics", dependencies=ADMIN)
 @router.get("/prometheus/metrics", dependencies=ADMIN)
 async def metrics(request: Request) -> Response:
-    """This router's own metrics, or with several routers only what was built: a scrape through the load balancer would
-    meet another one each time. Replicas serve theirs themselves, on ports of their own; the observatory names all."""
+    """Show this router's own metrics; with several routers only the build information.
+
+    Each scrape through the load balancer could reach another router. Routers and replicas serve their metrics on
+    ports of their own, which the observatory lists.
+    """
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    # on another thread: some of the values are asked of this event loop
+    # on another thread: some values are read from this event loop
     text = await asyncio.to_thread(encode, service_of(request).registry)
     return Response(text, media_type=content_type)
 
@@ -279,7 +284,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """What lm-eval's remote tokenizer asks for."""
+    """Describe the tokenizer, as lm-eval's remote tokenizer expects it."""
     service = service_of(request)
     tokenizer = service.tokenizer
     eos = sorted(tokenizer.eos_ids)

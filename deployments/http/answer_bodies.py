@@ -1,7 +1,7 @@
 """The answers of the HTTP routes, as /openapi.json describes them.
 
-Owns:   the form that clients may count on. An answer may have more fields than are named here.
-Never:  makes an answer: the routes write theirs as they go, and the tests hold them to these types.
+Owns:   the fields that clients may rely on. An answer may have more fields than these.
+Never:  makes an answer: the routes write theirs, and the tests compare them with these types.
 """
 
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class AnswerBody(BaseModel):
-    """What every answer in JSON has: fields, of which there may be more than are named."""
+    """The base of all JSON answers, which may have more fields than are named."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -18,12 +18,12 @@ class AnswerBody(BaseModel):
 class ErrorDetailBody(AnswerBody):
     message: str
     type: str
-    param: str | None = Field(description="The field of the request that is wrong, where it is one.")
+    param: str | None = Field(description="The field of the request that is wrong, if it is a single one.")
     code: str | int | None
 
 
 class ErrorBody(AnswerBody):
-    """Every error of this server, also as an event in a stream that has begun."""
+    """The body of every error, also as an event in a stream that has begun."""
 
     object: Literal["error"]
     message: str
@@ -69,7 +69,7 @@ class PromptLogprobBody(AnswerBody):
     decoded_token: str
 
 
-# With the field of this name: by token id, for each token of the prompt; null for the first.
+# For each token of the prompt: token id -> its logprob; null for the first token.
 PromptLogprobs = list[dict[str, PromptLogprobBody] | None]
 
 
@@ -87,7 +87,7 @@ class OpenAIAnswerBody(AnswerBody):
 
 
 class CompletionBody(OpenAIAnswerBody):
-    """Also a chunk of a stream: its choices hold what is new, and usage only what was asked for."""
+    """A text completion, or a chunk of a stream: its choices hold the new part, and usage is there if requested."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoiceBody]
@@ -164,7 +164,7 @@ class MetaInfoBody(AnswerBody):
 
 
 class GeneratedBody(AnswerBody):
-    """In a stream text and ids are those of all that was generated so far."""
+    """A native answer; in a stream, text and ids are cumulative."""
 
     text: str
     output_ids: list[int]

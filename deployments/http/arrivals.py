@@ -1,4 +1,4 @@
-"""One HTTP request on its way in and out: its name, its arrival, the generations that it starts, its answer's headers.
+"""The arrival of an HTTP request: its name, the generations that it starts, and the headers of its answer.
 
     in   x-request-id: NAME             the request's name, else a new one; in log lines too
          x-manta-session: ID            among equally good replicas, the one that had this session last
@@ -47,7 +47,7 @@ REPLICAS = "x-manta-replicas"
 MOST_PARTS = 8  # prompts of one request that the route header describes
 MOST_REPLICAS = 1024
 
-# by the end of the path: the application's route prefix precedes it
+# end of the path, behind the application's route prefix -> endpoint
 ENDPOINTS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
@@ -58,7 +58,7 @@ ENDPOINTS: Mapping[str, str] = {
 
 
 class Arrivals:
-    """ASGI middleware, the outermost one: names each request, notes its arrival, and writes its answer's headers."""
+    """The outermost ASGI middleware: names each request, notes its arrival, and writes its answer's headers."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Arrivals:
         endpoint = _endpoint(scope)
         if endpoint is not None:
             state["arrival"] = Arrival(endpoint=endpoint, arrived_s=self._clock())
-        status = CLIENT_CLOSED  # unless it is answered
+        status = CLIENT_CLOSED  # until it is answered
 
         async def with_headers(message: Message) -> None:
             nonlocal status
@@ -119,7 +119,7 @@ class Generations:
         answer_id: str | None = None,
         caller: Caller = ANYBODY,
     ) -> None:
-        """``answer_id``: that of the answer; None where each prompt's part has its own."""
+        """``answer_id``: of the answer; None if each prompt's part has its own."""
         self.answer_id = answer_id
         self._service = service
         self._arrival = arrival
@@ -128,14 +128,14 @@ class Generations:
         self.rids: list[str] = []
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Start ``request`` for this caller; its deltas."""
+        """Start ``request`` for this caller. Returns: its deltas."""
         request = scoped(request, self._caller, isolates=self._service.isolates_keys)
         self.rids.append(request.rid)
         return self._service.dispatcher.stream(request, self._hints, self._arrival)
 
 
 def generations_of(request: Request, answer_id: str | None) -> Generations:
-    """The generations of one HTTP request to an endpoint of `ENDPOINTS`, which its route header is written from.
+    """Attach generations to an HTTP request to one of `ENDPOINTS`; its route header is written from them.
 
     Raises: InvalidRequest for bad routing headers.
     """
@@ -147,7 +147,7 @@ def generations_of(request: Request, answer_id: str | None) -> Generations:
 
 
 def name_of(request: Request, rid: str | None = None) -> str:
-    """What clients call this request: the ``rid`` of its body, or its X-Request-Id."""
+    """Choose the client's name of this request: the ``rid`` of its body, or its X-Request-Id."""
     return check_name(rid) if rid else str(request.state.request_name)
 
 
@@ -165,13 +165,13 @@ def hints_of(headers: Headers) -> RouteHints:
 
 
 def header_parts(routes: RouteLog, rids: list[str]) -> list[str]:
-    """The parts of the route header, one for each request that has a decision."""
+    """Write the parts of the route header, one for each request with a decision."""
     records = [routes.get(rid) for rid in rids[:MOST_PARTS]]
     return [header_part(record) for record in records if record is not None]
 
 
 def header_part(record: RouteRecord) -> str:
-    """What the route header says of the last try of one request."""
+    """Write the route header's part about the last try of one request."""
     last = record.tries[-1]
     decision = last.decision
     fields = {
@@ -187,7 +187,7 @@ def header_part(record: RouteRecord) -> str:
 
 
 def _pair_fields(last: Try) -> dict[str, str | None]:
-    """With prefill and decode apart: which replica computed the prompt, why, and how the hand-off ended."""
+    """List, for disaggregated mode: the prefill replica, the reason, and the outcome of the hand-off."""
     pair = last.decision.pair
     if pair is None:
         return {}

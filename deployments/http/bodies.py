@@ -1,10 +1,10 @@
-"""Request bodies: their types, and how one is read, with bounds on its bytes, time and shape.
+"""Request bodies: their types, and the reading of one, with bounds on its bytes, time and shape.
 
 Owns:      the fields of every body. Each may be null, which means its default; meanings and limits are those of
-           `SamplingParams` (convert.py checks them). What a body may cost before it is known to be one of ours: long
-           ones are parsed on another thread, but JSON's parser holds the GIL there too, so that the many small values
-           that take it long are counted first and refused.
-Never:     lets a malformed body become a 422 or a 500: whatever is wrong with it is an InvalidRequest.
+           `SamplingParams` (convert.py checks them). The cost of a body before it is validated: a long one is parsed on
+           another thread; since the JSON parser holds the GIL there too, its values are counted first, and a body with
+           too many is refused.
+Never:     answers a malformed body with a 422 or a 500: every error in it is an InvalidRequest.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from replicas.errors import InvalidRequest, RequestAborted
 log = logging.getLogger(__name__)
 
 LONG_BODY = 64 << 10  # bytes; longer ones are parsed on another thread
-# of one body; as many of each take the parser 20 to 60 ms
+# of one body; the parser takes 20 to 60 ms for this many
 MAX_VALUES = 1 << 20
 MAX_NAMES = 1 << 17
 MAX_CONTAINERS = 1 << 15
@@ -37,22 +37,24 @@ Named = Annotated[dict[str, T], Field(fail_fast=True)]
 
 
 class WireType(BaseModel):
-    """A request body. Unknown fields are accepted, since clients send many, and logged once each. Types are JSON's:
-    true is no number, "2" is none, and 2.0 is no integer."""
+    """The base of all request bodies. Unknown fields, of which clients send many, are accepted and logged once each.
+
+    Types are JSON's: true and "2" are not numbers, and 2.0 is not an integer.
+    """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
 
 WireT = TypeVar("WireT", bound=WireType)
 _logged: set[tuple[str, str]] = set()
-_LOGGED_MOST = 1000  # names come from clients; do not remember them without end
+_LOGGED_MOST = 1000  # names come from clients: memory for them is bounded
 
 
 async def read_body(request: Request, wire: type[WireT], *, max_bytes: int) -> WireT:
-    """The body as ``wire``.
+    """Read and validate a body.
 
-    Raises: BodyTooLarge; BodyTooSlow; RequestAborted when the client leaves before its end; Busy when too many long
-            ones wait; or InvalidRequest naming the field.
+    Raises: BodyTooLarge; BodyTooSlow; RequestAborted if the client leaves before the end of the body; Busy if too many
+            long bodies wait; InvalidRequest, naming the field.
     """
     service = service_of(request)
     try:
@@ -80,7 +82,7 @@ def _parse(data: bytes, wire: type[WireT]) -> WireT:
 
 
 def parse_json(data: bytes) -> Any:
-    """Raises: InvalidRequest for what is not JSON, not UTF-8, too deep, or not Unicode, or holds too many values."""
+    """Parse JSON. Raises: InvalidRequest if it is malformed, not UTF-8 or Unicode, too deep, or has too many values."""
     if len(data) > LONG_BODY:
         check_shape(data)
     try:
@@ -90,9 +92,9 @@ def parse_json(data: bytes) -> Any:
 
 
 def check_shape(data: bytes) -> None:
-    """Raises: InvalidRequest when JSON of ``data`` would hold too many values, whatever they are."""
+    """Count the values of JSON before it is parsed. Raises: InvalidRequest for too many."""
     if b"\\" in data:
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
     chars = np.frombuffer(data, dtype=np.uint8)
     in_string = np.logical_xor.accumulate(chars == ord('"'))
     outside = chars[~in_string]
@@ -147,7 +149,7 @@ class StreamOptions(WireType):
 
 
 class SamplingFields(WireType):
-    """What completions and chat share."""
+    """The fields that completions and chat share."""
 
     model: str | None = None
     temperature: float | None = None

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: a conversation through the model's chat template, streaming or not.
 
 Owns:      the form of a chat completion.
-Never:     ignores tools or a response format: what the model would not be held to is refused.
+Never:     ignores tools or a response format: it refuses a constraint that it cannot enforce.
 Invariant: each choice's first chunk carries the role, and its last the finish reason.
 """
 
@@ -47,7 +47,7 @@ async def chat_completions(request: Request) -> Response:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatForm(OpenAIForm):
-    """A chat completion: each choice is a message, or what is new of it."""
+    """The form of a chat completion: each choice is a message, or the new part of one."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -106,9 +106,9 @@ async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The template's variables; what is a field of the body too may come either way, and the body's own field wins.
+    """Collect the template's variables; a field of the body wins over a variable of the same name.
 
-    Raises: InvalidRequest for a name that is not the template's to have.
+    Raises: InvalidRequest for a reserved name.
     """
     options = dict(body.chat_template_kwargs or {})
     taken = sorted(_TAKEN & options.keys())
@@ -133,7 +133,7 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def refuse_tools(body: ChatRequest | TokenizeRequest) -> None:
-    """Raises: InvalidRequest for what is not done: tools that an answer might have to use, a call without any, ..."""
+    """Refuse tools unless tool_choice is none, and a call without tools. Raises: InvalidRequest."""
     refuse_unsupported(body, **({} if body.tool_choice == "none" else {"tools": None, "functions": None}))
     for name, choice in (("tool_choice", body.tool_choice), ("function_call", body.function_call)):
         if choice not in (None, "none", "auto"):

@@ -1,8 +1,7 @@
 """POST /v1/completions: one or many prompts, text or token ids, streaming or not.
 
 Owns:      the form of a text completion.
-Invariant: choice ``i * n + j`` is choice j of prompt i; every chunk has a choice, except the usage
-           chunk that was asked for.
+Invariant: choice ``i * n + j`` is choice j of prompt i; every chunk has a choice, except a requested usage chunk.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ async def completions(request: Request) -> Response:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionForm(OpenAIForm):
-    """A text completion: each choice is text, which begins with its prompt where that is echoed."""
+    """The form of a text completion: each choice is text, after its prompt if that is echoed."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
@@ -123,7 +122,7 @@ async def _answer(service: Service, body: CompletionRequest, name: str) -> Answe
         )
         requests.append(checked(service, request, names={}))
         prompts.append("" if not body.echo else text if text is not None else service.tokenizer.decode(ids, False))
-        await asyncio.sleep(0)  # to make the echo of 256 prompts takes long
+        await asyncio.sleep(0)  # echoes of 256 prompts take long
     check_together(requests)
     answer_id = f"cmpl-{name}"
     form = CompletionForm(
@@ -149,7 +148,7 @@ def _refuse(body: CompletionRequest) -> None:
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[str | None, TokenIds]]:
-    """(text if it came as text, ids) of each prompt."""
+    """List (text if given as text, ids) of each prompt."""
     prompt = body.prompt
     if prompt is None:
         raise InvalidRequest("prompt: is missing; give a string, a list of strings, or token ids", param="prompt")

@@ -1,7 +1,7 @@
-"""Wire types to `GenerateRequest`: defaults, aliases, and a refusal, naming the field, of what cannot be done.
+"""Converts request bodies to `GenerateRequest`: defaults, aliases, and the refusal of unsupported fields by name.
 
-Owns:      what an absent field means on each API.
-Never:     ignores a field that would change the answer (structured output, tools, beam search): it is refused.
+Owns:      the meaning of an absent field on each API.
+Never:     ignores a field that would change the answer (structured output, tools, beam search): it refuses it.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ MAX_BAD_WORDS = 256  # of one request
 MAX_BAD_CHARACTERS = 16_384  # of all of them
 MAX_CHOICES = 512  # of all prompts of one HTTP request: about half of a replica's waiting queue
 _FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.validate` calls a field, in its message
-# Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not done here. Each is
-# refused unless it is null, false, empty, or its neutral value, which stands beside it.
+# Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not supported. Each is
+# refused unless it is null, false, empty, or its neutral value (at the end).
 _NOT_DONE: dict[str, Any] = dict.fromkeys((
     # constraints on the output
     "regex", "ebnf", "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -44,22 +44,22 @@ _NOT_DONE: dict[str, Any] = dict.fromkeys((
 
 
 class Masks(NamedTuple):
-    """The tokens that a request must not make, as `SamplingParams` has them."""
+    """The tokens that a request may or must not generate, in the form of `SamplingParams`."""
 
     allowed_token_ids: tuple[int, ...] | None
     bad_words: tuple[tuple[int, ...], ...]
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Raises: UnknownModel. No name, or an empty one, means the model that is served."""
+    """Check the name of the model; an absent or empty one is accepted. Raises: UnknownModel."""
     if name and name != service.model.name:
         raise UnknownModel(f"the model {name[:200]!r} is not served here; served: {service.model.name!r}")
 
 
 def refuse_unsupported(body: WireType, **here: Any) -> None:
-    """Raises: InvalidRequest for the first field that asks for what is not done.
+    """Refuse the first field that asks for an unsupported feature. Raises: InvalidRequest.
 
-    Args: here: fields that are not done on this route, and their neutral values.
+    Args: here: fields that this route does not support, and their neutral values.
     """
     neutral = _NOT_DONE | here
     for name, value in (vars(body) | (body.model_extra or {})).items():
@@ -77,7 +77,7 @@ def refuse_response_format(response_format: Mapping[str, Any] | None) -> None:
 
 
 def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, masks: Masks) -> SamplingParams:
-    """Sampling parameters of a completion or chat request; their ranges are checked by `checked`."""
+    """Convert the sampling fields of a completion or chat request; `checked` checks their ranges."""
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=_or(fields.min_tokens, 0),
@@ -101,7 +101,7 @@ def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, masks: Masks
 
 
 def native_sampling(fields: NativeSampling, *, max_new_tokens: int, masks: Masks) -> SamplingParams:
-    """Sampling parameters of ``/generate``; as `openai_sampling`."""
+    """Convert the sampling fields of ``/generate``; `checked` checks their ranges."""
     refuse_unsupported(fields, best_of=1)
     seed_name = "seed" if fields.sampling_seed is None else "sampling_seed"
     return SamplingParams(
@@ -127,7 +127,7 @@ def native_sampling(fields: NativeSampling, *, max_new_tokens: int, masks: Masks
 
 
 def output_limit(service: Service, prompt_len: int, given: int | None, default: int | None = None) -> int:
-    """Output tokens that a request may make: as given, else ``default``, but no more than the context leaves."""
+    """Choose the most output tokens of a request: as given, else ``default``, or less if the context has less room."""
     if given is not None:
         return given
     left = max(service.model.context_len - prompt_len, 1)  # a prompt that leaves none is refused by `checked`
@@ -135,9 +135,9 @@ def output_limit(service: Service, prompt_len: int, given: int | None, default: 
 
 
 def masks_of(service: Service, samplings: Sequence[SamplingFields | NativeSampling]) -> list[Masks]:
-    """The masks of each prompt's parameters; made once for parameters that stand for many prompts.
+    """Make the masks of each prompt, once for parameters that several prompts share.
 
-    Raises: InvalidRequest, also for more bad words than can be tokenised at once.
+    Raises: InvalidRequest, also for too many bad words in one request.
     """
     distinct = {id(each): each for each in samplings}
     words = [word for each in distinct.values() for word in each.bad_words or ()]
@@ -154,7 +154,7 @@ def masks_of(service: Service, samplings: Sequence[SamplingFields | NativeSampli
 
 
 def _masks(service: Service, allowed: list[int] | None, words: Sequence[str]) -> Masks:
-    """The token sequences that spell ``words`` at a text's beginning and behind a space, beside ``allowed``."""
+    """Make the masks of one prompt. ``words`` are masked as at a text's beginning and as after a space."""
     texts = [before + word.lstrip() for word in words for before in ("", " ")]
     spelt = [tuple(service.tokenizer.encode(text, add_special_tokens=False).tolist()) for text in texts]
     return Masks(None if allowed is None else tuple(dict.fromkeys(allowed)), tuple(dict.fromkeys(spelt)))
@@ -168,7 +168,7 @@ def truncated(
     max_new_tokens: int | None,
     param: str = "truncate_prompt_tokens",
 ) -> TokenIds:
-    """The last ``keep`` of ``ids``; with -1, as many as leave room for ``max_new_tokens`` (None: for one)."""
+    """Keep the last ``keep`` of ``ids``; -1: as many as leave room for ``max_new_tokens`` (None: for one)."""
     if keep is None:
         return ids
     if keep == -1:
@@ -182,7 +182,7 @@ def truncated(
 
 
 def logprobs_wanted(fields: SamplingFields) -> int | None:
-    """``prompt_logprobs``. Raises: InvalidRequest where it cannot be done."""
+    """Read ``prompt_logprobs``. Raises: InvalidRequest if it is out of range, or with a stream."""
     if fields.prompt_logprobs is None:
         return None
     if not 0 <= fields.prompt_logprobs <= 20:
@@ -195,9 +195,9 @@ def logprobs_wanted(fields: SamplingFields) -> int | None:
 
 
 def checked(service: Service, request: GenerateRequest, *, names: Mapping[str, str]) -> GenerateRequest:
-    """``request`` if it can be served. Raises: InvalidRequest or PromptTooLong, naming the field.
+    """Return ``request`` if it can be served. Raises: InvalidRequest or PromptTooLong, naming the field.
 
-    Args: names: what this route calls ``prompt``, ``max_tokens`` and ``min_tokens``, where it has names of its own.
+    Args: names: this route's own names for ``prompt``, ``max_tokens`` and ``min_tokens``.
     """
     prompt_len, limit = len(request.token_ids), request.sampling.max_new_tokens
     param = names.get("prompt", "prompt")
@@ -214,7 +214,7 @@ def checked(service: Service, request: GenerateRequest, *, names: Mapping[str, s
 
 
 def check_together(requests: Sequence[GenerateRequest]) -> None:
-    """Raises: InvalidRequest when the requests of one HTTP request, each of which could be served, are too much."""
+    """Check the sum of the requests of one HTTP request, each valid by itself. Raises: InvalidRequest."""
     num_choices = sum(request.sampling.n for request in requests)
     if num_choices > MAX_CHOICES:
         raise InvalidRequest(
@@ -225,7 +225,7 @@ def check_together(requests: Sequence[GenerateRequest]) -> None:
 
 
 def to_ids(raw: Sequence[Any], *, param: str) -> TokenIds:
-    """Raises: InvalidRequest for ids that are no ids of any model."""
+    """Convert token ids to an array. Raises: InvalidRequest for ids that no model can have."""
     if not raw:
         raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
     try:
@@ -240,7 +240,7 @@ def to_ids(raw: Sequence[Any], *, param: str) -> TokenIds:
 async def prompts_of_ids(
     service: Service, rows: Iterable[Sequence[Any]], *, param: str, must_fit: bool = True
 ) -> list[TokenIds]:
-    """The ids of each prompt, which are counted before they are looked at. Raises: as `to_ids`; PromptTooLong."""
+    """Convert the ids of each prompt, checking their number first. Raises: InvalidRequest, PromptTooLong."""
     prompts = []
     for row in rows:
         if must_fit:
@@ -251,7 +251,7 @@ async def prompts_of_ids(
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None = None) -> str:
-    """One salt of both; different pairs give different salts. Raises: InvalidRequest for a NUL, which marks a pair."""
+    """Join two salts into one, unique for the pair. Raises: InvalidRequest for a NUL, which marks a pair."""
     for name, key in (("cache_salt", cache_salt), ("extra_key", extra_key)):
         if key and "\0" in key:
             raise InvalidRequest(f"{name}: must not contain a NUL character; leave it out", param=name)
@@ -274,8 +274,10 @@ def _top_k(top_k: int | None) -> int | None:
 
 
 def _seed(seed: int | None, *, param: str = "seed") -> int:
-    """A seed given by the client, negative or not, makes the answer repeatable; else each request draws its own, once,
-    so that a retry on another replica goes on with the same numbers. Raises: InvalidRequest."""
+    """Choose a request's seed: the client's, negative or not, else a random one. Raises: InvalidRequest.
+
+    It is drawn once, so that a retry on another replica continues with the same numbers.
+    """
     if seed is None:
         return secrets.randbits(62)
     if not -(2**63) <= seed < 2**63:

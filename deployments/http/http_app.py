@@ -1,4 +1,4 @@
-"""Puts the routes together: the whole HTTP surface of one router as an ASGI app.
+"""Assembles the HTTP API of one router as an ASGI app.
 
 Never: holds state of its own; everything is in ``app.state.service``.
 """
@@ -29,10 +29,10 @@ def make_app(
     browsers: BrowserRules | None = None,
     cors_origins: Collection[str] = (),
 ) -> FastAPI:
-    """The app; ``service`` must be ready to answer.
+    """Make the app; ``service`` must be ready to answer.
 
-    Args: echo_request_id: False where a proxy in front does it.
-          browsers: None where pages cannot do harm (`browser_rules`).
+    Args: echo_request_id: False if a proxy in front does it.
+          browsers: the rules on web pages; None if keys protect the server (`browser_rules`).
           cors_origins: of pages that may read the answers; "*": all.
     """
     app = FastAPI(title="Manta", version=service.version, docs_url=None, redoc_url=None)

@@ -1,4 +1,4 @@
-"""Errors as HTTP: one body that the OpenAI SDK, SGLang's clients and people can read, and the right status.
+"""Errors as HTTP answers: the status, and one body for the OpenAI SDK, SGLang's clients and people.
 
     {"object": "error", "message": ..., "error": {"message", "type", "param", "code"}}
 """
@@ -58,13 +58,13 @@ def error_body(message: str, *, status: int, param: str | None = None, code: str
 
 
 def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body for any exception; what we did not foresee is logged, and says nothing of our insides."""
+    """Make status and body for any exception; an unexpected one is logged, and its text is not shown."""
     if isinstance(error, MantaError | NoReplica):
         status = error.http_status
         param = error.param if isinstance(error, InvalidRequest) else None
         code = error.code if isinstance(error, MantaError) else None
-        if isinstance(error, EngineDead):  # its text is of our insides; `GET /route/{rid}` and the logs have it
-            text = "the replica that ran this request failed, and no other one could go on: try again"
+        if isinstance(error, EngineDead):  # its text is internal; `GET /route/{rid}` and the logs have it
+            text = "the replica that ran this request failed, and no other replica could continue it: try again"
             return status, error_body(text, status=status)
         return status, error_body(str(error), status=status, param=param, code=code)
     log.error("a request failed", exc_info=error)
@@ -83,7 +83,7 @@ def error_response(error: Exception) -> Response:
 
 
 class Unforeseen:
-    """ASGI middleware: an exception that no handler knows is logged and answered, and goes no further."""
+    """ASGI middleware: logs and answers an exception that no handler knows, and stops it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -105,7 +105,7 @@ class Unforeseen:
 
 
 def install(app: FastAPI) -> None:
-    """Every error of ``app`` leaves through here."""
+    """Install the handlers for all errors of ``app``."""
 
     async def ours(_: Request, error: Exception) -> Response:
         return error_response(error)

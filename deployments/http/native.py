@@ -39,7 +39,7 @@ from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, 
 router = APIRouter()
 T = TypeVar("T")
 DEFAULT_MAX_NEW_TOKENS = 128
-_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # the OpenAI routes' : ours
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # name on the OpenAI routes -> name here
 
 
 @router.post("/generate")
@@ -52,15 +52,15 @@ async def generate(request: Request) -> Response:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeForm:
-    """A native answer: one object, or a list of one for each choice of each prompt."""
+    """The form of a native answer: one object, or a list with one for each choice of each prompt."""
 
     is_cumulative = True
     only_text = False
 
     tokenizer: Tokenizer
     requests: list[GenerateRequest]
-    names: list[str]  # what the client calls each of them
-    firsts: list[int]  # the place of each one's choice 0 in the list
+    names: list[str]  # the client's name of each request
+    firsts: list[int]  # index of each request's choice 0 in the list
     is_list: bool  # the answer is a list
     with_text: bool  # logprobs carry the tokens' texts
     tgi: bool
@@ -187,7 +187,7 @@ def _cut(service: Service, ids: TokenIds, body: NativeRequest, sampling: NativeS
 
 
 async def _prompts(service: Service, body: NativeRequest, *, must_fit: bool) -> tuple[list[TokenIds], bool, str]:
-    """Ids of each prompt, whether they came as a list, and the field they came in."""
+    """Read the ids of each prompt, whether they were given as a list, and the name of their field."""
     given = {"text": body.text, "input_ids": body.input_ids, "inputs": body.inputs}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
@@ -204,7 +204,7 @@ async def _prompts(service: Service, body: NativeRequest, *, must_fit: bool) -> 
 
 
 def _each(value: T | list[T], count: int, param: str) -> list[T]:
-    """One value for each prompt. Raises: InvalidRequest when a list has another length."""
+    """Spread a value over the prompts. Raises: InvalidRequest if a list has another length."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:

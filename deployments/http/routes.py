@@ -1,8 +1,8 @@
-"""GET /route/{rid}: why a recent request went where it went. POST /route/explain: where one would go, and why.
+"""GET /route/{rid}: the routing of a recent request, explained. POST /route/explain: that of a hypothetical one.
 
 Owns:      the form of both answers, and of a request's row in the live view (deployments/watch/observatory/README.md).
-Never:     changes anything: a dry run sends nothing, and neither the index nor the loads learn of it. Holds a prompt's
-           text or ids.
+Never:     changes anything: a dry run sends nothing, and changes neither the index nor the loads. Holds a prompt's text
+           or ids.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class ExplainRequest(WireType):
 
 @router.post("/route/explain")
 async def explain_route(request: Request) -> dict[str, Any]:
-    """A dry run. Raises: InvalidRequest, or NoReplica when none may take the request."""
+    """Route a request without sending it. Raises: InvalidRequest; NoReplica if no replica may take the request."""
     service = service_of(request)
     body = await read_body(request, ExplainRequest, max_bytes=service.max_body_bytes)
     check_model(service, body.model)
@@ -70,7 +70,7 @@ async def explain_route(request: Request) -> dict[str, Any]:
 
 @router.get("/route/{rid:path}")
 async def route(request: Request, rid: str) -> Response:
-    """What was last decided for the request called ``rid``, by whichever router, if that one keeps it still."""
+    """Show the latest decision for the request called ``rid``, of any router that still keeps it."""
     service = service_of(request)
     own = own_route(service.dispatcher, rid)
     if own is not None and own["internal_rid"] == rid:
@@ -111,7 +111,7 @@ async def _ids(service: Service, body: ExplainRequest) -> TokenIds:
 
 
 def own_route(dispatcher: Dispatcher, name: str) -> dict[str, Any] | None:
-    """What this router decided for the request called ``name``, if it still knows."""
+    """Show this router's decision for the request called ``name``; None if it keeps none."""
     record = dispatcher.routes.find(name)
     return None if record is None else record_body(record, router_id=dispatcher.router_id)
 
@@ -167,7 +167,7 @@ def _candidate_body(candidate: Candidate, decision: Decision) -> dict[str, Any]:
 
 
 def pair_body(decision: Decision) -> dict[str, Any]:
-    """Who computes the prompt, why, and what each decode replica would have cost either way."""
+    """Show the replica that computes the prompt, the reason, and the costs of each decode replica."""
     pair = decision.pair
     if pair is None:
         return {}
@@ -192,7 +192,7 @@ def pair_body(decision: Decision) -> dict[str, Any]:
 
 
 def hand_off_body(each: Try) -> dict[str, Any]:
-    """What became of the hand-off of one try, and which prefill replicas were not asked after earlier ones."""
+    """Show the outcome of a try's hand-off, and the prefill replicas that were held out after earlier tries."""
     if each.decision.pair is None:
         return {}
     report = None if each.hand_off is None else dataclasses.asdict(each.hand_off)
@@ -200,14 +200,16 @@ def hand_off_body(each: Try) -> dict[str, Any]:
 
 
 def changed_rows(dispatcher: Dispatcher, since: int) -> tuple[tuple[dict[str, Any], ...], int]:
-    """Rows that changed after change number ``since`` (0: all that are kept), the longest unchanged first, and the
-    number to ask with next."""
+    """List the rows that changed after change number ``since`` (0: all), the oldest change first.
+
+    Returns: the rows, and the number for the next call.
+    """
     records, seq = dispatcher.routes.changed_since(since)
     return tuple(request_row(record, router_id=dispatcher.router_id) for record in records), seq
 
 
 def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
-    """Of the last try, where tries differ. ``output_tokens`` are as of the last change of the record."""
+    """Make the row of a request, from its last try. ``output_tokens`` are as of the record's last change."""
     timeline, last = record.timeline, record.tries[-1]
     decision = last.decision
     return {
@@ -232,7 +234,7 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
 
 
 def times_body(record: RouteRecord) -> dict[str, Any]:
-    """``total_s`` once it has ended; ``stages``, which sum to it, if every choice came to its end."""
+    """Show ``total_s`` once the request has ended, and ``stages``, which sum to it, if every choice has ended."""
     stages = record.timeline.stages
     return {
         "total_s": record.timeline.total_s,

@@ -1,8 +1,8 @@
-"""What the HTTP routes need, in one value: facts about the model, the way to the replicas, the limits.
+"""The value that all HTTP routes use: facts about the model, the dispatcher to the replicas, the limits.
 
-Owns:      the bounded threads for long texts and bodies.
+Owns:      the bounded executors for long texts and bodies.
 Never:     imports torch: a router reads config.json and the tokenizer, and loads no weights.
-Thread:    the router's event loop; long texts and bodies on the threads.
+Thread:    the router's event loop; long texts and bodies on the executors' threads.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class BoundedExecutor:
-    """Threads for one kind of long work, with a bounded queue before them."""
+    """Threads for one kind of long work, with a bounded queue."""
 
     def __init__(self, name: str, *, threads: int, max_held: int = MAX_HELD) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"manta-{name}")
@@ -51,10 +51,10 @@ class BoundedExecutor:
         self._lock = Lock()
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
-        """The result of ``work``, which other requests do not wait for. Raises: Busy when too much of it waits."""
+        """Run ``work`` on a thread, so that other requests are not delayed. Raises: Busy if too much work waits."""
         with self._lock:
             if self._held and self._held + size > self._max_held:
-                raise Busy(f"too many long requests are being read: {self._held:,} characters of them wait; try again")
+                raise Busy(f"too many long requests are being read: {self._held:,} characters wait; try again later")
             self._held += size
         future = self._threads.submit(work)
         future.add_done_callback(lambda _: self._leave(size))
@@ -67,7 +67,7 @@ class BoundedExecutor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFace:
-    """What clients may know of the model."""
+    """The facts about the model that clients may see."""
 
     name: str  # as requests name it
     path: str  # that Transformers can load, relative to the project's root where it lies inside
@@ -80,7 +80,7 @@ class ModelFace:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One router's service. The routes find it in ``app.state.service``."""
+    """The state of one router's HTTP service; routes find it in ``app.state.service``."""
 
     model: ModelFace
     tokenizer: Tokenizer
@@ -93,14 +93,14 @@ class Service:
     max_body_bytes: int = 4 << 20
     isolates_keys: bool = True  # requests of different API keys share no cached prefix
     body_timeout_s: float = 60.0
-    # one at a time: what holds the GIL there holds it once
+    # one at a time: the parser holds the GIL
     parsing: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("parse", threads=1))
     encoding: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("encode", threads=2))
     version: str = "0.1.0"
     started_s: float = field(default_factory=time.time)
 
     async def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> TokenIds:
-        """Ids of ``text``. Raises: as `encode_all`."""
+        """Tokenise one text. Raises: PromptTooLong, Busy."""
         [ids] = await self.encode_all([text], param=param, add_special_tokens=add_special_tokens)
         return ids
 
@@ -113,11 +113,11 @@ class Service:
         must_fit: bool = False,
         together: bool = False,
     ) -> list[TokenIds]:
-        """Ids of each text, without holding up other requests.
+        """Tokenise each text, without delaying other requests.
 
-        Args:   must_fit: a text with more tokens than the context is refused, and none after it is tokenised.
-                together: the texts may be as long as one prompt, and not each of them.
-        Raises: PromptTooLong for a text whose characters alone are too many for the context; Busy.
+        Args:   must_fit: refuse the first text with more tokens than the context, and tokenise none after it.
+                together: the limit on characters holds for the sum of the texts, not for each.
+        Raises: PromptTooLong, also for a text with more characters than the context can hold; Busy.
         """
         for num_characters in [sum(map(len, texts))] if together else map(len, texts):
             self._check_characters(num_characters, param=param)
@@ -134,8 +134,8 @@ class Service:
         return work() if size <= LONG_TEXT else await self.encoding.run(work, size=size)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> TokenIds:
-        """Ids of a conversation, without holding up other requests. Raises: PromptTooLong, Busy."""
-        self.check_length(len(messages), param="messages", at_least=True)  # no message without a token
+        """Tokenise a conversation, without delaying other requests. Raises: PromptTooLong, Busy."""
+        self.check_length(len(messages), param="messages", at_least=True)  # each message has a token at least
 
         def check(text: str) -> None:
             self._check_characters(len(text), param="messages")
@@ -149,12 +149,15 @@ class Service:
         return work() if size <= LONG_TEXT else await self.encoding.run(work, size=size)
 
     def _check_characters(self, num_characters: int, *, param: str) -> None:
-        """Raises: PromptTooLong if this many characters exceed the context however they are tokenised."""
+        """Check characters before tokenising. Raises: PromptTooLong if they exceed the context in any tokenisation."""
         self.check_length(self.tokenizer.least_tokens(num_characters), param=param, room=0, at_least=True)
 
     def check_length(self, num_tokens: int, *, param: str, room: int = 1, at_least: bool = False) -> None:
-        """Raises: PromptTooLong when no ``room`` tokens of output could follow a prompt of ``num_tokens`` (or, with
-        ``at_least``, of more: it was not tokenised); pools are the replicas' to judge."""
+        """Check that ``room`` output tokens fit behind a prompt of ``num_tokens``; the pool is checked by the replica.
+
+        Args:   at_least: the prompt was not tokenised, and may have more tokens.
+        Raises: PromptTooLong.
+        """
         longest = self.model.context_len
         if num_tokens + room > longest:
             raise PromptTooLong.of_prompt(num_tokens, longest=longest, param=param, room=room, at_least=at_least)
@@ -167,7 +170,7 @@ def service_of(request: HTTPConnection) -> Service:
 
 
 def size_of(value: Any, *, most: float = math.inf, a_value: int = A_VALUE) -> int:
-    """Characters of the strings in ``value``, and ``a_value`` for each value; it is not looked at beyond ``most``."""
+    """Count the characters in ``value``, and ``a_value`` for each value; counting stops above ``most``."""
     size, left = 0, [value]
     while left and size <= most:
         each = left.pop()
@@ -185,8 +188,10 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.
 
 
 def read_face(model: ModelSettings) -> ModelFace:
-    """Raises: InvalidConfig when there is no config.json, it lacks what a router needs, or the context asked for is
-    longer than the model's."""
+    """Read the facts about the model from its config.json.
+
+    Raises: InvalidConfig if the file is missing or lacks a number, or model.context_len exceeds the model's.
+    """
     config = _config_json(model)
     try:
         longest, vocab_size = int(config["max_position_embeddings"]), int(config["vocab_size"])
@@ -207,9 +212,9 @@ def read_face(model: ModelSettings) -> ModelFace:
 
 
 def config_folder(model: ModelSettings) -> Path:
-    """The folder with the model's config.json: its own, or, of a hub id, one of the hub's local cache.
+    """Find the folder with the model's config.json; for a hub id, in the hub's local cache.
 
-    Raises: InvalidConfig when the hub does not give it.
+    Raises: InvalidConfig if the hub does not deliver it.
     """
     folder = Path(local_path(model.path))
     if folder.is_dir():
@@ -226,7 +231,7 @@ def config_folder(model: ModelSettings) -> Path:
 
 
 def tokenizer_folder(model: ModelSettings) -> str:
-    """The folder with the model's tokenizer; of a hub id it is fetched, without the weights."""
+    """Find the folder with the model's tokenizer; for a hub id, fetch it without the weights."""
     folder = Path(local_path(model.path))
     if folder.is_dir():
         return str(folder)
@@ -240,13 +245,13 @@ def _config_json(model: ModelSettings) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"model.path = {model.path!r}: its config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise InvalidConfig(f"model.path = {model.path!r}: its config.json holds no settings")
+        raise InvalidConfig(f"model.path = {model.path!r}: its config.json is not a JSON object")
     return config
 
 
 @contextlib.contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Without the hub's lines on each of its tries again: what comes of them is said once."""
+    """Silence the hub's line about each of its retries; the final error is reported once."""
     hub = logging.getLogger("huggingface_hub")
     before = hub.level
     hub.setLevel(logging.ERROR)

@@ -1,9 +1,9 @@
-"""The answers of the generating endpoints: server-sent events or one body, for as long as the client listens.
+"""The answers of the generating endpoints: server-sent events or one body, until the client disconnects.
 
-Owns:      the race between an answer and the client's leaving; which deltas become which events.
-Never:     knows an endpoint's JSON: that is its `Form`.
-Invariant: the answer's generators are closed on every path, so that a client that goes away aborts its requests.
-Thread:    the router's event loop; bodies with many logprobs are made on another thread.
+Owns:      the race between an answer and the client's disconnect; which deltas become which events.
+Never:     knows the JSON of an endpoint: its `Form` does.
+Invariant: the answer's generators are closed on every path, so that a disconnect aborts the client's requests.
+Thread:    the router's event loop; bodies with many logprobs are encoded on another thread.
 """
 
 import asyncio
@@ -43,11 +43,12 @@ _MARK = "\0the text\0"  # never part of a model's name or an id
 
 
 def sse(payload: dict[str, Any]) -> bytes:
+    """Encode ``payload`` as one server-sent event."""
     return b"data: " + _ENCODER.encode(payload).encode() + b"\n\n"
 
 
 class TextEvents:
-    """Server-sent events that differ in one text and nothing else, which is encoded once: 0.5 us an event, not 7."""
+    """Server-sent events that differ in one text only; the rest is encoded once: 0.5 us an event instead of 7."""
 
     def __init__(self, payload_of: Callable[[str], dict[str, Any]]) -> None:
         """``payload_of``: the whole payload, with the given text in one place."""
@@ -60,24 +61,24 @@ class TextEvents:
 
 
 class Form(Protocol):
-    """How one endpoint writes its answer as JSON."""
+    """The JSON of an endpoint's answer, whole or in events."""
 
     @property
     def is_cumulative(self) -> bool:
-        """Whether an event holds all that its choice has so far, and not only what is new."""
+        """Whether an event repeats all output of its choice so far, instead of only what is new."""
 
     @property
     def only_text(self) -> bool:
         """Whether the events of a choice between its first and its last differ in their text alone."""
 
     def whole(self, deltas: Deltas) -> Any:
-        """The body of an answer that is not streamed. Args: deltas: each choice as one delta, sorted."""
+        """Make the body of an answer that is not streamed. Args: deltas: each choice as one delta, sorted."""
 
     def event(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> dict[str, Any] | None:
-        """The event of ``delta``; None where it has nothing for the client. Args: latest: last delta of each choice."""
+        """Make the event of ``delta``; None if it has nothing for the client. ``latest``: last delta of each choice."""
 
     def last_event(self, latest: Deltas) -> dict[str, Any] | None:
-        """The event after all choices have ended; None where there is none."""
+        """Make the event after the end of all choices; None if the endpoint has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class Answer:
 
     requests: list[GenerateRequest]
     form: Form
-    answer_id: str | None  # None where each prompt's part has an id of its own
+    answer_id: str | None  # None if each prompt's part has an id of its own
 
     async def respond(self, request: Request, *, streams: bool | None) -> Response:
         """Run the requests and answer in events or in one body. Raises: InvalidRequest for bad routing headers."""
@@ -130,7 +131,7 @@ class Answer:
         return None if payload is None else sse(payload)
 
     def _text_event(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
-        """The payload of a later event of the choice of ``delta`` that has nothing but ``text``."""
+        """Make the payload of a later event of the same choice that has nothing but ``text``."""
         plain = replace(delta, text=text, finish=None, logprobs=(), prompt_logprobs=())
         payload = self.form.event(key, plain, {}, begins=False)
         assert payload is not None, "an event without its text"
@@ -138,7 +139,7 @@ class Answer:
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of ``work``; if the client goes first, ``work`` is cancelled. Raises: ClientGone."""
+    """Await ``work``, and cancel it if the client disconnects first. Raises: ClientGone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     try:
@@ -161,13 +162,13 @@ class JsonAnswer(JSONResponse):
 
 
 async def made(make: Callable[[], T], deltas: Iterable[TokenDelta]) -> T:
-    """Call ``make``, on another thread if ``deltas`` have many logprobs; its result."""
+    """Call ``make``, on another thread if ``deltas`` have many logprobs. Returns: its result."""
     num_logprobs = sum(len(delta.prompt_logprobs) + len(delta.logprobs) for delta in deltas)
     return make() if num_logprobs <= FEW_LOGPROBS else await asyncio.to_thread(make)
 
 
 async def answer(request: Request, work: Awaitable[Response]) -> Response:
-    """``work``'s result, unless the client goes first."""
+    """Await the response of ``work``; a client that disconnects first gets a 499."""
     try:
         return await until_gone(request.receive, work)
     except ClientGone:
@@ -176,7 +177,7 @@ async def answer(request: Request, work: Awaitable[Response]) -> Response:
 
 
 async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """``events`` as server-sent events. What goes wrong before the first of them is an ordinary error response."""
+    """Answer with server-sent events. An error before the first of them is an ordinary error response."""
     try:
         first = await until_gone(request.receive, anext(events))
     except ClientGone:
@@ -188,7 +189,7 @@ async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Respo
 
 
 class SseResponse(Response):
-    """Sends ``first`` and then ``events``; an error in between becomes an ``{"error": ...}`` event."""
+    """A response that sends ``first``, then ``events``; an error between them becomes an ``{"error": ...}`` event."""
 
     media_type = "text/event-stream"
 
@@ -212,15 +213,15 @@ class SseResponse(Response):
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        except Exception as error:  # noqa: BLE001 - the status is sent; this is the only way left to say it
+        except Exception as error:  # noqa: BLE001 - the status is sent: only an event can carry the error
             await send({"type": "http.response.body", "body": sse(body_of(error)[1]), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-    """Deltas of several requests with the request's number, as they come. Closing it closes all.
+    """Merge the deltas of several requests, in order of arrival, each with its request's number. Closing it closes all.
 
-    Raises: the first error of any; GenerationFailed when the engine ended a request in an error.
+    Raises: the first error of any stream; GenerationFailed if the engine ended a request with an error.
     """
     if len(streams) == 1:  # no task and no queue between the stream and its reader
         async with contextlib.aclosing(streams[0]) as deltas:
@@ -233,7 +234,7 @@ async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenera
     try:
         for number, deltas in enumerate(streams):
             tasks.append(asyncio.create_task(_pump(number, deltas, queue)))
-            await asyncio.sleep(0)  # each begins with a decision; 256 of them are not made in one turn of the loop
+            await asyncio.sleep(0)  # each begins with a routing decision; 256 of them would block the loop
         num_open = len(tasks)
         while num_open:
             number, item = await queue.get()
@@ -260,19 +261,19 @@ async def _pump(
                 raise_if_failed(delta)
                 await queue.put((number, delta))
         await queue.put((number, None))
-    except Exception as error:  # noqa: BLE001 - raised again by `merged`, which the client hears
+    except Exception as error:  # noqa: BLE001 - raised again by `merged`
         await queue.put((number, error))
 
 
 def raise_if_failed(delta: TokenDelta) -> None:
-    """Raises: GenerationFailed, also for a deadline; an abort that was asked for is an answer."""
+    """Raise GenerationFailed for an error, deadlines included; a requested abort is an answer."""
     finish = delta.finish
     if finish is not None and finish.http_status not in (200, CLIENT_CLOSED):
         raise GenerationFailed(finish)
 
 
 async def collected(deltas: AsyncIterator[tuple[int, TokenDelta]]) -> dict[tuple[int, int], TokenDelta]:
-    """Every choice as one delta, by (request's number, choice), sorted."""
+    """Join the deltas of each choice into one, sorted by (request's number, choice)."""
     pieces: dict[tuple[int, int], list[TokenDelta]] = {}
     async for number, delta in deltas:
         pieces.setdefault((number, delta.index), []).append(delta)
@@ -280,7 +281,7 @@ async def collected(deltas: AsyncIterator[tuple[int, TokenDelta]]) -> dict[tuple
 
 
 def _joined(pieces: list[TokenDelta]) -> TokenDelta:
-    """What `TokenDelta.merge` gives, one after the other, in linear time."""
+    """Join deltas as `TokenDelta.merge` does one by one, in linear time."""
     last = pieces[-1]
     return TokenDelta(
         rid=last.rid,

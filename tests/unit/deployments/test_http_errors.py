@@ -395,7 +395,7 @@ async def test_what_an_engine_died_of_is_not_for_clients(client: httpx.AsyncClie
     assert await house.fleet.wait_ready(5)
     error = check_error(await client.post(TEXT, json=text()), 503)
     assert "secret" not in error["message"]
-    assert "no other one could go on" in error["message"]
+    assert "no other replica could continue it" in error["message"]
 
 
 async def test_a_deadline_that_passes_is_a_504(client: httpx.AsyncClient) -> None:
