@@ -73,6 +73,12 @@ def is_value(cls: ast.ClassDef) -> bool:
     return bool(bases & SCHEMAS) or any(is_value(each) for each in ours)
 
 
+def test_fields_and_what_methods_assign_are_counted() -> None:
+    (cls,) = ast.parse("class A:\n a: int\n def __init__(self, b, *, c):\n  self.b, self.c = b, c\n").body
+    assert isinstance(cls, ast.ClassDef)
+    assert (attributes(cls), parameters(cls), is_value(cls)) == ({"a", "b", "c"}, 2, False)
+
+
 def test_a_class_holds_few_things() -> None:
     over = {
         name: sorted(attributes(cls))
