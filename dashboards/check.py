@@ -110,7 +110,9 @@ def prometheus(url: str, clock: Callable[[], float] = time.time) -> Ask:
                 series: list[Any] = json.load(reply)["data"]["result"]
                 return series
         except urllib.error.HTTPError as error:
-            raise PrometheusError(json.loads(error.read() or b"{}").get("error", str(error))) from error
+            text = error.read().decode(errors="replace")  # JSON about a bad query; plain text while it starts
+            said = json.loads(text)["error"] if text.startswith("{") else f"{url} answers {error.code}: {text.strip()}"
+            raise PrometheusError(said) from error
         except (OSError, ValueError) as error:
             raise PrometheusError(f"{url} gave no answer: {error}") from error
 

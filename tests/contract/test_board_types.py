@@ -21,7 +21,7 @@ def folder() -> pathlib.Path:
     """A folder with TypeScript and Grafana's types in the versions of the lock file."""
     for name, package in (("node", "nodejs"), ("npm", "npm")):
         program(name, package)  # Node 18 or later
-    place = pathlib.Path(".tools/grafana-types")
+    place = pathlib.Path(".tools/grafana-types").resolve()
     place.mkdir(parents=True, exist_ok=True)
     for name in ("package.json", "package-lock.json", ".npmrc", "shapes.ts"):
         shutil.copy(SOURCES / name, place / name)
