@@ -11,7 +11,7 @@ A web page can send almost what a program on this machine can: by a form or `fet
 forms, or nothing; any GET), or from a host name that it has pointed at 127.0.0.1 (DNS rebinding), where it can
 also read the answers. Without keys, these are refused:
 
-    Host          a name that is not the loopback's, while the server listens on the loopback only             403
+    Host          a name that is not the loopback's, while the server listens on the loopback only                403
     Origin        another site's, on anything except GET and HEAD                                                 403
     Sec-Fetch-Site  another site's, on anything except GET and HEAD                                               403
     Content-Type  text/plain or a multipart form, which only pages send; with an Origin or Sec-Fetch-Site also
