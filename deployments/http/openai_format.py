@@ -121,7 +121,7 @@ def usage_body(deltas: Deltas) -> dict[str, Any]:
 
 
 def number(logprob: float | None) -> float | None:
-    """``logprob`` as JSON can say it."""
+    """Replace an infinite logprob, which JSON cannot express."""
     if logprob is None:
         return None
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
@@ -169,7 +169,7 @@ class TextOffsets:
 def completion_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int, offsets: list[int]
 ) -> dict[str, Any]:
-    """The completions form. ``offsets``: [len(logprobs)] of `TextOffsets`."""
+    """Write logprobs in the form of completions. ``offsets``: [len(logprobs)] of `TextOffsets`."""
     return {
         "tokens": [tokenizer.token_text(each.token_id) for each in logprobs],
         "token_logprobs": [number(each.logprob) for each in logprobs],
@@ -179,7 +179,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], *, num_top: int) -> dict[str, Any]:
-    """The chat form."""
+    """Write logprobs in the form of chat."""
     return {
         "content": [
             {

@@ -62,16 +62,16 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanTree:
-    """What is written under, and on, the span of one HTTP request."""
+    """The attributes of the span of one HTTP request, and its child spans."""
 
     attributes: Attributes
     stages: tuple[StageSpan, ...]
     failed_tries: tuple[Attributes, ...] = field(default=())  # in order
-    error: str | None = None  # how it ended, where that was not the client's doing
+    error: str | None = None  # the failure, unless the client caused it
 
 
 def span_tree(records: Sequence[RouteRecord]) -> SpanTree:
-    """Of one HTTP request: ``records`` of its prompts, at least one, all ended."""
+    """Make the spans of one HTTP request. Args: records: of its prompts, at least one, all ended."""
     endings = {record.ending for record in records}
     attributes: dict[str, Attribute] = {
         "gen_ai.usage.input_tokens": sum(record.tries[-1].decision.num_tokens for record in records),
@@ -154,7 +154,7 @@ def _decode(record: RouteRecord, last: Try) -> Attributes:
 
 
 def _prefills(last: Try) -> str:
-    """The replica that computed the prompt."""
+    """Find the replica that computed the prompt."""
     handed_over = last.hand_off is not None and last.hand_off.transferred
     computes = last.decision.prefill_id if handed_over else None
     return computes if computes is not None else last.decision.replica_id
@@ -193,13 +193,13 @@ def otlp(endpoint: str | None) -> SpanProcessor:
 
 
 def check(settings: ObservabilitySettings) -> None:
-    """Raises: InvalidConfig where traces are to be sent and cannot be."""
+    """Check that configured traces can be sent. Raises: InvalidConfig."""
     if configured(settings.otlp_endpoint):
         otlp(settings.otlp_endpoint).shutdown()
 
 
 def of_router(settings: ObservabilitySettings, *, model: str, router_id: str, version: str) -> "Tracing | None":
-    """None where tracing is off. Raises: InvalidConfig as `check`."""
+    """Make a router's tracing; None if it is off. Raises: InvalidConfig if traces cannot be sent."""
     if not configured(settings.otlp_endpoint):
         return None
     processor = otlp(settings.otlp_endpoint)
@@ -207,7 +207,7 @@ def of_router(settings: ObservabilitySettings, *, model: str, router_id: str, ve
 
 
 class Tracing:
-    """Writes the spans of one router."""
+    """The tracer of one router, which writes its spans."""
 
     def __init__(self, processor: SpanProcessor, *, ratio: float, model: str, router_id: str, version: str) -> None:
         """``ratio``: share of the requests without a parent that are sampled."""
@@ -228,7 +228,7 @@ class Tracing:
         self._model = model
 
     def begin(self, arrival: Arrival, headers: Mapping[str, str]) -> Span:
-        """The span of a request that has come, to one of the endpoints of `OPERATIONS`."""
+        """Start the span of a request to one of the endpoints of `OPERATIONS`."""
         operation = OPERATIONS[arrival.endpoint]
         return self._tracer.start_span(
             f"{operation} {self._model}",
@@ -279,7 +279,7 @@ class Tracing:
             span.set_status(Status(StatusCode.ERROR))
 
     def _write_prompts(self, span: Span, records: Sequence[RouteRecord]) -> str | None:
-        """Stages and attributes; how it failed, if it did."""
+        """Write the stages and attributes. Returns: the failure, if there is one."""
         tree = span_tree(records)
         span.set_attributes(tree.attributes)
         for attributes in tree.failed_tries:
