@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -16,17 +16,22 @@ from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
 from deployments.channel.frames import CacheChanges, CacheKeys, ReplicaReport, encode
 from deployments.dispatch.attempt import TryLimits
-from deployments.dispatch.dispatcher import Dispatcher
+from deployments.dispatch.dispatcher import NO_HINTS, Dispatcher, RouteHints
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone, ReplicaInfo
 from deployments.fleet.fleet import Fleet
+from deployments.http.service import Service, read_face
 from deployments.replica.served_engine import ServedEngine
+from deployments.settings.schema import ModelSettings
 from kvtransfer.pages import PageKeys, page_keys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.tree_view import CacheTree, empty_tree
 from replicas.errors import MantaError
-from replicas.types import Finish, FinishReason, GenerateRequest
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import Finish, FinishReason, GenerateRequest, TokenDelta
 from routing.router import Router
-from tests.unit.deployments.sample_values import info, stats, token
+from tests.embedded import MODEL
+from tests.unit.deployments.sample_values import ask, info, stats, token
+from tests.waiting import until_async
 
 PAGE_SIZE = 16
 P = ParamSpec("P")
@@ -69,9 +74,7 @@ class House:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``clock``: of the fleet, which tells who hangs."""
-        self.router = Router(
-            policy, Random(0), time.monotonic, page_size=PAGE_SIZE, always_hand_off=always_hand_off
-        )
+        self.router = Router(policy, Random(0), time.monotonic, page_size=PAGE_SIZE, always_hand_off=always_hand_off)
         self.router_id = router_id
         self.leases = leases if leases is not None else LocalLeases()
         # scripted replicas report when they attach and when told: with a period of 10 s that is no silence for 50 s
@@ -87,6 +90,13 @@ class House:
         )
         self.address: ChannelAddress | None = None
 
+    async def __aenter__(self) -> "House":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
     async def start(self) -> None:
         self.address = await self.channel.start(router_id=self.router_id, node_id="here", host="127.0.0.1")
         self.fleet.start(self.address, leave=self.channel.leave)
@@ -94,6 +104,30 @@ class House:
     def add(self, replica: "ServedEngine | ScriptedReplica") -> None:
         self.leases.replicas[replica.replica_id] = replica
         self.fleet.set_members(self.leases.replicas)
+
+    async def ready(self, *replicas: "ServedEngine | ScriptedReplica") -> None:
+        """Add ``replicas`` and wait until each has attached and reported."""
+        for replica in replicas:
+            self.add(replica)
+        added = {replica.replica_id for replica in replicas}
+        await until_async(lambda: added <= {view.replica_id for view in self.router.views})
+
+    async def collect(self, hints: RouteHints = NO_HINTS, **options: Any) -> list[TokenDelta]:
+        """All deltas of one request; ``options``: of `ask`."""
+        async with asyncio.timeout(10):
+            return [delta async for delta in self.dispatcher.stream(ask(**options), hints)]
+
+    def service(self, tokenizer: Tokenizer, **options: Any) -> Service:
+        """What the HTTP routes of this router use."""
+        return Service(
+            model=read_face(ModelSettings(path=MODEL)),
+            tokenizer=tokenizer,
+            dispatcher=self.dispatcher,
+            fleet=self.fleet,
+            leases=self.leases,
+            settings={},
+            **options,
+        )
 
     def remove(self, replica_id: str) -> None:
         """Ray has noticed that it is gone."""

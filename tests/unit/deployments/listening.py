@@ -1,17 +1,27 @@
-"""An ASGI app over a real socket, in the test's own event loop."""
+"""Apps and small servers that tests ask over HTTP."""
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import uvicorn
+
+Respond = Callable[[str, Mapping[str, str], bytes], tuple[int, bytes]]
+
+
+def client_of(app: Any, base_url: str = "http://manta") -> httpx.AsyncClient:
+    """HTTP to an ASGI app, without a socket."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=base_url, timeout=60)
 
 
 @contextlib.asynccontextmanager
 async def listening(app: Any) -> AsyncIterator[int]:
-    """Its port on the loopback, for as long as this lasts."""
+    """The loopback port of an ASGI app that is served by the test's own event loop."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -21,3 +31,28 @@ async def listening(app: Any) -> AsyncIterator[int]:
         yield int(listener.getsockname()[1])
         server.should_exit = True
         await asyncio.wait_for(serving, 10)
+
+
+@contextlib.contextmanager
+def answering(respond: Respond) -> Iterator[int]:
+    """The loopback port of a server in threads: ``respond`` makes status and body of path, headers and body."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, payload = respond(self.path, dict(self.headers), body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+    thread.join()

@@ -44,6 +44,11 @@ def token(request: GenerateRequest, index: int, position: int, finish: Finish | 
     )
 
 
+def ids(deltas: list[TokenDelta], index: int = 0) -> list[int]:
+    """The token ids of choice ``index``."""
+    return [token for delta in deltas if delta.index == index for token in delta.token_ids]
+
+
 def prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob, ...]:
     """As asked for, each of the same value."""
     if request.prompt_logprobs_from is None:

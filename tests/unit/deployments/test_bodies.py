@@ -24,8 +24,7 @@ from deployments.dispatch.route_log import RequestWatch
 from deployments.http.bodies import check_shape
 from deployments.http.http_app import make_app
 from deployments.http.http_errors import Busy
-from deployments.http.service import BoundedExecutor, Service, read_face
-from deployments.settings.schema import ModelSettings
+from deployments.http.service import BoundedExecutor
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
@@ -176,21 +175,9 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 async def app(tokenizer: Tokenizer) -> AsyncIterator[Any]:
     """The whole app over a replica that makes a token of each choice each 5 ms."""
-    house = House(max_wait_s=math.inf)
-    await house.start()
-    house.add(ScriptedReplica("r0", token_s=0.005))
-    assert await house.fleet.wait_ready(5.0)
-    yield make_app(
-        Service(
-            model=read_face(ModelSettings(path=MODEL)),
-            tokenizer=tokenizer,
-            dispatcher=house.dispatcher,
-            fleet=house.fleet,
-            leases=house.leases,
-            settings={},
-        )
-    )
-    await house.stop()
+    async with House(max_wait_s=math.inf) as house:
+        await house.ready(ScriptedReplica("r0", token_s=0.005))
+        yield make_app(house.service(tokenizer))
 
 
 @pytest.fixture(autouse=True)

@@ -2,50 +2,21 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from deployments.dispatch.leases import ReplicaGone
 from replicas.errors import InvalidRequest, Overloaded
-from replicas.types import FinishReason, TokenDelta
+from replicas.types import FinishReason
 from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica
-from tests.unit.deployments.sample_values import ask
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    house = House()
-    await house.start()
-    yield house
-    await house.stop()
-
-
-async def ready(house: House, *replicas: ScriptedReplica) -> None:
-    for replica in replicas:
-        house.add(replica)
-    async with asyncio.timeout(5):
-        while house.fleet.num_ready < len(replicas):
-            await asyncio.sleep(0.005)
-
-
-async def collect(house: House, **options: Any) -> list[TokenDelta]:
-    return [delta async for delta in house.dispatcher.stream(ask(**options))]
-
-
-def ids(deltas: list[TokenDelta], index: int = 0) -> list[int]:
-    return [token for delta in deltas if delta.index == index for token in delta.token_ids]
-
-
-def text(deltas: list[TokenDelta], index: int = 0) -> str:
-    return "".join(delta.text for delta in deltas if delta.index == index)
+from tests.unit.deployments.sample_values import ask, ids
+from tests.waiting import until_async
 
 
 async def test_a_request_is_streamed_under_the_name_it_came_with(house: House) -> None:
-    await ready(house, ScriptedReplica("r0"))
-    deltas = await collect(house, max_new_tokens=4)
+    await house.ready(ScriptedReplica("r0"))
+    deltas = await house.collect(max_new_tokens=4)
     assert ids(deltas) == [1000, 1001, 1002, 1003]
     assert {delta.rid for delta in deltas} == {"a1.0-me"}
     assert deltas[-1].finish is not None
@@ -54,10 +25,10 @@ async def test_a_request_is_streamed_under_the_name_it_came_with(house: House) -
 
 async def test_a_replica_that_dies_midway_is_replaced_without_a_seam(house: House) -> None:
     first, second = ScriptedReplica("r0", die_at=3), ScriptedReplica("r1")
-    await ready(house, first, second)
-    deltas = await collect(house, max_new_tokens=8)
+    await house.ready(first, second)
+    deltas = await house.collect(max_new_tokens=8)
     assert ids(deltas) == list(range(1000, 1008))
-    assert text(deltas) == "<0><1><2><3><4><5><6><7>"
+    assert "".join(delta.text for delta in deltas) == "<0><1><2><3><4><5><6><7>"
     [resumed], [retry] = second.requests, house.dispatcher.retries
     assert (retry.replica_id, resumed.rid) == ("r0", "a1.1c0-me")
     assert 1 <= retry.num_delivered <= 3  # what had arrived when the death was noticed
@@ -67,37 +38,35 @@ async def test_a_replica_that_dies_midway_is_replaced_without_a_seam(house: Hous
 
 async def test_a_replica_that_dies_before_the_first_token_costs_only_time(house: House) -> None:
     first, second = ScriptedReplica("r0", die_at=0), ScriptedReplica("r1")
-    await ready(house, first, second)
-    assert ids(await collect(house, max_new_tokens=4)) == [1000, 1001, 1002, 1003]
+    await house.ready(first, second)
+    assert ids(await house.collect(max_new_tokens=4)) == [1000, 1001, 1002, 1003]
     assert second.requests[0].resumed_ids == ()
 
 
 async def test_each_unfinished_choice_is_resumed_by_itself_with_its_own_seed(house: House) -> None:
     first, second = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1")
-    await ready(house, first, second)
-    deltas = await collect(house, n=3, max_new_tokens=4)
+    await house.ready(first, second)
+    deltas = await house.collect(n=3, max_new_tokens=4)
     assert [ids(deltas, index) for index in range(3)] == [[1000, 1001, 1002, 1003]] * 3
     assert [request.rid for request in second.requests] == ["a1.1c0-me", "a1.1c1-me", "a1.1c2-me"]
-    whole = ask(n=3).sampling
-    assert [request.sampling.seed for request in second.requests] == [whole.for_choice(i).seed for i in range(3)]
+    seeds = [ask(n=3).sampling.for_choice(index).seed for index in range(3)]
+    assert [request.sampling.seed for request in second.requests] == seeds
     assert [delta.finish is not None for delta in deltas].count(True) == 3
 
 
 async def test_the_tries_are_bounded_and_the_last_error_is_told(house: House) -> None:
     replicas = [ScriptedReplica(f"r{i}", die_at=i) for i in range(4)]
-    await ready(house, *replicas)
+    await house.ready(*replicas)
     with pytest.raises(ReplicaGone):
-        await collect(house)
+        await house.collect()
     assert [len(replica.requests) for replica in replicas] == [1, 1, 1, 0]
     assert house.dispatcher.num_retries == 3
 
 
 async def test_a_resumed_request_waits_for_a_replacement(house: House) -> None:
-    await ready(house, ScriptedReplica("r0", die_at=2))
-    pending = asyncio.create_task(collect(house, max_new_tokens=4))
-    async with asyncio.timeout(5):
-        while house.dispatcher.num_retries == 0:
-            await asyncio.sleep(0.005)
+    await house.ready(ScriptedReplica("r0", die_at=2))
+    pending = asyncio.create_task(house.collect(max_new_tokens=4))
+    await until_async(lambda: house.dispatcher.num_retries > 0)
     house.remove("r0")
     house.add(ScriptedReplica("r9"))
     assert ids(await pending) == [1000, 1001, 1002, 1003]
@@ -105,42 +74,40 @@ async def test_a_resumed_request_waits_for_a_replacement(house: House) -> None:
 
 async def test_a_full_replica_is_passed_over_and_a_full_house_says_so(house: House) -> None:
     full, free = ScriptedReplica("r0", refuse=Overloaded("full")), ScriptedReplica("r1")
-    await ready(house, full, free)
-    assert len(ids(await collect(house))) == 8
+    await house.ready(full, free)
+    assert len(ids(await house.collect())) == 8
     free.refuse = Overloaded("full too")
     with pytest.raises(Overloaded, match="full"):
-        await collect(house, rid="a2.0-me")
+        await house.collect(rid="a2.0-me")
 
 
 async def test_a_request_that_is_wrong_is_not_tried_again(house: House) -> None:
     first, second = (ScriptedReplica(f"r{i}", refuse=InvalidRequest("no", param="n")) for i in range(2))
-    await ready(house, first, second)
+    await house.ready(first, second)
     with pytest.raises(InvalidRequest, match="no"):
-        await collect(house)
+        await house.collect()
     assert len(first.requests) + len(second.requests) == 1
 
 
 async def test_without_a_replica_the_answer_comes_at_once(house: House) -> None:
     with pytest.raises(NoReplica):
-        await asyncio.wait_for(collect(house), 1)
+        await asyncio.wait_for(house.collect(), 1)
 
 
 async def test_a_client_that_leaves_cancels_its_lease(house: House) -> None:
     replica = ScriptedReplica("r0")
-    await ready(house, replica)
+    await house.ready(replica)
     async with contextlib.aclosing(house.dispatcher.stream(ask(max_new_tokens=100))) as deltas:
         await anext(deltas)
         replica.hold.clear()
-    async with asyncio.timeout(5):
-        while replica.num_aborted == 0:
-            await asyncio.sleep(0.005)
+    await until_async(lambda: replica.num_aborted > 0)
     house.dispatcher.check()
 
 
 async def test_the_deadline_of_a_resumed_request_is_what_is_left_of_it(house: House) -> None:
     first, second = ScriptedReplica("r0", die_at=1), ScriptedReplica("r1")
-    await ready(house, first, second)
-    await collect(house, deadline_s=30.0)
+    await house.ready(first, second)
+    await house.collect(deadline_s=30.0)
     left_s = second.requests[0].deadline_s
     assert left_s is not None
     assert 0 < left_s < 30.0
@@ -149,7 +116,7 @@ async def test_the_deadline_of_a_resumed_request_is_what_is_left_of_it(house: Ho
 async def test_a_late_delta_of_a_replica_that_was_given_up_changes_nothing(house: House) -> None:
     """The names of the tries differ, so that a stray delta finds no stream."""
     first, second = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1")
-    await ready(house, first, second)
-    await collect(house)
+    await house.ready(first, second)
+    await house.collect()
     assert first.requests[0].rid != second.requests[0].rid
     assert house.channel.num_streams == 0

@@ -1,26 +1,30 @@
-"""Which replicas a router sees, and when it stops trusting one."""
+"""Which replicas a router sees, when it stops trusting one, and what becomes of the requests of one that hangs."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch import ray_leases
-from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
-from deployments.fleet.fleet import STALE_S, Fleet
+from deployments.dispatch.attempt import STEADY_S, Tries
+from deployments.dispatch.leases import ReplicaGone, ReplicaHangs, ReplicaInfo
+from deployments.fleet.fleet import SETTLED_STEPS, STALE_S, Fleet, Hangs
+from replicas.types import TokenDelta
+from routing.types import Role
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, LocalLeases, ScriptedReplica
-from tests.unit.deployments.sample_values import info, stats
+from tests.unit.deployments.sample_values import ask, ids, info, stats
+from tests.waiting import until_async
+
+BOTH = ("r0", "r1")
 
 
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    house = House()
-    await house.start()
-    yield house
-    await house.stop()
+def report(step_age_s: float = 0.0, *, steps: int = 1000, longest_step_s: float = 0.0, **more: Any) -> ReplicaReport:
+    said = stats(num_decode_steps=steps, longest_step_s=longest_step_s)
+    return ReplicaReport(**{"stats": said, "error": None, "num_open": 1, "step_age_s": step_age_s, **more})
 
 
 async def test_a_member_is_ready_once_it_has_attached_and_reported(house: House) -> None:
@@ -39,7 +43,7 @@ async def test_a_replica_that_leaves_is_forgotten_at_once(house: House) -> None:
     house.remove("r0")
     assert house.fleet.num_ready == 0
     assert house.fleet.infos == []
-    house.fleet.on_report("r0", ReplicaReport(stats=stats(), error=None, num_open=0))  # it still drains
+    house.fleet.on_report("r0", report())  # it still drains
     assert house.fleet.num_ready == 0
 
 
@@ -59,74 +63,63 @@ async def test_a_replica_that_cannot_be_reached_yet_is_tried_again(house: House)
     assert shy.num_asked == 2
 
 
+def fleet_of(*names: str, clock: Clock, **options: Any) -> Fleet:
+    """A fleet whose members ``names`` are attached and report to it by calls."""
+    fleet = Fleet(router=House().router, leases=LocalLeases(), clock=clock, **options)
+    fleet.set_members(names)
+    fleet._infos = {name: info(name) for name in names}
+    return fleet
+
+
 async def test_an_unhealthy_or_silent_replica_is_passed_over() -> None:
-    clock, house = Clock(), House()
-    fleet = Fleet(router=house.router, leases=LocalLeases(), clock=clock)
-    fleet.set_members({"r0"})
-    fleet._infos["r0"] = info("r0")
-    fleet.on_report("r0", ReplicaReport(stats=stats(), error=None, num_open=0))
+    clock = Clock()
+    fleet = fleet_of("r0", clock=clock)
+    fleet.on_report("r0", report())
     assert fleet.num_ready == 1
     clock.now_s += STALE_S - 1
     assert fleet.num_ready == 1
     clock.now_s += 2
     assert fleet.num_ready == 0
-    fleet.on_report("r0", ReplicaReport(stats=stats(), error="rank 1 died", num_open=0))
+    fleet.on_report("r0", report(error="rank 1 died"))
     assert (fleet.num_ready, fleet.describe()) == (0, "r0: unhealthy")
     fleet.check()
 
 
-async def test_who_waits_for_pages_is_told_apart_from_who_waits_to_be_computed() -> None:
-    house = House()
-    fleet = Fleet(router=house.router, leases=LocalLeases(), clock=Clock())
-    fleet.set_members({"r0"})
-    fleet._infos["r0"] = info("r0")
+async def test_requests_that_wait_for_pages_are_counted_apart_from_those_that_wait_for_prefill() -> None:
+    fleet = fleet_of("r0", clock=Clock())
     said = stats(num_running=1, num_waiting=2, num_preallocating=3, num_receiving=4)
     fleet.on_report("r0", ReplicaReport(stats=said, error=None, num_open=0))
-    [view] = house.router.views
+    [view] = fleet._router.views
     assert (view.num_running, view.num_waiting, view.num_receiving) == (1, 2, 7)
 
 
-async def test_one_that_hangs_is_passed_over_within_a_second_while_another_speaks() -> None:
+@pytest.mark.parametrize(("report_period_s", "silent_s", "a_second_later"), [(0.1, 1.0, 2), (2.0, 10.0, 1)])
+async def test_a_silent_replica_is_passed_over_while_another_reports(
+    report_period_s: float, silent_s: float, a_second_later: int
+) -> None:
     """A process that is stopped keeps its connection: only its silence tells. If all are silent, the machine is."""
-    clock, house = Clock(), House()
-    fleet = Fleet(router=house.router, leases=LocalLeases(), report_period_s=0.1, clock=clock)
-    fleet.set_members({"r0", "r1"})
-    for name in ("r0", "r1"):
-        fleet._infos[name] = info(name)
-        fleet.on_report(name, ReplicaReport(stats=stats(), error=None, num_open=0))
-    clock.now_s += 0.9
-    fleet.on_report("r1", ReplicaReport(stats=stats(), error=None, num_open=0))
+    clock = Clock()
+    fleet = fleet_of(*BOTH, clock=clock, report_period_s=report_period_s)
+    for name in BOTH:
+        fleet.on_report(name, report())
+    clock.now_s += 0.9 * silent_s
+    fleet.on_report("r1", report())
     assert fleet.num_ready == 2
-    clock.now_s += 0.2
+    clock.now_s += 0.2 * silent_s
     assert fleet.describe() == "r0: unhealthy, r1: accepting"
     clock.now_s += 1.0
-    assert fleet.num_ready == 2
-
-
-async def test_a_long_report_period_is_no_silence() -> None:
-    clock, house = Clock(), House()
-    fleet = Fleet(router=house.router, leases=LocalLeases(), report_period_s=2.0, clock=clock)
-    fleet.set_members({"r0", "r1"})
-    for name in ("r0", "r1"):
-        fleet._infos[name] = info(name)
-        fleet.on_report(name, ReplicaReport(stats=stats(), error=None, num_open=0))
-    clock.now_s += 9.0
-    fleet.on_report("r1", ReplicaReport(stats=stats(), error=None, num_open=0))
-    assert fleet.num_ready == 2
-    clock.now_s += 1.5
-    assert fleet.num_ready == 1
+    assert fleet.num_ready == a_second_later
 
 
 async def test_the_age_of_a_report_grows_for_as_long_as_a_member_is_mute() -> None:
     """Joined at 0, a report at 10 s of a step that began 4 s before it; then silence, through attaching again."""
-    clock, house = Clock(), House()
-    clock.now_s = 0.0
-    fleet = Fleet(router=house.router, leases=LocalLeases(), clock=clock)
+    clock = Clock()
+    fleet = Fleet(router=House().router, leases=LocalLeases(), clock=clock)
     fleet.set_members({"r0"})
     clock.now_s = 10.0
     assert fleet.report_ages_s() == {"r0": 10.0}
     fleet._infos["r0"] = info("r0")
-    fleet.on_report("r0", ReplicaReport(stats=stats(), error=None, num_open=0, age_s=4.0))
+    fleet.on_report("r0", report(age_s=4.0))
     assert fleet.report_ages_s() == {"r0": 4.0}
     [seen] = fleet.seen()
     assert seen.report_age_s == 4.0
@@ -160,7 +153,7 @@ async def test_a_silent_replica_is_attached_again_and_the_second_time_over_a_new
     for reports in (False, False, True, False):
         await asyncio.sleep(0)
         if reports:
-            fleet.on_report("r0", ReplicaReport(stats=stats(), error=None, num_open=0))
+            fleet.on_report("r0", report())
         clock.now_s += STALE_S + 1
         fleet.attach_silent_again()
         fleet.check()
@@ -169,12 +162,8 @@ async def test_a_silent_replica_is_attached_again_and_the_second_time_over_a_new
     await fleet.stop()
 
 
-async def test_one_that_does_not_answer_is_left_out_of_what_all_are_asked(house: House) -> None:
-    for name in ("r0", "r1"):
-        house.add(ScriptedReplica(name))
-    async with asyncio.timeout(5):
-        while house.fleet.num_ready < 2:
-            await asyncio.sleep(0.005)
+async def test_a_replica_that_does_not_answer_is_left_out_of_the_answers(house: House) -> None:
+    await house.ready(ScriptedReplica("r0"), ScriptedReplica("r1"))
 
     async def ask(replica_id: str) -> int:
         if replica_id == "r0":
@@ -190,7 +179,7 @@ async def test_one_that_does_not_answer_is_left_out_of_what_all_are_asked(house:
         assert await house.fleet.ask_all(ask_stuck, timeout_s=0.01) == {"r1": 7}
 
 
-def test_membership_tells_what_is_and_what_changes() -> None:
+def test_a_listener_hears_the_members_and_each_change() -> None:
     heard: list[frozenset[str]] = []
     deployment = ray_leases.key("app", "a deployment of this test")
     ray_leases.publish(deployment, frozenset({"r0"}))
@@ -200,7 +189,7 @@ def test_membership_tells_what_is_and_what_changes() -> None:
     assert heard == [frozenset({"r0"}), frozenset({"r0", "r1"})]
 
 
-async def test_a_router_that_stops_attaches_nobody_again(house: House) -> None:
+async def test_a_router_that_stops_attaches_no_replica_again(house: House) -> None:
     """Its channel ends the connections, which is not to be mistaken for replicas that died."""
     asked: list[str] = []
 
@@ -215,3 +204,222 @@ async def test_a_router_that_stops_attaches_nobody_again(house: House) -> None:
     house.fleet.on_lost("r0")
     await asyncio.sleep(0)
     assert asked == ["r0"]
+
+
+def hangs_of(clock: Clock, *names: str) -> Hangs:
+    """Hangs that has heard ``names``."""
+    hangs = Hangs(hang_s=4.0, silent_s=1.0, clock=clock)
+    for name in names:
+        hangs.heard(name, report())
+    return hangs
+
+
+def test_a_silent_replica_hangs_after_the_timeout_while_another_one_speaks() -> None:
+    clock = Clock()
+    hangs = hangs_of(clock, *BOTH)
+    clock.now_s = 3.9
+    hangs.heard("r1", report())
+    assert hangs.find(BOTH) == {}
+    clock.now_s = 4.1
+    assert hangs.find(BOTH) == {"r0": "it has said nothing for 4.1 s"}
+    assert hangs.find(["r0"]) == {}, "there is nowhere to go"
+    clock.now_s = 9.0
+    assert hangs.find(BOTH) == {}, "all are silent: it is the machine that is busy"
+    hangs.heard("r1", report())
+    hangs.lost("r0")
+    assert hangs.find(BOTH) == {}, "a connection that ended has no streams"
+
+
+def test_a_silent_prefill_replica_hangs_after_twice_as_long_and_in_a_step_as_soon_as_others() -> None:
+    """Heartbeats of the decode side find its silence within 4 s; of its engine thread they tell nothing."""
+    clock = Clock()
+    hangs = hangs_of(clock, *BOTH)
+    for now_s, found in ((7.9, {}), (8.1, {"r0": "it has said nothing for 8.1 s"})):
+        clock.now_s = now_s
+        hangs.heard("r1", report())
+        assert hangs.find(["r1"], prefill=["r0"]) == found
+    hangs.heard("r0", report(4.2))
+    assert hangs.find(["r1"], prefill=["r0"]) == {"r0": "its step has been running for 4.2 s"}
+
+
+def test_a_step_hangs_after_the_timeout_and_four_times_the_longest_recent_step_of_any_replica() -> None:
+    hangs = hangs_of(Clock())
+    hangs.heard("r1", report(longest_step_s=0.5))
+    hangs.heard("r0", report(3.9))
+    assert hangs.find(BOTH) == {}
+    hangs.heard("r0", report(4.2))
+    assert hangs.find(BOTH) == {"r0": "its step has been running for 4.2 s"}
+    hangs.heard("r1", report(longest_step_s=3.0))  # a chunk of such a prompt takes so long
+    assert hangs.find(BOTH) == {}
+    hangs.heard("r0", report(12.5))
+    assert hangs.find(BOTH).keys() == {"r0"}
+    hangs.heard("r1", report(12.5, longest_step_s=3.0))
+    assert hangs.find(BOTH) == {}, "neither can go on for the other"
+
+
+def test_an_engines_first_steps_may_take_long() -> None:
+    """They compile, and no step has told yet how long one takes."""
+    hangs = hangs_of(Clock())
+    hangs.heard("r1", report())
+    hangs.heard("r0", report(60.0, steps=SETTLED_STEPS - 1))
+    assert hangs.find(BOTH) == {}
+    hangs.heard("r0", report(60.0, steps=SETTLED_STEPS))
+    assert hangs.find(BOTH).keys() == {"r0"}
+
+
+def test_time_in_which_the_router_itself_stood_still_is_not_silence() -> None:
+    clock = Clock()
+    hangs = hangs_of(clock, *BOTH)
+    clock.now_s = 10.0
+    hangs.heard("r1", report())  # read first; what r0 sent meanwhile is not read yet
+    hangs.stood_still(9.5)
+    assert hangs.find(BOTH) == {}
+    clock.now_s = 13.6
+    hangs.heard("r1", report())
+    assert hangs.find(BOTH).keys() == {"r0"}
+
+
+def test_a_prefill_replica_alone_cannot_go_on_for_one_that_hangs() -> None:
+    clock = Clock()
+    fleet, left = fleet_of(*BOTH, clock=clock), list[str]()
+    fleet._leave = lambda replica_id, error: left.append(replica_id)
+    fleet._infos["r1"] = info("r1", role=Role.PREFILL)
+    for name in BOTH:
+        fleet.on_report(name, report())
+    clock.now_s = 5.0
+    fleet.on_report("r1", report())
+    fleet.leave_hanging()
+    assert left == []
+    fleet._infos["r1"] = info("r1")
+    fleet.leave_hanging()
+    assert left == ["r0"]
+
+
+def test_a_hung_step_is_passed_over_by_new_requests_and_taken_again_when_it_ends() -> None:
+    fleet = fleet_of(*BOTH, clock=Clock())
+    fleet.on_report("r0", report(5.0))
+    assert fleet.num_ready == 1, "alone it is waited for"
+    fleet.on_report("r1", report())
+    assert fleet.describe() == "r0: unhealthy, r1: accepting"
+    fleet.on_report("r0", report())
+    assert fleet.num_ready == 2
+
+
+def test_tries_are_counted_anew_after_a_replica_has_served_for_a_while() -> None:
+    clock = Clock()
+    tries, gone = Tries(2, clock), ReplicaGone("gone")
+    for number in range(5):  # rolling restarts under one long stream
+        assert tries.number == number
+        assert not tries.is_last or number
+        tries.brought_tokens()
+        clock.now_s += STEADY_S
+        tries.brought_tokens()
+        assert not tries.is_last
+        assert tries.failed(f"r{number}", gone)
+        assert tries.excluded == {f"r{number}"}
+    tries.brought_tokens()
+    clock.now_s += STEADY_S - 1
+    tries.brought_tokens()  # a request that kills each of them soon
+    assert tries.is_last
+    assert not tries.failed("r9", gone)
+
+
+def test_a_replica_that_hung_may_be_tried_again() -> None:
+    tries = Tries(3, Clock())
+    assert tries.failed("r0", ReplicaHangs("silent"))
+    assert tries.failed("r1", ReplicaGone("gone"))
+    assert tries.excluded == {"r1"}
+
+
+@pytest.fixture
+async def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def clocked(clock: Clock) -> AsyncIterator[House]:
+    async with House(report_period_s=0.1, clock=clock, max_tries=2) as house:
+        yield house
+
+
+async def until_token(deltas: list[TokenDelta], num: int) -> None:
+    await until_async(lambda: sum(len(delta.token_ids) for delta in deltas) >= num)
+
+
+def follow(house: House, deltas: list[TokenDelta], **options: int) -> "asyncio.Task[None]":
+    async def read(deltas: list[TokenDelta]) -> None:
+        async for delta in house.dispatcher.stream(ask(**options)):  # type: ignore[arg-type]
+            deltas += [delta]  # one by one, as they come
+
+    return asyncio.create_task(read(deltas))
+
+
+async def speak(house: House, replica: ScriptedReplica) -> None:
+    """``replica`` reports, and the router has heard it."""
+    said = house.fleet._hangs._said
+    before = said[replica.replica_id]
+    await replica.send_reports(1)
+    await until_async(lambda: said[replica.replica_id] is not before)
+
+
+@pytest.mark.parametrize("how", ["silent", "in a step"])
+async def test_open_streams_go_on_elsewhere_and_late_tokens_of_the_first_are_dropped(
+    clocked: House, clock: Clock, how: str
+) -> None:
+    """n = 2: each choice is resumed with what it has. The first replica hears nothing, and goes on when it can."""
+    first, second = ScriptedReplica("r0"), ScriptedReplica("r1")
+    first.pause_at, first.deaf = 3, True
+    for replica in (first, second):
+        replica.stats = report().stats
+    await clocked.ready(first, second)
+    deltas = list[TokenDelta]()
+    reading = follow(clocked, deltas, n=2, max_new_tokens=8)
+    await until_token(deltas, 6)
+    if how == "silent":
+        clock.now_s += 4.1
+    else:
+        first.step_age_s = 4.1
+        await speak(clocked, first)
+    await speak(clocked, second)
+    clocked.fleet.leave_hanging()
+    await asyncio.wait_for(reading, 5)
+    assert [ids(deltas, index) for index in range(2)] == [list(range(1000, 1008))] * 2
+    assert [request.resumed_ids for request in second.requests] == [(1000, 1001, 1002)] * 2
+    assert first.num_aborted == 1, "its lease was cancelled"
+    [retry] = clocked.dispatcher.retries
+    assert retry.reason.startswith("ReplicaHangs: replica r0 hangs: it")
+    first.hold.set()
+    await speak(clocked, first)  # sent after its late tokens
+    assert len(ids(deltas)) == 8
+
+
+async def test_a_request_waits_for_the_only_replica_although_it_hangs(clocked: House, clock: Clock) -> None:
+    only = ScriptedReplica("r0")
+    only.pause_at = 3
+    await clocked.ready(only)
+    deltas = list[TokenDelta]()
+    reading = follow(clocked, deltas, max_new_tokens=8)
+    await until_token(deltas, 3)
+    clock.now_s += 14.0
+    clocked.fleet.leave_hanging()
+    only.hold.set()
+    await asyncio.wait_for(reading, 5)
+    assert (ids(deltas), clocked.dispatcher.num_retries) == (list(range(1000, 1008)), 0)
+
+
+async def test_the_last_try_stays_with_a_replica_that_hangs(clocked: House, clock: Clock) -> None:
+    """Of two: the first died, so to fail is all that the request could do instead of waiting."""
+    first, second, third = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1"), ScriptedReplica("r2")
+    second.pause_at = third.pause_at = 5
+    await clocked.ready(first, second, third)
+    deltas = list[TokenDelta]()
+    reading = follow(clocked, deltas, max_new_tokens=8)
+    await until_token(deltas, 5)
+    [at] = [replica for replica in (second, third) if replica.requests]
+    [other] = {second, third} - {at}
+    clock.now_s += 6.0
+    await speak(clocked, other)
+    clocked.fleet.leave_hanging()
+    at.hold.set()
+    await asyncio.wait_for(reading, 5)
+    assert (ids(deltas), clocked.dispatcher.num_retries, other.requests) == (list(range(1000, 1008)), 1, [])

@@ -1,4 +1,5 @@
-"""A request on two replicas: complete and equal answers whoever dies when, each failure with its reason, no leak.
+"""A request on two replicas: complete and equal answers whichever replica dies when,
+each failure with its reason, and no leak.
 
 SPEC H06, H08, H19; DESIGN section 2, steps a to f.
 """
@@ -13,16 +14,18 @@ import pytest
 from deployments.channel.channel_client import ChannelClient
 from deployments.dispatch.dispatcher import NO_HINTS, query_of
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs
+from deployments.dispatch.prefill_leg import HoldOut
 from deployments.dispatch.route_log import Try
 from deployments.http.admin import load_of
 from deployments.http.arrivals import header_part
 from deployments.http.routes import hand_off_body, pair_body, record_body
 from replicas.errors import Overloaded
-from replicas.types import Finish, FinishReason, GenerateRequest, PdLeg, TokenDelta
-from routing.types import NoReplica, PairReason, Role
+from replicas.types import Finish, FinishReason, GenerateRequest, HandOffReport, PdLeg, TokenDelta
+from routing.types import NoReplica, Pair, PairReason, Role
+from tests.harness import Clock
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
-from tests.unit.deployments.sample_values import ask, stats
+from tests.unit.deployments.sample_values import ask, ids, stats
 from tests.waiting import until_async
 
 WHOLE = list(range(1000, 1008))
@@ -42,32 +45,39 @@ class Pairs:
         return HandOffReplica(replica_id, Role.DECODE, self.desks, **how)
 
     async def add(self, *replicas: ScriptedReplica) -> None:
-        for replica in replicas:
-            self.house.add(replica)
-        await until_async(lambda: len(self.house.router.views) == len(self.house.leases.replicas))
+        await self.house.ready(*replicas)
 
     async def collect(self, **options: Any) -> list[TokenDelta]:
-        async with asyncio.timeout(10):
-            return [delta async for delta in self.house.dispatcher.stream(ask(**options))]
+        return await self.house.collect(**options)
+
+    async def begin(self, p: HandOffReplica, d: HandOffReplica) -> "asyncio.Task[list[TokenDelta]]":
+        """Add both, and a request whose prompt waits at ``p``."""
+        p.prefill_hold.clear()
+        await self.add(p, d)
+        pending = asyncio.create_task(self.collect())
+        await until_async(lambda: bool(p.requests and d.requests))
+        return pending
 
     @property
     def tries(self) -> list[Try]:
         [record] = self.house.dispatcher.routes.recent()
         return record.tries
 
+    @property
+    def pair(self) -> Pair:
+        """How the last try's replicas were chosen."""
+        pair = self.tries[-1].decision.pair
+        assert pair is not None
+        return pair
+
 
 @pytest.fixture
 async def pairs() -> AsyncIterator[Pairs]:
     pairs = Pairs()
-    await pairs.house.start()
-    yield pairs
-    await until_async(lambda: all(future.done() for future in pairs.desks.rooms.values()))
-    await pairs.house.stop()
+    async with pairs.house:
+        yield pairs
+        await until_async(lambda: all(future.done() for future in pairs.desks.rooms.values()))
     pairs.desks.check()
-
-
-def ids(deltas: list[TokenDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def leg(request: GenerateRequest) -> PdLeg | None:
@@ -134,10 +144,7 @@ async def test_a_prefill_replica_that_dies_while_the_request_queues_there_costs_
 ) -> None:
     """With another one the prompt goes there, else the decode replica computes it."""
     p, d = pairs.prefill(), pairs.decode()
-    p.prefill_hold.clear()
-    await pairs.add(p, d)
-    pending = asyncio.create_task(pairs.collect())
-    await until_async(lambda: bool(p.requests and d.requests))
+    pending = await pairs.begin(p, d)
     if others:
         await pairs.add(pairs.prefill("p1"))
     p.die()
@@ -158,10 +165,7 @@ async def test_a_prefill_replica_that_dies_while_the_request_queues_there_costs_
 
 async def test_a_prefill_replica_that_hangs_is_left_as_one_that_dies(pairs: Pairs) -> None:
     p, d = pairs.prefill(), pairs.decode()
-    p.prefill_hold.clear()
-    await pairs.add(p, d)
-    pending = asyncio.create_task(pairs.collect())
-    await until_async(lambda: bool(p.requests and d.requests))
+    pending = await pairs.begin(p, d)
     pairs.house.channel.leave("p0", ReplicaHangs("replica p0 hangs: its step has been running for 4.2 s"))
     assert ids(await pending) == WHOLE
     assert [record.decision.prefill_id for record in pairs.tries] == ["p0", None]
@@ -217,10 +221,7 @@ async def test_a_decode_replica_that_computes_the_prompt_after_all_makes_the_pre
     pairs: Pairs,
 ) -> None:
     p, d = pairs.prefill(), pairs.decode()
-    p.prefill_hold.clear()
-    await pairs.add(p, d)
-    pending = asyncio.create_task(pairs.collect())
-    await until_async(lambda: bool(p.requests and d.requests))
+    pending = await pairs.begin(p, d)
     pairs.desks.settle(room(d.requests[0]), came=False)  # its room timed out
     assert ids(await pending) == WHOLE
     await until_async(lambda: p.num_aborted == 1)
@@ -230,11 +231,8 @@ async def test_a_decode_replica_that_computes_the_prompt_after_all_makes_the_pre
 async def test_the_death_of_prefill_after_the_decode_replica_fell_back_takes_nothing_from_it(pairs: Pairs) -> None:
     """It computes the prompt, and no token has come yet; the client hears of tokens only."""
     p, d = pairs.prefill(), pairs.decode()
-    p.prefill_hold.clear()
     d.hold.clear()
-    await pairs.add(p, d)
-    pending = asyncio.create_task(pairs.collect())
-    await until_async(lambda: bool(p.requests and d.requests))
+    pending = await pairs.begin(p, d)
     pairs.desks.settle(room(d.requests[0]), came=False)
     await until_async(lambda: p.num_aborted == 1)
     p.die()
@@ -252,9 +250,7 @@ async def test_a_decode_leg_that_ends_before_its_pages_came_ends_the_prefill_leg
 ) -> None:
     """Its deadline passed, or its logits were broken: an answer, not a try that failed."""
     p, d = pairs.prefill(), pairs.decode(gives_up=Finish(reason=reason, message="late"))
-    p.prefill_hold.clear()
-    await pairs.add(p, d)
-    [last] = await pairs.collect()
+    [last] = await (await pairs.begin(p, d))
     assert last.finish is not None
     assert last.finish.reason is reason
     await until_async(lambda: p.num_aborted == 1)
@@ -306,10 +302,7 @@ async def test_a_decode_replica_that_dies_is_replaced_in_a_new_room(pairs: Pairs
 
 async def test_a_decode_replica_that_dies_during_the_transfer_ends_the_prefill_leg(pairs: Pairs) -> None:
     p, d, other = pairs.prefill(), pairs.decode("d0"), pairs.decode("d1")
-    p.prefill_hold.clear()
-    await pairs.add(p, d)
-    pending = asyncio.create_task(pairs.collect())
-    await until_async(lambda: bool(p.requests and d.requests))
+    pending = await pairs.begin(p, d)
     await pairs.add(other)
     d.die()
     await until_async(lambda: p.num_aborted == 1)
@@ -346,8 +339,7 @@ async def test_the_tries_are_bounded_and_the_last_one_needs_no_prefill_replica(p
     await pairs.add(*(pairs.prefill(f"p{i}", refuse=ReplicaGone("gone")) for i in range(4)), d)
     assert ids(await pairs.collect()) == WHOLE
     assert [leg(request) for request in d.requests] == [PdLeg.DECODE, PdLeg.DECODE, None]
-    pair = pairs.tries[-1].decision.pair
-    assert pair is not None
+    pair = pairs.pair
     assert (pair.reason, pair.why) == (PairReason.ONE_REPLICA, "the last try stays on one replica")
 
 
@@ -355,10 +347,9 @@ async def test_what_a_hand_off_cannot_carry_stays_on_the_decode_replica(pairs: P
     p, d = pairs.prefill(), pairs.decode()
     await pairs.add(p, d)
     deltas = await pairs.collect(n=2)
-    assert [ids([delta for delta in deltas if delta.index == index]) for index in (0, 1)] == [WHOLE, WHOLE]
+    assert [ids(deltas, index) for index in (0, 1)] == [WHOLE, WHOLE]
     assert (p.requests, leg(d.requests[0])) == ([], None)
-    pair = pairs.tries[0].decision.pair
-    assert pair is not None
+    pair = pairs.pair
     assert (pair.reason, pair.why) == (PairReason.ONE_REPLICA, "its 2 choices share one prompt")
 
 
@@ -372,8 +363,7 @@ async def test_without_prefill_all_is_local_and_without_decode_there_is_no_repli
     await pairs.add(pairs.decode())
     assert pairs.house.fleet.num_ready == 1
     assert ids(await pairs.collect()) == WHOLE
-    pair = pairs.tries[-1].decision.pair
-    assert pair is not None
+    pair = pairs.pair
     assert pair.reason is PairReason.NO_PREFILL
     assert hand_off_body(pairs.tries[-1]) == {"hand_off": None, "prefill_end": None, "held_out": {}}
 
@@ -396,3 +386,54 @@ async def test_a_death_on_either_side_loses_none_of_many_requests(pairs: Pairs) 
     p0.die()
     answers = await asyncio.gather(*pending)
     assert [ids(answer) for answer in answers] == [WHOLE] * 12
+
+
+FAILED = HandOffReport(transferred=False, reason="no way")
+DONE = HandOffReport(transferred=True)
+
+
+def held(hold_out: HoldOut, clock: Clock, at_s: float) -> bool:
+    clock.now_s = at_s
+    return "p0" in hold_out.now()
+
+
+def test_a_failed_hand_off_holds_its_prefill_replica_out_for_two_seconds_and_says_why() -> None:
+    hold_out = HoldOut(clock := Clock())
+    assert hold_out.now() == {}
+    hold_out.take("p0", FAILED)
+    clock.now_s = 0.5
+    assert hold_out.now() == {"p0": "a hand-off from it failed (no way); not asked for another 1.5 s"}
+    assert held(hold_out, clock, 1.99)
+    assert not held(hold_out, clock, 2.0)
+
+
+def test_a_hold_out_doubles_with_each_failure_after_it_up_to_a_minute_and_not_with_those_during_it() -> None:
+    clock = Clock()
+    hold_out, lengths = HoldOut(clock), []
+    for _ in range(7):
+        for _ in range(20):  # as many rooms were open
+            hold_out.take("p0", FAILED)
+        began_s = clock.now_s
+        while held(hold_out, clock, clock.now_s + 0.5):
+            pass
+        lengths.append(clock.now_s - began_s)
+    assert lengths == [2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_hand_off_that_succeeds_ends_the_hold_out() -> None:
+    hold_out = HoldOut(clock := Clock())
+    hold_out.take("p0", FAILED)
+    assert held(hold_out, clock, 1.0)
+    hold_out.take("p0", DONE)
+    assert not held(hold_out, clock, 1.0)
+    hold_out.take("p0", FAILED)
+    assert not held(hold_out, clock, 3.0)
+
+
+def test_a_failure_long_past_is_forgotten() -> None:
+    hold_out = HoldOut(clock := Clock())
+    hold_out.take("p0", FAILED)
+    assert not held(hold_out, clock, 130.0)
+    hold_out.take("p0", FAILED)
+    assert not held(hold_out, clock, 132.0)  # 2 s again
+    assert held(hold_out, clock, 131.9)

@@ -1,6 +1,5 @@
 """Decisions can be looked up, explained and tried out; a saturated house says when to come back."""
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
@@ -9,7 +8,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from deployments.dispatch.dispatcher import NO_HINTS, RouteHints, Saturated
+from deployments.dispatch.dispatcher import RouteHints, Saturated
 from deployments.dispatch.route_log import RouteLog
 from deployments.fleet.peers import FoundRoute
 from deployments.http.arrivals import header_part, hints_of
@@ -20,33 +19,20 @@ from deployments.http.service import Service
 from replicas.errors import InvalidRequest
 from routing.types import Decision, NoReplica, RouteQuery
 from tests.unit.deployments.in_process import House, ScriptedReplica
-from tests.unit.deployments.sample_values import ask, stats
-
-
-async def ready(house: House, *replicas: ScriptedReplica) -> None:
-    for replica in replicas:
-        house.add(replica)
-    async with asyncio.timeout(5):
-        while house.fleet.num_ready < len(replicas):
-            await asyncio.sleep(0.005)
+from tests.unit.deployments.listening import client_of
+from tests.unit.deployments.sample_values import ask, ids, stats
+from tests.waiting import until_async
 
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[House]:
-    house = House(max_wait_s=10.0)
-    await house.start()
-    yield house
-    await house.stop()
-
-
-async def run(house: House, rid: str, hints: RouteHints = NO_HINTS) -> int:
-    deltas = [delta async for delta in house.dispatcher.stream(ask(rid=rid), hints)]
-    return sum(len(delta.token_ids) for delta in deltas)
+    async with House(max_wait_s=10.0) as house:
+        yield house
 
 
 async def test_a_record_tells_each_try_why_it_failed_and_what_came_of_it(scripted: House) -> None:
-    await ready(scripted, ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))
-    await run(scripted, "a1.0-me")
+    await scripted.ready(ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))
+    await scripted.collect(rid="a1.0-me")
     record = scripted.dispatcher.routes.find("me")
     assert record is not None
     first, second = record.tries
@@ -62,11 +48,11 @@ async def test_a_record_tells_each_try_why_it_failed_and_what_came_of_it(scripte
     )
 
 
-async def test_only_the_most_recent_are_kept_and_a_name_means_its_last_bearer(scripted: House) -> None:
-    await ready(scripted, ScriptedReplica("r0"))
+async def test_only_the_most_recent_are_kept_and_a_name_finds_the_last_request_that_had_it(scripted: House) -> None:
+    await scripted.ready(ScriptedReplica("r0"))
     scripted.dispatcher.routes = routes = RouteLog(capacity=3)
     for rid in ("a.0-x", "b.0-y", "c.0-x", "d.0-z"):
-        await run(scripted, rid)
+        await scripted.collect(rid=rid)
         routes.check()
     assert len(routes) == 3
     assert [each.rid for each in routes.recent()] == ["b.0-y", "c.0-x", "d.0-z"]
@@ -79,9 +65,9 @@ async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scri
     replicas = [ScriptedReplica("r0"), ScriptedReplica("r1")]
     for replica, tokens in zip(replicas, (15_000, 12_000), strict=True):
         replica.stats = stats(waiting_uncached_tokens=tokens, prefill_tokens_per_s=1000.0)
-    await ready(scripted, *replicas)
+    await scripted.ready(*replicas)
     with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s") as error:
-        await run(scripted, "a1.0-me")
+        await scripted.collect(rid="a1.0-me")
     response = error_response(error.value)
     assert (response.status_code, response.headers["retry-after"]) == (429, "2")
     assert scripted.router.num_open == 0
@@ -93,20 +79,20 @@ async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scri
 async def test_a_request_that_was_sent_is_not_refused_however_long_the_queue_gets(scripted: House) -> None:
     dying, busy = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1")
     busy.stats = stats(waiting_uncached_tokens=10**6, prefill_tokens_per_s=1000.0)
-    await ready(scripted, dying, busy)
-    assert await run(scripted, "a1.0-me") == 8
+    await scripted.ready(dying, busy)
+    assert len(ids(await scripted.collect(rid="a1.0-me"))) == 8
     assert scripted.dispatcher.num_retries == 1
 
 
 async def test_hints_limit_the_choice(scripted: House) -> None:
-    await ready(scripted, ScriptedReplica("r0"), ScriptedReplica("r1"))
+    await scripted.ready(ScriptedReplica("r0"), ScriptedReplica("r1"))
     only = hints_of(Headers({"x-manta-replicas": "r1, r9", "x-manta-session": "s"}))
     assert only == RouteHints(session_id="s", allowed=frozenset({"r1", "r9"}))
     for number in range(3):
-        await run(scripted, f"a{number}.0-me{number}", only)
+        await scripted.collect(only, rid=f"a{number}.0-me{number}")
     assert {each.tries[0].decision.replica_id for each in scripted.dispatcher.routes.recent()} == {"r1"}
     with pytest.raises(NoReplica, match="r9"):
-        await run(scripted, "b.0-me", RouteHints(allowed=frozenset({"r9"})))
+        await scripted.collect(RouteHints(allowed=frozenset({"r9"})), rid="b.0-me")
     with pytest.raises(InvalidRequest, match="names 0 replicas"):
         hints_of(Headers({"x-manta-replicas": " , "}))
 
@@ -121,9 +107,7 @@ async def test_the_header_and_the_usage_agree_and_the_second_time_is_cached(
     await client.get("/flush_cache?timeout=5")
     first = await client.post("/v1/completions", json=BODY)
     assert "replica=r0; overlap_predicted=0; overlap_actual=0; policy=round_robin" in first.headers["x-manta-route"]
-    async with asyncio.timeout(5):  # until the replica has told what it keeps
-        while house.router.num_pages("r0")[0] < 8:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: house.router.num_pages("r0")[0] >= 8)  # the replica has told what it keeps
     again = await client.post("/v1/completions", json=BODY)
     cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 64
@@ -142,7 +126,7 @@ async def test_a_route_is_told_and_a_dry_run_leaves_no_trace(client: httpx.Async
         assert told["tries"][0]["actual"]["ttft_s"] > 0
         assert sum(told["stages"].values()) == pytest.approx(told["total_s"])
         assert min(told["stages"]["prefill_s"], told["stages"]["decode_s"]) > 0  # told by the engine, over the channel
-    missing = await client.get("/route/nobody")
+    missing = await client.get("/route/unknown")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "route_not_found")
     before = (len(house.dispatcher.routes), house.router.num_pages("r0"), house.router.num_open)
     for body in ({"prompt": BODY["prompt"]}, {"messages": [{"role": "user", "content": "Hi"}]}, {"input_ids": [1, 2]}):
@@ -154,7 +138,7 @@ async def test_a_route_is_told_and_a_dry_run_leaves_no_trace(client: httpx.Async
 
 
 async def test_closing_a_stream_early_leaves_an_aborted_record(scripted: House) -> None:
-    await ready(scripted, ScriptedReplica("r0"))
+    await scripted.ready(ScriptedReplica("r0"))
     async with contextlib.aclosing(scripted.dispatcher.stream(ask(max_new_tokens=100))) as deltas:
         await anext(deltas)
     record = scripted.dispatcher.routes.find("me")
@@ -165,27 +149,24 @@ async def test_closing_a_stream_early_leaves_an_aborted_record(scripted: House) 
 
 @pytest.mark.model
 async def test_a_route_that_another_router_decided_is_told_by_whichever_is_asked(service: Service) -> None:
-    other = House(router_id="another router")
-    await other.start()
-    await ready(other, ScriptedReplica("r7"))
-    await run(other, "c.0-theirs")
+    async with House(router_id="another router") as other:
+        await other.ready(ScriptedReplica("r7"))
+        await other.collect(rid="c.0-theirs")
 
-    class One:
-        async def find_route(self, name: str) -> FoundRoute:
-            return FoundRoute(body=own_route(other.dispatcher, name))
+        class One:
+            async def find_route(self, name: str) -> FoundRoute:
+                return FoundRoute(body=own_route(other.dispatcher, name))
 
-    app = make_app(dataclasses.replace(service, peers=One()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://manta") as client:
-        found = (await client.get("/route/theirs")).json()
-        assert (found["rid"], found["replica"], found["router"]) == ("theirs", "r7", "another router")
-        assert (await client.get("/route/nobody's")).status_code == 404
-        ours = (await client.post("/v1/completions", json=BODY, headers={"X-Request-Id": "ours"})).json()
-        assert (await client.get(f"/route/{ours['id']}")).json()["router"] == "router"
-    await other.stop()
+        async with client_of(make_app(dataclasses.replace(service, peers=One()))) as client:
+            found = (await client.get("/route/theirs")).json()
+            assert (found["rid"], found["replica"], found["router"]) == ("theirs", "r7", "another router")
+            assert (await client.get("/route/unknown")).status_code == 404
+            ours = (await client.post("/v1/completions", json=BODY, headers={"X-Request-Id": "ours"})).json()
+            assert (await client.get(f"/route/{ours['id']}")).json()["router"] == "router"
 
 
-async def test_a_choice_knows_how_long_a_request_may_wait(scripted: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    await ready(scripted, ScriptedReplica("r0"))
+async def test_the_router_learns_how_long_a_request_may_wait(scripted: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    await scripted.ready(ScriptedReplica("r0"))
     asked: list[RouteQuery] = []
     choose = scripted.router.choose
 
@@ -194,5 +175,5 @@ async def test_a_choice_knows_how_long_a_request_may_wait(scripted: House, monke
         return choose(query)
 
     monkeypatch.setattr(scripted.router, "choose", noted)
-    await run(scripted, "a1.0-me")
+    await scripted.collect(rid="a1.0-me")
     assert [query.max_wait_s for query in asked] == [10.0]

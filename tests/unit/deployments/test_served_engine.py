@@ -21,14 +21,6 @@ from tests.unit.deployments.sample_values import ask
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
-    house = House()
-    await house.start()
-    yield house
-    await house.stop()
-
-
-@pytest.fixture
 async def served() -> AsyncIterator[ServedEngine]:
     """A started engine over a fake device, at most 2 requests waiting."""
     engine, _ = fake_engine(max_queued_requests=2)

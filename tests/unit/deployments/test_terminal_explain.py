@@ -4,7 +4,7 @@ import asyncio
 import http.server
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -126,14 +126,6 @@ def test_a_hand_off_tells_its_costs_and_how_it_went(report: dict[str, Any], said
         ">  d1                   0        78MB     50 ms  2.00 s  0 ms    3.20 s     60 ms",
         f"Not asked: p2, hand-offs from it failed\n{said}",
     ]
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    made = House()
-    await made.start()
-    yield made
-    await made.stop()
 
 
 async def test_what_a_router_really_answers_can_be_told(house: House) -> None:

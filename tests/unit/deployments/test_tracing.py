@@ -1,13 +1,12 @@
-"""Traces of real requests, as an OTLP receiver gets them: real exporter, real bytes."""
+"""Traces of requests: as an OTLP receiver gets them from the real exporter, and as trees of spans."""
 
 import asyncio
+import collections
 import itertools
 import json
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -16,50 +15,53 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 
+from deployments.dispatch.route_log import RouteRecord
 from deployments.http import tracing
 from deployments.http.http_app import make_app
 from deployments.http.service import Service
-from deployments.http.tracing import Tracing
+from deployments.http.tracing import Tracing, span_tree
 from replicas.errors import InvalidConfig
+from routing.types import Role
+from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.listening import answering, client_of
+from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
+from tests.unit.deployments.sample_values import ask
 from tests.unit.deployments.test_http_life import leave_after_first_event
 
-pytestmark = pytest.mark.model
 SECRET = "The password of the harbour is swordfish"
 CHAT = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 
 
-class Receiver(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        server: Any = self.server
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        server.bodies.append(body)
-        server.paths.append(self.path)
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 class Collector:
     """What came in, decoded."""
 
-    def __init__(self, server: Any) -> None:
-        self.server = server
-        self.url = f"http://127.0.0.1:{server.server_port}"
+    url = ""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.paths: list[str] = []
+
+    def take(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        self.bodies.append(body)
+        self.paths.append(path)
+        return 200, b""
 
     @property
     def resources(self) -> list[Any]:
-        requests = [ExportTraceServiceRequest.FromString(body) for body in self.server.bodies]
+        requests = [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
         return [spans for request in requests for spans in request.resource_spans]
 
     @property
+    def all_spans(self) -> list[Any]:
+        return [span for each in self.resources for scope in each.scope_spans for span in scope.spans]
+
+    @property
     def spans(self) -> dict[str, Any]:
-        """By name; of one request."""
-        found = [span for each in self.resources for scope in each.scope_spans for span in scope.spans]
-        assert len({span.name for span in found}) == len(found)
-        return {span.name: span for span in found}
+        """The spans of one request by name."""
+        found = {span.name: span for span in self.all_spans}
+        assert len(found) == len(self.all_spans)
+        return found
 
 
 def values(attributes: Any) -> dict[str, Any]:
@@ -74,14 +76,10 @@ def values(attributes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    server.bodies, server.paths = [], []
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield Collector(server)
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    collector = Collector()
+    with answering(collector.take) as port:
+        collector.url = f"http://127.0.0.1:{port}"
+        yield collector
 
 
 class Traced:
@@ -89,8 +87,7 @@ class Traced:
 
     def __init__(self, service: Service, url: str, ratio: float) -> None:
         self.tracing = Tracing(tracing.otlp(url), ratio=ratio, model="smol", router_id="r1", version="0.1.0")
-        transport = httpx.ASGITransport(app=make_app(service, tracing=self.tracing))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://manta", timeout=60)
+        self.client = client_of(make_app(service, tracing=self.tracing))
 
     async def __aenter__(self) -> httpx.AsyncClient:
         return self.client
@@ -102,19 +99,18 @@ class Traced:
 
 @pytest.fixture
 async def clean() -> AsyncIterator[None]:
-    """The process's own provider is nobody's, before and after."""
+    """The process has no tracer provider of its own, before and after."""
     assert not isinstance(trace.get_tracer_provider(), TracerProvider)
     yield
     assert not isinstance(trace.get_tracer_provider(), TracerProvider)
 
 
-async def test_a_chat_is_one_span_with_its_stages_under_it(
-    service: Service, collector: Collector, clean: None
-) -> None:
+@pytest.mark.model
+async def test_a_chat_is_one_span_with_its_stages_under_it(service: Service, collector: Collector, clean: None) -> None:
     before_ns = time.time_ns()
     async with Traced(service, collector.url, 1.0) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "me"})
-    assert collector.server.paths == ["/v1/traces"]
+    assert collector.paths == ["/v1/traces"]
     [resource] = collector.resources
     named = values(resource.resource.attributes)
     assert (named["service.name"], named["service.instance.id"]) == ("manta", "r1")
@@ -148,6 +144,7 @@ async def test_a_chat_is_one_span_with_its_stages_under_it(
         "manta.request": "me", "manta.replica": "r0", "manta.output_tokens": 4}  # fmt: skip
 
 
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("path", "body", "told"),
     [
@@ -163,14 +160,14 @@ async def test_a_span_has_the_id_of_the_answer_where_that_has_one(
     """A batch has an id a part (manta.request on the stages); what was refused has none."""
     async with Traced(service, collector.url, 1.0) as client:
         answer = await client.post(path, json=body, headers={"x-request-id": "header"})
-    spans = [span for each in collector.resources for scope in each.scope_spans for span in scope.spans]
-    [root] = [span for span in spans if not span.parent_span_id]
+    [root] = [span for span in collector.all_spans if not span.parent_span_id]
     assert values(root.attributes).get("gen_ai.response.id") == told
     if told is not None:
         given = answer.json()
         assert told == given.get("id", given.get("meta_info", {}).get("id"))
 
 
+@pytest.mark.model
 async def test_a_trace_that_cannot_be_written_is_logged_and_its_span_ends(
     service: Service, collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +182,7 @@ async def test_a_trace_that_cannot_be_written_is_logged_and_its_span_ends(
     assert "a trace could not be written whole" in caplog.text
 
 
+@pytest.mark.model
 async def test_a_receiver_that_says_nothing_holds_the_end_up_for_a_moment_only(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,17 +197,19 @@ async def test_a_receiver_that_says_nothing_holds_the_end_up_for_a_moment_only(
     assert "did not take the last spans" in caplog.text
 
 
+@pytest.mark.model
 async def test_no_prompt_text_leaves(service: Service, collector: Collector) -> None:
     """Neither of the prompt, nor of an answer, nor of an error that names what the client sent."""
     async with Traced(service, collector.url, 1.0) as client:
         said = (await client.post("/v1/chat/completions", json=CHAT)).json()["choices"][0]["message"]["content"]
         await client.post("/generate", json={"text": SECRET, "sampling_params": {"stop": SECRET * 100}})
-    sent = b"".join(collector.server.bodies)
+    sent = b"".join(collector.bodies)
     assert b"manta.route" in sent
     assert said.strip().encode() not in sent
     assert not [word for word in SECRET.split() if len(word) > 4 and word.encode() in sent]
 
 
+@pytest.mark.model
 @pytest.mark.parametrize(("flag", "ratio", "sampled"), [("01", 0.0, True), ("00", 1.0, False)])
 async def test_the_callers_trace_goes_on_and_its_sampled_flag_decides(
     service: Service, collector: Collector, flag: str, ratio: float, sampled: bool
@@ -223,18 +223,20 @@ async def test_the_callers_trace_goes_on_and_its_sampled_flag_decides(
         assert collector.spans["chat smol"].parent_span_id.hex() == "b7ad6b7169203331"
         assert collector.spans["chat smol"].span_id.hex() == span_id
     else:
-        assert collector.server.bodies == []
+        assert collector.bodies == []
 
 
+@pytest.mark.model
 async def test_the_ratio_decides_without_a_caller_and_a_bad_header_is_none(
     service: Service, collector: Collector
 ) -> None:
     async with Traced(service, collector.url, 0.0) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": "00-zz-1-01"})
     assert answer.headers["traceparent"].endswith("-02")  # random, not sampled
-    assert collector.server.bodies == []
+    assert collector.bodies == []
 
 
+@pytest.mark.model
 async def test_an_error_has_its_span_and_header_and_other_routes_have_none(
     service: Service, collector: Collector
 ) -> None:
@@ -250,19 +252,20 @@ async def test_an_error_has_its_span_and_header_and_other_routes_have_none(
     assert span.status.code == 0  # the client's doing: not an error of ours
 
 
+@pytest.mark.model
 async def test_a_stream_and_several_prompts_are_one_span_each(service: Service, collector: Collector) -> None:
     async with Traced(service, collector.url, 1.0) as client:
         prompts = {"prompt": ["a b c", "d e f g"], "max_tokens": 2, "stream": True, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=prompts)
         assert answer.text.endswith("data: [DONE]\n\n")
-    names = [span.name for each in collector.resources for scope in each.scope_spans for span in scope.spans]
-    assert sorted(names) == ["manta.decode"] * 2 + ["manta.prefill"] * 2 + ["manta.queue"] * 2 + ["manta.route"] * 2 + [
-        "text_completion smol"
-    ]
-    [root] = [s for r in collector.resources for c in r.scope_spans for s in c.spans if s.name.startswith("text")]
+    names = collections.Counter(span.name for span in collector.all_spans)
+    stages = dict.fromkeys(["manta.route", "manta.queue", "manta.prefill", "manta.decode"], 2)
+    assert names == {**stages, "text_completion smol": 1}
+    [root] = [span for span in collector.all_spans if span.name.startswith("text")]
     assert values(root.attributes)["gen_ai.usage.output_tokens"] == 4
 
 
+@pytest.mark.model
 async def test_where_ray_serves_own_tracing_runs_its_span_is_the_parent(
     service: Service, collector: Collector, clean: None
 ) -> None:
@@ -274,9 +277,8 @@ async def test_where_ray_serves_own_tracing_runs_its_span_is_the_parent(
     assert collector.spans["chat smol"].parent_span_id.hex() == f"{serves.get_span_context().span_id:016x}"
 
 
-async def test_a_receiver_that_is_away_disturbs_no_request(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.model
+async def test_a_receiver_that_is_away_disturbs_no_request(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # seconds that the end is waited for
     traced = Traced(service, "http://127.0.0.1:1", 1.0)
     async with asyncio.timeout(30):
@@ -299,6 +301,7 @@ def test_a_missing_exporter_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch
         tracing.otlp("http://collector:4318")
 
 
+@pytest.mark.model
 async def test_a_client_that_leaves_has_its_span(service: Service, collector: Collector) -> None:
     """Aborted in the middle: the root alone, and no error of ours."""
     traced = Traced(service, collector.url, 1.0)
@@ -309,3 +312,67 @@ async def test_a_client_that_leaves_has_its_span(service: Service, collector: Co
     [span] = collector.spans.values()
     told = values(span.attributes)
     assert (told["manta.outcome"], told["http.response.status_code"], span.status.code) == ("aborted", 200, 0)
+
+
+@pytest.fixture
+async def pairs() -> AsyncIterator[House]:
+    """A router that hands over what may be handed over."""
+    async with House(always_hand_off=True) as house:
+        yield house
+
+
+async def run(house: House, *replicas: ScriptedReplica) -> RouteRecord:
+    await house.ready(*replicas)
+    await house.collect(rid="a1.0-me")
+    [record] = house.dispatcher.routes.recent()
+    return record
+
+
+async def test_a_hand_off_has_a_span_with_both_ends_and_what_came(pairs: House) -> None:
+    desks = Desks()
+    record = await run(pairs, HandOffReplica("p0", Role.PREFILL, desks), HandOffReplica("d0", Role.DECODE, desks))
+    report = record.tries[-1].hand_off
+    assert report is not None
+    stages = {stage.name: stage for stage in span_tree([record]).stages}
+    assert list(stages) == ["manta.route", "manta.queue", "manta.prefill", "manta.kv_transfer", "manta.decode"]
+    assert stages["manta.kv_transfer"].attributes == {
+        "manta.request": "me", "manta.source": "p0", "manta.target": "d0", "manta.transferred": True,
+        "manta.pages": report.num_pages, "manta.bytes": report.num_bytes,
+    }  # fmt: skip
+    assert stages["manta.prefill"].attributes["manta.replica"] == "p0"
+    assert stages["manta.decode"].attributes["manta.replica"] == "d0"
+
+
+async def test_the_spans_of_stages_sum_to_the_total(pairs: House) -> None:
+    record = await run(pairs, ScriptedReplica("r0"))
+    stages = span_tree([record]).stages
+    total_s = record.timeline.total_s
+    assert total_s is not None
+    assert sum(stage.end_ns - stage.start_ns for stage in stages) == pytest.approx(total_s * 1e9, abs=2000)
+    assert stages[0].start_ns == pytest.approx(record.time_s * 1e9, abs=1000)
+
+
+async def test_a_try_that_failed_is_told_by_its_errors_name_alone(pairs: House) -> None:
+    tree = span_tree([await run(pairs, ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))])
+    assert tree.failed_tries == ({"manta.replica": "r0", "error.type": "ReplicaGone"},)
+    assert (tree.error, tree.attributes["manta.outcome"]) == (None, "finished")
+
+
+async def test_an_aborted_request_has_no_span_of_a_stage(pairs: House) -> None:
+    await pairs.ready(ScriptedReplica("r0"))
+    deltas = pairs.dispatcher.stream(ask(rid="a1.0-me"))
+    await anext(deltas)
+    await deltas.aclose()
+    tree = span_tree(pairs.dispatcher.routes.recent())
+    assert (tree.stages, tree.error, tree.attributes["manta.outcome"]) == ((), None, "aborted")
+
+
+async def test_the_spans_of_several_prompts_are_in_one_tree_with_summed_usage(pairs: House) -> None:
+    await pairs.ready(ScriptedReplica("r0"))
+    for rid in ("a1.0-me", "a2.0-me"):
+        await pairs.collect(rid=rid)
+    tree = span_tree(pairs.dispatcher.routes.recent())
+    told = [tree.attributes[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output")]
+    assert told == [2 * 4, 2 * 8]
+    assert tree.attributes["gen_ai.response.finish_reasons"] == ["length", "length"]
+    assert len(tree.stages) == 2 * 4

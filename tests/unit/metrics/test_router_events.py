@@ -22,7 +22,6 @@ from tests.scraped import Scraped
 from tests.unit.deployments.in_process import PAGE_SIZE, House, ScriptedReplica
 from tests.unit.deployments.pair_in_process import Desks, HandOffReplica
 from tests.unit.deployments.sample_values import ask, stats
-from tests.unit.deployments.test_route_log import ready
 
 JUDGED = [(slo, met) for slo in ("ttft", "itl") for met in ("true", "false")]
 
@@ -69,7 +68,7 @@ async def watched() -> AsyncIterator[Watched]:
 async def test_a_request_that_ends_well_is_counted_in_everything_once(watched: Watched) -> None:
     """4 tokens of prompt, 8 of output: a gap before each but those that came first together. Both objectives are
     judged; no gap is within a nanosecond."""
-    await ready(watched.house, ScriptedReplica("r0"))
+    await watched.house.ready(ScriptedReplica("r0"))
     first, *_ = await watched.run(ask())
     seen = await watched.scrape()
     assert seen.value("requests_total", endpoint="chat", outcome="ok") == 1
@@ -89,7 +88,7 @@ async def test_a_request_that_ends_well_is_counted_in_everything_once(watched: W
 
 
 async def test_a_retry_is_counted_by_its_error_and_the_request_once(watched: Watched) -> None:
-    await ready(watched.house, ScriptedReplica("r0", die_at=3), ScriptedReplica("r1"))
+    await watched.house.ready(ScriptedReplica("r0", die_at=3), ScriptedReplica("r1"))
     first, *_ = await watched.run(ask())
     seen = await watched.scrape()
     assert seen.value("router_retries_total", reason="replica_gone") == 1
@@ -116,7 +115,7 @@ async def test_how_a_request_ended_is_told_by_its_outcome(watched: Watched) -> N
     house = watched.house
     with pytest.raises(NoReplica):
         await watched.run(ask(rid="a.0-none"))
-    await ready(house, replica := ScriptedReplica("r0"))
+    await house.ready(replica := ScriptedReplica("r0"))
     stream = house.dispatcher.stream(ask(rid="b.0-left"))
     async with contextlib.aclosing(stream):
         await anext(stream)
@@ -167,7 +166,7 @@ async def test_how_a_request_ended_is_told_alike_of_one_choice_and_of_several(
     watched: Watched, choices: int, finish: Finish, outcome: str, ending: str
 ) -> None:
     """The answer is closed after the first choice that went wrong; nobody has cancelled it."""
-    await ready(watched.house, replica := ScriptedReplica("r0"))
+    await watched.house.ready(replica := ScriptedReplica("r0"))
     replica.finish = finish
     request = ask()
     request = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, n=choices))
@@ -180,7 +179,7 @@ async def test_how_a_request_ended_is_told_alike_of_one_choice_and_of_several(
 
 
 async def test_the_first_token_is_counted_when_it_comes(watched: Watched) -> None:
-    await ready(watched.house, ScriptedReplica("r0"))
+    await watched.house.ready(ScriptedReplica("r0"))
     async with contextlib.aclosing(watched.house.dispatcher.stream(ask())) as stream:
         await anext(stream)
         seen = await watched.scrape()
@@ -213,7 +212,7 @@ async def test_a_request_goes_on_when_counting_it_fails(watched: Watched, caplog
             return fail
 
     watched.house.dispatcher.watch = Broken()
-    await ready(watched.house, ScriptedReplica("r0"))
+    await watched.house.ready(ScriptedReplica("r0"))
     deltas = await watched.run(ask())
     assert sum(len(delta.token_ids) for delta in deltas) == 8
     raised = {str(record.exc_info[1]) for record in caplog.records if record.exc_info is not None}
@@ -223,7 +222,7 @@ async def test_a_request_goes_on_when_counting_it_fails(watched: Watched, caplog
 
 async def test_best_predicted_and_actual_prefix_are_counted_together(watched: Watched) -> None:
     """40 tokens, of which r0 told of 2 pages, 32 tokens; it says that it reused none of them."""
-    await ready(watched.house, replica := ScriptedReplica("r0"))
+    await watched.house.ready(replica := ScriptedReplica("r0"))
     request = ask(num_tokens=40)
     replica.store(request.token_ids.tolist())
     async with asyncio.timeout(5):
@@ -242,7 +241,7 @@ async def test_best_predicted_and_actual_prefix_are_counted_together(watched: Wa
 
 async def test_series_of_a_replica_that_left_are_gone(watched: Watched) -> None:
     house = watched.house
-    await ready(house, ScriptedReplica("r0"), ScriptedReplica("r1"))
+    await house.ready(ScriptedReplica("r0"), ScriptedReplica("r1"))
     seen = await watched.scrape()
     assert set(seen.values("router_index_tokens", "target")) == {"r0", "r1"}
     assert seen.value("router_replicas", target_role="unified", state="accepting") == 2
@@ -257,7 +256,7 @@ async def test_while_the_router_ends_or_its_fleet_fails_a_scrape_tells_the_last_
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house = watched.house
-    await ready(house, ScriptedReplica("r0"))
+    await house.ready(ScriptedReplica("r0"))
     assert (await watched.scrape()).value("router_replicas", target_role="unified", state="accepting") == 1
     house.remove("r0")
     for error in (asyncio.CancelledError(), ZeroDivisionError()):

@@ -1,17 +1,18 @@
-"""The row of a request, and which have changed since one last asked."""
+"""The row of a request, and which rows have changed; the fake fleet of the page's tests has the same forms."""
 
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from deployments.dispatch.route_log import RouteLog
 from deployments.dispatch.timeline import Arrival
-from deployments.http.routes import changed_rows, request_row
+from deployments.http.routes import changed_rows, own_route, request_row
 from replicas.errors import InvalidRequest
 from routing.types import NoReplica
+from tests.fake_fleet import FakeFleet
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask
-from tests.unit.deployments.test_route_log import ready, run
 
 KEYS = {
     "rid", "router", "time", "endpoint", "outcome", "replica", "prefill", "policy", "reason", "tries", "prompt_tokens",
@@ -19,16 +20,8 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    house = House()
-    await house.start()
-    yield house
-    await house.stop()
-
-
 async def test_a_row_tells_what_became_of_a_request_and_its_stages_sum_to_the_total(house: House) -> None:
-    await ready(house, ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))
+    await house.ready(ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))
     arrival = Arrival(endpoint="chat", arrived_s=house.dispatcher._clock() - 1.0, time_s=1763722000.0)
     async for _ in house.dispatcher.stream(ask(), arrival=arrival):
         pass
@@ -46,9 +39,9 @@ async def test_a_row_tells_what_became_of_a_request_and_its_stages_sum_to_the_to
 
 
 async def test_only_what_changed_is_told_again(house: House) -> None:
-    await ready(house, replica := ScriptedReplica("r0"))
-    await run(house, "a.0-x")
-    await run(house, "b.0-y")
+    await house.ready(replica := ScriptedReplica("r0"))
+    await house.collect(rid="a.0-x")
+    await house.collect(rid="b.0-y")
     rows, seq = changed_rows(house.dispatcher, 0)
     assert [row["rid"] for row in rows] == ["x", "y"]
     assert changed_rows(house.dispatcher, seq) == ((), seq)
@@ -66,10 +59,10 @@ async def test_only_what_changed_is_told_again(house: House) -> None:
 
 
 async def test_no_more_is_told_than_is_kept(house: House) -> None:
-    await ready(house, ScriptedReplica("r0"))
+    await house.ready(ScriptedReplica("r0"))
     house.dispatcher.routes = routes = RouteLog(capacity=2)
     for rid in ("a.0-x", "b.0-y", "c.0-z"):
-        await run(house, rid)
+        await house.collect(rid=rid)
         routes.check()
     rows, seq = changed_rows(house.dispatcher, 0)
     assert [row["rid"] for row in rows] == ["y", "z"]
@@ -78,9 +71,39 @@ async def test_no_more_is_told_than_is_kept(house: House) -> None:
 
 async def test_what_was_refused_says_so_and_what_was_never_decided_has_no_row(house: House) -> None:
     with pytest.raises(NoReplica):
-        await run(house, "a.0-early")
-    await ready(house, ScriptedReplica("r0", refuse=InvalidRequest("n: too many")))
+        await house.collect(rid="a.0-early")
+    await house.ready(ScriptedReplica("r0", refuse=InvalidRequest("n: too many")))
     with pytest.raises(InvalidRequest):
-        await run(house, "b.0-me")
+        await house.collect(rid="b.0-me")
     [row], _ = changed_rows(house.dispatcher, 0)
     assert (row["rid"], row["outcome"], row["ttft_s"]) == ("me", "refused", None)
+
+
+def same_form(fake: Mapping[str, Any], real: Mapping[str, Any]) -> None:
+    assert fake.keys() == real.keys()
+    for name, value in real.items():
+        if isinstance(value, dict):
+            same_form(fake[name], value)
+
+
+async def test_rows_and_explanations_of_the_fake_have_the_form_of_a_routers(house: House) -> None:
+    """Both call a request as its client does, and the sentence begins with that name."""
+    await house.ready(ScriptedReplica("r0"))
+    await house.collect(rid="0123456789abcdef.0-me")
+    [record] = house.dispatcher.routes.recent()
+    real = own_route(house.dispatcher, "me")
+    assert real is not None
+    fleet = FakeFleet(unified=2, ticks=1)
+    [row] = fleet.state["requests"]
+    details = fleet.details(row["rid"])
+    assert details is not None
+    same_form(row, request_row(record, router_id="r"))
+    same_form(details["route"], real)
+    for route in (real, details["route"]):
+        [attempt] = route["tries"]
+        assert attempt["sentence"].startswith(f"{route['rid']} (")
+        assert route["explanation"].startswith(f"{route['internal_rid']} (")
+        assert route["internal_rid"].partition("-")[2] == route["rid"]
+    [fake_try], [real_try] = details["route"]["tries"], real["tries"]
+    same_form(fake_try | {"candidates": 0}, real_try | {"candidates": 0})
+    same_form(fake_try["candidates"][0], real_try["candidates"][0])
