@@ -57,7 +57,6 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
     from replicas.launch import load_engine
     from routing.types import Role
     from tests.embedded import MODEL
-    from tests.unit.deployments.conftest import service_of
     from tests.unit.deployments.in_process import House
 
     transfer = TransferSettings(host="127.0.0.1", token=b"a token of this test")
@@ -76,7 +75,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
         assert await house.fleet.wait_ready(5.0)
         while len(house.router.views) < len(replicas):
             await asyncio.sleep(0.01)
-        app = make_app(service_of(house, next(iter(replicas.values()))))
+        app = make_app(house.service(next(iter(replicas.values())).engine.tokenizer))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://manta", timeout=60
         ) as client:

@@ -56,3 +56,23 @@ def answering(respond: Respond) -> Iterator[int]:
         yield server.server_address[1]
         server.shutdown()
     thread.join()
+
+
+@contextlib.contextmanager
+def speaking(payload: bytes) -> Iterator[int]:
+    """The loopback port of a server that answers each connection with ``payload`` and closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # the end of the listener
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(payload)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()

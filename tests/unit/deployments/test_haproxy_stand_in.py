@@ -10,13 +10,13 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from deployments.command import haproxy, haproxy_stand_in
 from deployments.command.haproxy_stand_in import pid_file
+from tests.unit.deployments.listening import answering
 from tests.waiting import until
 
 BINARY = haproxy.found({})
@@ -29,16 +29,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-class Behind(BaseHTTPRequestHandler):
-    """What HAProxy connects to."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None: ...
 
 
 class Front:
@@ -124,14 +114,11 @@ class Front:
 
 @pytest.fixture
 def front(tmp_path: Path) -> Iterator[Front]:
-    behind = ThreadingHTTPServer(("127.0.0.1", 0), Behind)
-    threading.Thread(target=behind.serve_forever, daemon=True).start()
-    front = Front(tmp_path, behind.server_address[1])
-    front.write()
-    yield front
-    front.stop()
-    behind.shutdown()
-    behind.server_close()
+    with answering(lambda *_: (200, b"")) as behind:
+        front = Front(tmp_path, behind)
+        front.write()
+        yield front
+        front.stop()
 
 
 def test_one_that_is_killed_is_stood_in_for_without_its_admin_socket_until_the_next_has_a_router(
@@ -147,7 +134,7 @@ def test_one_that_is_killed_is_stood_in_for_without_its_admin_socket_until_the_n
     [stand_in] = front.haproxies()
     front.write(routers=0)  # as a new manager does, before it has heard of any
     _, second = front.start()
-    assert {front.status for _ in range(50)} == {200}, "the one without routers answers nobody meanwhile"
+    assert {front.status for _ in range(50)} == {200}, "the one without routers answers no client meanwhile"
     front.write()
     _, third = front.start("-sf", str(second), "-x", str(front.admin))  # Serve's reload
     until(lambda: front.haproxies().keys() == {third})

@@ -1,9 +1,7 @@
 """The admin key reaches the place where the observatory is built, and a start says to whom it is open."""
 
 import os
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +16,7 @@ from deployments.watch.observatory.app import build
 from deployments.watch.observatory.parts import AdminKey
 from deployments.watch.observatory.settings import check_one_key, key_sent, parse
 from replicas.errors import InvalidConfig
+from tests.unit.deployments.listening import answering, speaking
 
 KEY = "of the operator's shell"
 
@@ -105,66 +104,43 @@ def test_its_own_lines_are_json_where_that_is_asked_for() -> None:
         build({"log_format": "xml"})
 
 
-class Answers(BaseHTTPRequestHandler):
-    status = 200
-    body = b"{}"
-
-    def do_GET(self) -> None:
-        if self.body == b"no HTTP":
-            self.wfile.write(b"SSH-2.0-OpenSSH\r\n")
-            return
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(self.body)))
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, *_args: object) -> None:
-        """To nobody."""
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[type[Answers], int]]:
-    handler = type("Handler", (Answers,), {})
-    served = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True).start()
-    yield handler, served.server_address[1]
-    served.shutdown()
-    served.server_close()
-
-
 def statuses(status: ApplicationStatus) -> dict[str, Any]:
     loads = SimpleNamespace(status=ApplicationStatus.DEPLOYING)
     return {"observatory0": SimpleNamespace(status=status), "manta": loads}
 
 
 @pytest.mark.parametrize(("status", "open_to"), [(401, " (asks for the admin key)"), (200, " (asks for no key)")])
-def test_where_to_watch_is_said_once_when_it_runs_whatever_the_models_do(
-    server: tuple[type[Answers], int], status: int, open_to: str
-) -> None:
-    handler, port = server
-    said: list[str] = []
-    observatories = Observatories(schema({}, port=port), said.append)
-    observatories.look(statuses(ApplicationStatus.DEPLOYING))
-    handler.status = 404  # it runs, and the proxy has not heard of it
-    observatories.look(statuses(ApplicationStatus.RUNNING))
-    assert said == []
-    handler.status = status
-    for _ in range(2):
-        observatories.look(statuses(ApplicationStatus.RUNNING))
+def test_where_to_watch_is_said_once_when_it_runs_whatever_the_models_do(status: int, open_to: str) -> None:
+    said, answers = list[str](), [404, status]  # at first it runs, and the proxy has not heard of it
+    with answering(lambda *_: (answers.pop(0), b"{}")) as port:
+        observatories = Observatories(schema({}, port=port), said.append)
+        for state in (ApplicationStatus.DEPLOYING, ApplicationStatus.RUNNING):
+            observatories.look(statuses(state))
+        assert said == []
+        for _ in range(2):
+            observatories.look(statuses(ApplicationStatus.RUNNING))
     assert said == [f"watch it: http://127.0.0.1:{port}/manta0/{open_to}"]
 
 
-@pytest.mark.parametrize("body", [b"no HTTP", b"{}", b"[]", b'{"internal_states": [{}]}', b"<html>"])
-def test_a_start_does_not_fail_for_an_answer_that_is_none(server: tuple[type[Answers], int], body: bytes) -> None:
-    handler, port = server
-    handler.body = body
+NO_ANSWERS = (b"{}", b"[]", b'{"internal_states": [{}]}', b"<html>")
+
+
+@pytest.mark.parametrize(
+    "server",
+    [speaking(b"SSH-2.0-OpenSSH\r\n")]
+    + [
+        answering(lambda *_, body=body: (200, body)) for body in (b"{}", b"[]", b'{"internal_states": [{}]}', b"<html>")
+    ],
+)
+def test_a_start_does_not_fail_for_an_answer_that_cannot_be_read(server: AbstractContextManager[int]) -> None:
     said: list[str] = []
     manta = {"name": "manta", "route_prefix": "/", "import_path": "deployments.app:build"}
-    found = ServeDeploySchema.model_validate({"applications": [manta], "http_options": {"port": port}})
     config: Any = SimpleNamespace(mode="unified", model=SimpleNamespace(name="tiny"), router=RouterSettings())
     running = SimpleNamespace(replica_states={"RUNNING": 1})
     application: Any = SimpleNamespace(deployments={"ModelReplica": running})
-    announce(found, {"manta": config}, {"manta": application}, said.append, watched_at=[])
+    with server as port:
+        found = ServeDeploySchema.model_validate({"applications": [manta], "http_options": {"port": port}})
+        announce(found, {"manta": config}, {"manta": application}, said.append, watched_at=[])
     assert said == [f"ready: tiny on 1 replica at http://127.0.0.1:{port}/v1"]
 
 

@@ -1,18 +1,15 @@
 """`explain`: whole blocks of text for what the routers answer, and real answers of a router."""
 
-import asyncio
-import http.server
 import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from deployments.http.routes import own_route
 from deployments.watch.terminal import ask, explain
-from tests.unit.deployments import sample_values
 from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.listening import answering
 
 pytestmark = pytest.mark.usefixtures("utc")
 
@@ -70,7 +67,7 @@ def test_a_finished_request_is_its_sentence_its_candidates_its_end_and_where_its
     assert explain.plain(answer(tried(), stages=stages, total_s=1.0)) == BLOCK
 
 
-def test_without_stages_the_rest_is_told() -> None:
+def test_without_stages_the_rest_is_shown() -> None:
     assert explain.plain(answer(tried())) == BLOCK.rpartition("\n\n")[0]
 
 
@@ -128,15 +125,10 @@ def test_a_hand_off_tells_its_costs_and_how_it_went(report: dict[str, Any], said
     ]
 
 
-async def test_what_a_router_really_answers_can_be_told(house: House) -> None:
+async def test_the_answer_of_a_real_router_is_explained(house: House) -> None:
     """The form of `own_route` and this view do not drift apart."""
-    for replica in (ScriptedReplica("r0", die_at=0), ScriptedReplica("r1")):
-        house.add(replica)
-    async with asyncio.timeout(5):
-        while house.fleet.num_ready < 2:
-            await asyncio.sleep(0.005)
-    async for _ in house.dispatcher.stream(sample_values.ask(rid="a1.0-me")):
-        pass
+    await house.ready(ScriptedReplica("r0", die_at=0), ScriptedReplica("r1"))
+    await house.collect(rid="a1.0-me")
     body = own_route(house.dispatcher, "me")
     assert body is not None
     text = explain.plain(json.loads(json.dumps(body)))
@@ -146,33 +138,22 @@ async def test_what_a_router_really_answers_can_be_told(house: House) -> None:
     assert "0 of 4 prompt tokens were cached (0 predicted)." in text
 
 
-class _Router(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        known = self.path == "/route/me%401/x"
-        own = self.path.startswith("/route/")  # what else there is asks for a key
-        error = {"message": "no decision is kept for 'you'", "code": "route_not_found"} if own else {"message": "key?"}
-        payload = json.dumps(answer(tried()) if known else {"error": error}).encode()
-        self.server.keys.append(self.headers["Authorization"])  # type: ignore[attr-defined]
-        self.send_response(200 if known else 404 if own else 401)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Router)
-    server.keys = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"127.0.0.1:{server.server_port}"
-    assert set(server.keys) <= {None}  # type: ignore[attr-defined]
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    """A router that asks for a key everywhere but at /route, and to which none is sent."""
+    keys = []
+
+    def respond(path: str, headers: Mapping[str, str], _: bytes) -> tuple[int, bytes]:
+        keys.append(headers.get("Authorization"))
+        if path == "/route/me%401/x":
+            return 200, json.dumps(answer(tried())).encode()
+        own = path.startswith("/route/")
+        error = {"message": "no decision is kept for 'you'", "code": "route_not_found"} if own else {"message": "key?"}
+        return 404 if own else 401, json.dumps({"error": error}).encode()
+
+    with answering(respond) as port:
+        yield f"127.0.0.1:{port}"
+    assert set(keys) <= {None}
 
 
 def test_the_command_prints_text_or_json_and_an_unknown_request_is_exit_status_1(
@@ -189,25 +170,18 @@ def test_the_command_prints_text_or_json_and_an_unknown_request_is_exit_status_1
 def test_routers_that_ask_for_the_admin_key_are_shown_it_and_a_refusal_says_how_to_give_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Guarded(_Router):
-        def do_GET(self) -> None:
-            right = self.headers["Authorization"] == "Bearer open sesame"
-            body = answer(tried()) if right else {"error": {"message": "a key", "code": "admin_key_needed"}}
-            payload = json.dumps(body).encode()
-            self.send_response(200 if right else 401)
-            self.send_header("Content-Length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
+    def respond(_: str, headers: Mapping[str, str], __: bytes) -> tuple[int, bytes]:
+        right = headers.get("Authorization") == "Bearer open sesame"
+        body = answer(tried()) if right else {"error": {"message": "a key", "code": "admin_key_needed"}}
+        return 200 if right else 401, json.dumps(body).encode()
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with answering(respond) as port:
+        url = f"http://127.0.0.1:{port}"
         assert explain.run(url, "me", "open sesame\n", as_json=False) == 0
         assert explain.run(url, "me", None, as_json=False) == ask.REFUSED
         assert capsys.readouterr().err == (
             f"{url}: an admin key is asked for; give it in MANTA_ADMIN_KEY, or name a file that holds it: --key-file\n"
         )
-        server.shutdown()
 
 
 def test_the_observatorys_address_leads_to_its_routers(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,6 +194,6 @@ def test_the_observatorys_address_leads_to_its_routers(url: str, capsys: pytest.
     )
 
 
-def test_an_older_routers_answer_without_a_sentence_is_told() -> None:
+def test_an_older_routers_answer_without_a_sentence_is_explained() -> None:
     text = explain.plain(answer(tried(sentence=None)))
     assert "\n\nme went to a1 by estimated_ttft.\n\n" in text

@@ -6,12 +6,9 @@ import json
 import os
 import pty
 import re
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from rich.console import Console
 
 from deployments.watch.terminal import ask, top
 from deployments.watch.terminal.table import Bar, count, percent, seconds
+from tests.unit.deployments import listening
 
 pytestmark = pytest.mark.usefixtures("utc")
 
@@ -123,34 +121,27 @@ def test_a_narrow_terminal_goes_without_what_matters_least_and_says_so() -> None
     assert (len(header.split()), len(rows)) == (10, 1)
 
 
-class Scripted(BaseHTTPRequestHandler):
-    """Answers of an observatory; the server holds what to say."""
+class Scripted:
+    """Answers of an observatory, the last of them for ever."""
 
-    def do_GET(self) -> None:
-        server: Any = self.server
-        server.asked.append((self.path, self.headers.get("Authorization")))
-        status, body = server.answers[0] if len(server.answers) == 1 else server.answers.pop(0)
-        payload = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
+    url = ""
 
-    def log_message(self, *_: object) -> None:
-        pass
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, Any]] = [(200, state())]
+        self.asked: list[tuple[str, str | None]] = []
+
+    def respond(self, path: str, headers: Mapping[str, str], _: bytes) -> tuple[int, bytes]:
+        self.asked.append((path, headers.get("Authorization")))
+        status, body = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
+        return status, json.dumps(body).encode()
 
 
 @pytest.fixture
-def server() -> Iterator[Any]:
-    made: Any = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    made.answers, made.asked = [(200, state())], []
-    made.url = f"http://127.0.0.1:{made.server_port}"
-    thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+def server() -> Iterator[Scripted]:
+    scripted = Scripted()
+    with listening.answering(scripted.respond) as port:
+        scripted.url = f"http://127.0.0.1:{port}"
+        yield scripted
 
 
 def run_top(*args: str, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -158,11 +149,8 @@ def run_top(*args: str, **env: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, **env})
 
 
-def test_once_prints_one_block_and_ends_without_importing_ray(server: Any) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "deployments", "top", "--once", "--url", server.url],
-        capture_output=True, text=True, timeout=30, env={**os.environ, "MANTA_ADMIN_KEY": "k"},
-    )  # fmt: skip
+def test_once_prints_one_block_and_ends_without_importing_ray(server: Scripted) -> None:
+    done = run_top("--once", "--url", server.url, PYTHONPROFILEIMPORTTIME="1", MANTA_ADMIN_KEY="k")
     assert (done.returncode, done.stdout) == (0, f"{BLOCK}\n\n")
     assert server.asked == [("/manta/api/state", "Bearer k")]
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
@@ -170,7 +158,7 @@ def test_once_prints_one_block_and_ends_without_importing_ray(server: Any) -> No
     assert not imported & {"ray", "torch", "fastapi", "pydantic"}
 
 
-def test_json_is_the_state_itself(server: Any) -> None:
+def test_json_is_the_state_itself(server: Scripted) -> None:
     assert json.loads(run_top("--once", "--json", "--url", f"{server.url}/elsewhere").stdout) == state()
     assert server.asked == [("/elsewhere/api/state", None)]
 
@@ -184,7 +172,7 @@ def test_json_is_the_state_itself(server: Any) -> None:
         (200, [], 1, "does not answer as Manta does: check --url"),
     ],
 )
-def test_what_is_amiss_is_said_with_what_to_do(server: Any, status: int, body: Any, code: int, said: str) -> None:
+def test_what_is_amiss_is_said_with_what_to_do(server: Scripted, status: int, body: Any, code: int, said: str) -> None:
     server.answers = [(status, body)]
     with pytest.raises(ask.Unanswered, match=said) as caught:
         ask.state(server.url, None)
@@ -195,26 +183,6 @@ def test_nothing_listening_is_an_exit_status_and_a_line(capsys: pytest.CaptureFi
     options = top.Options(once=True, as_json=False, interval_s=1.0)
     assert top.run("127.0.0.1:1", None, options) == 3
     assert capsys.readouterr().err.startswith("nothing answers at http://127.0.0.1:1/manta/api/state ([Errno 111]")
-
-
-@contextlib.contextmanager
-def answering(payload: bytes) -> Iterator[str]:
-    """A port that answers each connection with ``payload`` and closes it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            with contextlib.suppress(OSError):  # the end of the listener
-                while True:
-                    connection, _ = listener.accept()
-                    with connection:
-                        connection.recv(65536)
-                        connection.sendall(payload)
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
 
 
 @pytest.mark.parametrize(
@@ -228,8 +196,8 @@ def answering(payload: bytes) -> Iterator[str]:
 )
 def test_what_is_not_http_or_breaks_off_is_said(payload: bytes, code: int, said: str) -> None:
     """`top` asks again where Manta was killed in the middle of an answer."""
-    with answering(payload) as url, pytest.raises(ask.Unanswered, match=said) as caught:
-        ask.state(url, None)
+    with listening.speaking(payload) as port, pytest.raises(ask.Unanswered, match=said) as caught:
+        ask.state(f"127.0.0.1:{port}", None)
     assert caught.value.status == code
 
 
@@ -241,19 +209,19 @@ def test_an_address_that_is_none_is_said(url: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["sec\nret", "secret\u20ac", "sec\x00ret"])
-def test_a_key_that_no_header_carries_is_not_sent_and_not_shown(server: Any, key: str) -> None:
+def test_a_key_that_no_header_carries_is_not_sent_and_not_shown(server: Scripted, key: str) -> None:
     with pytest.raises(ask.Unanswered, match="character that no HTTP header carries") as caught:
         ask.state(server.url, key)
     assert (caught.value.status, server.asked) == (ask.REFUSED, [])
     assert "sec" not in str(caught.value)
 
 
-def test_white_space_around_the_key_does_not_count(server: Any) -> None:
+def test_white_space_around_the_key_does_not_count(server: Scripted) -> None:
     ask.state(server.url, " secret\n")
     assert server.asked == [("/manta/api/state", "Bearer secret")]
 
 
-def test_while_manta_is_away_the_last_table_stays_under_a_note_of_how_long(server: Any) -> None:
+def test_while_manta_is_away_the_last_table_stays_under_a_note_of_how_long(server: Scripted) -> None:
     server.answers = [(200, state()), (500, {}), (500, {}), (200, state()), (401, {})]
     screen, shown, now_s = io.StringIO(), [], [0.0]
     console = Console(file=screen, width=160, height=40, force_terminal=True, color_system=None)
@@ -271,7 +239,7 @@ def test_while_manta_is_away_the_last_table_stays_under_a_note_of_how_long(serve
     assert all("accepting" in each for each in shown)
 
 
-def test_blocks_go_on_over_a_gap_and_end_when_the_key_is_refused(server: Any) -> None:
+def test_blocks_go_on_over_a_gap_and_end_when_the_key_is_refused(server: Scripted) -> None:
     """Not a terminal: one block an interval; a server that is away for a moment is asked again."""
     server.answers = [(200, state()), (500, {}), (200, state()), (401, {})]
     out, err, waits = io.StringIO(), io.StringIO(), []
@@ -284,7 +252,7 @@ def test_blocks_go_on_over_a_gap_and_end_when_the_key_is_refused(server: Any) ->
     assert waits == [2.0, 2.0, 2.0]
 
 
-def test_a_terminal_gets_the_table_in_place_until_the_server_refuses(server: Any) -> None:
+def test_a_terminal_gets_the_table_in_place_until_the_server_refuses(server: Scripted) -> None:
     """In a pseudo-terminal: the alternate screen, the table, and back to the shell with the reason."""
     server.answers = [(200, state()), (200, state()), (401, {})]
     master, slave = pty.openpty()

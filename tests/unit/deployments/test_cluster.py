@@ -1,9 +1,10 @@
-"""What `make serve` takes for dead, and how long it waits for what Ray mends by itself."""
+"""What `deployments serve` takes for dead, how long it waits for Ray to mend, and a cluster that is away."""
 
 import contextlib
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -92,7 +93,7 @@ def test_an_application_that_failed_or_was_deleted_has_died(how: str) -> None:
     assert served.after(PATIENCE_S) == f"application manta {said} for 60 s"
 
 
-def test_a_port_is_asked_whether_somebody_listens() -> None:
+def test_a_port_is_asked_whether_a_process_listens() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -112,7 +113,7 @@ def _signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_signals")
-def test_a_signal_whose_exception_nobody_saw_ends_the_next_wait() -> None:
+def test_a_signal_whose_exception_was_lost_ends_the_next_wait() -> None:
     """Python drops what is raised in callbacks: Manta then served on, deaf to the Ctrl-C."""
     cluster.pause(0)
     with contextlib.suppress(KeyboardInterrupt):
@@ -131,3 +132,14 @@ def test_while_ray_starts_a_signal_raises_until_it_is_seen() -> None:
                 threading.Event().wait(10)
         threading.Event().wait(10)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_cluster_that_does_not_answer_is_said_with_what_to_do() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nothing listens there
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        started_s = time.monotonic()
+        with pytest.raises(cluster.NoCluster, match=f"Ray at {address} .* does not answer") as raised:
+            cluster.connect(address)
+    assert "ray start --head" in str(raised.value)
+    assert time.monotonic() - started_s < cluster.REACH_S + 5  # Ray alone takes minutes
