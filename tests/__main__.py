@@ -1,7 +1,8 @@
 """`python -m tests`: all tests, as `make test` runs them. Exit code 1 when any of them failed.
 
 Tests that start Ray mostly wait for its processes, so they run beside the others, one application at a time; what they
-said is printed at the end. The others share two processes: a hung test ends its process, with all stacks, since
+said is printed at the end. The others give way to them (`nice`: Ray's workers have 15, and the tests with Ray measure
+times), and share two processes: a hung test ends its process, with all stacks, since
 Hypothesis would run one that pytest fails again, with no limit, and xdist would give its file to the next process.
 """
 
@@ -10,6 +11,7 @@ import sys
 import tempfile
 
 PYTEST = [sys.executable, "-m", "pytest"]
+LAST = ["nice", "-n", "19"]
 SHARED = [
     "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--timeout-method", "thread",
     "--max-worker-restart", "0",
@@ -20,8 +22,8 @@ def main() -> int:
     with tempfile.TemporaryFile() as said:
         with_ray = subprocess.Popen([*PYTEST, "-m", "serve"], stdout=said, stderr=subprocess.STDOUT)
         try:
-            statuses = [subprocess.call([*PYTEST, *SHARED, "-m", "not serve"])]
-            statuses.append(subprocess.call([sys.executable, "-m", "tests.under_avx2"]))
+            statuses = [subprocess.call([*LAST, *PYTEST, *SHARED, "-m", "not serve"])]
+            statuses.append(subprocess.call([*LAST, sys.executable, "-m", "tests.under_avx2"]))
             if with_ray.poll() is None:
                 print("The tests with Ray are still under way ...", flush=True)
         finally:

@@ -127,12 +127,12 @@ def test_what_goes_through_a_killed_process_is_cut_at_once_and_a_retry_has_the_s
     what: str, app: Running, undisturbed: list[dict[int, list[int]]]
 ) -> None:
     marks = {"HAProxy": "/haproxy -dS -db ", "its manager": "ray::HAProxyManager", "router": "manta:Router"}
+    pids = [pid for pid, command in app.processes().items() if marks[what] in command]
+    assert pids, app.processes().values()
     killed_s = 0.0
 
     def fault() -> None:
         nonlocal killed_s
-        pids = [pid for pid, command in app.processes().items() if marks[what] in command]
-        assert pids, app.processes().values()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
