@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 ROLE = "observatory"
 MOST_BESIDES = 64  # concurrent calls beside the viewers: pages, scrapes
 STOP_S = 2.0  # a viewer's stream does not end by itself
-OPEN = f"open to everybody: there is no admin_key in args, and no {KEY_VARIABLE} where it was built"
+OPEN = f"asks for no key: there is no admin_key in args, and no {KEY_VARIABLE} where it was built"
 
 
 @serve.ingress()  # the app is made by __serve_build_asgi_app__
