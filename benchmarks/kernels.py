@@ -39,7 +39,7 @@ MAX_KV_BYTES = 1.8e9
 WEIGHT_BYTES = 100e6  # copies of a weight to walk over
 READY = """
 from replicas.attention import cpu_decode, cpu_extend
-from replicas.kernels import argmax, elementwise, int8, int8_tiles, linear, program, widened
+from replicas.kernels import elementwise, int8, int8_tiles, linear, program, widened
 for kernel in (
     cpu_decode.decode, cpu_extend.extend, linear.few_rows, linear.many_rows, elementwise.rms_norm_rows,
     elementwise.silu_mul_rows, elementwise.rotate_rows, elementwise.argmax_rows, program._run_stages,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import torch
 import torch.nn.functional as F
-from replicas.kernels import argmax, simd, tiles
+from replicas.kernels import elementwise, simd, tiles
 from replicas.kernels.int8_tiles import cpu_has_vnni
 
 assert simd.compiled_for() == "haswell +avx2,+fma"
