@@ -48,6 +48,8 @@ from replicas.types import (
 
 
 class ReqState(enum.Enum):
+    """Where a request stands between submit and finish; MOVES lists the legal moves."""
+
     WAITING = "waiting"
     PREFILLING = "prefilling"
     RECEIVING = "receiving"  # holds row and pages; another replica is sending its K/V

@@ -325,6 +325,8 @@ class Decision:
 
 
 class Ending(enum.Enum):
+    """How a decision's request has ended."""
+
     FINISHED = "finished"
     ABORTED = "aborted"
     FAILED = "failed"  # the replica died or refused; the request may be tried elsewhere

@@ -16,6 +16,8 @@ class AnswerBody(BaseModel):
 
 
 class ErrorDetailBody(AnswerBody):
+    """The error in OpenAI's form, inside an error's body."""
+
     message: str
     type: str
     param: str | None = Field(description="The field of the request that is wrong, if it is a single one.")
@@ -31,14 +33,20 @@ class ErrorBody(AnswerBody):
 
 
 class PromptTokensDetailsBody(AnswerBody):
+    """How many prompt tokens came from the cache."""
+
     cached_tokens: int = Field(description="Prompt tokens that were not computed again.")
 
 
 class CompletionTokensDetailsBody(AnswerBody):
+    """How many output tokens were reasoning."""
+
     reasoning_tokens: int
 
 
 class UsageBody(AnswerBody):
+    """The tokens that a request has used."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -50,6 +58,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class ChoiceBody(AnswerBody):
+    """What every choice of an answer has."""
+
     index: int
     finish_reason: FinishReason | None = Field(description="null until the choice ends.")
     matched_stop: int | str | None = Field(description="The stop string or token that ended it.")
@@ -57,6 +67,8 @@ class ChoiceBody(AnswerBody):
 
 
 class CompletionLogprobsBody(AnswerBody):
+    """The log probabilities of a text completion, token by token."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None] | None
@@ -64,6 +76,8 @@ class CompletionLogprobsBody(AnswerBody):
 
 
 class PromptLogprobBody(AnswerBody):
+    """The log probability of one prompt token."""
+
     logprob: float | None
     rank: int | None
     decoded_token: str
@@ -74,12 +88,16 @@ PromptLogprobs = list[dict[str, PromptLogprobBody] | None]
 
 
 class CompletionChoiceBody(ChoiceBody):
+    """One choice of a text completion."""
+
     text: str
     logprobs: CompletionLogprobsBody | None
     prompt_logprobs: PromptLogprobs = []
 
 
 class OpenAIAnswerBody(AnswerBody):
+    """What every answer in OpenAI's form has."""
+
     id: str
     created: int
     model: str
@@ -95,40 +113,56 @@ class CompletionBody(OpenAIAnswerBody):
 
 
 class TokenLogprobBody(AnswerBody):
+    """One token and its log probability."""
+
     token: str
     logprob: float | None
     bytes: list[int] | None
 
 
 class TopLogprobsBody(TokenLogprobBody):
+    """One output token, with the most probable tokens in its place."""
+
     top_logprobs: list[TokenLogprobBody]
 
 
 class ChatLogprobsBody(AnswerBody):
+    """The log probabilities of a chat's choice."""
+
     content: list[TopLogprobsBody]
 
 
 class ChatMessageBody(AnswerBody):
+    """The message of a chat's choice."""
+
     role: Literal["assistant"]
     content: str
 
 
 class ChatDeltaBody(AnswerBody):
+    """The new part of a chat's message."""
+
     role: Literal["assistant"] = "assistant"
     content: str = ""
 
 
 class ChatChoiceBody(ChoiceBody):
+    """One choice of a chat completion."""
+
     message: ChatMessageBody
     logprobs: ChatLogprobsBody | None
 
 
 class ChunkChoiceBody(ChoiceBody):
+    """One choice in an event of a streamed chat completion."""
+
     delta: ChatDeltaBody
     logprobs: ChatLogprobsBody | None
 
 
 class ChatCompletionBody(OpenAIAnswerBody):
+    """The answer to a chat, whole."""
+
     object: Literal["chat.completion"]
     choices: list[ChatChoiceBody]
     usage: UsageBody
@@ -136,12 +170,16 @@ class ChatCompletionBody(OpenAIAnswerBody):
 
 
 class ChatCompletionChunkBody(OpenAIAnswerBody):
+    """One event of a streamed chat completion."""
+
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoiceBody] = Field(description="Empty in the last chunk, with stream_options.include_usage.")
     usage: UsageBody | None = None
 
 
 class NativeFinishBody(AnswerBody):
+    """Why a choice of /generate has ended."""
+
     type: FinishReason
     matched: int | str | None = None
     length: int | None = None
@@ -149,6 +187,8 @@ class NativeFinishBody(AnswerBody):
 
 
 class MetaInfoBody(AnswerBody):
+    """What /generate says beside the text of a choice."""
+
     id: str
     finish_reason: NativeFinishBody | None
     prompt_tokens: int
@@ -173,17 +213,23 @@ class GeneratedBody(AnswerBody):
 
 
 class TokensBody(AnswerBody):
+    """The token ids of a text."""
+
     tokens: list[int] | list[list[int]]
     count: int | list[int]
     max_model_len: int
 
 
 class TextBody(AnswerBody):
+    """The text of token ids."""
+
     prompt: str | list[str]
     text: str | list[str]
 
 
 class TokenizerInfoBody(AnswerBody):
+    """The tokenizer's vocabulary size, special tokens and chat template."""
+
     tokenizer_path: str
     vocab_size: int
     eos_token: str | None
@@ -196,6 +242,8 @@ class TokenizerInfoBody(AnswerBody):
 
 
 class Model(AnswerBody):  # schemathesis finds its names for /v1/models/{name} by the name of this schema
+    """One model that this server has."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -206,11 +254,15 @@ class Model(AnswerBody):  # schemathesis finds its names for /v1/models/{name} b
 
 
 class Models(AnswerBody):
+    """The list of served models."""
+
     object: Literal["list"]
     data: list[Model]
 
 
 class ModelInfoBody(AnswerBody):
+    """The path, lengths and type of the served model."""
+
     model_path: str
     tokenizer_path: str
     served_model_name: str
@@ -241,20 +293,28 @@ class ServerInfoBody(AnswerBody):
 
 
 class HealthBody(AnswerBody):
+    """The answer while replicas are ready."""
+
     status: Literal["ok"]
     replicas_ready: int
 
 
 class VersionBody(AnswerBody):
+    """The version of this Manta."""
+
     version: str
 
 
 class AbortedBody(AnswerBody):
+    """How many requests an abort has ended."""
+
     success: bool
     num_aborted: int
 
 
 class RouteDecisionBody(AnswerBody):
+    """One routing decision, with all its candidates."""
+
     replica: str
     policy: str
     reason: str
@@ -265,12 +325,16 @@ class RouteDecisionBody(AnswerBody):
 
 
 class RouteExplanationBody(RouteDecisionBody):
+    """The decision that a request would get now."""
+
     dry_run: Literal[True]
     router: str
     explanation: str
 
 
 class RouteTryBody(RouteDecisionBody):
+    """One try of a request, with its outcome."""
+
     sentence: str
     actual: dict[str, Any]
     outcome: str
@@ -278,6 +342,8 @@ class RouteTryBody(RouteDecisionBody):
 
 
 class RouteBody(AnswerBody):
+    """Where a request went, and why."""
+
     rid: str
     internal_rid: str
     router: str

@@ -144,6 +144,8 @@ def _log_unknown(wire: str, extra: dict[str, Any]) -> None:
 
 
 class StreamOptions(WireType):
+    """What a stream says beside its tokens."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -198,6 +200,8 @@ class SamplingFields(WireType):
 
 
 class CompletionRequest(SamplingFields):
+    """The body of a request for text completions."""
+
     prompt: str | Items[int] | Items[str] | Items[Items[int]] | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -207,6 +211,8 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatRequest(SamplingFields):
+    """The body of a request for chat completions."""
+
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -223,6 +229,8 @@ class ChatRequest(SamplingFields):
 
 
 class TokenizeRequest(WireType):
+    """The body of /tokenize: a prompt or a chat."""
+
     model: str | None = None
     prompt: str | Items[str] | None = None
     messages: Items[dict[str, Any]] | None = None
@@ -239,12 +247,16 @@ class TokenizeRequest(WireType):
 
 
 class DetokenizeRequest(WireType):
+    """The body of /detokenize: token ids, or lists of them."""
+
     model: str | None = None
     tokens: Items[int] | Items[Items[int]]
     skip_special_tokens: bool | None = None
 
 
 class NativeSampling(WireType):
+    """The field ``sampling_params`` of /generate."""
+
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     temperature: float | None = None
@@ -276,6 +288,8 @@ class NativeSampling(WireType):
 
 
 class NativeRequest(WireType):
+    """The body of /generate, in SGLang's form."""
+
     rid: str | Items[str] | None = None
     text: str | Items[str] | None = None
     input_ids: Items[int] | Items[Items[int]] | None = None
@@ -301,5 +315,7 @@ class NativeRequest(WireType):
 
 
 class AbortRequest(WireType):
+    """The body of /abort_request: one request, or all."""
+
     rid: str | None = None
     abort_all: bool | None = None

@@ -128,6 +128,8 @@ class AutoscalingSettings(Settings):
 
 
 class ReplicaSettings(Settings):
+    """The group ``replicas``: how many there are, and what each may use."""
+
     # number of replicas; auto: 2 if cores and memory suffice (with gpus: cores and GPUs), else 1
     count: int | Literal["auto"] = "auto"
     cpus: float = Field(default=1.0, gt=0)  # CPUs that Ray reserves for each rank; also its number of compute threads
@@ -197,6 +199,8 @@ def _yaml_off(value: Any) -> Any:
 
 
 class TransferGroup(Settings):
+    """The group ``transfer``: hand-offs between prefill and decode replicas."""
+
     # which prompts are handed over: those for which it costs less, or always all that can be
     hand_off: Literal["conditional", "always"] = "conditional"
     # pages whose digest the receiver checks; by default all between CPUs, last (of each write) where a role has GPUs

@@ -30,6 +30,8 @@ from routing.policies import POLICIES
 
 
 class ModelSettings(Settings):
+    """The group ``model``: which model is served, in which number formats."""
+
     path: str = Field(min_length=1)  # folder (relative to the project's root) or hub id
     revision: str | None = Field(default=None, min_length=1)  # branch, tag or commit of a hub id; by default main
     served_name: str | None = None  # name that requests use; by default the last part of the path
@@ -48,6 +50,8 @@ class ModelSettings(Settings):
 
 
 class RouterSettings(Settings):
+    """The group ``router``: how requests are routed, bounded and admitted."""
+
     # how a replica is chosen: estimated_ttft, prefix_threshold, least_tokens, power_of_two, round_robin or random
     policy: str = "estimated_ttft"
     count: int = Field(default=1, ge=1)  # number of routers; each is an HTTP ingress
@@ -93,6 +97,8 @@ class RouterSettings(Settings):
 
 
 class ObservabilitySettings(Settings):
+    """The group ``observability``: metrics, traces, objectives and log lines."""
+
     metrics: bool = True  # each replica and router serves its metrics over HTTP on a port of its own
     # port of the metrics; 0: any free one, right nearly always: processes of a node cannot share a port
     metrics_port: int = Field(default=0, ge=0, le=65535)

@@ -45,6 +45,8 @@ class Qwen3Attention(LlamaAttention):
 
 
 class Qwen3Block(LlamaBlock):
+    """A Llama block with Qwen3's attention, which normalises queries and keys."""
+
     attention = Qwen3Attention
 
 

@@ -17,6 +17,8 @@ from replicas.errors import InvalidConfig
 
 
 class ObservatorySettings(Settings):
+    """The settings of the observatory's own application."""
+
     application: str = Field(default="manta", min_length=1)  # name of the application that it watches
     admin_key: SecretStr | None = None  # None: from the environment; without a key the observatory is open
     allowed_hosts: tuple[str, ...] = ()  # names in Host beside the loopback's, where that is served without a key

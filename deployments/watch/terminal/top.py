@@ -161,6 +161,8 @@ def _total(replicas: Sequence[Mapping[str, Any]], name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """What was typed behind ``top``: once or live, table or JSON."""
+
     once: bool
     as_json: bool
     interval_s: float
