@@ -82,9 +82,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
             await _chat(client, "Hello." + PROMPT)
             with calls.counted() as files:
                 await _chat(client, PROMPT)
-                await asyncio.sleep(
-                    0.5
-                )  # until the pages of the request are the tree's, and the router has heard of it
+                await asyncio.sleep(0.5)  # its pages become the tree's, and the router hears of them
         await house.stop()
         for loop in replicas.values():
             loop.stop()

@@ -47,14 +47,28 @@ def module_file(name: str) -> pathlib.Path | None:
     return path if path.exists() else None
 
 
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def imports(source: str) -> list[str]:
+    """Modules that ``source`` imports anywhere in it; ``from a import b`` is a.b where that is a module of ours."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}; name the floor you import from"
+            module = node.module or ""
+            inner = [f"{module}.{alias.name}" for alias in node.names]
+            found += [name if is_module(name) else module for name in inner]
+    return found
+
+
 def imports_of(path: pathlib.Path) -> set[pathlib.Path]:
     """Files of ours that ``path`` imports anywhere in it."""
-    found: set[pathlib.Path | None] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {module_file(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {module_file(f"{node.module}.{alias.name}") or module_file(node.module) for alias in node.names}
+    found = {module_file(name) for name in imports(path.read_text())}
     return {each for each in found if each is not None and each.relative_to(ROOT).parts[0] in HOUSES}
 
 

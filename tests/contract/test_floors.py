@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tools.house import imports
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 # the longest matching name wins; the value is what of ours that unit may import besides itself
@@ -141,25 +143,6 @@ def under(name: str, roots: set[str]) -> bool:
 def floor_of(unit: str) -> str:
     """The longest floor that ``unit`` stands on; 'replicas' and 'deployments' themselves hold only docstrings."""
     return max((floor for floor in FLOORS if under(unit, {floor})), key=len)
-
-
-def is_module(name: str) -> bool:
-    path = ROOT.joinpath(*name.split("."))
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
-
-
-def imports(source: str) -> list[str]:
-    """Modules that ``source`` imports anywhere in it; ``from a import b`` is a.b where that is a module of ours."""
-    found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import of {node.module}; name the floor you import from"
-            module = node.module or ""
-            inner = [f"{module}.{alias.name}" for alias in node.names]
-            found += [name if is_module(name) else module for name in inner]
-    return found
 
 
 def faults(unit: str, names: list[str]) -> list[str]:

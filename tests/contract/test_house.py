@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.contract.test_floors import ROOT, UNITS, imports
+from tests.contract.test_floors import ROOT, UNITS
 from tools import house
+from tools.house import imports
 
 ATTRIBUTES = {
     "replicas.request.Req": 24,
