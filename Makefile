@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m tools.install # WHAT LOG ARGS: pip's output goes to the log, a line of progress is shown
 # of `python -m benchmarks`, in this order: those that serve come last, the longest at the end
 BENCHES := kernels engine hand_off overhead serving
+# and on a CPU that has more than AVX2, held to it: command:part:part
+BENCHES_AVX2 := kernels:limits:products engine:speed:formats
 
 # A machine with a GPU often has a Python with PyTorch, and no network: it is taken as it is.
 GPU_PYTHON = $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
@@ -77,11 +79,17 @@ lint: install-test ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: install-test model ## Measure all that needs no other system and no GPU: 45 minutes. JSON under bench_results/
-	@echo "45 minutes on two quiet cores: $(BENCHES)"
+bench: install-test model ## Measure all that needs no other system and no GPU: an hour. JSON under bench_results/
+	@echo "An hour on two quiet cores: $(BENCHES); under AVX2 too: $(BENCHES_AVX2)"
 	@failed=; for part in $(BENCHES); do \
 		$(BIN)/python -m benchmarks $$part --json bench_results/$$part.json || failed="$$failed $$part"; \
-	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+	done; \
+	if $(BIN)/python -c 'from replicas.kernels.instructions import allowed; exit("avx512" not in allowed())'; then \
+		for part in $(BENCHES_AVX2); do \
+			echo "Under MANTA_CPU=avx2: $$part"; MANTA_CPU=avx2 $(BIN)/python -m benchmarks $$(echo $$part | tr : " ") \
+				--json bench_results/$${part%%:*}_avx2.json || failed="$$failed $$part"; \
+		done; \
+	fi; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-peers: model ## Manta, vLLM, Transformers and llama.cpp in one run; installs them into .peers (ARGS="--quick")
 	@$(BIN)/python -m benchmarks peers --json bench_results/peers.json $(ARGS)

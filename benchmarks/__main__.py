@@ -23,6 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         print("usage: python -m benchmarks NAME [option ...]", *lines, sep="\n")
         print("and, to hold two commits against each other: python -m benchmarks.token_ids --help")
         return 0 if name in ("", "-h", "--help") else 2
+    try:
+        importlib.import_module("replicas.kernels")  # holds what is imported from here on to MANTA_CPU
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     module = "__main__" if name in ("peers", "gpu") else ""
     command = importlib.import_module(f"benchmarks.{name}{'.' * bool(module)}{module}")
     status: int | None = command.main(rest[:-1])

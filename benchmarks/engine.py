@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import driver, harness, host_steps
 from benchmarks.driver import StepParts, TransformersPeer
 from benchmarks.harness import Part, Row, Table, rounds_of, timed
-from benchmarks.limits import Limits, ModelCost
+from benchmarks.limits import FORMATS, Limits, ModelCost
 from benchmarks.workloads import Workload, random_lengths, shared_prefix
 from kvtransfer.pages import page_keys
 from replicas.cache.radix import RadixCache
@@ -33,6 +33,7 @@ from replicas.launch import load_engine
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
 
 POOL_TOKENS = 32_768
+FORMATS_TOKENS = 8_192  # for each of several engines
 START = """
 import json, sys, time
 started_s = time.perf_counter()
@@ -98,10 +99,47 @@ def decode_rows(engine: Engine, peer: TransformersPeer, limits: Limits, scale: S
     for batch, values in ours.items():
         one = batch == 1
         note = f"{equal} of {scale.rounds} runs equal to Transformers' ids" if one else ""
-        target = ">= 75% of the limit" if one else None
+        target = ">= 80% of the limit" if one else None
         table.add(f"batch {batch}", values, "tok/s", limit=limit[batch], target=target, note=note)
     table.add("Transformers generate, batch 1", theirs, "tok/s", limit=limit[1])
     return table.rows
+
+
+def format_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
+    """Measure decode and prefill with weights in each format, their engines in turn."""
+    limits, cache = Limits(threads), CacheConfig(max_total_tokens=FORMATS_TOKENS)
+    engines = {
+        name: load_engine(model, cache=cache, num_threads=threads, **each.settings) for name, each in FORMATS.items()
+    }
+    cells = [*((batch, scale.decode_prompt_len) for batch in scale.batches), (0, scale.prefill_lens[0])]
+    found: dict[tuple[str, int], list[float]] = {(name, num): [] for name in FORMATS for num, _ in cells}
+    try:
+        for round_, name in harness.in_turn(engines, scale.rounds):
+            engine = engines[name]
+            limits.sample()
+            for num, length in cells:
+                prompts = driver.prompts(engine, max(num, 1), length, seed + round_)
+                engine.flush_cache()
+                rate = driver.decode(engine, prompts, scale.decode_len).tokens_per_s if num else 0.0
+                found[name, num].append(rate or length / driver.prefill_s(engine, prompts[0]))
+        costs = {name: ModelCost.of(engine.config.model, name) for name, engine in engines.items()}
+    finally:
+        for engine in engines.values():
+            engine.close()
+    rows = limits.rows()
+    for num, length in cells:
+        table = Table(f"decode, batch {num}, by weights" if num else f"prefill, {length} tokens, by weights")
+        for name, format_ in FORMATS.items():
+            limit_s = costs[name].decode_limit_s(1, limits.median_bandwidth, limits.median_flops)
+            target = ">= 80% of the limit" if name == "float32" else None
+            more = {"limit": 1 / limit_s, "target": target} if num == 1 else {}
+            table.add(name, found[name, num], "tok/s", **more)
+            if name != "float32":
+                ratios = [ours / exact for ours, exact in zip(found[name, num], found["float32", num], strict=True)]
+                least = f">= {format_.least if num == 1 else 1:g} x"
+                table.add(f"{name} / float32", ratios, "x", target=least)
+        rows += table.rows
+    return rows
 
 
 def prefill_rows(engine: Engine, peer: TransformersPeer, limits: Limits, scale: Scale, seed: int) -> list[Row]:
@@ -288,6 +326,10 @@ PARTS = {
     "speed": Part(
         about="decode, prefill and the parts of a step, beside Transformers",
         measure=lambda options: speed_rows(options.model, options.threads, _scale(options), options.seed),
+    ),
+    "formats": Part(
+        about="decode and prefill by the format of weights, beside float32",
+        measure=lambda options: format_rows(options.model, options.threads, _scale(options), options.seed),
     ),
     "prefix": Part(
         about="what the radix cache gains on shared prefixes and costs without them",

@@ -183,6 +183,7 @@ def machine_facts() -> dict[str, Any]:
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "cpu": next(names, platform.processor() or platform.machine()),
+        "instructions": os.environ.get("MANTA_CPU") or "native",
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average": round(os.getloadavg()[0], 2),

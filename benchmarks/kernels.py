@@ -1,9 +1,10 @@
 """The CPU kernels against the machine's limits, in one run, and what narrow numbers cost in accuracy.
 
 Shapes are SmolLM2-135M's: 30 layers, 9 query and 3 KV heads of 64, hidden 576, MLP 1536; pages of 16, shuffled. Work
-walks over more memory than the caches hold, as a step does; int8 products run as in the model, as stages of one
-program. A product's limit is the time to read its weights or, where that is longer, to do the operations at the rate
-of PyTorch's product of 2048 x 2048 matrices; a kernel that beats that has more than 100 %.
+walks over more memory than the caches hold, as a step does; products run as in the model, as stages of one program.
+Their limits: of one row the time to read the weights, from 256 rows on multiply-adds in registers; between them
+the time to read or, where that is longer, to do the operations at the rate of PyTorch's product of 2048 x 2048, which a
+kernel can beat.
 """
 
 import argparse
@@ -17,46 +18,45 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks import accuracy, harness
 from benchmarks.harness import Part, Row, Table, timed
-from benchmarks.limits import GEMM_SIZE, Limits
+from benchmarks.limits import FORMATS, Limits
 from replicas.attention.cpu import CpuAttention
 from replicas.kernels import elementwise
-from replicas.kernels.linear import LinearKernel
 from replicas.kernels.program import Program
 from replicas.kernels.team import team
-from replicas.layers.int8 import Int8Matmul, describe
+from replicas.kernels.weight_formats import WeightFormat
+from replicas.layers.linear import Matmul
 from tests.attention_steps import Step, make_step
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 9, 3, 64
-LINEARS = {"qkv": (960, 576), "o": (576, 576), "gate and up": (3072, 576), "down": (576, 1536)}
+LINEARS = {"qkv": (960, 576), "o": (576, 576), "gate and up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 ROWS = (1, 8, 32, 256, 1024)
-INT8_ROWS = (1, 8, 32, 512)
 RUNS = 5
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 4  # K and V of a layer in float32
 MAX_KV_BYTES = 1.8e9
 WEIGHT_BYTES = 100e6  # copies of a weight to walk over
 READY = """
 from replicas.attention import cpu_decode, cpu_extend
-from replicas.kernels import elementwise, int8, int8_tiles, linear, program, widened
+from replicas.kernels import elementwise, linear, program
 for kernel in (
-    cpu_decode.decode, cpu_extend.extend, linear.few_rows, linear.many_rows, elementwise.rms_norm_rows,
+    cpu_decode.decode, cpu_extend.extend, linear.product_float32, elementwise.rms_norm_rows,
     elementwise.silu_mul_rows, elementwise.rotate_rows, elementwise.argmax_rows, program._run_stages,
-    int8.product if int8_tiles.cpu_has_vnni() else widened.product,
 ):
     kernel.address
 """
 
 
 def limit_rows(options: argparse.Namespace) -> list[Row]:
-    """Measure attention and products of float32, the machine's limits first."""
+    """Measure attention and what is between products, in float32, the machine's limits first."""
     torch.set_num_threads(options.threads)
     limits = Limits(options.threads)
     rows: list[Row] = []
     for _ in range(1 if options.quick else 3):
         limits.sample()  # one sample in a busy moment would spoil every share
-    for part in (decode_rows, shared_rows, kv_dtype_rows, extend_rows, linear_rows, elementwise_rows):
+    for part in (decode_rows, shared_rows, kv_dtype_rows, extend_rows, elementwise_rows):
         limits.sample()
         rows += part(limits, options.threads, quick=options.quick)
     limits.sample()
@@ -71,8 +71,9 @@ def decode_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
     for batch, context, page_size in shapes[:2] if quick else shapes:
         times = attention_s(decode_step(batch, context, page_size=page_size), threads)
         rates = [batch * context * TOKEN_BYTES / t / 1e9 for t in times]
+        target = ">= 70 %" if context == 1100 else None
         name, micros = f"batch {batch} x {context:,}, pages of {page_size}", f"{1e6 * statistics.median(times):.1f} us"
-        table.add(name, rates, "GB/s", limit=limits.median_bandwidth / 1e9, target=">= 70 %", note=micros)
+        table.add(name, rates, "GB/s", limit=limits.median_bandwidth / 1e9, target=target, note=micros)
     table.add("one token of context", [1e6 * t for t in attention_s(decode_step(1, 1), threads)], "us", target="< 30")
     return table.rows
 
@@ -131,6 +132,13 @@ def extend_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
         name = f"{len(lengths)} x {lengths[0][1]:,} new tokens over {lengths[0][0]:,}"
         rates = [flops / t / 1e9 for t in times]
         table.add(name, rates, "GFLOP/s", limit=limits.median_flops / 1e9, target=">= 70 %")
+    for new in () if quick else (8, 32):
+        step = make_step([(1024, new)] * 8, num_layers=NUM_LAYERS, shared=[(list(range(8)), 1024)])
+        together = attention_s(step, threads)
+        step.batch.prompt_groups = ()
+        apart = statistics.median(attention_s(step, threads))
+        note = f"each by itself {1e6 * apart:.0f} us"
+        table.add(f"8 x {new} new tokens over one prefix of 1,024", [1e6 * t for t in together], "us", note=note)
     return table.rows
 
 
@@ -147,22 +155,72 @@ def attention_s(step: Step, threads: int) -> list[float]:
     return [t / step.num_layers for t in timed(run, RUNS)]
 
 
-def linear_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
-    """Measure our product and PyTorch's, by rows; one row of input is bound by memory, many by arithmetic."""
-    rows = []
-    for name, (n, k) in list(LINEARS.items())[: 1 if quick else None]:
-        table, weights = Table(f"linear, {name}"), [torch.randn(n, k) for _ in range(int(WEIGHT_BYTES / (4 * n * k)))]
-        for m in ROWS:
-            used, x = (weights if m <= 32 else weights[:8]), torch.randn(m, k)
-            kernels = [LinearKernel(weight, team(threads)) for weight in used]
-            ours = timed(lambda kernels=kernels, x=x: [kernel(x) for kernel in kernels], RUNS)
-            theirs = timed(lambda used=used, x=x: [F.linear(x, weight) for weight in used], RUNS)
-            flops, num_bytes = 2 * m * n * k * len(used), 4 * n * k * len(used)
-            limit = flops / max(flops / limits.median_flops, num_bytes / limits.median_bandwidth) / 1e9
-            note = f"F.linear {flops / statistics.median(theirs) / 1e9:.0f}"
-            table.add(f"{m:,} rows", [flops / t / 1e9 for t in ours], "GFLOP/s", limit=limit, note=note)
+def product_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure products by weights of each format, as stages of a program; float32 beside PyTorch's BLAS."""
+    torch.set_num_threads(options.threads)
+    limits, rows = Limits(options.threads), list[Row]()
+    for name, (n, k) in list(LINEARS.items())[: 1 if options.quick else None]:
+        limits.sample()
+        table, weight = Table(f"products, {name}, {n} x {k}"), torch.randn(n, k)
+        products = {
+            format_: _products(weight, each.table if name == "head" else each.weights)
+            for format_, each in FORMATS.items()
+        }
+        for m in ROWS[: 3 if name == "head" else None]:
+            exact = 0.0
+            for format_, each in FORMATS.items():
+                used = products[format_] if m <= 32 else products[format_][:8]  # arithmetic binds: fewer weights do
+                times = _program_s(used, torch.randn(m, k), options.threads)
+                flops, num_bytes = 2 * m * n * k * len(used), sum(product.num_bytes for product in used)
+                rates, note = [flops / t / 1e9 for t in times], f"{num_bytes / statistics.median(times) / 1e9:.1f} GB/s"
+                median = statistics.median(rates)
+                if format_ == "float32":
+                    exact, (limit, target) = median, _limit(limits, m, num_bytes / flops)
+                    table.add(f"{m:,} rows, float32", rates, "GFLOP/s", limit=limit, target=target, note=note)
+                    table.rows += _beside_blas(table.section, m, median, weight, len(used)) if m >= 32 else []
+                else:
+                    table.add(f"{m:,} rows, {format_}", rates, "GFLOP/s", note=note)
+                    least = f">= {each.least if m == 1 else 1:g} x"
+                    table.add(f"{m:,} rows, {format_} / float32", [median / exact], "x", target=least)
         rows += table.rows
-    return rows
+    limits.sample()
+    return limits.rows() + rows
+
+
+def _products(weight: Tensor, format_: WeightFormat) -> list[Matmul]:
+    """Return as many products by copies of ``weight`` as do not fit the caches."""
+    products = [Matmul(format_=format_)]
+    products[0].prepare(lambda: weight, None)
+    for _ in range(int(WEIGHT_BYTES / products[0].num_bytes)):
+        products.append(Matmul(format_=format_))
+        products[-1].prepare(lambda: weight, None)
+    return products
+
+
+def _program_s(products: Sequence[Matmul], x: Tensor, threads: int) -> list[float]:
+    """Return the seconds of each run of a program of all ``products`` of x."""
+    out = torch.empty(len(x), products[0].shape[0])
+    program = Program([stage for each in products for stage in each.stages(x, out, team(threads))], team(threads))
+    return timed(lambda: program.run(len(x)), RUNS)
+
+
+def _limit(limits: Limits, num_rows: int, bytes_a_flop: float) -> tuple[float, str | None]:
+    """Return what the machine allows a product in fp32, GFLOP/s, and the share that is asked."""
+    reading = limits.median_bandwidth / bytes_a_flop / 1e9
+    if num_rows == 1:
+        return reading, ">= 80 %"
+    if num_rows >= 256:
+        return limits.median_peak / 1e9, ">= 75 %"
+    return min(limits.median_flops / 1e9, reading), None
+
+
+def _beside_blas(section: str, num_rows: int, ours: float, weight: Tensor, copies: int) -> list[Row]:
+    """Measure `F.linear` on as many weights; the share is ours of the better one's."""
+    weights, x = [weight.clone() for _ in range(copies)], torch.randn(num_rows, weight.shape[1])
+    times = timed(lambda: [F.linear(x, each) for each in weights], RUNS)
+    blas = 2 * x.numel() * len(weight) * copies / statistics.median(times) / 1e9
+    more = {"limit": max(ours, blas), "target": ">= 90 % of the better", "note": f"F.linear {blas:.0f}"}
+    return [Row.of(section, f"{num_rows:,} rows, float32 beside F.linear", [ours], "GFLOP/s", **more)]
 
 
 def elementwise_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
@@ -182,41 +240,6 @@ def elementwise_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
     return table.rows
 
 
-def int8_rows(options: argparse.Namespace) -> list[Row]:
-    """Measure int8 products, operations a second, and in the note the bytes of weights read a second."""
-    threads = options.threads
-    torch.set_num_threads(threads)
-    limits, rates, rows = Limits(threads), [_int_mm_rate()], list[Row]()
-    limits.sample()
-    shapes = LINEARS | {"head": (49152, 576)}
-    for name, (n, k) in list(shapes.items())[: 1 if options.quick else None]:
-        table, weight = Table(f"int8 product, {name}"), torch.randn(n, k)
-        products = [Int8Matmul() for _ in range(max(1, int(WEIGHT_BYTES / (n * k))))]
-        for each in products:
-            each.prepare(weight, None)
-        for m in INT8_ROWS:
-            used = products if m < 64 else products[:16]  # arithmetic binds: fewer weights do
-            x, out = torch.randn(m, k), torch.empty(m, n)
-            program = Program([stage for each in used for stage in each.stages(x, out, team(threads))], team(threads))
-            times = timed(lambda program=program, m=m: program.run(m), RUNS)  # type: ignore[misc]
-            ops, num_bytes = 2 * m * n * k * len(used), sum(each.num_bytes for each in used)
-            limit = ops / max(ops / max(rates), num_bytes / limits.median_bandwidth) / 1e9
-            note = f"{num_bytes / statistics.median(times) / 1e9:.1f} GB/s"
-            table.add(f"{m:,} rows", [ops / t / 1e9 for t in times], "GOP/s", limit=limit, note=note)
-        rows += table.rows
-        rates.append(_int_mm_rate())
-        limits.sample()
-    memory = limits.rows()[0]
-    most = Row.of(memory.section, "int8 GEMM 2048^3", [rate / 1e9 for rate in rates], "GOP/s", note=describe())
-    return [memory, most, *rows]
-
-
-def _int_mm_rate() -> float:
-    """Return the operations a second of `torch._int_mm` on square matrices."""
-    a, b = (torch.randint(-127, 128, (GEMM_SIZE, GEMM_SIZE), dtype=torch.int8) for _ in range(2))
-    return 2 * GEMM_SIZE**3 / statistics.median(timed(lambda: torch._int_mm(a, b), RUNS))
-
-
 def start_rows(options: argparse.Namespace) -> list[Row]:
     """Measure a fresh process that imports and readies all kernels, without and with numba's cache on disk."""
     table = Table("start of all kernels, beside importing torch and numba")
@@ -234,8 +257,8 @@ def start_rows(options: argparse.Namespace) -> list[Row]:
 
 
 PARTS = {
-    "limits": Part(about="attention, products, norms in float32", measure=limit_rows),
-    "int8": Part(about="int8 products", measure=int8_rows),
+    "limits": Part(about="attention, norms", measure=limit_rows),
+    "products": Part(about="products by weights of each format, beside PyTorch's", measure=product_rows),
     "start": Part(about="compiling all kernels, and reading them from numba's cache", measure=start_rows),
     "kv_dtypes": Part(about="perplexity and answers by cache.kv_dtype", measure=accuracy.kv_dtype_rows),
     "accuracy": Part(about="perplexity and answers of int8 weights", measure=accuracy.int8_rows),

@@ -3,11 +3,13 @@
 `path`: one local Ray with two applications over the same token source, an engine without a model (token_source.py):
 Manta's own deployments, and Ray Serve's plain way, ``handle.options(stream=True)``. An HTTP client reads both in turn,
 behind HAProxy and behind Serve's own proxy, a Ray each. CPU a token: user and system time of every server process
-(Ray's too, never the client's) over a window, less what they use in a window without requests, over the tokens that
-the client read meanwhile. "engine alone" is the same engine in this process without a reader: what remains of the
-others' figures without it is the path. Steady: 16 streams at 20 tokens/s, as a model would make them. Flat out: 32
-streams as fast as they come. Added to a request: the median over single requests, one after the other, less that of
-the engine called directly; of a whole answer of one token, and of a stream to its first event.
+(Ray's too, never the client's) over a window, less what they use in windows without requests before and after it, over
+the tokens that the client read meanwhile. What idles differs from one window to the next by as much as steady tokens
+cost; "on the way" leaves out the processes that no token passes. "engine alone" is the same engine in this process
+without a reader: what remains of the others' figures without it is the path. Steady: 16 streams at 20 tokens/s, as a
+model would make them. Flat out: 32 streams as fast as they come. Added to a request: the median over single requests,
+one after the other, less that of the engine called directly; of a whole answer of one token, and of a stream to its
+first event.
 
 `watch`: serve_config.yaml with its observatory, without a reader and with two: a scraper that asks for targets and
 reads all of them every three seconds as Prometheus does, and one open live view. CPU time a second of each part of the
@@ -52,6 +54,7 @@ PROCESSES = {
     "ModelReplica": "replica", ":Router": "router", "haproxy": "HAProxy", "PlainEngine": "plain engine",
     "PlainIngress": "plain ingress", "ProxyActor": "Serve's proxy", "ServeController": "controller",
 }  # fmt: skip
+BESIDE = ("controller", live_app.REST)  # parts that no token passes
 WARM_REQUESTS = 30
 TARGETS = {"steady": 100.0, "flat out": 50.0, "unary": 6.0, "TTFT": 8.0}  # us, us, ms, ms
 SCRAPE_S = 3.0
@@ -73,6 +76,11 @@ class Spent:
     @property
     def us_a_token(self) -> float:
         return 1e6 * sum(self.cpu.values()) / self.tokens
+
+    @property
+    def on_the_way_us(self) -> float:
+        """CPU a token of the processes that tokens pass."""
+        return 1e6 * sum(used_s for part, used_s in self.cpu.items() if part not in BESIDE) / self.tokens
 
     @staticmethod
     def of(cpu: Mapping[str, float], idle: Mapping[str, float], count: Count, wall_s: float) -> "Spent":
@@ -104,9 +112,9 @@ async def paths_of(url: str, rounds: int, window_s: float, requests: int, alone:
         for prefix in PREFIXES.values():  # what happens once is not counted
             for stream in (True, False):
                 await times_of(session, f"{url}{prefix}/v1/completions", stream=stream, numbers=range(WARM_REQUESTS))
+        await asyncio.sleep(WARM_S)
+        idle = await cpu_a_second(cpu, window_s)
         for round_ in range(rounds):
-            await asyncio.sleep(WARM_S)
-            idle = await cpu_a_second(cpu, window_s)
             for name, prefix in PREFIXES.items():
                 address = f"{url}{prefix}/v1/completions"
                 for kind, times in found[name].added_ms.items():
@@ -121,7 +129,10 @@ async def paths_of(url: str, rounds: int, window_s: float, requests: int, alone:
                         used, later = difference(before, cpu.by_part()), streams.total()
                         wall_s = time.perf_counter() - started_s
                     came = Count(later.tokens - count.tokens, later.events - count.events)
-                    found[name].spent[load].append(Spent.of(used, idle, came, wall_s))
+                    await asyncio.sleep(WARM_S)
+                    before_it, idle = idle, await cpu_a_second(cpu, window_s)
+                    around = {part: (before_it[part] + idle[part]) / 2 for part in idle}
+                    found[name].spent[load].append(Spent.of(used, around, came, wall_s))
     return found
 
 
@@ -139,6 +150,7 @@ def rows_of(alone: Alone, found: Mapping[str, Mapping[str, Path]]) -> list[Row]:
                 note = f"{per_s:,.0f} tokens/s, {per_event:.2f} an event; {_most(spent)}"
                 values = [each.us_a_token for each in spent]
                 table.add(f"{load}: {name}, {proxy}", values, "us/token", target=target, note=note)
+                table.add(f"{load}: {name}, {proxy}, on the way", [each.on_the_way_us for each in spent], "us/token")
             pairs = zip(paths["plain"].spent[load], paths["Manta"].spent[load], strict=True)
             ratios = [plain.us_a_token / manta.us_a_token for plain, manta in pairs]
             table.add(f"{load}: plain / Manta, {proxy}", ratios, "x", note="by round")

@@ -1,6 +1,7 @@
 """``python -m deployments COMMAND``: serve, check, settings; and for a Manta that runs, top, explain."""
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -38,6 +39,11 @@ def _run(args: argparse.Namespace) -> int:
         from deployments.command import settings_doc
 
         return settings_doc.main()
+    try:
+        importlib.import_module("replicas.kernels")  # holds what is imported from here on to MANTA_CPU
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     try:  # before Ray and torch are imported, which takes seconds
         host = _host(settings_file.read(args.config), to_listen=args.command == "serve")
     except InvalidConfig as error:

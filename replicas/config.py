@@ -11,11 +11,11 @@ from typing import Literal, get_args
 
 from kvtransfer.layout import KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
-from replicas.kernels.int8_groups import RULE, cut_by
+from replicas.kernels.weight_formats import NUMBER_BYTES, RULES, WeightFormat, cut_by, table_format
 
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 ProductSetting = Literal["auto", "own", "blas"]
 Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native"]
@@ -25,6 +25,7 @@ BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
 }
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1}  # of a number, beside its scale
+FP8_TENSOR = "fp8_tensor"  # what "fp8" is on a GPU: one scale for all K and one for all V, as FlashInfer takes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +59,25 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm on each query and key head (Qwen3)
     eos_ids: tuple[int, ...]
-    dtype: DType  # compute and weight dtype
-    quantization: Quantization = "none"  # int8: weights and activations of products, a scale for 32 of either
+    dtype: DType  # of the weights; on a GPU of the activations too, which are fp32 on a CPU
+    # int8: weights and activations of products, a scale for 32 of either; int4: weights alone, Q4_1
+    quantization: Quantization = "none"
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """How the weights of products lie in memory on a CPU."""
+        return {"none": self.dtype, "int8": "int8", "int4": "q4_1"}[self.quantization]
+
+    @property
+    def weight_number_bytes(self) -> tuple[float, float]:
+        """Bytes of a weight of products and of the vocabulary's tables, with its part of a scale."""
+        return NUMBER_BYTES[self.weight_format], NUMBER_BYTES[table_format(self.weight_format)]
 
     def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
         """Bytes of one token's K and V on one rank, all layers, scales included (SPEC A06, MHA); heads are replicated
         if tp > heads."""
         heads = max(1, self.num_kv_heads // tp)
-        return heads * self.num_layers * 2 * (self.head_dim * KV_DTYPE_BYTES[kv_dtype] + scale_bytes(kv_dtype))
+        return heads * self.num_layers * 2 * (self.head_dim * kv_item_bytes(kv_dtype) + scale_bytes(kv_dtype))
 
     def tp_sizes(self) -> list[int]:
         """Tensor-parallel sizes that split the heads evenly: divisors of the query heads that divide, or are
@@ -81,19 +93,19 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """Which product multiplies by an fp32 weight on a CPU: our kernels', or PyTorch's BLAS in steps of many rows.
+    """Which product multiplies by an fp32 weight on a CPU: our kernel, or PyTorch's BLAS in steps of many rows.
 
     Chosen when an engine starts (runner/product_choice.py), and the same in all its steps.
     """
 
     blas_rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  # weight (out, in) -> steps of so many
     # rows or more go to BLAS; steps of fewer rows, and weights that are not named, are our kernels'
-    one_order: bool = False  # steps of any number of rows sum in one order: BLAS takes none
+    one_order: bool = False  # what is made of results is rounded: BLAS takes none, ranks add their parts in one order
 
     def describe(self) -> str:
         """In words, for people."""
         if self.one_order:
-            return "own, one order of sums for any number of rows"
+            return "own"
         taken = [f"{n} x {k} from {rows} rows" for (n, k), rows in sorted(self.blas_rows.items())]
         return f"BLAS for {', '.join(taken)}; else own" if taken else "own"
 
@@ -109,7 +121,8 @@ class CacheConfig:
     # CPU only: memory of one replica for weights and KV; by default 15 % of free RAM, at most 3 GiB
     device_memory_bytes: int | None = None
     max_total_tokens: int | None = None  # most tokens in the pool; by default all that fit
-    # number format of K and V, by default the model's; int8, fp8: a scale per token and head, CPU only
+    # number format of K and V, by default the model's (float32 where a CPU has float16 weights); int8, fp8: a scale per
+    # token and head; on a GPU fp8 alone
     kv_dtype: KvDType | None = None
 
 
@@ -126,7 +139,7 @@ class SchedulerConfig:
     chunked_prefill_size: int | None = None
     # running requests make a token in prefill steps too; false: they pause while prompts are computed
     mixed_steps: bool = True
-    cascade: bool = True  # running requests that share a cached prefix read its K and V once for all of them
+    cascade: bool = True  # requests of a step that share a cached prefix read its K and V once for all of them
     # tokens that such a group must save reading in a step; by default 256 on a CPU, 16,384 on a GPU
     cascade_saves: int | None = None
     # launch a decode step before the tokens of the last one are known; auto: on a GPU
@@ -183,14 +196,19 @@ class EngineConfig:
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def kv_dtype(self) -> KvDType:
+    def kv_dtype(self) -> str:
+        """The number format of the pool; hand-offs want it equal, so fp8 of a GPU and of a CPU do not meet."""
+        if self.cache.kv_dtype == "fp8" and self.device == "cuda":
+            return FP8_TENSOR
+        if self.device == "cpu" and self.model.dtype == "float16":
+            return self.cache.kv_dtype or "float32"  # the CPU's attention reads no float16
         return self.cache.kv_dtype or self.model.dtype
 
     @property
     def rounds(self) -> bool:
-        """Whether what fp32 products make is rounded afterwards, so that a last bit can become a step: activations for
-        int8 products, or K and V for a pool of narrower numbers."""
-        return self.model.quantization != "none" or (self.model.dtype == "float32" and self.kv_dtype != "float32")
+        """Whether what fp32 arithmetic makes is rounded afterwards, so that a last bit can become a step: activations
+        for int8 products, or K and V for a pool of narrower numbers."""
+        return self.model.quantization == "int8" or (self.device == "cpu" and self.kv_dtype != "float32")
 
     @property
     def chunked_prefill_size(self) -> int:
@@ -212,10 +230,15 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
         dtype=config.kv_dtype,
-        item_bytes=KV_DTYPE_BYTES[config.kv_dtype],
+        item_bytes=kv_item_bytes(config.kv_dtype),
         page_size=config.cache.page_size,
         tp=config.parallel.tp if tp is None else tp,
     )
+
+
+def kv_item_bytes(kv_dtype: str) -> int:
+    """Return the bytes of one number of a pool, beside its scale."""
+    return 1 if kv_dtype == FP8_TENSOR else KV_DTYPE_BYTES[kv_dtype]
 
 
 # On a GPU a group costs six or seven launches a layer, about 1 ms of host; 16,384 tokens of an 8B model: 2 GiB, 0.7 ms
@@ -319,32 +342,32 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 
 def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attention, device: Device) -> Iterator[str]:
     scaled = cache.kv_dtype is not None and cache.kv_dtype in KV_DTYPE_BYTES and scale_bytes(cache.kv_dtype) > 0
-    if scaled and device != "cpu":
+    if cache.kv_dtype == "int8" and device != "cpu":
         yield (
-            f"cache.kv_dtype = {cache.kv_dtype!r} on {device}: only the CPU's kernels read scaled numbers; leave "
-            "cache.kv_dtype out, or set bfloat16"
+            f"cache.kv_dtype = {cache.kv_dtype!r} on {device}: only the CPU's kernels read a scale for each token; "
+            "leave cache.kv_dtype out, or set bfloat16 or fp8"
         )
-    if scaled and model.head_dim % 4:
+    if scaled and device == "cpu" and model.head_dim % 4:
         yield (
             f"cache.kv_dtype = {cache.kv_dtype!r} needs a head_dim that is a multiple of 4, this model has "
             f"{model.head_dim}: leave cache.kv_dtype out"
         )
-    if model.quantization == "int8" and device != "cpu":
+    if model.quantization != "none" and device != "cpu":
         yield (
-            f"model.quantization = 'int8' on {device}: int8 products are made on the CPU alone; leave "
+            f"model.quantization = {model.quantization!r} on {device}: such products are made on the CPU alone; leave "
             "model.quantization out, or serve without a GPU (replicas.gpus: 0)"
         )
-    elif model.quantization == "int8" and model.dtype != "float32":
+    elif model.quantization != "none" and model.dtype != "float32":
         yield (
-            f"model.quantization = 'int8' with model.dtype = {model.dtype!r}: int8 products are made for a model in "
-            "float32; set model.dtype: float32, or leave model.quantization out"
+            f"model.quantization = {model.quantization!r} with model.dtype = {model.dtype!r}: either says how weights "
+            "lie in memory; leave one of them out"
         )
     if attention != "auto" and attention not in BACKENDS[device]:
         yield f"attention = {attention!r} does not run on {device}; allowed there: auto, {', '.join(BACKENDS[device])}"
 
 
 def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
-    """Of products that ranks share by inputs too, in int8: after attention, and at the end of the MLP."""
+    """Of products that ranks share by inputs too, with scales: after attention, and at the end of the MLP."""
     if tp not in model.tp_sizes():
         yield (
             f"parallel.tp = {tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads "
@@ -356,9 +379,10 @@ def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
     def served(ranks: int) -> bool:
         return not any(cut_by(inputs, ranks) for inputs in shared)
 
-    if model.quantization == "int8" and not served(tp):
+    if model.quantization != "none" and not served(tp):
         yield (
-            f"parallel.tp = {tp} with model.quantization = 'int8': {shared[0] // tp} inputs of the product after "
-            f"attention and {shared[1] // tp} of the MLP's last on each rank would cut groups that share a scale "
-            f"({RULE}); sizes that work for this model: {[ranks for ranks in model.tp_sizes() if served(ranks)]}"
+            f"parallel.tp = {tp} with model.quantization = {model.quantization!r}: {shared[0] // tp} inputs of the "
+            f"product after attention and {shared[1] // tp} of the MLP's last on each rank would cut groups that share "
+            f"a scale ({RULES[model.quantization]}); sizes that work for this model: "
+            f"{[ranks for ranks in model.tp_sizes() if served(ranks)]}"
         )

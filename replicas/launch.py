@@ -37,6 +37,8 @@ from replicas.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+COMMIT_S = 1.0  # that a start waits at most for the memory of a CPU's pool
+
 
 def load_engine(
     model: str,
@@ -56,6 +58,7 @@ def load_engine(
     record_events: bool = False,
     transfer: TransferSettings | None = None,
     make_agent: MakeAgent | None = None,
+    commit_pool: bool = False,
 ) -> Engine:
     """Build an engine for the model in folder (or hub id) ``model``; rank 0 lives in this process.
 
@@ -64,6 +67,7 @@ def load_engine(
           record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
           transfer: for an engine that takes part in hand-offs; its peers reach it at ``transfer_address``.
           make_agent: another transfer library than NIXL; for one rank.
+          commit_pool: for an engine that serves: rank 0's KV pool has its memory, or the first of it, from the start.
 
     Raises: InvalidConfig (UnsupportedModel) with what is wrong and what is allowed; EngineDead when a rank does not
             come up; TransferError or OSError when the transfer library or its address is not available.
@@ -90,6 +94,8 @@ def load_engine(
     spec = port_spec(config, transfer) if transfer is not None else None
     ranks = Ranks(config, workers or LocalWorkers(), spec)
     runner = ranks.runner
+    if commit_pool and config.device == "cpu":
+        runner.pool.commit(COMMIT_S)
     kv = KvCache(
         num_pages=runner.pool_size.num_pages,
         page_size=runner.pool_size.page_size,

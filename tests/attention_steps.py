@@ -17,11 +17,14 @@ MAX_DRAWN = 1 << 24  # random numbers of a pool; drawing gigabytes takes longer 
 class SmallPool:
     """A KvPool: the one page-major, head-major allocation, without the bookkeeping."""
 
+    k_scale = v_scale = 1.0
+
     def __init__(
         self, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, num_layers: int = 1
     ) -> None:
         self.page_size = page_size
-        self.data = torch.zeros(num_pages + 1, num_layers, 2, num_kv_heads, page_size, head_dim)
+        shape = (num_pages + 1, num_layers, 2, num_kv_heads, page_size, head_dim)
+        self.data = torch.from_numpy(np.zeros(shape, np.float32))  # in huge pages, as the engine's pool: numpy asks
 
     def get_key_buffer(self, layer: int) -> Tensor:
         return self.data[:, layer, 0]
@@ -85,7 +88,8 @@ def make_step(
     """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled.
 
     Mixed when it says that its last ``num_decode`` requests decode. ``shared``: which requests have the same first
-    tokens, and how many, whole pages. Without ``kv_dtype`` the pool is a SmallPool, whose numbers a test can set.
+    tokens, and how many, whole pages; all of a group decode, or all extend. Without ``kv_dtype`` the pool is a
+    SmallPool, whose numbers a test can set.
     """
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
@@ -112,8 +116,10 @@ def make_step(
     num_tokens = int(new_lens.sum())
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=random)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    is_decode = num_decode is None and bool((new_lens == 1).all())
+    first_decode = 0 if is_decode else len(lengths) - (num_decode or 0)
     batch = BatchMeta(
-        is_decode=num_decode is None and bool((new_lens == 1).all()),
+        is_decode=is_decode,
         qo_indptr=torch.cat((torch.zeros(1, dtype=torch.int32), new_lens.cumsum(0, dtype=torch.int32))),
         rows=rows,
         prefix_lens=prefix_lens,
@@ -124,6 +130,7 @@ def make_step(
         max_seq_len=int((prefix_lens + new_lens).max()),
         num_tokens=num_tokens,
         num_decode=num_decode or 0,
-        prefix_groups=groups,
+        prefix_groups=tuple(group for group in groups if group.members[0] >= first_decode),
+        prompt_groups=tuple(group for group in groups if group.members[0] < first_decode),
     )
     return Step(pool=pool, batch=batch, q=q, k=k, v=v, num_layers=num_layers)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+import replicas.kernels  # noqa: F401  # holds the tests to MANTA_CPU: PyTorch looks at its variable when it first computes
+
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:  # `make test-gpu` needs none

@@ -3,6 +3,13 @@
 import torch
 from torch import Tensor
 
+from replicas.kernels.weight_formats import group_length
+
+
+def num_groups(inputs: int) -> int:
+    """How many groups a row of ``inputs`` has."""
+    return inputs // group_length(inputs)
+
 
 def round_activations(x: Tensor, groups: int) -> Tensor:
     """[M, K] -> the same in steps of each group's largest magnitude / 127, as our kernels round them."""

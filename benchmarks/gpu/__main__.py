@@ -1,6 +1,6 @@
 """Decode, prefill and attention on a GPU, models with random weights, as shares of what the device itself can do.
 
-    python -m benchmarks gpu [--quick] [--json FILE] [--shape NAME] [--what STEP] [--batch N]
+    python -m benchmarks gpu [--quick] [--json FILE] [--shape NAME] [--what STEP] [--batch N] [--kv fp8]
     python -m benchmarks gpu attention
 
 Needs no Ray. Limits are measured first: bytes a second of a large copy (read and written), bf16 operations a second of
@@ -9,9 +9,13 @@ K and V of its contexts once: the limit is those bytes over the first. ``decode 
 top-p 0.9. A prefill multiplies every token with all weights: the limit is 2 x parameters x tokens over the second.
 ``served``: the same engine through `EngineLoop`, a batch of prompts of the first context at once, greedy; its step is
 the time of all over the tokens of each, prefill and the host's work for every token included, against decode's limit.
+``served edited``: the same with penalties, a bias and logprobs, which overlap like the others.
 
 `attention`: one layer by FlashInfer's FA2 and FA3 and by Triton, where they differ: what decides `PREFILL` of
 replicas/attention/flashinfer.py. Llama-8B's heads in bf16, pages of 16; the forward alone, planning left out.
+
+`elementwise`: the operations between the products of a layer in one launch each, beside PyTorch's. `ranks`: a decode
+step of two ranks on two GPUs, from CUDA graphs and without.
 
 ``--quick``: small shapes and a small pool on whatever device there is, to see that the benchmark itself works.
 """
@@ -29,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from benchmarks import harness
 from benchmarks.driver import runner_of
@@ -37,8 +42,8 @@ from benchmarks.harness import Part, Row, say, timed
 from benchmarks.limits import ModelCost
 from replicas.attention.base import AttentionBackend
 from replicas.attention.registry import missing
-from replicas.engine.engine import Engine
 from replicas.engine.loop import EngineLoop
+from replicas.kernels import gpu
 from replicas.runner.model_runner import ModelRunner
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, ExtendRow, SampleRow, TableWrite
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
@@ -47,7 +52,8 @@ REPEATS = 10
 NUM_SERVED = 64  # tokens of each request through `EngineLoop`
 SERVED_S = 300.0  # a batch that takes longer hangs
 GREEDY = SamplingParams(temperature=0.0)
-DRAWN = SamplingParams(temperature=1.0, top_p=0.9)  # whole rows are sorted
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9)
+EDITED = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "logit_bias": ((1, 1.0),)}
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}  # of the attention cases
 
 
@@ -92,7 +98,8 @@ def step_rows(options: argparse.Namespace) -> Iterator[Row]:
     for shape in (TINY,) if options.quick else SHAPES:
         if options.shape not in (None, shape.name):
             continue
-        engine = start_engine(shape, max_running=max(batches), max_len=max(contexts) + 2 * NUM_SERVED)
+        longest = max(contexts) + 2 * NUM_SERVED
+        engine = start_engine(shape, max_running=max(batches), max_len=longest, kv_dtype=options.kv)
         say(f"{shape.name}: attention {engine.started.attention.name}, {engine.started.attention.why}")
         runner = runner_of(engine)
         cases = [("decode", batch, context) for context in contexts for batch in batches]
@@ -105,7 +112,11 @@ def step_rows(options: argparse.Namespace) -> Iterator[Row]:
                 continue
             yield from measure(shape, runner, limits, what, batch, context)
         if options.what in (None, "served"):
-            yield from serve(shape, engine, limits, batches, contexts[0])
+            loop = EngineLoop(engine)
+            loop.start()
+            yield from serve(shape, runner, loop, limits, batches, contexts[0])
+            yield from serve(shape, runner, loop, limits, batches[-1:], contexts[0], edited=True)
+            loop.stop()
         del engine, runner
         _free(device)
 
@@ -170,12 +181,15 @@ def least_decode_s(shape: Shape, runner: ModelRunner, limits: Limits, batch: int
     return (weights + batch * context * cell_bytes) / limits.bytes_per_s
 
 
-def serve(shape: Shape, engine: Engine, limits: Limits, batches: Sequence[int], context: int) -> Iterator[Row]:
-    """Measure ``served`` for each batch that the pool holds; the engine ends with it."""
-    runner, loop = runner_of(engine), EngineLoop(engine)
-    loop.start()
-    random = np.random.default_rng(0)
+def serve(
+    shape: Shape, runner: ModelRunner, loop: EngineLoop, limits: Limits, batches: Sequence[int], context: int, *,
+    edited: bool = False,
+) -> Iterator[Row]:  # fmt: skip
+    """Measure ``served`` or ``served edited`` for each batch that the pool holds."""
+    what, random = "served edited" if edited else "served", np.random.default_rng(edited)
     params = SamplingParams(temperature=0.0, max_new_tokens=NUM_SERVED, ignore_eos=True)
+    if edited:
+        params = replace(params, **EDITED)
     for batch in batches:
         if batch * (context + NUM_SERVED + runner.pool.page_size) > runner.pool_size.num_tokens:
             continue
@@ -189,14 +203,14 @@ def serve(shape: Shape, engine: Engine, limits: Limits, batches: Sequence[int], 
         started_s = time.perf_counter()
         for i in range(batch):
             ids = random.integers(0, shape.vocab_size, context).astype(np.int32)  # no prefix is shared
-            loop.submit(GenerateRequest(rid=f"{batch} {i}", token_ids=ids, sampling=params), sink)
+            request = GenerateRequest(rid=f"{what} {batch} {i}", token_ids=ids, sampling=params)
+            loop.submit(replace(request, return_logprobs=edited, top_logprobs=5 * edited), sink)
         for _ in range(batch):
             if not ended.acquire(timeout=SERVED_S):
                 raise SystemExit(f"{shape.name}: a batch of {batch} is not done after {SERVED_S} s: {loop.error}")
         step_s = (time.perf_counter() - started_s) / NUM_SERVED
         least_s = least_decode_s(shape, runner, limits, batch, context)
-        yield from _rows(shape, "served", batch, context, [step_s], [], least_s=least_s, made=batch)
-    loop.stop()
+        yield from _rows(shape, what, batch, context, [step_s], [], least_s=least_s, made=batch)
 
 
 def decode_plan(runner: ModelRunner, batch: int, context: int, params: SamplingParams) -> DecodePlan:
@@ -236,6 +250,49 @@ def _median_s(work: Callable[[], object], device: torch.device, repeats: int = R
             torch.cuda.synchronize()
 
     return statistics.median(timed(waited, repeats))
+
+
+def elementwise_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure Llama-8B's rows of 4,096 and 14,336; without a GPU PyTorch's alone, to see that it works."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weight = torch.ones(4096, device=device, dtype=dtype)
+    for num in (1, 4) if options.quick else (1, 64, 8192):
+        x, gate_up = (torch.randn(num, size, device=device, dtype=dtype) for size in (4096, 2 * 14_336))
+        term = torch.zeros_like(x)
+        ways: dict[str, dict[str, Callable[[], object]]] = {
+            "add and norm": {"pytorch": lambda x=x, term=term: F.rms_norm(x.add_(term), (4096,), weight, 1e-5)},
+            "silu x up": {"pytorch": lambda y=gate_up: F.silu(y[:, :14_336]).mul_(y[:, 14_336:])},
+        }
+        if gpu.serves(x):
+            ways["add and norm"]["fused"] = lambda x=x, term=term: gpu.add_rms_norm(x, term, weight, 1e-5)
+            ways["silu x up"]["fused"] = lambda y=gate_up: gpu.silu_mul(y)
+        for name, by_way in ways.items():
+            for way, work in by_way.items():
+                work()
+                taken = [1e6 * _median_s(work, device)]
+                yield Row.of("between products", f"{name}, {num} tokens", taken, "us", figure=way)
+
+
+def rank_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure decode on two ranks, with graphs and without. Raises: SystemExit without two GPUs, unless it checks."""
+    if torch.cuda.device_count() < 2 and not (options.quick and not torch.cuda.is_available()):
+        raise SystemExit("two GPUs are wanted, and fewer are here")
+    shape, batches, context = (TINY, (1, 4), 16) if options.quick else (SHAPES[0], (1, 16, 64), 1024)
+    for way, graphs in (("graphs", True), ("eager", False)):
+        engine = start_engine(shape, max_running=max(batches), max_len=2 * context, tp=2, cuda_graphs=graphs)
+        for batch in batches:
+            plan = decode_plan(runner_of(engine), batch, context, GREEDY)
+            engine.steps.launch(plan).result()
+            plan, times = replace(plan, table_writes=()), []
+            for _ in range(REPEATS + 2):
+                started_s = time.perf_counter()
+                engine.steps.launch(plan).result()
+                times.append(1e3 * (time.perf_counter() - started_s))
+            yield Row.of("two ranks", f"decode, batch {batch}, context {context}", times[2:], "ms", figure=way)
+        engine.close()
+        del engine
+        _free(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def attention_rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -296,12 +353,15 @@ def _flashinfer(prefill: str, heads: Mapping[str, int]) -> Callable[[Any], Atten
 def _add_options(parse: argparse.ArgumentParser) -> None:
     parse.add_argument("--shape", help="this one alone, as in llama-8b")
     parse.add_argument("--what", help="these steps alone: decode, decode drawn, prefill, served")
+    parse.add_argument("--kv", choices=("fp8",), help="K and V in 8 bits, in place of the model's dtype")
     parse.add_argument("--batch", type=int, help="this number of requests alone")
 
 
 PARTS = {
     "steps": Part(about="decode, prefill and the engine's loop", measure=step_rows),
+    "elementwise": Part(about="what lies between a layer's products, fused and by PyTorch", measure=elementwise_rows),
     "attention": Part(about="one layer by FA2, FA3 and Triton", measure=attention_rows, asked=True),
+    "ranks": Part(about="decode of two ranks, from CUDA graphs and without", measure=rank_rows, asked=True),
 }
 
 

@@ -1,16 +1,28 @@
 """Models of known shapes with random weights, made on the device: no checkpoint is read."""
 
+import functools
 from dataclasses import dataclass
 from unittest import mock
 
 import torch
 
 from replicas import launch
-from replicas.config import CacheConfig, DType, ModelConfig, Products, RopeConfig, SchedulerConfig
+from replicas.config import (
+    CacheConfig,
+    DType,
+    KvDType,
+    ModelConfig,
+    ParallelConfig,
+    Products,
+    RopeConfig,
+    SchedulerConfig,
+)
 from replicas.engine.engine import Engine
+from replicas.engine.ranks import LocalWorkers, local_worker
 from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama
 from replicas.runner import model_runner
+from replicas.runner.worker import WorkerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,30 +92,49 @@ class NoText:
         return self._pieces
 
 
-def start_engine(shape: Shape, *, max_running: int, max_len: int) -> Engine:
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A `load_weights` that reads no files; every rank makes the same weights."""
+
+    shape: Shape
+
+    def __call__(self, model: Llama, config: ModelConfig, tp: TpGroup, *, products: Products) -> None:
+        made = getattr(torch, config.dtype)
+        torch.manual_seed(0)
+        for name, put in model.weights().items():
+            put(torch.randn(self.shape.weight(name), device=tp.device, dtype=made) * 0.02)
+        for _, layer in model.walk():
+            layer.multiply_by(products, config.weight_format)
+            layer.finalize(tp.device, made)
+
+
+def _follow(shape: Shape, spec: WorkerSpec) -> None:
+    """Run a follower whose weights are made like rank 0's."""
+    model_runner.load_weights = Fill(shape)
+    local_worker(spec)
+
+
+def start_engine(
+    shape: Shape, *, max_running: int, max_len: int, tp: int = 1, cuda_graphs: bool = True,
+    kv_dtype: KvDType | None = None,
+) -> Engine:  # fmt: skip
     """Return an engine as deployments start it, on whatever device there is: bf16 on a GPU, fp32 on a CPU.
 
     Only what it reads of a model's folder is made up.
     """
     dtype: DType = "bfloat16" if torch.cuda.is_available() else "float32"
     config = shape.model_config(context_len=max_len, dtype=dtype)
-
-    def fill(model: Llama, config: ModelConfig, tp: TpGroup, *, products: Products) -> None:
-        made = getattr(torch, config.dtype)
-        for name, put in model.weights().items():
-            put(torch.randn(shape.weight(name), device=tp.device, dtype=made) * 0.02)
-        for _, layer in model.walk():
-            layer.multiply_by(products)
-            layer.finalize(tp.device, made)
-
     with (
-        mock.patch.object(model_runner, "load_weights", fill),
+        mock.patch.object(model_runner, "load_weights", Fill(shape)),
         mock.patch.object(launch, "load_model_config", return_value=config),
         mock.patch.object(launch, "Tokenizer", return_value=NoText(shape.vocab_size)),
     ):
         return launch.load_engine(
             shape.name,
-            cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None),
+            cache=CacheConfig(max_total_tokens=4096 if shape is TINY else None, kv_dtype=kv_dtype),
             scheduler=SchedulerConfig(max_running_requests=max_running),
             num_threads=1,
+            parallel=ParallelConfig(tp=tp),
+            workers=LocalWorkers(functools.partial(_follow, shape)),
+            cuda_graphs=cuda_graphs,
         )

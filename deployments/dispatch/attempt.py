@@ -12,6 +12,7 @@ Thread:    the router's event loop.
 import math
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from deployments.dispatch.leases import LeaseHolder, ReplicaHangs
 from deployments.dispatch.prefill_leg import PrefillLeg
@@ -32,6 +33,18 @@ class TryLimits:
     max_tries: int = 3
     retry_wait_s: float = 30.0  # for a replica to take over after a failed try
     max_wait_s: float = math.inf  # of the queue before a new request, as estimated
+
+
+class StraightWay(Protocol):
+    """A client's connection that takes text at once, without waking the generators between it and the channel."""
+
+    def takes(self, index: int) -> bool:
+        """Return whether text of choice ``index`` can be taken now: all before it has been."""
+        ...
+
+    def send(self, delta: TokenDelta) -> None:
+        """Send the text of ``delta``, which has no finish."""
+        ...
 
 
 class Tries:
@@ -105,12 +118,17 @@ class Attempt:
         self._tries = tries
         self._on_report = on_report
 
-    async def run(self) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas, as the client's own. Raises: the error that the try failed with."""
+    async def run(
+        self, saw: Callable[[TokenDelta], object], straight: StraightWay | None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the deltas, as the client's own, but those that go ``straight``. Raises: the error that the try failed
+        with. ``saw``: called with each delta on its way to the client."""
         # on the last try waiting for a replica that hangs can only be better than failing
         stream, leases = self._holder.begin(
             self._decision.replica_id, self._parts.values(), stays=lambda: self._tries.is_last
         )
+        if straight is not None:
+            stream.straight = lambda delta: self._send(delta, saw, straight)
         prefill: PrefillLeg | None = None
         if self._prefill is not None:
             prefill = PrefillLeg(self._holder, self._noted, self._prefill, decode=stream, on_end=self._prefill_done)
@@ -122,7 +140,9 @@ class Attempt:
                     self._note(delta, prefill)
                     if delta.is_report:
                         continue
-                    yield self._progress.accept(delta, self._parts[delta.rid].choice)
+                    delta = self._progress.accept(delta, self._parts[delta.rid].choice)
+                    saw(delta)
+                    yield delta
             ending = Ending.FINISHED
         except MantaError:
             ending = Ending.FAILED
@@ -146,6 +166,19 @@ class Attempt:
                 hand_off_failed=report is not None and not report.transferred,
             )
             self._router.done(self._decision, self._noted.outcome)
+
+    def _send(self, delta: TokenDelta, saw: Callable[[TokenDelta], object], straight: StraightWay) -> bool:
+        """Do with ``delta`` as `run` does, if it is text alone and the client takes it. Returns: whether it was."""
+        choice = self._parts[delta.rid].choice
+        if delta.finish is not None or delta.hand_off is not None or not delta.token_ids:
+            return False
+        if not straight.takes(delta.index if choice is None else choice):
+            return False
+        self._note(delta, None)
+        delta = self._progress.accept(delta, choice)
+        saw(delta)
+        straight.send(delta)
+        return True
 
     def _prefill_done(self) -> None:
         self._router.prefill_done(self._decision)

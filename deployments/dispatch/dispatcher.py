@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from deployments.dispatch.attempt import Attempt, Tries, TryLimits
+from deployments.dispatch.attempt import Attempt, StraightWay, Tries, TryLimits
 from deployments.dispatch.leases import LeaseHolder
 from deployments.dispatch.prefill_leg import HoldOut, PrefillLost, legs_of
 from deployments.dispatch.progress import Progress
@@ -135,9 +135,15 @@ class Dispatcher:
         self.watch = watch if watch is not None else RequestWatch()
 
     async def stream(
-        self, request: GenerateRequest, hints: RouteHints = NO_HINTS, arrival: Arrival | None = None
+        self,
+        request: GenerateRequest,
+        hints: RouteHints = NO_HINTS,
+        arrival: Arrival | None = None,
+        straight: StraightWay | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of ``request``; closing the iterator aborts it. ``arrival``: of its HTTP request; None: now.
+        """Yield the deltas of ``request``, but those that ``straight`` takes; closing the iterator aborts it.
+
+        Args: arrival: of its HTTP request; None: now.
 
         Raises: the error of the replica that refused it; NoReplica; Saturated; the last try's error if all failed.
         """
@@ -160,9 +166,8 @@ class Dispatcher:
                         left_s = max(request.deadline_s - (self._clock() - started_s), 0.001)
                     attempt = self._attempt(noted, progress, tries, deadline_s=left_s)
                     try:
-                        async with contextlib.aclosing(attempt.run()) as deltas:
+                        async with contextlib.aclosing(attempt.run(following.saw, straight)) as deltas:
                             async for delta in deltas:
-                                following.saw(delta)
                                 yield delta
                         return
                     except MantaError as error:

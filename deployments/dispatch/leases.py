@@ -1,27 +1,27 @@
 """The calls that a router makes to replicas, and the leases among them. Ray carries the calls; in tests, a list does.
 
-A lease is one call per request and replica that lasts as long as the request does there. The tokens travel beside it,
-on the channel.
+A lease is one call per request and replica that lasts as long as the request does there. The request and its tokens
+travel beside it, on the channel: the replica begins at once, the call comes a millisecond or two later and only holds.
 
 Owns:      the tasks of leases that are about to return.
 Never:     retries (dispatcher.py); looks at tokens (attempt.py).
-Invariant: whatever ends a lease early ends its stream, with the reason.
+Invariant: whatever ends a lease early ends its stream, with the reason, and the request at its replica.
 Thread:    the router's event loop.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from deployments.channel.channel_server import ChannelAddress, ChannelServer, Stream
-from deployments.channel.frames import ReplicaReport
+from deployments.channel.frames import EndRequest, ReplicaReport, RunRequest
 from deployments.dispatch.progress import Part
 from kvtransfer.types import PeerAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
-from replicas.types import GenerateRequest
 from routing.types import Role
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class ReplicaInfo:
     tp: int
     page_size: int
     attention: str  # the backend that runs
+    kernels: str  # the instruction set that kernels on a CPU are compiled for (MANTA_CPU); "" on a GPU
     products: str  # ours, or BLAS for which weights and rows
     num_threads: int
     pool: str  # "N tokens, M pages, X MiB"
@@ -75,8 +76,9 @@ class ReplicaCalls(Protocol):
         """Connect to the router's channel at ``address`` and report there from now on. Raises: ReplicaGone."""
         ...
 
-    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
-        """Return when the request has ended, or an error if it is refused. Cancelling the call aborts the request."""
+    async def lease(self, router_id: str, rid: str) -> MantaError | None:
+        """Return when request ``rid``, which that router has started over its channel, has ended; or the error that it
+        was refused with. Cancelling the call aborts the request."""
         ...
 
     async def send_snapshot(self, router_id: str) -> None:
@@ -146,13 +148,21 @@ class LeaseHolder:
         lease.add_done_callback(self._ending.discard)
 
     async def _lease(self, replica_id: str, part: Part, stream: Stream) -> None:
+        rid, held = part.request.rid, False
         try:
-            error = await self._leases.call(replica_id, ReplicaCalls.generate, self.router_id, part.request)
+            self.channel.send(replica_id, RunRequest(part.request))
+            await asyncio.sleep(0)  # the loop writes when its turn ends, and Ray's call takes most of a millisecond
+            error = await self._leases.call(replica_id, ReplicaCalls.lease, self.router_id, rid)
+            held = True
         except MantaError as raised:
             error = raised
         except Exception as raised:  # the edge: the request must be answered
             log.exception("the call to replica %s failed", replica_id)
             error = MantaError(f"the call to replica {replica_id} failed: {type(raised).__name__}: {raised}")
+        finally:
+            if not held:  # it failed, or was cancelled
+                with contextlib.suppress(ReplicaGone):
+                    self.channel.send(replica_id, EndRequest(rid))
         if error is not None:
             stream.fail(error)
             return

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments import logs
+from deployments.dispatch.attempt import StraightWay
 from deployments.dispatch.dispatcher import NO_HINTS, RouteHints
 from deployments.dispatch.rids import check_name, clean_name
 from deployments.dispatch.route_log import (
@@ -81,6 +82,7 @@ class Arrivals:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
+        state["send_body"] = send  # what stands between looks only at the start of an answer (streaming.py)
         name = state["request_name"] = clean_name(Headers(scope=scope).get(REQUEST_ID))
         endpoint = _endpoint(scope)
         if endpoint is not None:
@@ -127,11 +129,11 @@ class Generations:
         self._caller = caller
         self.rids: list[str] = []
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Start ``request`` for this caller. Returns: its deltas."""
+    def stream(self, request: GenerateRequest, straight: StraightWay | None = None) -> AsyncGenerator[TokenDelta, None]:
+        """Start ``request`` for this caller. Returns: its deltas, but those that ``straight`` takes."""
         request = scoped(request, self._caller, isolates=self._service.isolates_keys)
         self.rids.append(request.rid)
-        return self._service.dispatcher.stream(request, self._hints, self._arrival)
+        return self._service.dispatcher.stream(request, self._hints, self._arrival, straight)
 
 
 def generations_of(request: Request, answer_id: str | None) -> Generations:

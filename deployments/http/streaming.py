@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+import types
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from json.encoder import encode_basestring
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -28,6 +29,7 @@ from replicas.types import GenerateRequest, TokenDelta
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+BODY = "http.response.body"
 T = TypeVar("T")
 Key = tuple[int, int]  # (number of the request within its HTTP request, choice)
 Deltas = Mapping[Key, TokenDelta]
@@ -93,20 +95,19 @@ class Answer:
         """Run the requests and answer in events or in one body. Raises: InvalidRequest for bad routing headers."""
         generations = generations_of(request, self.answer_id)
         if streams:
-            return await stream(request, self._events(generations))
+            straight = Straight()
+            return await stream(request, self._events(generations, straight), straight)
         return await answer(request, self._whole(generations))
 
-    def _deltas(self, generations: Generations) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-        return merged([generations.stream(each) for each in self.requests])
-
     async def _whole(self, generations: Generations) -> Response:
-        deltas = await collected(self._deltas(generations))
+        deltas = await collected(merged([generations.stream(each) for each in self.requests]))
         return await made(lambda: JsonAnswer(self.form.whole(deltas)), deltas.values())
 
-    async def _events(self, generations: Generations) -> AsyncGenerator[bytes, None]:
+    async def _events(self, generations: Generations, straight: "Straight") -> AsyncGenerator[bytes, None]:
         form, latest = self.form, dict[Key, TokenDelta]()
         texts: dict[Key, TextEvents] = {}
-        async for number, delta in self._deltas(generations):
+        alone = straight if len(self.requests) == 1 else None  # those of several wait for each other in a queue
+        async for number, delta in merged([generations.stream(each, alone) for each in self.requests]):
             key = (number, delta.index)
             begins = key not in latest
             if form.is_cumulative and not begins:
@@ -120,7 +121,7 @@ class Answer:
             if event is not None:
                 yield event
             if form.only_text and delta.finish is None:
-                texts[key] = TextEvents(partial(self._text_event, key, delta))
+                texts[key] = straight.texts[delta.index] = TextEvents(partial(self._text_event, key, delta))
         last = form.last_event(latest)
         if last is not None:
             yield sse(last)
@@ -176,8 +177,11 @@ async def answer(request: Request, work: Awaitable[Response]) -> Response:
         return JSONResponse(body, status_code=CLIENT_CLOSED)
 
 
-async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """Answer with server-sent events. An error before the first of them is an ordinary error response."""
+async def stream(request: Request, events: AsyncGenerator[bytes, None], straight: "Straight") -> Response:
+    """Answer with server-sent events, and with those that go ``straight`` from the channel meanwhile.
+
+    An error before the first of them is an ordinary error response.
+    """
     try:
         first = await until_gone(request.receive, anext(events))
     except ClientGone:
@@ -185,37 +189,89 @@ async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Respo
     except BaseException:
         await events.aclose()
         raise
-    return SseResponse(first, events)
+    return SseResponse(first, events, straight)
+
+
+class Straight:
+    """The short way of text (a `StraightWay`): from the channel's callback to the client's connection in one call.
+
+    At 20 steps a second each layer between is out of the caches each time. What has more than text goes by the
+    generators, and so does all while the client is slow: then deltas merge.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[int, TextEvents] = {}  # of the choices that have begun
+        self._out: Send | None = None  # while the answer is open
+        self._slow: asyncio.Task[None] | None = None  # waits until the client has read
+
+    def open(self, send: Send) -> None:
+        self._out = send
+
+    def close(self) -> None:
+        self._out = None
+        if self._slow is not None:
+            self._slow.cancel()
+
+    def takes(self, index: int) -> bool:
+        return self._out is not None and index in self.texts and (self._slow is None or self._slow.done())
+
+    def send(self, delta: TokenDelta) -> None:
+        assert self._out is not None, "an answer that is not open takes nothing"
+        if not delta.text:
+            return
+        body = self.texts[delta.index].event(delta.text)
+        sending = cast(Coroutine[Any, Any, None], self._out({"type": BODY, "body": body, "more_body": True}))
+        try:
+            waits_for = sending.send(None)
+        except StopIteration:
+            return  # written, or buffered
+        except OSError:
+            self._out = None  # the client has gone; the answer's own task ends it
+            return
+        self._slow = asyncio.ensure_future(_resumed(sending, waits_for))
+
+
+@types.coroutine
+def _resumed(begun: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Go on with a coroutine that was run up to its first wait."""
+    yield waits_for
+    yield from begun
 
 
 class SseResponse(Response):
-    """A response that sends ``first``, then ``events``; an error between them becomes an ``{"error": ...}`` event."""
+    """A response that sends ``first``, then ``events``; an error between them becomes an ``{"error": ...}`` event.
+
+    Its start passes the middlewares. Events go past them to what `Arrivals` was given: with 16 streams of 20 tokens a
+    second their code is out of the caches each time.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], straight: Straight) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._first = first
         self._events = events
+        self._straight = straight
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._events):
-            with contextlib.suppress(ClientGone, OSError):
-                await until_gone(receive, self._send(send))
+            with contextlib.suppress(ClientGone, OSError), contextlib.closing(self._straight):
+                await until_gone(receive, self._send(send, scope["state"]["send_body"]))
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+    async def _send(self, start: Send, send: Send) -> None:
+        await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": BODY, "body": self._first, "more_body": True})
+        self._straight.open(send)
         try:
             async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": BODY, "body": event, "more_body": True})
         except Exception as error:  # noqa: BLE001 - the status is sent: only an event can carry the error
-            await send({"type": "http.response.body", "body": sse(body_of(error)[1]), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": BODY, "body": sse(body_of(error)[1]), "more_body": True})
+        await send({"type": BODY, "body": b"", "more_body": False})
 
 
 async def merged(streams: list[AsyncGenerator[TokenDelta, None]]) -> AsyncGenerator[tuple[int, TokenDelta], None]:

@@ -90,6 +90,7 @@ class ModelReplica(ServedEngine):
             workers=_workers(config),
             record_events=True,
             transfer=_transfer(config, role),
+            commit_pool=True,
         )
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -7,31 +7,45 @@ Invariant: a lease ends exactly when its request has; a router has one connectio
            that came over it are aborted.
 Thread:    the replica's event loop; the sinks run on the engine thread and only hand over.
 
-    attach ── connect ──> channel      generate: submit ─> sink per step ─> channel ... last finish ─> the lease returns
-                                       cancelled, or the router gone ─> abort ─> pages released
+    attach ── connect ──> channel ── start: submit ─> sink per step ─> channel ... last finish ─┐
+                                     lease: a little later, or before it ───────────────────────┴─> the lease returns
+                                     abort, lease cancelled, or the router gone ─> abort ─> pages released
 """
 
 import asyncio
 import contextlib
 import os
 import time
+from dataclasses import dataclass, field
 
 from deployments import logs
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import CacheChanges, CacheKeys, ReplicaReport, encode
+from deployments.channel.frames import Asked, CacheChanges, CacheKeys, ReplicaReport, RunRequest, encode
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.dispatch.rids import client_rid, owner_of
 from replicas.cache.tree_view import CacheTree
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, MantaError
+from replicas.kernels.simd import instruction_set
 from replicas.types import EngineStats, GenerateRequest
 from routing.types import Role
 
 REPORT_PERIOD_S = 0.1
 FLUSH_POLL_S = 0.05
 STATS_S = 1.0  # how long a report waits for the step that runs
+START_S = 5.0  # how long a lease waits for its request: the two travel apart
 CONNECT_S = 5.0  # a router that cannot be reached does not keep others from attaching for longer
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A request of a router, from its start or its lease, whichever comes first, until the lease returns."""
+
+    client: ChannelClient | None = None  # over which it came; None: only its lease has come
+    error: Exception | None = None  # that it was refused with
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ServedEngine:
@@ -54,6 +68,7 @@ class ServedEngine:
         self._report_period_s = report_period_s
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
+        self._runs: dict[str, _Run] = {}  # by rid
         self._attaching = asyncio.Lock()  # two calls at once would leave one router with two connections
         self._reporter: asyncio.Task[None] | None = None
         self._flush: asyncio.Task[bool] | None = None  # the running attempt, or the last
@@ -78,7 +93,11 @@ class ServedEngine:
         try:
             async with asyncio.timeout(CONNECT_S):
                 client = await ChannelClient.connect(
-                    address, replica_id=self.replica_id, node_id=self._node_id, on_lost=self._router_lost
+                    address,
+                    replica_id=self.replica_id,
+                    node_id=self._node_id,
+                    on_asked=self._asked,
+                    on_lost=self._router_lost,
                 )
         except OSError as error:
             raise ReplicaGone(
@@ -92,27 +111,27 @@ class ServedEngine:
         self._clients[address.router_id] = client
         return client
 
-    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
+    async def lease(self, router_id: str, rid: str) -> MantaError | None:
         """Hold the lease: return when the request has ended, or at once with the error that it was refused for."""
         client = self._clients.get(router_id)
         if client is None or client.lost:
             return ReplicaGone(f"router {router_id} is not attached to replica {self.replica_id}")
-        event_loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def on_end() -> None:  # engine thread
-            with contextlib.suppress(RuntimeError):  # the event loop is closed, and the lease with it
-                event_loop.call_soon_threadsafe(ended.set)
-
-        with logs.about(rid=request.rid):
-            try:
-                self.loop.submit(request, client.sink, on_end)
-                await ended.wait()
-            except MantaError as error:
-                return error
-            except asyncio.CancelledError:
-                self.loop.abort(request.rid)
-                raise
-        return None
+        run = self._runs.setdefault(rid, _Run())
+        try:
+            if not run.began.is_set():
+                async with asyncio.timeout(START_S):
+                    await run.began.wait()
+            await run.ended.wait()
+        except TimeoutError:
+            return ReplicaGone(f"replica {self.replica_id} has the lease of {rid}, the request has not come")
+        except asyncio.CancelledError:
+            self.loop.abort(rid)
+            raise
+        finally:
+            self._runs.pop(rid, None)
+        if run.error is None or isinstance(run.error, MantaError):
+            return run.error
+        raise run.error
 
     async def send_snapshot(self, router_id: str) -> None:
         """Send the cache's keys to that router; the events after it follow. Raises: ReplicaGone, EngineDead."""
@@ -184,6 +203,31 @@ class ServedEngine:
         """Raises AssertionError if a request is open for a connection that is not in use."""
         of_routers = [rid for client in self._clients.values() for rid in self.loop.open_rids(client.sink)]
         assert sorted(of_routers) == sorted(self.loop.open_rids())
+        assert all(run.client is None or not run.client.lost for run in self._runs.values())
+
+    def _asked(self, client: ChannelClient, asked: Asked) -> None:
+        """Do what a router asks; its lease tells it how that went."""
+        if isinstance(asked, RunRequest):
+            self._start(client, asked.request)
+        else:
+            self.loop.abort(asked.rid)
+            self._runs.pop(asked.rid, None)  # its lease has failed: none comes
+
+    def _start(self, client: ChannelClient, request: GenerateRequest) -> None:
+        event_loop, run = asyncio.get_running_loop(), self._runs.setdefault(request.rid, _Run())
+        run.client = client
+        run.began.set()
+
+        def on_end() -> None:  # engine thread
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and the lease with it
+                event_loop.call_soon_threadsafe(run.ended.set)
+
+        with logs.about(rid=request.rid):
+            try:
+                self.loop.submit(request, client.sink, on_end)
+            except Exception as error:  # noqa: BLE001 - the lease returns or raises it; the connection goes on
+                run.error = error
+                run.ended.set()
 
     def _router_lost(self, client: ChannelClient) -> None:
         """Abort the requests of a connection that has ended; a newer connection of the router stays."""
@@ -192,6 +236,7 @@ class ServedEngine:
             del self._clients[router_id]
         for rid in self.loop.open_rids(client.sink):
             self.loop.abort(rid)
+        self._runs = {rid: run for rid, run in self._runs.items() if run.client is not client}
 
     async def _report_forever(self) -> None:
         while True:
@@ -229,6 +274,7 @@ class ServedEngine:
             page_size=config.cache.page_size,
             attention=engine.started.attention.name,
             attention_why=engine.started.attention.why,
+            kernels=instruction_set() if config.device == "cpu" else "",
             products=config.products.describe(),
             num_threads=config.num_threads,
             pool=engine.describe(),

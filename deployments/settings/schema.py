@@ -35,9 +35,11 @@ class ModelSettings(Settings):
     path: str = Field(min_length=1)  # folder (relative to the project's root) or hub id
     revision: str | None = Field(default=None, min_length=1)  # branch, tag or commit of a hub id; by default main
     served_name: str | None = None  # name that requests use; by default the last part of the path
-    # number format of the computation; by default float32 on a CPU, the checkpoint's on a GPU
+    # number format of the weights, and on a GPU of the computation; a CPU computes in float32. By default float32 on a
+    # CPU, the checkpoint's on a GPU
     dtype: Annotated[DType | None, DTYPE_NAMES] = None
-    # int8: products multiply int8 weights and activations; CPU and float32 only
+    # int8: products multiply int8 weights and activations; int4: weights in 4 bits (Q4_1), the vocabulary's tables in
+    # 8 (Q8_0), are multiplied in float32; CPU only, without another dtype
     quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"
     # float32 products on a CPU: own kernels, BLAS in steps of 64 tokens and more, or by measurement
     products: ProductSetting = "auto"
@@ -123,7 +125,7 @@ class AppConfig(Settings):
     parallel: ParallelConfig = ParallelConfig()
     # attention backend: cpu (compiled), flashinfer or triton (GPU), torch_native (plain reference)
     attention: Attention = "auto"
-    cuda_graphs: bool = True  # records decode steps at start and replays them; on a GPU, with tp 1
+    cuda_graphs: bool = True  # records decode steps at start and replays them; on a GPU
     # disaggregated: prompts are computed by prefill replicas and handed over to decode replicas
     mode: Literal["unified", "disaggregated"] = "unified"
     prefill: RoleSettings = RoleSettings()

@@ -5,7 +5,7 @@ attends to itself and to the tokens before it in the same chunk.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ class BatchMeta:
     num_tokens: int
     num_decode: int = 0  # B in a decode step
     prefix_groups: tuple[PrefixGroup, ...] = ()  # of requests that decode; a backend may ignore them
+    prompt_groups: tuple[PrefixGroup, ...] = ()  # of requests that extend, likewise
     host_qo_indptr: Lengths | None = None  # a copy of the device's, so no step waits to read it; None on a CPU
     host_seq_lens: Lengths | None = None
 
@@ -63,10 +64,35 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadTurn:
+    """What query and key heads go through before attention: norms, where the model has them, and the rotation."""
+
+    cos: Tensor  # [T, 1, D]
+    sin: Tensor  # [T, 1, D], the first half negated
+    norms: tuple[Tensor, Tensor, float] | None  # weights [D] of query and key heads, epsilon
+
+
+@runtime_checkable
+class RotatingAttention(Protocol):
+    """A backend that turns queries and keys itself, in the launch that stores K and V."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it does so here."""
+        ...
+
+    def forward_rotating(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None) -> Tensor:
+        """Run `AttentionBackend.forward`; with ``turn``, q and k are as projected, and q is turned in place."""
+        ...
+
+
 class KvPool(Protocol):
     """The part of memory/pool.py's MHATokenToKVPool that attention uses."""
 
     page_size: int
+    k_scale: float  # what the numbers of K, and of V, are multiplied by
+    v_scale: float
 
     def get_key_buffer(self, layer: int) -> Tensor:
         """Return a strided view [num_pages, K, page_size, D]."""

@@ -17,7 +17,7 @@ Thread:    the thread that runs the model; kernels run on torch's OpenMP threads
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -79,28 +79,50 @@ def decode_tasks(seq_lens: Ints, groups: Sequence[PrefixGroup], *, first: int, m
     return DecodeTasks(tasks, np.concatenate([*(part for part, _ in parts), everyone]), first_partial)
 
 
-def extend_tasks(counts: Ints, prefix_lens: Ints, *, tile: int, num_kv_heads: int) -> Ints:
-    """Make one task per tile of queries and KV head; those with the most keys first.
+@dataclass(slots=True, eq=False)
+class Tile:
+    """Queries that attend together: pieces of one request, or of several whose first ``shared`` blocks are the same."""
 
-    Args:    counts, prefix_lens: [B] new tokens and those before; tile: tokens.
-    Returns: [N, 4] of (request, KV head, first token of the tile, tokens).
+    shared: int  # blocks
+    pieces: list[tuple[int, int, int, int]] = field(default_factory=list)  # (request, first new token, tokens, 0)
+    tokens: int = 0
+    work: int = 0  # pairs of query and key
+
+    def add(self, request: int, start: int, tokens: int, *, num_keys: int) -> None:
+        self.pieces.append((request, start, tokens, 0))
+        self.tokens += tokens
+        self.work += tokens * num_keys
+
+
+def extend_tiles(counts: Ints, prefix_lens: Ints, groups: Sequence[PrefixGroup], *, most: int) -> list[Tile]:
+    """Cut new tokens into tiles of at most ``most``; what is short of a tile is joined by others of its group.
+
+    Args:    counts, prefix_lens: [B] new tokens and those before.
+    Returns: those with the most work first.
     """
-    tiles = [
-        (before + start, b, start, min(tile, count - start))
-        for b, (count, before) in enumerate(zip(counts.tolist(), prefix_lens.tolist(), strict=True))
-        for start in range(0, count, tile)
-    ]
-    tiles.sort(key=lambda item: -item[0])
-    return np.array([(b, head, start, n) for _, b, start, n in tiles for head in range(num_kv_heads)], np.int32)
+    groups = [group for group in groups if group.length >= cpu_extend.BLOCK]
+    group_of = {b: group for group in groups for b in group.members.tolist()}
+    tiles, unfilled = list[Tile](), dict[PrefixGroup, Tile]()
+    for b, (count, before) in enumerate(zip(counts.tolist(), prefix_lens.tolist(), strict=True)):
+        for start in range(0, count, most):
+            tokens, group = min(most, count - start), group_of.get(b)
+            tile = None if group is None else unfilled.get(group)
+            if tile is None or tile.tokens + tokens > most:
+                tile = Tile(0 if group is None else group.length // cpu_extend.BLOCK)
+                tiles.append(tile)
+                if group is not None:
+                    unfilled[group] = tile
+            tile.add(b, start, tokens, num_keys=before + start + tokens)
+    return sorted(tiles, key=lambda tile: -tile.work)
 
 
-def tile_tokens(counts: Ints, *, group: int, num_kv_heads: int, num_threads: int) -> int:
-    """Choose the tokens of a tile: as many as pay, fewer if threads would be without work."""
-    tile = max(MIN_TILE_TOKENS, TILE_ROWS // group)
-    wanted = TASKS_PER_THREAD * num_threads
-    while tile > MIN_TILE_TOKENS and int((-(-counts // tile)).sum()) * num_kv_heads < wanted:
-        tile = max(MIN_TILE_TOKENS, tile // 2)
-    return tile
+def extend_tasks(tiles: Sequence[Tile], num_kv_heads: int) -> tuple[Ints, Ints]:
+    """Return the tasks [N, 4] and the pieces [M, 4] of ``tiles`` as `cpu_extend.extend` reads them."""
+    tasks, pieces = [], list[tuple[int, int, int, int]]()
+    for tile in tiles:
+        tasks += [(len(pieces), len(tile.pieces), head, tile.shared) for head in range(num_kv_heads)]
+        pieces += tile.pieces
+    return np.array(tasks, np.int32), np.array(pieces, np.int32)
 
 
 _SIZE = ctypes.sizeof(cpu_decode.DecodeArgs)
@@ -177,7 +199,7 @@ class CpuAttention:
         self._layers: list[tuple[int, int]] = []  # per layer: addresses of its first key and value
         self._batch: BatchMeta | None = None  # its memory is what the kernels read
         self._num_extend_tokens = self._num_decode = 0
-        self._extend_tasks = np.zeros((0, 4), np.int32)  # what the kernels read, too
+        self._extend_tasks: tuple[Ints, Ints] | None = None  # what the kernels read, too
         self._decode_tasks: DecodeTasks | None = None
         self._out, self._out_rows = torch.empty(0), torch.empty(0)
         self._stages: DecodeStages | None = None
@@ -267,13 +289,17 @@ class CpuAttention:
         arguments = self._extend
         counts, prefix_lens = np.diff(batch.qo_indptr.numpy()[: size + 1]), batch.prefix_lens.numpy()[:size]
         num_kv, group = self._heads.num_kv, self._heads.group
-        tile = tile_tokens(counts, group=group, num_kv_heads=num_kv, num_threads=self._team.num_threads)
-        self._extend_tasks = extend_tasks(counts, prefix_lens, tile=tile, num_kv_heads=num_kv)
-        arguments.tasks, arguments.num_tasks = self._extend_tasks.ctypes.data, len(self._extend_tasks)
+        most, wanted = max(MIN_TILE_TOKENS, TILE_ROWS // group), TASKS_PER_THREAD * self._team.num_threads
+        tiles = extend_tiles(counts, prefix_lens, batch.prompt_groups, most=most)
+        while most > MIN_TILE_TOKENS and len(tiles) * num_kv < wanted:
+            most = max(MIN_TILE_TOKENS, most // 2)
+            tiles = extend_tiles(counts, prefix_lens, batch.prompt_groups, most=most)
+        self._extend_tasks = tasks, pieces = extend_tasks(tiles, num_kv)
+        arguments.tasks, arguments.num_tasks, arguments.pieces = tasks.ctypes.data, len(tasks), pieces.ctypes.data
         arguments.qo_indptr, arguments.prefix_lens = batch.qo_indptr.data_ptr(), batch.prefix_lens.data_ptr()
-        arguments.tile_rows = tile * group
+        arguments.tile_rows = most * group
         self._set_part(arguments, batch, first_request=0, first_token=0, num_tokens=self._num_extend_tokens)
-        self._set_scratch(arguments, cpu_extend.scratch_floats(tile * group, self._heads.dim))
+        self._set_scratch(arguments, cpu_extend.scratch_floats(most * group, self._heads.dim))
 
     def _begin_decode(self, batch: BatchMeta, first: int) -> None:
         """Set the arguments of the requests from ``first`` on, which decode."""

@@ -1,11 +1,14 @@
 """Extend attention: new tokens over a prefix, limited by arithmetic.
 
-Method:    a task is (request, KV head, tile of queries); its rows are the tile's tokens times the group's query heads.
+Method:    a task is (KV head, tile of queries); its rows are the tile's tokens times the group's query heads. A tile is
+           of one request, or holds pieces of several that begin with the same tokens: all its rows attend to those in
+           common, then each piece to its own (cascade attention, Ye et al. 2024, in prefill).
            Keys come in blocks of 64: copied out of their pages, transposed, multiplied with all rows, online softmax,
            multiplied with the values (FlashAttention-2, Dao 2023, on register tiles). A block is used by ~200 rows, so
-           that copying it costs 1-3 %; all of a task's data lies in L2.
+           that copying it costs 1-3 %; all of a task's data lies in L2. Of a block on the diagonal, 16 tokens at a time
+           are multiplied with the keys that the last of them sees.
 Invariant: key blocks begin at multiples of 64 of the request itself: a row's result depends neither on how the prompt
-           is chunked, nor on the tile, nor on the batch.
+           is chunked, nor on the tile, nor on the batch, nor on whether its prefix is read with others.
 Thread:    all of the team; tasks are taken one by one, those with the most keys first.
 """
 
@@ -36,11 +39,15 @@ from replicas.kernels.team import barrier, inlined, kernel, struct, team_size, t
 from replicas.kernels.tiles import outer
 
 BLOCK = 64  # keys; what one pass of the widest register tile covers
-TASK_BYTES = 16  # (request, KV head, first token of the tile, tokens) as four int32
+DIAGONAL_TOKENS = 16  # rows taken together where they see different keys of a block
+TASK_BYTES = 16  # (first piece, pieces, KV head, blocks that the pieces have in common) as four int32
+PIECE_BYTES = 16  # (request, first of its new tokens, tokens, 0) as four int32
 
 ExtendArgs = struct(
     "ExtendArgs",
-    POOL_FIELDS + BATCH_FIELDS + "qo_indptr prefix_lens tasks num_tasks scratch scratch_stride tile_rows counter",
+    POOL_FIELDS
+    + BATCH_FIELDS
+    + "qo_indptr prefix_lens tasks num_tasks pieces scratch scratch_stride tile_rows counter",
     floats="scale",
 )
 
@@ -93,17 +100,17 @@ def load_block(
 
 
 @inlined
-def online_softmax(scores: int, visible: int, acc: int, head_dim: int, statistic: int) -> None:
-    """Turn a row of scores [64], the first ``visible`` of which count, into weights; scales acc to the new maximum."""
-    for j in range(max(visible, 0), BLOCK):
+def online_softmax(scores: int, visible: int, width: int, acc: int, head_dim: int, statistic: int) -> None:
+    """Turn a row of scores, of which the first ``visible`` count, into weights; scale acc to the new maximum."""
+    for j in range(max(visible, 0), width):
         store1(scores + 4 * j, -1e30)
     top = load(scores)
-    for j in range(W, BLOCK, W):
+    for j in range(W, width, W):
         top = maximum(top, load(scores + 4 * j))
     old = load1(statistic)
     peak = max(old, hmax(top))
     shift, total = splat(peak), splat(0.0)
-    for j in range(0, BLOCK, W):
+    for j in range(0, width, W):
         weight = exp(sub(load(scores + 4 * j), shift))
         total = add(total, weight)
         store(scores + 4 * j, weight)
@@ -118,33 +125,72 @@ def online_softmax(scores: int, visible: int, acc: int, head_dim: int, statistic
 
 
 @inlined
-def attend_tile(a: Any, request: int, kv_head: int, first: int, tokens: int, scratch: int) -> None:
-    """Attend to all keys that the tile's tokens see; ``first`` counts from the request's first new token."""
-    rows, head_dim = tokens * a.group, a.head_dim
-    vector_bytes = head_dim * 4
-    queries, acc = scratch, scratch + a.tile_rows * vector_bytes
+def attend_block(a: Any, scratch: int, first: int, rows: int, start: int, end: int, position: int) -> None:
+    """Rows [first, first + rows) of the tile over the loaded keys [start, end); the first row is of the token at
+    ``position``."""
+    vector_bytes = a.head_dim * 4
+    acc = scratch + a.tile_rows * vector_bytes
     scores = acc + a.tile_rows * vector_bytes
     statistics = scores + a.tile_rows * BLOCK * 4
+    keys_t = statistics + a.tile_rows * 8 + BLOCK * vector_bytes
+    values = keys_t + BLOCK * vector_bytes
+    part = rows if position + 1 >= end else DIAGONAL_TOKENS * a.group
+    for low in range(first, first + rows, part):
+        count = min(part, first + rows - low)
+        seen = min(position + 1 + (low + count - 1 - first) // a.group, end) - start  # by the last of them
+        if seen > 0:
+            width = (seen + W - 1) // W * W
+            at, result = scores + low * BLOCK * 4, acc + low * vector_bytes
+            queries = scratch + low * vector_bytes
+            outer(count, width, a.head_dim, queries, vector_bytes, keys_t, BLOCK * 4, at, BLOCK * 4, 0)
+            for row in range(low, low + count):
+                visible = min(position + 1 + (row - first) // a.group - start, seen)
+                online_softmax(
+                    scores + row * BLOCK * 4, visible, width, acc + row * vector_bytes, a.head_dim, statistics + 8 * row
+                )
+            outer(count, a.head_dim, seen, at, BLOCK * 4, values, vector_bytes, result, vector_bytes, 1)
+
+
+@inlined
+def attend_tile(a: Any, first: int, num_pieces: int, kv_head: int, shared: int, scratch: int) -> None:
+    """Attend to all keys that the tokens of pieces [first, first + num_pieces) see; the first ``shared`` blocks are the
+    same for all of them."""
+    vector_bytes = a.head_dim * 4
+    acc = scratch + a.tile_rows * vector_bytes
+    statistics = acc + a.tile_rows * (vector_bytes + BLOCK * 4)
     keys = statistics + a.tile_rows * 8
     keys_t, values = keys + BLOCK * vector_bytes, keys + 2 * BLOCK * vector_bytes
-    token = load_i32(a.qo_indptr + 4 * request) + first
-    table_row = load_i32(a.rows + 4 * request)
-    position = load_i32(a.prefix_lens + 4 * request) + first
-    load_queries(a, kv_head, token, tokens, queries)
-    for row in range(rows):
+    total = 0
+    for i in range(first, first + num_pieces):
+        piece = a.pieces + PIECE_BYTES * i
+        tokens = load_i32(piece + 8)
+        token = load_i32(a.qo_indptr + 4 * load_i32(piece)) + load_i32(piece + 4)
+        load_queries(a, kv_head, token, tokens, scratch + total * vector_bytes)
+        total += tokens * a.group
+    for row in range(total):
         store1(statistics + 8 * row, -1e30)
         store1(statistics + 8 * row + 4, 0.0)
         for d in range(0, vector_bytes, 4 * W):
             store(acc + row * vector_bytes + d, splat(0.0))
-    for start in range(0, position + tokens, BLOCK):
-        end = min(start + BLOCK, position + tokens)
-        load_block(a, table_row, kv_head, start, end, position + tokens, keys, keys_t, values)
-        outer(rows, BLOCK, head_dim, queries, vector_bytes, keys_t, BLOCK * 4, scores, BLOCK * 4, 0)
-        for row in range(rows):
-            visible = position + row // a.group + 1 - start
-            online_softmax(scores + row * BLOCK * 4, visible, acc + row * vector_bytes, head_dim, statistics + 8 * row)
-        outer(rows, head_dim, end - start, scores, BLOCK * 4, values, vector_bytes, acc, vector_bytes, 1)
-    store_results(a, kv_head, token, tokens, acc, statistics)
+    done = shared * BLOCK
+    table_row = load_i32(a.rows + 4 * load_i32(a.pieces + PIECE_BYTES * first))
+    for start in range(0, done, BLOCK):
+        load_block(a, table_row, kv_head, start, start + BLOCK, done, keys, keys_t, values)
+        attend_block(a, scratch, 0, total, start, start + BLOCK, done)
+    row = 0
+    for i in range(first, first + num_pieces):
+        piece = a.pieces + PIECE_BYTES * i
+        request, offset, tokens = load_i32(piece), load_i32(piece + 4), load_i32(piece + 8)
+        table_row = load_i32(a.rows + 4 * request)
+        position = load_i32(a.prefix_lens + 4 * request) + offset
+        last = position + tokens
+        for start in range(done, last, BLOCK):
+            end = min(start + BLOCK, last)
+            load_block(a, table_row, kv_head, start, end, last, keys, keys_t, values)
+            attend_block(a, scratch, row, tokens * a.group, start, end, position)
+        token = load_i32(a.qo_indptr + 4 * request) + offset
+        store_results(a, kv_head, token, tokens, acc + row * vector_bytes, statistics + 8 * row)
+        row += tokens * a.group
 
 
 @kernel(ExtendArgs)

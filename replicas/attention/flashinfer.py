@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention.base import BatchMeta, KvPool
+from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.fence import Fence
 from replicas.attention.page_lists import Ints, page_bounds, page_indices, to_device
 from replicas.attention.triton_paged import store_kv
@@ -29,6 +29,8 @@ from replicas.errors import InvalidConfig
 from replicas.scheduler.plan import PrefixGroup
 
 HEAD_DIMS = (64, 128, 256)
+HALVES = (torch.bfloat16, torch.float16)
+EIGHT_BITS = (torch.float8_e4m3fn,)  # FA2 and decode read them with queries in 16 bits; FA3 does not
 # "auto" is FA3 on a Hopper GPU, which neither splits keys among programs nor packs the heads of a group into a tile: a
 # group over 32k keys would be 8 of 128 rows on 32 of 132 multiprocessors, and 100 new tokens over a long prefix as few.
 # With FA2 for all, prompts, groups and decode compile one module. To be measured: docs/gpu.md, step 5
@@ -37,11 +39,13 @@ TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores decode;
 
 
 class FlashInferAttention:
-    """AttentionBackend over a pool in fp16 or bf16.
+    """AttentionBackend over a pool in fp16, bf16 or, with queries in one of them, e4m3.
 
     Args:   graph_rows: of the largest decode step in a CUDA graph.
     Raises: InvalidConfig for what its kernels do not know (the Triton backend does).
     """
+
+    rotates = True
 
     def __init__(
         self,
@@ -57,7 +61,8 @@ class FlashInferAttention:
         reason = why_not(keys.dtype, dtype=dtype, head_dim=head_dim)
         if reason is not None:
             raise InvalidConfig(f"attention: flashinfer {reason}; set attention: triton")
-        self._pool, self._dtype, self._device = pool, dtype, keys.device
+        self._pool, self._device = pool, keys.device
+        self._dtypes = {"q_data_type": dtype, "kv_data_type": keys.dtype}
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._tensor_cores = num_heads // num_kv_heads >= TENSOR_CORE_GROUP
         num_bytes = workspace_bytes(
@@ -109,24 +114,33 @@ class FlashInferAttention:
         self._copied.mark()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.forward_rotating(layer, q, k, v, None)
+
+    def forward_rotating(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None) -> Tensor:
         batch = self._batch
         assert batch is not None, "begin() comes before forward()"
         keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
-        store_kv(k, v, keys, values, batch.out_slots)
+        store_kv(q, k, v, self._pool, layer, batch.out_slots, turn)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
         first = batch.num_tokens - self._num_decode
         if first:
-            self._extend.run(q[:first], (keys, values), out=out[:first])
+            self._extend.run(q[:first], (keys, values), out=out[:first], **self._scales)
         if self._members is not None:
             self._cascade(q[first:], (keys, values), out[first:], self._members)
         elif self._num_decode:
-            self._decode.run(q[first:], (keys, values), out=out[first:])
+            self._decode.run(q[first:], (keys, values), out=out[first:], **self._scales)
         return out.flatten(1)
+
+    @property
+    def _scales(self) -> dict[str, float]:
+        """What `run` is told of a pool in 8 bits."""
+        pool = self._pool
+        return {"k_scale": pool.k_scale, "v_scale": pool.v_scale} if self._dtypes["kv_data_type"] in EIGHT_BITS else {}
 
     def _cascade(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, members: Tensor) -> None:
         """Attend to each request's own keys, then to those of its group; q, out [B, H, D]."""
-        _, own = self._decode.run(q, kv, out=out, return_lse=True)  # own: [B, H] log2 of the sums of weights
-        shared_out, shared = self._group.run(q[members], kv, return_lse=True)
+        _, own = self._decode.run(q, kv, out=out, return_lse=True, **self._scales)  # [B, H] log2 of sums of weights
+        shared_out, shared = self._group.run(q[members], kv, return_lse=True, **self._scales)
         out[members] = flashinfer.merge_state(out[members], own[members], shared_out, shared)[0]
 
     def _plan_extend(self, batch: BatchMeta, bounds: Ints, seq_lens: Ints) -> None:
@@ -162,8 +176,7 @@ class FlashInferAttention:
             self._head_dim,
             page_size,
             causal=causal,
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            **self._dtypes,
         )
 
     def _plan_decode(self, table: Tensor, rows: Tensor, seq_lens: Ints, first_pages: Ints | None) -> None:
@@ -177,8 +190,7 @@ class FlashInferAttention:
             self._num_kv_heads,
             self._head_dim,
             page_size,
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            **self._dtypes,
         )
 
     def _graph_wrapper(self, size: int, max_pages: int) -> Any:
@@ -200,9 +212,11 @@ class FlashInferAttention:
 def why_not(kv_dtype: torch.dtype, *, dtype: torch.dtype, head_dim: int) -> str | None:
     """What keeps FlashInfer's kernels from a pool in ``kv_dtype`` and queries in ``dtype``, in words that follow its
     name."""
-    if kv_dtype not in (torch.bfloat16, torch.float16):
-        return f"knows K and V in bfloat16 and float16, not {_named(kv_dtype)}"
-    if dtype != kv_dtype:
+    if kv_dtype not in (*HALVES, *EIGHT_BITS):
+        return f"knows K and V in bfloat16, float16 and float8_e4m3fn, not {_named(kv_dtype)}"
+    if kv_dtype in EIGHT_BITS and dtype not in HALVES:
+        return f"wants queries in bfloat16 or float16 for K and V in {_named(kv_dtype)}, not in {_named(dtype)}"
+    if dtype != kv_dtype and kv_dtype not in EIGHT_BITS:
         return f"wants queries in the dtype of K and V, which is {_named(kv_dtype)}, not in {_named(dtype)}"
     if head_dim not in HEAD_DIMS:
         return f"knows heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {head_dim}"

@@ -15,7 +15,7 @@ from torch import Tensor
 Ints = npt.NDArray[np.int32]
 
 
-def to_device(array: npt.NDArray[np.integer[Any]], device: torch.device) -> Tensor:
+def to_device(array: npt.NDArray[np.number[Any]], device: torch.device) -> Tensor:
     """Copy ``array`` to ``device`` for work of the current stream, without waiting. PyTorch keeps the pinned copy
     until it is read."""
     tensor = torch.from_numpy(array)

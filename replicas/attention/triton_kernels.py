@@ -124,7 +124,7 @@ def group_parts(
 
 @triton.jit(do_not_specialize=["first_token", "parts"])
 def merge_parts(
-    part_out, part_lse, out, first_token, parts, num_heads,
+    part_out, part_lse, out, first_token, parts, num_heads, v_scale,
     BLOCK_PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (b, head): the parts of one query as one result; out [T, H, D]."""
@@ -135,7 +135,7 @@ def merge_parts(
     weight = tl.exp2(lse - tl.max(lse, 0))  # some part is never empty: a token sees itself
     seen = (lse > float("-inf"))[:, None] & (d < D)[None, :]
     value = tl.load(part_out + part[:, None] * D + d[None, :], mask=seen, other=0.0)
-    merged = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
+    merged = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0) * v_scale
     place = (first_token + b).to(tl.int64) * num_heads + head
     tl.store(out + place * D + d, merged.to(out.dtype.element_ty), mask=d < D)
 
@@ -143,7 +143,7 @@ def merge_parts(
 @triton.jit
 def extend(
     q, keys, values, table, rows, qo_indptr, prefix_lens, tiles, out,
-    scale, q_stride, page_stride, head_stride, table_stride, num_heads,
+    scale, q_stride, page_stride, head_stride, table_stride, num_heads, v_scale,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -169,13 +169,55 @@ def extend(
         0, high, prefix + token, scale, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, True, PRECISION,
     )
     at = (place[:, None] * num_heads + head[:, None]) * D + d[None, :]
-    tl.store(out + at, attended.to(out.dtype.element_ty), mask=exists)
+    tl.store(out + at, (attended * v_scale).to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def turn_and_store(
+    q, k, v, cos, sin, q_norm, k_norm, keys, values, out_slots, q_stride, k_stride, v_stride, page_stride, head_stride,
+    k_inverse, v_inverse, eps, num_heads, SCALED: tl.constexpr, NORMS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head): a query head is turned in place; a key head, and with it its value head, is stored.
+
+    Heads of K follow those of Q in the grid. NORMS: heads are normalised and multiplied by q_norm, k_norm [D] before.
+    cos, sin [T, D], the first half of sin negated; dimension i turns together with i + D / 2.
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, HALF)
+    there = i < D // 2
+    turn_cos = tl.load(cos + token * D + i, mask=there, other=0.0).to(tl.float32)
+    turn_sin = tl.load(sin + token * D + D // 2 + i, mask=there, other=0.0).to(tl.float32)
+    kv_head = head - num_heads
+    x, norm = q + token * q_stride + head * D, q_norm
+    if kv_head >= 0:
+        x, norm = k + token * k_stride + kv_head * D, k_norm
+    first = tl.load(x + i, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(x + D // 2 + i, mask=there, other=0.0).to(tl.float32)
+    if NORMS:
+        factor = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / D + eps)
+        first = first * factor * tl.load(norm + i, mask=there, other=0.0).to(tl.float32)
+        second = second * factor * tl.load(norm + D // 2 + i, mask=there, other=0.0).to(tl.float32)
+    turned = first * turn_cos - second * turn_sin
+    turned_too = second * turn_cos + first * turn_sin
+    if kv_head < 0:
+        tl.store(x + i, turned.to(q.dtype.element_ty), mask=there)
+        tl.store(x + D // 2 + i, turned_too.to(q.dtype.element_ty), mask=there)
+    else:
+        slot = tl.load(out_slots + token)
+        place = (slot // PAGE).to(tl.int64) * page_stride + kv_head * head_stride + (slot % PAGE) * D
+        _put(keys + place + i, turned, there, k_inverse, SCALED)
+        _put(keys + place + D // 2 + i, turned_too, there, k_inverse, SCALED)
+        new_v = v + token * v_stride + kv_head * D
+        for half in tl.static_range(2):
+            value = tl.load(new_v + half * (D // 2) + i, mask=there)
+            _put(values + place + half * (D // 2) + i, value, there, v_inverse, SCALED)
 
 
 @triton.jit
 def store(
-    k, v, keys, values, out_slots, k_stride, v_stride, page_stride, head_stride,
-    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    k, v, keys, values, out_slots, k_stride, v_stride, page_stride, head_stride, k_inverse, v_inverse,
+    SCALED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head): k, v [T, K, D] of the token into its slot."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -184,5 +226,13 @@ def store(
     place = (slot // PAGE).to(tl.int64) * page_stride + kv_head * head_stride + (slot % PAGE) * D + d
     new_k = tl.load(k + token * k_stride + kv_head * D + d, mask=d < D)
     new_v = tl.load(v + token * v_stride + kv_head * D + d, mask=d < D)
-    tl.store(keys + place, new_k.to(keys.dtype.element_ty), mask=d < D)
-    tl.store(values + place, new_v.to(values.dtype.element_ty), mask=d < D)
+    _put(keys + place, new_k, d < D, k_inverse, SCALED)
+    _put(values + place, new_v, d < D, v_inverse, SCALED)
+
+
+@triton.jit
+def _put(to, x, there, inverse, SCALED: tl.constexpr):
+    """Store x; SCALED: in e4m3, times ``inverse`` of the pool's scale, cut to what the format holds."""
+    if SCALED:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -448.0), 448.0)
+    tl.store(to, x.to(to.dtype.element_ty), mask=there)

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from replicas.attention import triton_kernels as kernels
-from replicas.attention.base import BatchMeta, KvPool
+from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.page_lists import to_device
 from replicas.scheduler.plan import PrefixGroup
 
@@ -72,6 +72,8 @@ class _Groups:
 class TritonAttention:
     """AttentionBackend over any pool on a GPU (on a CPU under TRITON_INTERPRET=1, for tests)."""
 
+    rotates = True
+
     def __init__(self, pool: KvPool, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         self._pool = pool
         self._shape = _Shape(num_heads, num_kv_heads, head_dim, pool.page_size)
@@ -104,12 +106,15 @@ class TritonAttention:
         self._tiles = self._groups = None
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.forward_rotating(layer, q, k, v, None)
+
+    def forward_rotating(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None) -> Tensor:
         batch, shape = self._batch, self._shape
         assert batch is not None, "begin() comes before forward()"
         for x in (q, k, v):
             assert x.stride()[1:] == (shape.head_dim, 1), f"heads must lie in a row, strides are {x.stride()}"
         keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
-        store_kv(k, v, keys, values, batch.out_slots)
+        store_kv(q, k, v, self._pool, layer, batch.out_slots, turn)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
         if self._tiles is not None:
             self._extend(batch, q, keys, values, self._tiles, out)
@@ -121,8 +126,8 @@ class TritonAttention:
         shape, tile = self._shape, self._extend_tile(q.device)
         kernels.extend[(len(tiles), shape.num_kv_heads)](
             q, keys, values, batch.table, batch.rows, batch.qo_indptr, batch.prefix_lens, tiles, out,
-            *self._numbers(q, keys, batch.table), **shape.constants(q.dtype), GROUP_ROWS=shape.group_rows, TILE=tile,
-            BLOCK=64 if q.dtype != torch.float32 else 32, num_warps=8,
+            *self._numbers(q, keys, batch.table), self._pool.v_scale, **shape.constants(q.dtype),
+            GROUP_ROWS=shape.group_rows, TILE=tile, BLOCK=64 if q.dtype != torch.float32 else 32, num_warps=8,
         )  # fmt: skip
 
     def _decode(self, batch: BatchMeta, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
@@ -149,12 +154,12 @@ class TritonAttention:
             CASCADE=self._groups is not None,
         )  # fmt: skip
         kernels.merge_parts[(size, shape.num_heads)](
-            part_out, part_lse, out, first[0], parts, shape.num_heads,
+            part_out, part_lse, out, first[0], parts, shape.num_heads, self._pool.v_scale,
             BLOCK_PARTS=triton.next_power_of_2(MAX_SPLITS + parts - splits), D=shape.head_dim, BLOCK_D=shape.block_d,
         )  # fmt: skip
 
     def _numbers(self, q: Tensor, keys: Tensor, table: Tensor) -> tuple[float, int, int, int, int, int]:
-        scale = self._shape.head_dim**-0.5 * math.log2(math.e)
+        scale = self._shape.head_dim**-0.5 * math.log2(math.e) * self._pool.k_scale
         return scale, q.stride(0), keys.stride(0), keys.stride(1), table.stride(0), self._shape.num_heads
 
     @property
@@ -166,12 +171,27 @@ class TritonAttention:
         return max(1, (128 if device.type == "cuda" else 32) // self._shape.group_rows)
 
 
-def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, out_slots: Tensor) -> None:
-    """Store k, v [T, K, D] in slots ``out_slots`` [T] of a layer's ``keys`` and ``values`` [P, K, page_size, D]."""
+def store_kv(
+    q: Tensor, k: Tensor, v: Tensor, pool: KvPool, layer: int, out_slots: Tensor, turn: HeadTurn | None = None
+) -> None:
+    """Store k, v [T, K, D] in slots ``out_slots`` [T] of ``layer``.
+
+    Args: turn: what k goes through before, and q [T, H, D] in place.
+    """
     num_tokens, num_kv_heads, head_dim = k.shape
+    keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+    inverse, scaled = (1.0 / pool.k_scale, 1.0 / pool.v_scale), keys.dtype == torch.float8_e4m3fn
+    if turn is not None:
+        q_norm, k_norm, eps = turn.norms or (q, q, 0.0)
+        kernels.turn_and_store[(num_tokens, q.shape[1] + num_kv_heads)](
+            q, k, v, turn.cos, turn.sin, q_norm, k_norm, keys, values, out_slots, q.stride(0), k.stride(0), v.stride(0),
+            keys.stride(0), keys.stride(1), *inverse, eps, q.shape[1], SCALED=scaled, NORMS=turn.norms is not None,
+            PAGE=keys.shape[2], D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
+        )  # fmt: skip
+        return
     kernels.store[(num_tokens, num_kv_heads)](
-        k, v, keys, values, out_slots, k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
-        PAGE=keys.shape[2], D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
+        k, v, keys, values, out_slots, k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), *inverse,
+        SCALED=scaled, PAGE=keys.shape[2], D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
     )  # fmt: skip
 
 

@@ -81,9 +81,7 @@ class KvCache:
         """
         assert req.holding is None, f"request {req.rid} holds row {req.holding.row} already"
         row = self._table.alloc()
-        longest = req.num_tokens - (0 if whole else 1) if reuse else 0
-        if req.prompt_logprobs_from is not None:
-            longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
+        longest = self.longest_reuse(req, whole=whole) if reuse else 0
         match = self._cache.match_prefix(req.ids[:longest], req.salt)
         self._table.write(row, 0, self._allocator.pages_to_slots(match.pages))
         lock = self._cache.inc_lock_ref(match.node)
@@ -91,6 +89,13 @@ class KvCache:
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
+
+    def longest_reuse(self, req: Req, *, whole: bool = False) -> int:
+        """Count the tokens of ``req`` that `admit` may find in the cache."""
+        longest = req.num_tokens - (0 if whole else 1)
+        if req.prompt_logprobs_from is not None:
+            longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
+        return longest
 
     def extend(self, req: Req, new_len: int) -> Slots:
         """Take slots for tokens [kv_len, new_len) of ``req``; evict when pages are short (SPEC D10).

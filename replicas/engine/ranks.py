@@ -95,7 +95,7 @@ class Ranks:
         try:
             self.runner = _load(config, self._gather(config, launcher))
         except BaseException:
-            self.close()  # followers must not outlive a start that failed
+            self._hang_up()  # followers must not outlive a start that failed
             raise
 
     def _gather(self, config: EngineConfig, launcher: WorkerLauncher) -> TpGroup:
@@ -157,6 +157,10 @@ class Ranks:
         return self._handles.dead() if self._handles is not None else None
 
     def close(self) -> None:
+        self.runner.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for channel in (self._channel, self._port_channel):
             if channel is not None:
                 channel.close()

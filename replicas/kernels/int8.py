@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
-from replicas.kernels.int8_groups import group_length
 from replicas.kernels.int8_tiles import COLS, SCALE_BYTES, ZERO, cpu_has_vnni, product_tile, store_bytes, store_i32
 from replicas.kernels.narrow import absolute
+from replicas.kernels.panels import Panels
 from replicas.kernels.simd import W, add, hmax, hsum, load, maximum, mul, splat, store1, sub, take_next
 from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
 
@@ -112,14 +112,12 @@ def product(pointer: Any) -> None:
 class Int8Kernel:
     """The product by one packed int8 weight; K a multiple of 16, any N."""
 
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, team: Team) -> None:
-        """weight [N, K] int8, scales [N, groups] bf16 and bias [N] fp32; the weight is not kept."""
-        assert serves(weight), f"{weight.shape} {weight.dtype} is not for this kernel"
-        n = weight.shape[0]
+    def __init__(self, weight: Panels, bias: Tensor | None, team: Team) -> None:
+        """weight: as `pack` makes it. bias: [N] fp32."""
+        n = weight.n
         self._n, self._team = n, team
-        padded = -(-n // PANEL) * PANEL
-        self._packed = pack(weight, scales, padded)
-        self._bias = torch.zeros(padded)
+        self._packed = weight.data.view(len(weight.data), weight.k // weight.group, -1)
+        self._bias = torch.zeros(len(weight.data) * PANEL)
         if bias is not None:
             self._bias[:n] = bias
         self._counter = np.zeros(8, np.int64)
@@ -194,18 +192,20 @@ class Int8Stage:
         return product, self._arguments
 
 
-def pack(weight: Tensor, scales: Tensor, padded: int) -> Tensor:
-    """[N, K] int8, [N, G] bf16 -> [padded / 32, G, 64 + 32 K / G] bytes. Weights are shifted by 128, so unsigned;
-    scales of rows from N on are 0."""
-    n, groups, length = len(weight), scales.shape[1], weight.shape[1] // scales.shape[1]
-    packed = torch.zeros(padded // PANEL, groups, SCALE_BYTES + PANEL * length, dtype=torch.uint8)
+def pack(weight: Tensor, scales: Tensor) -> Panels:
+    """[N, K] int8, [N, G] bf16 -> panels [padded / 32, G, 64 + 32 K / G] bytes. Weights are shifted by 128, so
+    unsigned; scales of rows from N on are 0."""
+    assert serves(weight.shape[1]), f"{weight.shape} {weight.dtype} is not for this kernel"
+    (n, k), groups = weight.shape, scales.shape[1]
+    length, below = k // groups, -n % PANEL
+    packed = torch.zeros((n + below) // PANEL, groups, SCALE_BYTES + PANEL * length, dtype=torch.uint8)
     packed_weight, packed_scales = views(packed)
-    if padded > n:
-        weight, scales = F.pad(weight, (0, 0, 0, padded - n)), F.pad(scales, (0, 0, 0, padded - n))
+    if below:
+        weight, scales = F.pad(weight, (0, 0, 0, below)), F.pad(scales, (0, 0, 0, below))
     split = weight.view(torch.uint8).view(-1, PANEL, groups, length // 4, 4)
     packed_weight.copy_(split.permute(0, 2, 3, 1, 4)).bitwise_xor_(ZERO)
     packed_scales.copy_(scales.view(-1, PANEL, groups).transpose(1, 2))
-    return packed
+    return Panels("int8", n, k, length, packed.flatten(1))
 
 
 def views(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,11 +215,6 @@ def views(packed: Tensor) -> tuple[Tensor, Tensor]:
     return weight.view(panels, groups, num_bytes // (4 * PANEL), PANEL, 4), scales.view(torch.bfloat16)
 
 
-def num_groups(k: int) -> int:
-    """Count the groups of a row of k numbers."""
-    return k // group_length(k)
-
-
-def serves(weight: Tensor) -> bool:
-    """Tell whether the kernel can multiply by this weight [N, K] int8, on this CPU."""
-    return weight.device.type == "cpu" and weight.shape[1] % W == 0 and cpu_has_vnni()
+def serves(inputs: int) -> bool:
+    """Tell whether the kernel can multiply by rows of so many int8 weights, on this CPU."""
+    return inputs % W == 0 and cpu_has_vnni()

@@ -1,18 +1,16 @@
-"""y = x @ weight.T in fp32, from the weight as it was loaded: no packed copy, so that replicas can share mapped files.
+"""y = x @ weight.T + bias in fp32 arithmetic, from a weight in panels (panels.py), for any number of rows.
 
-Method:    few rows: dot products along the weight's rows, each read once, in place: as fast as memory allows. From
-           PART_ROWS rows of x on a weight with K above WHOLE is read a part of K at a time, so that four rows of x and
-           four of the weight stay in L1. Many: 64 rows of the weight at a time are transposed into scratch that lies
-           in L2, and used by a block of x.
-           Where what is made of the result is rounded (``one_order``), the way of few rows takes them all, a block
-           after the other: 10-30 % slower for many rows.
-Invariant: an output row depends on its own x row and on which of the two ways was taken, not on other rows or threads;
-           with ``one_order`` on its own x row alone.
+Method:    192 inputs of a panel at a time (24 KB as floats, so they stay in L1) are multiplied by a block of rows of x
+           that stays in L2. Formats narrower than fp32 become floats in the tile's registers, or for many rows in L1,
+           once a block. What comes next is asked for meanwhile, so that memory works while the core computes. Where
+           activations are rounded too (int8 on a CPU that cannot multiply bytes), that comes first, shared among the
+           threads.
+Invariant: an element's sum is taken in one order, that of the inputs, 192 at a time: an output row depends on its own
+           x row alone, whatever the number of rows, the tile, the format of exact weights, or the threads.
 Thread:    all of the team; tasks are taken one by one.
 """
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,113 +18,246 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from replicas.kernels.register_tiles import transpose16
-from replicas.kernels.simd import W, load1, store1, take_next
-from replicas.kernels.team import Kernel, Team, inlined, kernel, struct, thread_id
-from replicas.kernels.tiles import MANY_REGISTERS, dot, dot_in_parts, outer
+from replicas.kernels.narrow import absolute
+from replicas.kernels.panel_tiles import COLUMNS, FORMS, tiles, widening
+from replicas.kernels.panels import Panels, pack
+from replicas.kernels.simd import (
+    W,
+    add,
+    hmax,
+    hsum,
+    load,
+    load1,
+    maximum,
+    mul,
+    rint,
+    splat,
+    store,
+    store1,
+    sub,
+    take_next,
+)
+from replicas.kernels.team import Kernel, Team, barrier, inlined, kernel, struct, team_size, thread_id
+from replicas.kernels.tiles import MANY_REGISTERS
+from replicas.kernels.weight_formats import WeightFormat
 
-PANEL = 64  # weight rows a task of the many-rows way transposes
-STRIP_BYTES = 256 << 10  # weight bytes a task of the few-rows way reads
-# floats: four rows of x and four of the weight that are no longer take half of L1 (48 KB on Zen 5; 32 on older AVX2)
-PART = 768 if MANY_REGISTERS else 512
-WHOLE = 1024  # floats of a row that is not worth parts: K = 896 and 1,024 lost up to 7 % by them, 1,152 won 17 %
-# from here on longer rows are read in parts, by the way of few rows: below it costs more than it gives
-PART_ROWS = 16 if MANY_REGISTERS else 4
-BLOCK_BYTES = 384 << 10  # of x, that the way of few rows takes at a time: they stay in L2
-FEW_ROWS = 64  # from here on transposing pays: measured crossing between 48 and 100 rows on Zen 5
+STEPS = 192  # inputs summed before they join the total: rounding errors grow with the length of a running sum
+TILE_ROWS = 12 if MANY_REGISTERS else 6  # by 32 columns (24 of AVX-512's registers), else by 16 (12 of AVX2's 16)
+WIDE_ROWS = TILE_ROWS if MANY_REGISTERS else 3  # up to so many a tile has all 32 columns, and reads a weight once
+PAIR_ROWS = 2  # up to so many two panels at once, where weights have scales: one would wait for its own sums
+FUSED_ROWS = 4 * TILE_ROWS  # up to so many each tile widens what it reads; for more that is done once
+BLOCK_BYTES = 384 << 10  # of x, per task: they stay in L2
+STRIP_BYTES = 128 << 10  # weight bytes a task reads, less where threads would have few tasks
+TASKS_PER_THREAD = 4  # at least, if there are enough panels
+AHEAD_BYTES = 10 << 10  # what is asked for before it is read; 4 KB lost a third at 1 and 8 rows, 24 KB a tenth
 ANY_ROWS = 1 << 62
-SUM_LENGTH = 192  # products summed before they join the total: rounding errors grow with the length of a running sum
-PACK_ROWS = 24  # transposing a panel takes as long as multiplying it with this many rows; for balancing only
-
+# rounds: whether x is rounded to `rounded` [m, k] first, in groups. steps: inputs that are summed at once, a multiple
+# of group. scratch: of each thread, a widened part of a panel, then a panel's results where columns are missing
 LinearArgs = struct(
-    "LinearArgs", "x x_stride weight bias out out_stride m n k strip block part_len scratch scratch_stride counter"
+    "LinearArgs",
+    "x x_stride rounds rounded weight panel_bytes group ahead bias out out_stride m n k steps strip block "
+    "scratch scratch_stride counter",
 )
 
 
 @inlined
-def add_bias(rows: int, columns: int, bias: int, out: int, out_stride: int) -> None:
-    for row in range(rows):
-        for i in range(0, 4 * columns, 4):
-            store1(out + row * out_stride + i, load1(out + row * out_stride + i) + load1(bias + i))
-
-
-@kernel(LinearArgs)
-def few_rows(pointer: Any) -> None:
-    a = carray(pointer, 1)[0]
-    row_bytes = a.k * 4
-    first = take_next(a.counter) * a.strip
-    while first < a.n:
-        count = min(a.strip, a.n - first)
-        for row in range(0, a.m, a.block):
-            rows, x = min(a.block, a.m - row), a.x + row * a.x_stride
-            weight, out = a.weight + first * row_bytes, a.out + row * a.out_stride + 4 * first
-            if a.part_len < a.k:  # count is a multiple of 4, as strips and n are
-                waiting = a.scratch + thread_id() * a.scratch_stride  # 32 KB at most, of 256 k bytes
-                for i in range(0, count, 4):
-                    four, to = weight + i * row_bytes, out + 4 * i
-                    dot_in_parts(
-                        rows, a.k, a.part_len, x, a.x_stride, four, row_bytes, to, a.out_stride, 4 * row_bytes, waiting
-                    )
-            else:
-                dot(rows, count, a.k, x, a.x_stride, weight, row_bytes, out, a.out_stride, 4 * row_bytes)
-            if a.bias:
-                add_bias(rows, count, a.bias + 4 * first, out, a.out_stride)
-        first = take_next(a.counter) * a.strip
+def round_group(x: int, length: int, out: int) -> None:
+    """Floats at x, rounded to multiples of the largest magnitude / 127. NaN among them, or an infinity, makes all NaN:
+    a maximum passes over NaN."""
+    most, zeros = splat(0.0), splat(0.0)
+    whole = 4 * (length // W * W)
+    for i in range(0, whole, 4 * W):
+        value = load(x + i)
+        most = maximum(most, absolute(value))
+        zeros = add(zeros, sub(value, value))
+    for i in range(whole, 4 * length, 4):
+        value = splat(load1(x + i))
+        most = maximum(most, absolute(value))
+        zeros = add(zeros, sub(value, value))
+    largest = hmax(most)
+    factor = splat(127.0 / largest if largest > 0.0 else 0.0)
+    scale = splat(largest / 127.0 + hsum(zeros))
+    for i in range(0, whole, 4 * W):
+        store(out + i, mul(rint(mul(load(x + i), factor)), scale))
+    for i in range(whole, 4 * length, 4):
+        store1(out + i, hsum(mul(rint(mul(splat(load1(x + i)), factor)), scale)) * (1.0 / W))  # all lanes are equal
 
 
 @inlined
-def pack_panel(weight: int, rows: int, k: int, panel: int) -> None:
-    """Pack rows (at most 64, a multiple of 16) of weight [rows, k] into panel [k, 64]."""
-    for j in range(0, rows, W):
-        for i in range(0, k, W):
-            transpose16(weight + 4 * (j * k + i), 4 * k, panel + 4 * (i * PANEL + j), 4 * PANEL)
+def finish_panel(a: Any, rows: int, at: int, stride: int, column: int, out: int) -> None:
+    """Add the bias to a panel's results at ``at``; brings those of a panel that lacks columns to ``out``."""
+    width = min(COLUMNS, a.n - column)
+    if at == out and not a.bias:
+        return
+    for row in range(rows):
+        for i in range(0, 4 * width, 4):
+            value = load1(at + row * stride + i)
+            if a.bias:
+                value += load1(a.bias + 4 * column + i)
+            store1(out + row * a.out_stride + i, value)
+
+
+def make_multiply(name: WeightFormat) -> Any:
+    """Make ``f(m, a, a_stride, b, group, c, c_stride, k, keep, ahead)``, which computes c[m, 32] = a[m, k] @ b[k, 32],
+    added to c if ``keep`` is 1, in tiles of nearly the same height; asks for what lies ``ahead`` bytes behind b."""
+    form = FORMS[name]
+    whole = tiles(form, WIDE_ROWS, (0, 1))
+    left, right = (tiles(form, TILE_ROWS if WIDE_ROWS < TILE_ROWS else 1, (half,)) for half in (0, 1))
+
+    def multiply(m: int, a: int, lda: int, b: int, group: int, c: int, ldc: int, k: int, keep: int, ahead: int) -> None:
+        count, row = (m + TILE_ROWS - 1) // TILE_ROWS, 0
+        for i in range(count):
+            end = m * (i + 1) // count
+            a_at, c_at, rows = a + row * lda, c + row * ldc, end - row
+            if rows <= WIDE_ROWS:
+                whole(rows, a_at, lda, b, 0, group, c_at, ldc, k, keep, ahead)
+            else:
+                left(rows, a_at, lda, b, 0, group, c_at, ldc, k, keep, ahead)
+                right(rows, a_at, lda, b, 0, group, c_at, ldc, k, keep, 0)
+            row, ahead = end, 0
+
+    multiply.__qualname__ = f"multiply_{name}"
+    return inlined(multiply)
+
+
+_MULTIPLY_FLOATS = make_multiply("float32")
+
+
+def make_run(name: WeightFormat) -> Any:
+    """Make the function that all threads of a team run over weights of a format."""
+    form = FORMS[name]
+    pair, widen = tiles(form, PAIR_ROWS, (0, 1), 2), widening(form)
+    multiply, multiply_floats = make_multiply(name), _MULTIPLY_FLOATS
+    head, step, in_place, pairs = form.head, form.step, name == "float32", form.head > 0
+
+    def run(a: Any) -> None:
+        """Multiply, task by task: (strip of panels, block of x rows), blocks of a strip one after the other."""
+        me, threads = thread_id(), team_size()
+        x, x_stride = a.x, a.x_stride
+        if a.rounds:
+            groups = a.k // a.group
+            for i in range(a.m * groups * me // threads, a.m * groups * (me + 1) // threads):
+                row, start = i // groups, 4 * (i % groups * a.group)
+                round_group(a.x + row * a.x_stride + start, a.group, a.rounded + 4 * row * a.k + start)
+            x, x_stride = a.rounded, 4 * a.k
+            barrier()
+        part = a.scratch + me * a.scratch_stride
+        aside = part + 4 * COLUMNS * a.steps
+        panels, blocks = (a.n + COLUMNS - 1) // COLUMNS, (a.m + a.block - 1) // a.block
+        num_tasks = (panels + a.strip - 1) // a.strip * blocks
+        part_bytes = a.steps // a.group * head + a.steps * step
+        task = take_next(a.counter)
+        while task < num_tasks:
+            first, row = task // blocks * a.strip, task % blocks * a.block
+            rows, x_at = min(a.block, a.m - row), x + row * x_stride
+            panel, end = first, min(first + a.strip, panels)
+            while panel < end:
+                weight, column = a.weight + panel * a.panel_bytes, panel * COLUMNS
+                out = a.out + row * a.out_stride + 4 * column
+                at, stride = out, a.out_stride
+                both = pairs and rows <= PAIR_ROWS and panel + 1 < end and a.n - column >= 2 * COLUMNS
+                if a.n - column < COLUMNS:
+                    at, stride = aside, 4 * COLUMNS
+                for start in range(0, a.k, a.steps):
+                    steps, keep, x_here = min(a.steps, a.k - start), 1 if start else 0, x_at + 4 * start
+                    if both:
+                        pair(rows, x_here, x_stride, weight, a.panel_bytes, a.group, at, stride, steps, keep, a.ahead)
+                    elif in_place or rows <= FUSED_ROWS:
+                        multiply(rows, x_here, x_stride, weight, a.group, at, stride, steps, keep, a.ahead)
+                    else:
+                        widen(weight, a.group, steps, part, a.ahead)
+                        multiply_floats(rows, x_here, x_stride, part, steps, at, stride, steps, keep, 0)
+                    weight += part_bytes
+                finish_panel(a, rows, at, stride, column, out)
+                panel += 1
+                if both:
+                    finish_panel(a, rows, at + 4 * COLUMNS, stride, column + COLUMNS, out + 4 * COLUMNS)
+                    panel += 1
+            task = take_next(a.counter)
+
+    run.__qualname__ = f"run_{name}"
+    return inlined(run)
+
+
+_RUN_FLOAT32 = make_run("float32")
 
 
 @kernel(LinearArgs)
-def many_rows(pointer: Any) -> None:
-    """Tasks are (panel, block of x rows), blocks of a panel one after the other."""
-    a = carray(pointer, 1)[0]
-    panel = a.scratch + thread_id() * a.scratch_stride
-    blocks = (a.m + a.block - 1) // a.block
-    num_tasks = (a.n + PANEL - 1) // PANEL * blocks
-    packed = -1
-    task = take_next(a.counter)
-    while task < num_tasks:
-        column, row = task // blocks * PANEL, task % blocks * a.block
-        width, count = min(PANEL, a.n - column), min(a.block, a.m - row)
-        if packed != column:
-            pack_panel(a.weight + column * a.k * 4, width, a.k, panel)
-            packed = column
-        x, out = a.x + row * a.x_stride, a.out + row * a.out_stride + 4 * column
-        for i in range(0, a.k, SUM_LENGTH):
-            length, keep = min(SUM_LENGTH, a.k - i), 1 if i else 0
-            part = panel + 4 * i * PANEL
-            outer(count, width, length, x + 4 * i, a.x_stride, part, 4 * PANEL, out, a.out_stride, keep)
-        if a.bias:
-            add_bias(count, width, a.bias + 4 * column, out, a.out_stride)
-        task = take_next(a.counter)
+def product_float32(pointer: Any) -> None:
+    _RUN_FLOAT32(carray(pointer, 1)[0])
+
+
+_RUN_BFLOAT16 = make_run("bfloat16")
+
+
+@kernel(LinearArgs)
+def product_bfloat16(pointer: Any) -> None:
+    _RUN_BFLOAT16(carray(pointer, 1)[0])
+
+
+_RUN_FLOAT16 = make_run("float16")
+
+
+@kernel(LinearArgs)
+def product_float16(pointer: Any) -> None:
+    _RUN_FLOAT16(carray(pointer, 1)[0])
+
+
+_RUN_INT8 = make_run("int8")
+
+
+@kernel(LinearArgs)
+def product_int8(pointer: Any) -> None:
+    _RUN_INT8(carray(pointer, 1)[0])
+
+
+_RUN_Q8_0 = make_run("q8_0")
+
+
+@kernel(LinearArgs)
+def product_q8_0(pointer: Any) -> None:
+    _RUN_Q8_0(carray(pointer, 1)[0])
+
+
+_RUN_Q4_1 = make_run("q4_1")
+
+
+@kernel(LinearArgs)
+def product_q4_1(pointer: Any) -> None:
+    _RUN_Q4_1(carray(pointer, 1)[0])
+
+
+PRODUCTS: dict[WeightFormat, Kernel] = {
+    "float32": product_float32,
+    "bfloat16": product_bfloat16,
+    "float16": product_float16,
+    "int8": product_int8,
+    "q8_0": product_q8_0,
+    "q4_1": product_q4_1,
+}
 
 
 class LinearKernel:
-    """The product by one weight [N, K] plus ``bias`` [N]; N and K multiples of 16, fp32, contiguous, in memory."""
+    """The product by one packed weight [N, K] plus ``bias`` [N] fp32; any N and K."""
 
-    def __init__(self, weight: Tensor, team: Team, bias: Tensor | None = None, *, one_order: bool = False) -> None:
-        """``one_order``: a row's sums are taken in the same order in steps of any number of rows."""
-        assert serves(weight), f"{weight.shape} {weight.dtype} is not for these kernels"
-        self._weight, self._bias, self._team = weight, bias, team
-        self._few_rows = ANY_ROWS if one_order else FEW_ROWS  # fewer rows than that go their way
+    def __init__(
+        self, weight: Panels | Tensor, team: Team, bias: Tensor | None = None, *, rounds: bool = False
+    ) -> None:
+        """``weight``: a tensor is packed as fp32. ``rounds``: activations are rounded to int8, in its groups."""
+        self.weight = pack(weight, "float32") if isinstance(weight, Tensor) else weight
+        self._bias, self._team, self._rounds = bias, team, rounds
         self._counter = np.zeros(8, np.int64)
-        self._arguments = self._fixed_arguments()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x [M, K] into a fresh tensor [M, N]."""
+        """Multiply x [M, K] fp32 into a fresh tensor [M, N]."""
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty(x.shape[0], self._weight.shape[0])
-        arguments = self._arguments
-        arguments.x, arguments.x_stride, arguments.out = x.data_ptr(), 4 * x.stride(0), out.data_ptr()
-        function = self._set_rows(arguments, x.shape[0])
-        arguments.scratch, arguments.counter = self._team.scratch(self._scratch_floats), self._counter.ctypes.data
+        out = torch.empty(x.shape[0], self.weight.n)
+        function, arguments = self.stage(x, out, self._team).prepare(x.shape[0], self._counter.ctypes.data)
         self._counter[0] = 0
         self._team.run(function, arguments)
         return out
@@ -134,61 +265,48 @@ class LinearKernel:
     def stage(self, x: Tensor, out: Tensor, team: Team) -> "LinearStage":
         """Make the product a stage of a program of ``team``: rows of x [.., K] into rows of ``out`` [.., N], both kept
         by the caller."""
-        arguments = self._fixed_arguments()
-        arguments.x, arguments.x_stride = x.data_ptr(), 4 * x.stride(0)
-        arguments.out, arguments.out_stride = out.data_ptr(), 4 * out.stride(0)
-        assert team.num_threads <= self._team.num_threads, "there is scratch for each thread of the product's own team"
-        return LinearStage(arguments, self._set_rows, team.memory(self._scratch_floats))
+        return LinearStage(self.weight, self._bias, x, out, team, rounds=self._rounds)
 
-    def _fixed_arguments(self) -> Any:
-        n, k = self._weight.shape
-        strips = -(-4 * n * k // (STRIP_BYTES * self._team.num_threads)) * self._team.num_threads  # as many for each
-        return LinearArgs(
-            weight=self._weight.data_ptr(),
-            bias=0 if self._bias is None else self._bias.data_ptr(),
-            n=n,
-            k=k,
-            strip=-(-n // (4 * strips)) * 4,
-            out_stride=4 * n,
-            scratch_stride=4 * k * PANEL,
-        )
-
-    def _set_rows(self, arguments: Any, num_rows: int) -> Kernel:
-        """Fit the arguments to the number of rows of x. Returns: the kernel for them."""
-        arguments.m = num_rows
-        if num_rows < self._few_rows:
-            arguments.block = max(12, BLOCK_BYTES // (4 * arguments.k) // 12 * 12)  # whole tiles, of three rows or four
-            parts = -(-arguments.k // PART) if num_rows >= PART_ROWS and arguments.k > WHOLE else 1
-            arguments.part_len = -(-arguments.k // (W * parts)) * W
-            return few_rows
-        arguments.block = self._block(num_rows)
-        return many_rows
-
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
-
-    @property
-    def _scratch_floats(self) -> int:
-        return self._weight.shape[1] * PANEL * self._team.num_threads
-
-    def _block(self, m: int) -> int:
-        """Choose the rows of x per task, so threads end together without packing panels too often."""
-        panels, threads = -(-self._weight.shape[0] // PANEL), self._team.num_threads
-
-        def cost(blocks: int) -> float:
-            return -(-panels * blocks // threads) * (-(-m // blocks) + PACK_ROWS)
-
-        return -(-m // min(range(1, 5), key=cost))
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows ``ids`` [T] of the weight as floats [T, K]."""
+        return self.weight.rows(ids)
 
 
 class LinearStage:
     """A LinearKernel as a stage of a program (replicas/kernels/program.py)."""
 
-    def __init__(self, arguments: Any, set_rows: Callable[[Any, int], Kernel], scratch: Tensor) -> None:
-        self._arguments, self._set_rows = arguments, set_rows
-        self._memory = scratch  # kept alive
-        arguments.scratch = scratch.data_ptr()
+    def __init__(
+        self, weight: Panels, bias: Tensor | None, x: Tensor, out: Tensor, team: Team, *, rounds: bool
+    ) -> None:
+        k, panels = weight.k, len(weight.data)
+        steps = STEPS if weight.group == 0 or STEPS % weight.group == 0 else -(-k // weight.group) * weight.group
+        block = max(TILE_ROWS, BLOCK_BYTES // (4 * k) // TILE_ROWS * TILE_ROWS)
+        floats = x.shape[0] * k if rounds else 0
+        own = COLUMNS * (steps + (block if weight.n % COLUMNS else 0))
+        self._memory = team.memory(floats + team.num_threads * own)  # kept alive
+        self._weight, self._bias, self._function = weight, bias, PRODUCTS[weight.format]
+        scratch = self._memory.data_ptr()
+        strip = min(STRIP_BYTES // weight.data.stride(0), panels // (TASKS_PER_THREAD * team.num_threads))
+        self._arguments = LinearArgs(
+            x=x.data_ptr(),
+            x_stride=4 * x.stride(0),
+            rounds=int(rounds),
+            rounded=scratch,
+            weight=weight.data.data_ptr(),
+            panel_bytes=weight.data.stride(0),
+            group=weight.group or steps,
+            ahead=AHEAD_BYTES,
+            bias=0 if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=4 * out.stride(0),
+            n=weight.n,
+            k=k,
+            steps=steps,
+            strip=max(1, strip),
+            block=block,
+            scratch=scratch + 4 * floats,
+            scratch_stride=4 * own,
+        )
 
     def read_from(self, x: Tensor) -> None:
         """Multiply the rows of ``x`` [.., K] from now on."""
@@ -196,17 +314,5 @@ class LinearStage:
         self._arguments.x, self._arguments.x_stride = x.data_ptr(), 4 * x.stride(0)
 
     def prepare(self, num_rows: int, counter: int) -> tuple[Kernel, ctypes.Structure]:
-        self._arguments.counter = counter
-        return self._set_rows(self._arguments, num_rows), self._arguments
-
-
-def serves(weight: Tensor) -> bool:
-    """Tell whether the kernels can multiply by this weight [N, K]."""
-    n, k = weight.shape
-    return (
-        weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and weight.is_contiguous()
-        and n % W == 0
-        and k % W == 0
-    )
+        self._arguments.m, self._arguments.counter = num_rows, counter
+        return self._function, self._arguments

@@ -69,7 +69,7 @@ def store_bf16(builder: Any, address: Any, value: Any) -> None:
 
 @op(vector, types.int64)
 def load_int8(builder: Any, address: Any) -> Any:
-    return builder.sitofp(builder.sext(_load_bytes(builder, address), IVEC), VEC)
+    return builder.sitofp(builder.sext(emit_load_bytes(builder, address), IVEC), VEC)
 
 
 @op(types.void, types.int64, vector)
@@ -81,7 +81,7 @@ def store_int8(builder: Any, address: Any, value: Any) -> None:
 
 @op(vector, types.int64)
 def load_fp8(builder: Any, address: Any) -> Any:
-    bits = builder.zext(_load_bytes(builder, address), IVEC)
+    bits = builder.zext(emit_load_bytes(builder, address), IVEC)
     sign = builder.shl(builder.and_(bits, int_const(0x80)), int_const(24))
     magnitude = builder.shl(builder.and_(bits, int_const(0x7F)), int_const(20))
     return builder.fmul(builder.bitcast(builder.or_(sign, magnitude), VEC), splat_const(2.0**120))
@@ -103,7 +103,7 @@ def _rounded(builder: Any, bits: Any, dropped: int) -> Any:
     return builder.lshr(builder.add(bits, half), int_const(dropped))
 
 
-def _load_bytes(builder: Any, address: Any) -> Any:
+def emit_load_bytes(builder: Any, address: Any) -> Any:
     return builder.load(pointer_to(builder, address, BYTES), align=1)
 
 

@@ -88,30 +88,21 @@ def outer_tile(rows: int, cols: int, *, fetches: bool) -> Any:
 
 
 def dot_tile(rows: int, cols: int) -> Any:
-    """Kernel ``f(a, a_stride, b, b_stride, c, c_stride, k, ahead, waiting, first, last)``: c[rows, cols] = a[rows, k] @
-    b[cols, k].T.
+    """Kernel ``f(a, a_stride, b, b_stride, c, c_stride, k, ahead)``: c[rows, cols] = a[rows, k] @ b[cols, k].T.
 
     k is a multiple of 16 and rows * cols at most 16: sums run along k in 16 lanes, which are added up at the end.
     Each cache line of b that is read asks for the one ``ahead`` bytes further: fetched so, between the arithmetic,
-    memory keeps working while the core computes (8 rows by a cold weight: 36 -> 123 GFLOP/s on one Zen 5 core).
-    k may be done in parts, with the sums of the whole: ``waiting`` is the address of rows * cols vectors, in which the
-    lanes wait from part to part; it is not read by the ``first`` part (1, else 0) and not written by the ``last``.
+    memory keeps working while the core computes.
     """
     assert rows * cols <= W
 
-    @op(types.void, *[types.int64] * 11)
-    def tile(
-        builder: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any, ahead: Any,
-        waiting: Any, first: Any, last: Any,
-    ) -> None:  # fmt: skip
+    @op(types.void, *[types.int64] * 8)
+    def tile(builder: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any, ahead: Any) -> None:
         a_rows, b_rows = _row_addresses(builder, a, lda, rows), _row_addresses(builder, b, ldb, cols)
         sums = [[cgutils.alloca_once(builder, VEC) for _ in range(cols)] for _ in range(rows)]
         places = [place for row in sums for place in row]
         for place in places:
             builder.store(splat_const(0.0), place)
-        with builder.if_then(builder.icmp_signed("==", first, ir.Constant(I64, 0))):
-            for i, place in enumerate(places):
-                builder.store(emit_load(builder, add_bytes(builder, waiting, 64 * i)), place)
         with cgutils.for_range(builder, builder.lshr(k, ir.Constant(I64, 4)), intp=I64) as loop:
             offset = builder.shl(loop.index, ir.Constant(I64, 6))
             bs = [emit_load(builder, builder.add(row, offset)) for row in b_rows]
@@ -122,12 +113,7 @@ def dot_tile(rows: int, cols: int) -> Any:
                 for j in range(cols):
                     builder.store(emit_fma(builder, x, bs[j], builder.load(sums[r][j])), sums[r][j])
         values = [builder.load(place) for place in places]
-        with builder.if_else(builder.icmp_signed("!=", last, ir.Constant(I64, 0))) as (is_last, is_not):
-            with is_last:
-                _store_sums(builder, values, _row_addresses(builder, c, ldc, rows), cols)
-            with is_not:
-                for i, value in enumerate(values):
-                    emit_store(builder, add_bytes(builder, waiting, 64 * i), value)
+        _store_sums(builder, values, _row_addresses(builder, c, ldc, rows), cols)
 
     return tile
 

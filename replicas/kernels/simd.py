@@ -11,6 +11,7 @@ own file's time stamp: after a change here, delete ``__pycache__/*.nb*`` of the 
 """
 
 import inspect
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,14 @@ def compiled_for() -> str:
     """Describe the CPU and the instructions that kernels are compiled for, as numba's own cache tells them apart."""
     features = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
     return f"{config.CPU_NAME or llvmlite.binding.get_host_cpu_name()} {features}"
+
+
+def instruction_set() -> str:
+    """Name what kernels are compiled for in a word, and what of it products can use besides: "avx512 vnni bf16"."""
+    widest = {"avx512f": "avx512", "avx2": "avx2", "neon": "neon"}
+    name = next((name for feature, name in widest.items() if compiles_for(feature)), platform.machine())
+    more = [feature for feature in ("vnni", "bf16") if name == "avx512" and compiles_for(f"avx512{feature}")]
+    return " ".join([name, *more])
 
 
 class VectorType(types.Type):

@@ -34,7 +34,12 @@ barrier = types.ExternalFunction("GOMP_barrier", types.void())  # every thread o
 
 
 def inlined(function: F) -> F:
-    """Compile a function that kernels call."""
+    """Compile a function that kernels call.
+
+    One that is made inside another function needs a ``__qualname__`` of its own. Kernels are kept on disk, and what
+    several processes compiled may have equal symbols for different functions: all would call the first that is loaded.
+    """
+    assert "<locals>" not in function.__qualname__, f"{function.__qualname__} needs a name of its own"
     compiled: F = numba.jit(**_OPTIONS)(function)
     return compiled
 

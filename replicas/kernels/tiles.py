@@ -1,8 +1,7 @@
-"""Small matrix products out of register tiles, for attention and the linear layers.
+"""Small matrix products out of register tiles, for attention.
 
 Owns:      the choice of tiles for a shape. ``outer`` multiplies by a matrix with rows along the result's columns
-           (fast for many rows), ``dot`` by one with rows along the summed dimension (no transposition needed),
-           `dot_in_parts` is `dot` by four such rows, a part of that dimension after the other.
+           (fast for many rows), ``dot`` by one with rows along the summed dimension (no transposition needed).
 Never:     threads, packs, or chooses blocks for caches; callers do.
 Invariant: an element's sum is taken in the same order whatever the number of rows and columns, and whatever the tile.
 Thread:    any; inside kernels only. Addresses and strides are in bytes, sizes in floats.
@@ -19,7 +18,7 @@ _OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(r, 4, f
 _OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(r, 1, fetches=False) for r in (6, 3, 1))
 _FETCH_6X4, _FETCH_4X4, _FETCH_3X4, _FETCH_1X4 = (outer_tile(r, 4, fetches=True) for r in (6, 4, 3, 1))
 _FETCH_6X1, _FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (6, 3, 1))
-_DOT_4X4, _DOT_3X4, _DOT_2X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 3, 2, 1))
+_DOT_4X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 1))
 _DOT_3X2, _DOT_2X2 = (dot_tile(rows, 2) for rows in (3, 2))
 _DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
 
@@ -116,61 +115,28 @@ def dot(m: int, n: int, k: int, a: int, lda: int, b: int, ldb: int, c: int, ldc:
         while row < m:
             a_at, c_at, left = a + row * lda, c + row * ldc + 4 * column, m - row
             if wide:
-                row += _dot_wide(left, a_at, lda, b_at, ldb, c_at, ldc, k, ahead, 0, 1, 1)
+                row += _dot_wide(left, a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
             elif left >= 4:
-                _DOT_4X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead, 0, 1, 1)
+                _DOT_4X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
                 row += 4
             else:
-                _DOT_1X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead, 0, 1, 1)
+                _DOT_1X1(a_at, lda, b_at, ldb, c_at, ldc, k, ahead)
                 row += 1
         column += 4 if wide else 1
 
 
 @inlined
-def _dot_two_pairs(
-    rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int,
-    waiting: int, first: int, last: int,
-) -> int:  # fmt: skip
-    b_next, c_next, waiting_next = b + 2 * ldb, c + 8, waiting + 512
-    if rows >= 3:
-        _DOT_3X2(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
-        _DOT_3X2(a, lda, b_next, ldb, c_next, ldc, k, ahead, waiting_next, first, last)
-        return 3
-    _DOT_2X2(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
-    _DOT_2X2(a, lda, b_next, ldb, c_next, ldc, k, ahead, waiting_next, first, last)
-    return 2
-
-
-@inlined
-def _dot_wide(
-    rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int,
-    waiting: int, first: int, last: int,
-) -> int:  # fmt: skip
-    if not MANY_REGISTERS and rows >= 2:
-        return _dot_two_pairs(rows, a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
-    if rows >= 4:
-        _DOT_4X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
-        return 4
-    if rows == 3:
-        _DOT_3X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
-        return 3
-    if rows == 2:
-        _DOT_2X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
+def _dot_wide(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int) -> int:
+    if rows in (2, 3) or (not MANY_REGISTERS and rows > 3):  # two lines at a time: memory keeps up (decode: 10 %)
+        if rows >= 3:
+            _DOT_3X2(a, lda, b, ldb, c, ldc, k, ahead)
+            _DOT_3X2(a, lda, b + 2 * ldb, ldb, c + 8, ldc, k, ahead)
+            return 3
+        _DOT_2X2(a, lda, b, ldb, c, ldc, k, ahead)
+        _DOT_2X2(a, lda, b + 2 * ldb, ldb, c + 8, ldc, k, ahead)
         return 2
-    _DOT_1X4(a, lda, b, ldb, c, ldc, k, ahead, waiting, first, last)
+    if rows >= 4:
+        _DOT_4X4(a, lda, b, ldb, c, ldc, k, ahead)
+        return 4
+    _DOT_1X4(a, lda, b, ldb, c, ldc, k, ahead)
     return 1
-
-
-@inlined
-def dot_in_parts(
-    m: int, k: int, part: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, ahead: int, waiting: int
-) -> None:
-    """`dot` by four rows of b, ``part`` floats of all rows after the other (a multiple of 16), with the same bits: four
-    rows of a and of b lie in L1 where they would not whole. ``waiting``: memory, 1 KB for each tile of rows of a."""
-    for at in range(0, k, part):
-        length, first, last = min(part, k - at), 1 if at == 0 else 0, 1 if at + part >= k else 0
-        row, place = 0, waiting
-        while row < m:
-            a_at, c_at = a + row * lda + 4 * at, c + row * ldc
-            row += _dot_wide(m - row, a_at, lda, b + 4 * at, ldb, c_at, ldc, length, ahead, place, first, last)
-            place += 1024

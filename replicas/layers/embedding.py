@@ -1,7 +1,8 @@
 """Token embedding and output head, split over the tensor-parallel ranks by vocabulary; rotary position embedding.
 
 Owns:      the vocabulary's slices: rank r holds ids [r * S, (r + 1) * S) with S = ceil(V / tp); rows above V are zero.
-Never:     copies a tied embedding: the head multiplies by the embedding's own tensor.
+Never:     copies a tied embedding on a GPU, or one whose numbers share scales: the head multiplies by the embedding's
+           own. Else, on a CPU, the head has panels, and the embedding stays in the mapped checkpoint.
 Invariant: embeddings and logits are the same on all ranks.
 
 Positions are in Hugging Face's layout: dimension i of a head turns together with i + D / 2. The angles of a step are
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from replicas.config import Products
 from replicas.kernels import elementwise
-from replicas.layers.int8 import Int8Matmul
-from replicas.layers.layer import Layer, Put
+from replicas.kernels.panels import PLAIN, Packs, make
+from replicas.kernels.weight_formats import WeightFormat, table_format
+from replicas.layers.layer import Layer, Put, computes_in
 from replicas.layers.linear import Matmul
 from replicas.layers.tp_group import TpGroup
 
@@ -34,30 +36,35 @@ class VocabParallelEmbedding(Layer):
         self._rows = -(-vocab_size // tp.size)
         self._first = tp.rank * self._rows
         self.weight: Tensor | None = None  # [S, hidden]
-        self.table: Int8Matmul | None = None  # instead, where quantized
+        self.table: Matmul | None = None  # instead, where its numbers share scales
+        self._dtype = torch.float32  # of what is looked up
+        self._in_file = False
 
     def slots(self) -> Mapping[str, Put]:
         return {"weight": self._put}
 
-    def quantize(self) -> None:
-        self.table = Int8Matmul()
+    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+        self.table = None if format_ in PLAIN else Matmul(products, table_format(format_))
 
     def _put(self, tensor: Tensor) -> None:
         self.weight = slice_vocab(tensor, first=self._first, rows=self._rows)
 
-    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
+    def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
         assert self.weight is not None, "no embedding was put"
-        if self.table is None:
-            self.weight = self.weight.to(device=device, dtype=dtype)
+        self._dtype = computes_in(device, dtype)
+        if self.table is not None:
+            weight, self.weight = self.weight, None
+            self.table.prepare(lambda: weight, None, packs)
+        elif device.type != "cpu" or self.weight.dtype.itemsize > dtype.itemsize:
+            self.weight = self.weight.to(device, dtype)
         else:
-            self.table.prepare(self.weight, None)
-            self.weight = None
+            self._in_file = True  # a view of the mapped checkpoint, of which few rows are read
 
     @property
     def num_bytes(self) -> int:
         if self.table is not None:
             return self.table.num_bytes
-        return 0 if self.weight is None else self.weight.nbytes
+        return 0 if self.weight is None or self._in_file else self.weight.nbytes
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Look up [T] ids: a fresh tensor [T, hidden]."""
@@ -72,7 +79,7 @@ class VocabParallelEmbedding(Layer):
         if self.table is not None:
             return self.table.rows(local)
         assert self.weight is not None, "finalize() comes before the first call"
-        return F.embedding(local, self.weight)
+        return F.embedding(local, self.weight).to(self._dtype)
 
 
 class ParallelLMHead(Layer):
@@ -84,7 +91,7 @@ class ParallelLMHead(Layer):
         self._tied = tied
         self._rows = -(-vocab_size // tp.size)
         self._piece: Tensor | None = None  # [S, hidden], until finalize
-        self.matmul: Matmul | Int8Matmul = Matmul()
+        self.matmul = Matmul()
 
     def slots(self) -> Mapping[str, Put]:
         return {} if self._tied else {"weight": self._put}
@@ -92,25 +99,27 @@ class ParallelLMHead(Layer):
     def _put(self, tensor: Tensor) -> None:
         self._piece = slice_vocab(tensor, first=self._tp.rank * self._rows, rows=self._rows)
 
-    def multiply_by(self, products: Products) -> None:
-        self.matmul = Matmul(products)
-
-    def quantize(self) -> None:
+    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
         """Comes after the embedding's, if tied."""
-        self.matmul = Int8Matmul() if self._tied is None or self._tied.table is None else self._tied.table
+        shared = self._tied.table if self._tied is not None else None
+        self.matmul = shared or Matmul(products, table_format(format_))
 
-    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
+    def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
         """Comes after the embedding's, if tied."""
         if self._tied is not None and self._tied.table is not None:
             return  # prepared by the embedding
         weight = self._piece if self._tied is None else self._tied.weight
         assert weight is not None, "no output head was put"
-        self.matmul.prepare(weight.to(device=device, dtype=dtype), None)
+        if device.type == "cpu":
+            self.matmul.prepare(lambda: weight, None, packs)
+        else:
+            self.matmul.keep(weight.to(device, dtype), None)
         self._piece = None
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._tied else self.matmul.num_bytes
+        shared = self._tied is not None and (self._tied.table is not None or self.matmul.weight is not None)
+        return 0 if shared else self.matmul.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute logits [S, V] fp32 of hidden states [S, hidden]."""

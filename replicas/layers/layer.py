@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from replicas.config import Products
+from replicas.kernels.panels import Packs, make
+from replicas.kernels.weight_formats import WeightFormat
 
 Put = Callable[[Tensor], None]  # takes a whole weight as it lies in the checkpoint
 
@@ -26,14 +28,11 @@ class Layer:
         """Return this layer's own weights: name in the checkpoint -> the function that takes the tensor."""
         return {}
 
-    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Bring the weights into the form in which they are used."""
+    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+        """Use these products, by weights that lie so on a CPU, if this layer has one; comes before ``finalize``."""
 
-    def multiply_by(self, products: Products) -> None:
-        """Use these products, if this layer has one; comes before ``quantize``."""
-
-    def quantize(self) -> None:
-        """Multiply in int8, if this layer has a product; comes before ``finalize``."""
+    def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
+        """Bring the weights into the form in which they are used. ``packs``: keeps, or makes, a product's panels."""
 
     @property
     def num_bytes(self) -> int:
@@ -49,6 +48,11 @@ class Layer:
     def weights(self) -> dict[str, Put]:
         """Return every weight of the tree under its full name in the checkpoint."""
         return {full_name(prefix, name): put for prefix, layer in self.walk() for name, put in layer.slots().items()}
+
+
+def computes_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of activations of a model in ``dtype``: on a CPU fp32, whatever the weights are."""
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 def full_name(prefix: str, name: str) -> str:

@@ -1,30 +1,31 @@
 """Linear layers, split over the tensor-parallel ranks by output (column) or by input (row), and their product.
 
 Owns:      which slice of a whole weight each rank keeps, and fusing of weights that see the same input; the kernel of
-           the floating-point product ``x @ weight.T + bias``: on a CPU in fp32 ours (replicas/kernels/linear.py),
-           or PyTorch's BLAS where the engine's `Products` say so.
-Never:     measures or chooses `Products` (runner/product_choice.py does, when an engine starts); copies a weight that
-           needs neither slicing nor fusing: on CPU it stays a view of the mapped file (except odd sizes with
-           ``one_order``).
+           the product ``x @ weight.T + bias``: on a CPU ours, from a weight in panels (replicas/kernels/linear.py, or
+           int8.py where activations are rounded and the CPU multiplies bytes), or PyTorch's BLAS where the engine's
+           `Products` say so; on a GPU PyTorch's.
+Never:     measures or chooses `Products` (runner/product_choice.py does, when an engine starts); keeps a weight as it
+           was loaded beside its panels, but for BLAS.
 Invariant: column-parallel output and row-parallel input are the same slice; row-parallel output is equal on all ranks.
-           Which product runs depends on shapes and `Products` alone. An output row does not depend on other rows,
-           except that steps of more rows may sum in another order (fp32 rounding), which ``one_order`` excludes.
+           Which product runs depends on shapes and `Products` alone. An output row of ours depends on its own x row
+           alone; BLAS, in steps of many rows, may sum in another order.
 Source:    Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.config import Products
-from replicas.kernels import elementwise
-from replicas.kernels.linear import ANY_ROWS, LinearKernel, serves
+from replicas.kernels import elementwise, gpu, int8
+from replicas.kernels.int8 import Int8Kernel
+from replicas.kernels.linear import ANY_ROWS, LinearKernel
+from replicas.kernels.panels import Packs, Panels, make, pack, round_int8
 from replicas.kernels.program import ReadingStage, Stage
-from replicas.kernels.simd import W
 from replicas.kernels.team import Team, team
-from replicas.layers.int8 import Int8Matmul
+from replicas.kernels.weight_formats import WeightFormat
 from replicas.layers.layer import Layer, Put
 from replicas.layers.tp_group import TpGroup
 
@@ -32,36 +33,51 @@ OWN = Products()
 
 
 class Matmul:
-    """The product ``x @ weight.T + bias`` by the kernels or by BLAS."""
+    """The product ``x @ weight.T + bias``. Activations are fp32 on a CPU, whatever the weight's format."""
 
-    def __init__(self, products: Products = OWN) -> None:
-        self.weight: Tensor | None = None  # [out, in]
-        self.bias: Tensor | None = None  # [out]
-        self._products = products
-        self._kernel: LinearKernel | None = None
-        self._blas_rows = 0  # steps of this many rows or more go to F.linear
-        self._padded = False  # the kernel has a copy of the weight, with zeros up to sizes that it serves
+    def __init__(self, products: Products = OWN, format_: WeightFormat = "float32") -> None:
+        """``format_``: of the weight on a CPU; a GPU's is the model's dtype."""
+        self.weight: Tensor | None = None  # [out, in]; where PyTorch multiplies
+        self.bias: Tensor | None = None  # [out]; beside ``weight``
+        self._products, self._format = products, format_
+        self._kernel: LinearKernel | Int8Kernel | None = None
+        self._shape = (0, 0)
 
-    def prepare(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the final weight [out, in] and bias [out], on their device and in their dtype. Called once."""
-        self.weight, self.bias = weight, bias
-        if self.one_order and weight.device.type == "cpu" and weight.dtype == torch.float32 and not serves(weight):
-            rows, columns = (-size % W for size in weight.shape)
-            weight, bias = F.pad(weight, (0, columns, 0, rows)), None if bias is None else F.pad(bias, (0, rows))
-            self._padded = True
-        if serves(weight):
-            threads = team(torch.get_num_threads())
-            self._kernel = LinearKernel(weight, threads, bias, one_order=self.one_order)
-            self._blas_rows = ANY_ROWS if self.one_order else self._products.blas_rows.get(self.shape, ANY_ROWS)
+    def prepare(self, weight: Callable[[], Tensor], bias: Tensor | None, packs: Packs = make) -> None:
+        """Take the final weight [out, in] and bias [out] fp32 on a CPU; called once, or `keep` is.
+
+        ``weight``: reads it, of any float dtype; not called where ``packs`` has its panels and BLAS does not need it.
+        """
+        panels = packs(lambda: self._pack(weight()))
+        self._shape = panels.n, panels.k
+        threads = team(torch.get_num_threads())
+        if self._format == "int8" and int8.serves(panels.k):
+            self._kernel = Int8Kernel(panels, bias, threads)
+        else:
+            self._kernel = LinearKernel(panels, threads, bias, rounds=self._format == "int8")
+        if self._format == "float32" and self._shape in self._products.blas_rows:
+            self.weight, self.bias = weight().float(), bias
+
+    def keep(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take the final weight and bias as PyTorch multiplies by them: on a GPU."""
+        self.weight, self.bias, self._shape = weight, bias, (weight.shape[0], weight.shape[1])
+
+    def _pack(self, weight: Tensor) -> Panels:
+        if self._format == "int8" and int8.serves(weight.shape[1]):
+            return int8.pack(*round_int8(weight))
+        return pack(weight, self._format)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [T, in] into a fresh tensor [T, out]."""
-        if self._padded and self._kernel is not None:
-            return self._kernel(F.pad(x, (0, -x.shape[1] % W)))[:, : self.shape[0]].contiguous()
-        if self._kernel is not None and x.shape[0] < self._blas_rows and x.dtype == torch.float32:
+        if self._kernel is not None and (self.weight is None or x.shape[0] < self.program_rows):
             return self._kernel(x)
         assert self.weight is not None, "finalize() comes before the first call"
         return F.linear(x, self.weight, self.bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [T] of the packed weight as a fresh fp32 tensor [T, in]."""
+        assert self._kernel is not None, "finalize() comes before the first call"
+        return self._kernel.rows(ids)
 
     def stages(self, x: Tensor, out: Tensor, team: Team) -> tuple[ReadingStage, *tuple[Stage, ...]]:
         """Make the product stages of a program of ``team``: rows of x [.., in] into rows of ``out`` [.., out], both
@@ -71,24 +87,29 @@ class Matmul:
 
     @property
     def one_order(self) -> bool:
-        """Whether sums are taken in one order in steps of any number of rows."""
+        """Whether ranks add their parts of a row in one order, whatever the row's place among others."""
         return self._products.one_order
 
     @property
     def shape(self) -> tuple[int, int]:
         """The weight's shape (out, in)."""
-        assert self.weight is not None, "finalize() comes before the first step"
-        return self.weight.shape[0], self.weight.shape[1]
+        assert self._shape[0], "finalize() comes before the first step"
+        return self._shape
 
     @property
     def program_rows(self) -> int:
         """Rows below which a step may run as part of a program; 0 if none may."""
-        return 0 if self._padded else self._blas_rows
+        if self._kernel is None or (isinstance(self._kernel, Int8Kernel) and not self._kernel.dense):
+            return 0
+        return ANY_ROWS if self.weight is None else self._products.blas_rows[self._shape]
 
     @property
     def num_bytes(self) -> int:
-        held = sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
-        return held + (self._kernel.num_bytes if self._padded and self._kernel is not None else 0)
+        """Of the weight in each form, and of the bias."""
+        held = 0 if self.weight is None else self.weight.nbytes
+        if self._kernel is not None:
+            return held + self._kernel.num_bytes
+        return held + (0 if self.bias is None else self.bias.nbytes)
 
 
 class _Linear(Layer):
@@ -98,13 +119,10 @@ class _Linear(Layer):
         self._names = names
         self._has_bias = bias
         self._pieces: dict[str, Tensor] = {}  # name -> this rank's slice, until finalize
-        self.matmul: Matmul | Int8Matmul = Matmul()
+        self.matmul = Matmul()
 
-    def multiply_by(self, products: Products) -> None:
-        self.matmul = Matmul(products)
-
-    def quantize(self) -> None:
-        self.matmul = Int8Matmul()
+    def multiply_by(self, products: Products, format_: WeightFormat) -> None:
+        self.matmul = Matmul(products, format_)
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
         """Cut this rank's share of a whole weight [out, in] or bias [out]; None if it has none."""
@@ -123,18 +141,19 @@ class _Linear(Layer):
 
         return put
 
-    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
-        weight = self._fuse("weight", device, dtype)
-        assert weight is not None, f"no weight was put for {self._names}"
-        self.matmul.prepare(weight, self._fuse("bias", device, dtype) if self._has_bias else None)
+    def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
+        weights, biases = self._put_pieces("weight"), self._put_pieces("bias")
+        assert weights, f"no weight was put for {self._names}"
+        if device.type == "cpu":
+            bias = torch.cat(biases).to(dtype).float() if biases else None
+            self.matmul.prepare(lambda: weights[0] if len(weights) == 1 else torch.cat(weights), bias, packs)
+        else:
+            fused = [torch.cat([piece.to(device, dtype) for piece in pieces]) for pieces in (weights, biases) if pieces]
+            self.matmul.keep(fused[0], fused[1] if biases else None)
         self._pieces.clear()
 
-    def _fuse(self, kind: str, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        pieces = [self._pieces[key] for name in self._names if (key := _key(name, kind)) in self._pieces]
-        moved = [piece.to(device=device, dtype=dtype) for piece in pieces]
-        if len(moved) > 1:
-            return torch.cat(moved)
-        return moved[0].contiguous() if moved else None
+    def _put_pieces(self, kind: str) -> list[Tensor]:
+        return [self._pieces[key] for name in self._names if (key := _key(name, kind)) in self._pieces]
 
     @property
     def num_bytes(self) -> int:
@@ -243,5 +262,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Compute silu(first half) * second half of [T, 2 size]: a fresh tensor [T, size]."""
     if elementwise.serves(gate_up, halves=True):
         return elementwise.silu_mul(gate_up)
+    if gpu.serves(gate_up[:1]):
+        return gpu.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replicas.kernels import elementwise
-from replicas.layers.layer import Layer, Put
+from replicas.kernels import elementwise, gpu
+from replicas.kernels.panels import Packs, make
+from replicas.layers.layer import Layer, Put, computes_in
 
 
 class RMSNorm(Layer):
@@ -26,13 +27,19 @@ class RMSNorm(Layer):
     def _put(self, tensor: Tensor) -> None:
         self.weight = tensor
 
-    def finalize(self, device: torch.device, dtype: torch.dtype) -> None:
+    def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
         assert self.weight is not None, "no norm weight was put"
-        self.weight = self.weight.to(device=device, dtype=dtype).contiguous()
+        self.weight = self.weight.to(device, dtype).to(computes_in(device, dtype)).contiguous()
 
     @property
     def num_bytes(self) -> int:
         return 0 if self.weight is None else self.weight.nbytes
+
+    def after_adding(self, term: Tensor | None, x: Tensor) -> Tensor:
+        """Add ``term`` [T, size], if there is one, to ``x`` [T, size] in place, and normalise that into a fresh one."""
+        if self.weight is not None and gpu.serves(x) and self.weight.dtype == x.dtype:
+            return gpu.add_rms_norm(x, term, self.weight, self.eps)
+        return self(x if term is None else x.add_(term))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise [..., size] into a fresh tensor."""

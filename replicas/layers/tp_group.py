@@ -94,6 +94,14 @@ class TpGroup:
             self._group.allreduce([tensor], options).wait()
         return int(tensor.item())
 
+    @property
+    def why_not_captured(self) -> str | None:
+        """What keeps a CUDA graph from holding this group's collectives, in words that follow its name; None: NCCL's
+        launch kernels on a stream, which a graph records."""
+        if self._group is None or isinstance(self._group, getattr(dist, "ProcessGroupNCCL", ())):
+            return None
+        return "moves bytes through the host, which a graph does not record"
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         self.min_int(0)

@@ -1,4 +1,5 @@
-"""Pools whose numbers are bytes: int8, or 8-bit floats (e4m3), each token and head with a scale of its own.
+"""Pools whose numbers are bytes: int8, or 8-bit floats (e4m3), each token and head with a scale of its own; on a GPU
+8-bit floats with one scale for all of K, and one for V.
 
 Owns:      the bytes of such a pool, scales included. A head's block of a page is its numbers [page_size, D], then its
            scales [page_size] float32: a page stays one run of bytes, and a run of heads another.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.layout import scale_bytes
+from replicas.config import FP8_TENSOR
 from replicas.memory.pool import MHATokenToKVPool
 
 KV_DTYPES = {
@@ -22,6 +24,7 @@ KV_DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
+    FP8_TENSOR: torch.float8_e4m3fn,
 }
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST_PEAK = 1e-30  # what a vector of zeros is divided by
@@ -94,6 +97,32 @@ class ScaledKVPool(MHATokenToKVPool):
         return self._scales.permute(1, 2, 0, 4, 3)
 
 
+class Fp8KVPool(MHATokenToKVPool):
+    """``buffer`` uint8 [num_pages + 1, L, 2, K, page_size, D]: e4m3, times ``k_scale`` or ``v_scale``. Both are 1:
+    K and V of most models lie far within the +-448 of the format; what does not is cut."""
+
+    def storage(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return super().storage()[0], torch.uint8
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return super().get_key_buffer(layer).view(self.dtype)
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return super().get_value_buffer(layer).view(self.dtype)
+
+    def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
+        loc, largest = loc.long(), LARGEST[self.dtype]
+        page, offset = loc // self.page_size, loc % self.page_size
+        for part, (x, scale) in enumerate(((k, self.k_scale), (v, self.v_scale))):
+            numbers = (x.float() / scale).clamp(-largest, largest).to(self.dtype)
+            self.buffer[:, layer, part][page, :, offset] = numbers.view(torch.uint8)
+
+    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        page, offset = slots // self.page_size, slots % self.page_size
+        k, v = (self.buffer[:, layer, part][page, :, offset].view(self.dtype).float() for part in range(2))
+        return k * self.k_scale, v * self.v_scale
+
+
 def kv_pool(
     kv_dtype: str,
     *,
@@ -105,5 +134,5 @@ def kv_pool(
     device: torch.device | str,
 ) -> MHATokenToKVPool:
     """Make the pool for the setting ``cache.kv_dtype``."""
-    kind = ScaledKVPool if scale_bytes(kv_dtype) else MHATokenToKVPool
+    kind = ScaledKVPool if scale_bytes(kv_dtype) else Fp8KVPool if kv_dtype == FP8_TENSOR else MHATokenToKVPool
     return kind(num_pages, page_size, num_layers, num_kv_heads, head_dim, KV_DTYPES[kv_dtype], device)

@@ -60,8 +60,8 @@ def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> i
 
 
 def weight_bytes(model: ModelConfig, tp: int) -> int:
-    """Count the bytes of the weights on each of ``tp`` ranks, by the model's shape alone: exact for floats, an upper
-    bound for int8."""
+    """Count the bytes of the weights on each of ``tp`` ranks, by the model's shape alone: an upper bound on a CPU,
+    where an embedding that is a view of the file is not held."""
     hidden, inner = model.hidden_size, model.num_heads // tp * model.head_dim
     kv = max(1, model.num_kv_heads // tp) * model.head_dim
     mlp, vocab = model.intermediate_size // tp, -(-model.vocab_size // tp)
@@ -69,9 +69,10 @@ def weight_bytes(model: ModelConfig, tp: int) -> int:
     tables = [(vocab, hidden)] * (1 if model.tie_embeddings else 2)
     biases = model.attention_bias * (inner + 2 * kv) + model.output_bias * hidden + model.mlp_bias * (2 * mlp + hidden)
     vectors = model.num_layers * (biases + 2 * hidden + model.qk_norm * 2 * model.head_dim) + hidden
-    numbers = model.num_layers * sum(rows * row for rows, row in products) + sum(rows * row for rows, row in tables)
-    item_bytes = DTYPE_BYTES[model.dtype]
-    return numbers * (1 if model.quantization == "int8" else item_bytes) + vectors * item_bytes
+    of_products, of_tables = model.weight_number_bytes
+    blocks = model.num_layers * sum(rows * row for rows, row in products)
+    numbers = blocks * of_products + sum(rows * row for rows, row in tables) * of_tables
+    return int(numbers) + vectors * DTYPE_BYTES[model.dtype]
 
 
 def kv_bytes_by_reserve(free_before: int, free_after: int, reserve_ratio: float) -> int:
@@ -90,9 +91,7 @@ def pool_tokens(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens
     tokens = profiled
     if max_total_tokens is not None:
         if max_total_tokens > profiled:
-            log.warning(
-                "max_total_tokens = %d is more than fits; using %d tokens", max_total_tokens, profiled
-            )
+            log.warning("max_total_tokens = %d is more than fits; using %d tokens", max_total_tokens, profiled)
         tokens = min(profiled, max_total_tokens)
     tokens -= tokens % page_size
     if tokens < page_size:

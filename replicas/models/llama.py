@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from replicas.attention.base import AttentionBackend, BatchMeta
+from replicas.attention.base import AttentionBackend, BatchMeta, HeadTurn, RotatingAttention
 from replicas.config import ModelConfig
 from replicas.layers.embedding import ParallelLMHead, RotaryEmbedding, Rotation, VocabParallelEmbedding
 from replicas.layers.fused import FusedBlocks, StagedAttention
-from replicas.layers.layer import Layer
+from replicas.layers.layer import Layer, computes_in
 from replicas.layers.linear import GatedMLP, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
 from replicas.layers.tp_group import TpGroup
@@ -42,8 +42,12 @@ class LlamaAttention(Layer):
     def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Run the attention on [T, hidden]."""
         q, k, v = self.qkv.split(self.qkv(x))
+        backend, norms = self._backend, self.head_norms()
+        if isinstance(backend, RotatingAttention) and backend.rotates:
+            turn = HeadTurn(rotation.cos, rotation.sin, _weights(norms))
+            return self.o_proj(backend.forward_rotating(self._index, q, k, v, turn))
         q, k = self.rotate(q, k, rotation)
-        return self.o_proj(self._backend.forward(self._index, q, k, v))
+        return self.o_proj(backend.forward(self._index, q, k, v))
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """Return the norms of query heads and key heads before the rotation, if the model has them."""
@@ -52,6 +56,15 @@ class LlamaAttention(Layer):
     def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Rotate q [T, H, D] and k [T, K, D] by their positions."""
         return rotation(q), rotation(k)
+
+
+def _weights(norms: tuple[RMSNorm, RMSNorm] | None) -> tuple[Tensor, Tensor, float] | None:
+    if norms is None:
+        return None
+    of_q, of_k = (norm.weight for norm in norms)
+    assert of_q is not None, "finalize() comes before the first call"
+    assert of_k is not None
+    return of_q, of_k, norms[0].eps
 
 
 class LlamaBlock(Layer):
@@ -73,10 +86,11 @@ class LlamaBlock(Layer):
             "mlp": self.mlp,
         }
 
-    def __call__(self, residual: Tensor, rotation: Rotation) -> None:
-        """Add this block's two terms to ``residual`` [T, hidden] in place."""
-        residual.add_(self.attn(self.input_norm(residual), rotation))
-        residual.add_(self.mlp(self.post_norm(residual)))
+    def __call__(self, residual: Tensor, term: Tensor | None, rotation: Rotation) -> Tensor:
+        """Add ``term``, what the block before has made, and this block's first term to ``residual`` [T, hidden] in
+        place. Returns: the second term [T, hidden], which is still to be added."""
+        term = self.attn(self.input_norm.after_adding(term, residual), rotation)
+        return self.mlp(self.post_norm.after_adding(term, residual))
 
 
 class Llama(Layer):
@@ -97,7 +111,7 @@ class Llama(Layer):
             theta=config.rope.theta,
             kind=config.rope.kind,
             scaling=config.rope.scaling,
-            dtype=getattr(torch, config.dtype),
+            dtype=computes_in(tp.device, getattr(torch, config.dtype)),
             device=tp.device,
         )
 
@@ -106,7 +120,8 @@ class Llama(Layer):
         """The programs for steps of up to ``max_rows`` tokens; None if the layers run all steps."""
         if self._tp.device.type != "cpu" or self._tp.size > 1:
             return None
-        staged = self._attention if isinstance(self._attention, StagedAttention) else None
+        backend = getattr(self._attention, "ready", self._attention)  # behind what the runner puts before it
+        staged = backend if isinstance(backend, StagedAttention) else None
         return FusedBlocks(self.blocks, self.norm, self._attention.forward, torch.get_num_threads(), staged)
 
     def parts(self) -> Mapping[str, Layer]:
@@ -127,9 +142,11 @@ class Llama(Layer):
         if self.fused is not None and 1 <= meta.num_tokens <= self.fused.max_rows:
             hidden = _rows(self.fused(hidden, rotation), logits_rows)
         else:
+            term = None
             for block in self.blocks:
-                block(hidden, rotation)
-            hidden = self.norm(_rows(hidden, logits_rows))
+                term = block(hidden, term, rotation)
+            assert term is not None, "a model has blocks"
+            hidden = self.norm.after_adding(_rows(term, logits_rows), _rows(hidden, logits_rows))
         return self.head(hidden)
 
 

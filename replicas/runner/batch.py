@@ -20,6 +20,7 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.fence import Fence
+from replicas.runner.sampler import DeviceLogprobs
 from replicas.scheduler.plan import DecodePlan, ExtendPlan, StepPlan, StepResult, TableWrite
 
 ALIGNMENT = 64  # bytes
@@ -82,16 +83,22 @@ def places(arrays: Sequence[Array]) -> tuple[list[int], int]:
 class PendingTokens:
     """A PendingStep whose tokens are being copied to the host; its K and V are in the pool when `result` returns."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        """Start the copy of ``tokens`` [S] int64, which work queued on the current stream makes."""
-        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.device.type == "cuda")
-        self._host.copy_(tokens, non_blocking=True)
+    def __init__(self, tokens: Tensor, logprobs: DeviceLogprobs | None) -> None:
+        """Start the copy of ``tokens`` [S] int64 and of their logprobs, which work queued on the current stream
+        makes."""
+        self._logprobs, pinned = logprobs, tokens.device.type == "cuda"
+        self._host = []
+        for tensor in (tokens, *(logprobs.tensors if logprobs is not None else ())):
+            self._host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned))
+            self._host[-1].copy_(tensor, non_blocking=True)
         self._fence = Fence(tokens.device)
         self._fence.mark()
 
     def result(self) -> StepResult:
         self._fence.wait()
-        return StepResult(token_ids=self._host.numpy().astype(np.int32))
+        token_ids = self._host[0].numpy().astype(np.int32)
+        told = () if self._logprobs is None else self._logprobs.told(token_ids, self._host[1:])
+        return StepResult(token_ids=token_ids, logprobs=told)
 
 
 class DeviceTable:
@@ -239,6 +246,7 @@ def _extend(plan: ExtendPlan, table: DeviceTable, staging: Staging) -> DeviceBat
         num_tokens=int(indptr[-1]),
         num_decode=plan.num_decode,
         prefix_groups=plan.prefix_groups,
+        prompt_groups=plan.prompt_groups,
         host_qo_indptr=indptr if on_device else None,
         host_seq_lens=prefix + lens if on_device else None,
     )

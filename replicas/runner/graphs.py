@@ -3,6 +3,9 @@
 Owns:      the graphs, one for each of some batch sizes, and the memory that they read and write: inputs (one packed
            copy a step), and logits.
 Never:     samples; extends. A step of more rows than the largest size runs without a graph.
+Ranks:     capture the same sizes in the same order, each after all have met: NCCL's communicator was made before, by
+           steps without graphs, and what one rank records the others record too. At replay NCCL's kernels meet as
+           they do without graphs. Graphs are dropped before the group: NCCL must not free what they hold.
 Invariant: what a graph reads and writes keeps its address. A smaller batch is padded with rows that read and write the
            sink alone: row 0 of the table, slot 0 of page 0, one token.
 Thread:    the thread that runs the model.
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, BatchMeta
+from replicas.layers.tp_group import TpGroup
 from replicas.runner.batch import DeviceBatch, DeviceTable, Staging, build_decode, decode_arrays, places
 from replicas.runner.warm_up import idle_decode
 from replicas.scheduler.plan import DecodePlan
@@ -54,8 +58,9 @@ class DecodeGraphs:
         self._logits = torch.zeros(largest, vocab_size, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, forward: Forward) -> None:
-        """Record ``forward`` at every size, the largest first: the others use its memory again."""
+    def capture(self, forward: Forward, tp: TpGroup) -> None:
+        """Record ``forward`` at every size, the largest first: the others use its memory again. All ranks of ``tp``
+        call this with graphs of the same sizes."""
         started_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         # One stream for all: cuBLAS keeps a workspace for each stream that it has seen.
@@ -67,6 +72,7 @@ class DecodeGraphs:
                 for _ in range(WARM_UP_RUNS):
                     forward(batch)
             torch.cuda.current_stream().wait_stream(stream)
+            tp.barrier()  # no rank records while another's collective waits for it
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._logits[:size].copy_(forward(batch))

@@ -22,7 +22,7 @@ import xxhash
 from replicas.config import Device, DType, ModelConfig, Quantization
 from replicas.errors import InvalidConfig
 from replicas.hf_config import model_config_from_hf
-from replicas.kernels.int8_groups import RULE
+from replicas.kernels.weight_formats import RULES
 from replicas.models.registry import model_class
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
@@ -142,7 +142,7 @@ def model_identity(path_or_hub_id: str, quantization: Quantization) -> str:
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         _add_samples(digest, path)
     if quantization != "none":
-        digest.update(RULE.encode())
+        digest.update(RULES[quantization].encode())
     return str(digest.hexdigest())
 
 

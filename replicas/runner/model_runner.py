@@ -10,15 +10,18 @@ Thread:    the engine thread on rank 0; the worker's main thread on other ranks.
 
 import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.attention.base import AttentionBackend, BatchMeta
+from replicas.attention.base import AttentionBackend, BatchMeta, HeadTurn, RotatingAttention
 from replicas.attention.registry import make_attention
 from replicas.attention.workspace import num_sms
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, Products
+from replicas.kernels import gpu
+from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
 from replicas.memory.pool import MHATokenToKVPool
@@ -30,10 +33,20 @@ from replicas.runner import set_aside
 from replicas.runner.batch import PendingTokens, Staging
 from replicas.runner.device import free_device_bytes
 from replicas.runner.graphs import DecodeGraphs, GraphAttention
+from replicas.runner.model_files import load_model_config
 from replicas.runner.sampler import Sampler
 from replicas.runner.warm_up import idle_decode, idle_extend, run_largest_step
 from replicas.runner.weights import load_weights, weight_bytes
-from replicas.scheduler.plan import DecodePlan, DoneStep, ExtendPlan, PendingStep, PrefixGroup, StepPlan, StepResult
+from replicas.scheduler.plan import (
+    DecodePlan,
+    DoneStep,
+    ExtendPlan,
+    PendingStep,
+    PrefixGroup,
+    SampleRow,
+    StepPlan,
+    StepResult,
+)
 from replicas.types import TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -66,16 +79,16 @@ class ModelRunner:
         self._attention.backend, self.attention_choice = make_attention(
             config.attention,
             self.pool,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=computes_in(self.device, getattr(torch, config.model.dtype)),
             num_heads=config.model.num_heads // tp.size,
             num_kv_heads=self.pool.num_kv_heads,
             head_dim=config.model.head_dim,
             num_threads=config.num_threads,
-            graph_rows=set_aside.graph_rows(config, tp.size),
+            graph_rows=set_aside.graph_rows(config),
         )
         self._sampler = Sampler(config.model.vocab_size, self.device)
         self._sampled: Tensor | None = None  # [S] of the step launched last; rank 0 only
-        self._samples_on_device = self.device.type == "cuda"  # so the host may go on meanwhile
+        self._samples_on_device = self.device.type == "cuda" and gpu.kernels() is not None  # the host goes on meanwhile
         self._staging = Staging(self.device)
         self._graphs: DecodeGraphs | None = None
         self.start_times = {"load_weights": load_s, "warm_up": self._warm_up()}  # s, by phase
@@ -105,21 +118,26 @@ class ModelRunner:
         """Start a step and its sampling; rank 0 only. The next plan may be launched before this one's result is known,
         and follow it (`DecodePlan.follows`). On a CPU the step is over when this returns."""
         logits, batch = self.forward(plan)
-        if self._samples_on_device and _only_tokens(plan):
+        if self._samples_on_device and not _wants_prompt_logprobs(plan):
             wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
-            self._sampled = self._sampler.sample_on_device(wanted, plan.sampling)
-            return PendingTokens(self._sampled)
+            last_ids = batch.input_ids if isinstance(plan, DecodePlan) else None
+            self._sampled, on_device = self._sampler.sample_on_device(wanted, plan.sampling, last_ids)
+            return PendingTokens(self._sampled, on_device)
         prompt = _prompt_logprobs(self._sampler, logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
         if not plan.sampling:
             return DoneStep(StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=prompt))
         wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
-        token_ids, logprobs = self._sampler.sample(wanted, plan.sampling)
+        token_ids, logprobs = self._sampler.sample(wanted, _completed(plan, batch))
         self._sampled = torch.from_numpy(token_ids).to(self.device)
         return DoneStep(StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step and sample; rank 0 only."""
         return self.launch(plan).result()
+
+    def close(self) -> None:
+        """Drop the graphs, whose collectives NCCL must not free before."""
+        self._graphs = None
 
     def _put_followed(self, plan: StepPlan, batch: batches.DeviceBatch) -> None:
         """Put rank 0's tokens of the last step into the input ids of a step that follows it, on every rank."""
@@ -142,7 +160,7 @@ class ModelRunner:
 
     def _size_pool(self, free_before: int) -> sizing.PoolSize:
         config, cache = self._config, self._config.cache
-        left = self._free_bytes(self.weight_bytes) - set_aside.bytes_for_graphs(config, self.tp.size)
+        left = self._free_bytes(self.weight_bytes) - set_aside.bytes_for_graphs(config)
         left -= set_aside.bytes_for_attention(config, self.tp.size, num_sms=num_sms(self.device))
         kv_bytes = self.tp.min_int(sizing.kv_bytes(free_before, left, cache.mem_fraction_static))
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
@@ -150,23 +168,24 @@ class ModelRunner:
         return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
 
     def _capture_graphs(self) -> None:
-        """Record decode steps, if the device and the attention backend can."""
-        rows = set_aside.graph_rows(self._config, self.tp.size)
+        """Record decode steps, if the device, and on every rank the attention backend and the group, can."""
+        rows, attention = set_aside.graph_rows(self._config), self.attention
         if not rows:
-            if self.device.type == "cuda" and self._config.cuda_graphs and self.tp.rank == 0:
-                log.info("CUDA graphs: none, there are %d ranks, and they need one", self.tp.size)
             return
-        if not isinstance(self.attention, GraphAttention):
-            log.info("CUDA graphs: none, the attention backend cannot be captured")
+        reason = self.tp.why_not_captured and f"the ranks' group {self.tp.why_not_captured}"
+        if not isinstance(attention, GraphAttention):
+            reason = f"attention {self.attention_choice.name} cannot be captured"
+        if not self.tp.min_int(reason is None) or not isinstance(attention, GraphAttention):
+            log.info("CUDA graphs: none, %s", reason or "another rank has none: its log says why")
             return
         graphs = DecodeGraphs(
-            self.attention,
+            attention,
             self.table,
             self._staging,
             max_rows=rows,
             vocab_size=self._config.model.vocab_size,
         )
-        graphs.capture(self._forward_begun)
+        graphs.capture(self._forward_begun, self.tp)
         self._graphs = graphs
 
     def _forward_begun(self, batch: batches.DeviceBatch) -> Tensor:
@@ -230,12 +249,39 @@ class _LateAttention:
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.ready.forward(layer, q, k, v)
 
+    @property
+    def rotates(self) -> bool:
+        return isinstance(self.backend, RotatingAttention)
 
-def _only_tokens(plan: StepPlan) -> bool:
-    """Tell whether a step is asked for tokens only: logprobs are computed on the host."""
-    if isinstance(plan, ExtendPlan) and any(row.target_ids is not None for row in plan.rows):
-        return False
-    return not any(row.return_logprobs for row in plan.sampling)
+    def forward_rotating(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None) -> Tensor:
+        assert isinstance(self.backend, RotatingAttention)
+        return self.backend.forward_rotating(layer, q, k, v, turn)
+
+
+def _wants_prompt_logprobs(plan: StepPlan) -> bool:
+    """Tell whether a step is asked for logprobs of a prompt, which are computed on the host."""
+    return isinstance(plan, ExtendPlan) and any(row.target_ids is not None for row in plan.rows)
+
+
+def _completed(plan: StepPlan, batch: batches.DeviceBatch) -> Sequence[SampleRow]:
+    """Return the rows to sample on the host, those with penalties with the tokens that a step which follows lacks."""
+    if not isinstance(plan, DecodePlan) or plan.follows is None:
+        return plan.sampling
+    if not any(row.params.has_penalties for row in plan.sampling):
+        return plan.sampling
+    last = batch.input_ids[: len(plan.rows), None].cpu().numpy().astype(np.int32)  # [B, 1]
+    rows = zip(plan.sampling, last, strict=True)
+    return [row._replace(output_ids=np.append(row.output_ids, ids)) for row, ids in rows]
+
+
+def pack_weights(path: str) -> None:
+    """Write the file of packed weights of the model in folder ``path``, as the first engine on a CPU does.
+
+    Raises: InvalidConfig for a folder that holds no such model.
+    """
+    config, tp = load_model_config(path, device="cpu"), TpGroup(device="cpu")
+    model = model_class(config.architecture)(config, tp, _LateAttention())
+    load_weights(model, config, tp, products=Products())
 
 
 def _prompt_logprobs(

@@ -28,12 +28,10 @@ from torch import Tensor
 from replicas import kernels
 from replicas.config import EngineConfig, ModelConfig, Products, ProductSetting
 from replicas.errors import InvalidConfig
-from replicas.kernels.int8 import num_groups
 from replicas.kernels.int8_tiles import cpu_has_vnni
-from replicas.kernels.linear import FEW_ROWS, LinearKernel, serves
+from replicas.kernels.linear import LinearKernel
 from replicas.kernels.simd import W, compiled_for
 from replicas.kernels.team import team
-from replicas.kernels.widened import WidenedKernel
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +41,7 @@ ROWS = (32, 64, 256)  # that are measured: in steps of fewer, running as one pro
 CLEARLY_FASTER = 1.15  # measured times differ by less from run to run
 ROUNDS, TRIES = 4, 2  # of a measurement: the quickest run of all counts
 MOST_FLOATS = 1 << 21  # of a weight that stands for one with more rows: 8 MB
-INT8_ROWS = (1, 256)  # a decode step of one request, and a prompt's
-UNCACHED_FLOATS = 1 << 24  # of a weight that is read from memory: 64 MB in fp32
+BLAS_ROWS = 64  # and more, where BLAS is set
 ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what holds a BLAS to other instructions
 
 
@@ -53,23 +50,25 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
     if setting not in get_args(ProductSetting):
         raise InvalidConfig(f"model.products = {setting!r} is unknown; allowed: {', '.join(get_args(ProductSetting))}")
     model, tp = config.model, config.parallel.tp
-    if config.device != "cpu" or model.dtype != "float32":
+    if config.device != "cpu":
         return Products(), f"PyTorch's, in {model.dtype} on {config.device}"
-    if model.quantization == "int8" and not cpu_has_vnni():
-        log.warning("%s", int8_warning(int8_speed(model)))
-    if config.rounds:
-        return Products(one_order=True), "own: what is made of them is rounded, so one order of sums for any rows"
+    if model.quantization == "int8":
+        how = "multiplied as bytes" if cpu_has_vnni() else "widened for fp32 arithmetic: this CPU has no VNNI"
+        return Products(one_order=True), f"own, int8 weights and activations, {how}"
+    if config.rounds or model.weight_format != "float32":
+        order = f"; in one order, for K and V rounded to {config.kv_dtype}" if config.rounds else ""
+        return Products(one_order=config.rounds), f"own, {model.weight_format} weights in fp32 arithmetic{order}"
     if setting == "own":
         return Products(), "own, as set"
     if setting == "blas":
-        return blas_products(model, tp), f"BLAS for {FEW_ROWS} rows and more, as set"
+        return blas_products(model, tp), f"BLAS for {BLAS_ROWS} rows and more, as set"
     products = faster(_recorded(_measure, product_shapes(model, tp)))
     return products, f"{products.describe()}, as measured on this CPU"
 
 
 def blas_products(model: ModelConfig, tp: int) -> Products:
-    """Choose BLAS for every step of `FEW_ROWS` rows and more, without measuring."""
-    return Products(blas_rows=dict.fromkeys(product_shapes(model, tp), FEW_ROWS))
+    """Choose BLAS for every step of `BLAS_ROWS` rows and more, without measuring."""
+    return Products(blas_rows=dict.fromkeys(product_shapes(model, tp), BLAS_ROWS))
 
 
 def product_shapes(model: ModelConfig, tp: int) -> list[Shape]:
@@ -97,45 +96,13 @@ def faster(rates: Rates) -> Products:
     return Products(blas_rows=taken)
 
 
-def int8_speed(model: ModelConfig) -> dict[int, float]:
-    """Measure, by rows of a step, the speed of an int8 product over one in fp32, with weights read from memory."""
-    rates = _recorded(_measure_int8, [(UNCACHED_FLOATS // model.hidden_size // W * W, model.hidden_size)])
-    return {rows: int8 / fp32 for by_rows in rates.values() for rows, (fp32, int8) in by_rows.items()}
-
-
-def int8_warning(speed: Mapping[int, float]) -> str:
-    """Say how fast int8 is on a CPU whose kernels cannot multiply bytes."""
-    ratios = " and ".join(f"{speed[rows]:.2f} with {rows} row{'s' if rows > 1 else ''}" for rows in INT8_ROWS)
-    slow = "" if min(speed.values()) >= 1 else "; leave model.quantization out where that is too slow"
-    return (
-        "int8: this CPU has no AVX-512 VNNI, so weights are widened for fp32 arithmetic; products have, as measured, "
-        f"the speed of fp32 times {ratios}{slow}"
-    )
-
-
 def _measure(shapes: Sequence[Shape]) -> Rates:
-    """Of our product and BLAS's, weights of a large shape cut to their first rows. Shapes that are not for our kernels
-    are left out."""
+    """Of our product and BLAS's, weights of a large shape cut to their first rows."""
     cases: list[_Case] = []
     for n, k in shapes:
         weight = torch.full((min(n, max(W, MOST_FLOATS // k // W * W)), k), 0.5)
-        if not serves(weight) or n % W:
-            continue
         own, blas = LinearKernel(weight, team(1)), functools.partial(F.linear, weight=weight)
         cases += [_Case((n, k), torch.ones(rows, k), len(weight), (own, blas)) for rows in ROWS]
-    return _rates(cases)
-
-
-def _measure_int8(shapes: Sequence[Shape]) -> Rates:
-    """Measure our products in fp32 and in int8, on CPUs without VNNI."""
-    cases: list[_Case] = []
-    for n, k in shapes:
-        weight, rounded = torch.full((n, k), 0.5), torch.ones(n, k, dtype=torch.int8)
-        for rows in INT8_ROWS:
-            part = max(W, n // rows // W * W)  # as much arithmetic with many rows: memory matters to few
-            scales = torch.ones(part, num_groups(k), dtype=torch.bfloat16)
-            works = LinearKernel(weight[:part], team(1)), WidenedKernel(rounded[:part], scales, None, team(1))
-            cases.append(_Case((n, k), torch.ones(rows, k), part, works))
     return _rates(cases)
 
 
@@ -184,8 +151,8 @@ def _recorded(measure: Callable[[Sequence[Shape]], Rates], shapes: Sequence[Shap
     except (OSError, ValueError, KeyError, TypeError):
         pass
     started_s, rates = time.monotonic(), measure(sorted(set(shapes)))
-    log.info("products measured in %.1f s, GFLOP/s of ours and %s by rows: %s", time.monotonic() - started_s,
-             "in int8" if measure is _measure_int8 else "of BLAS", _in_words(rates))  # fmt: skip
+    log.info("products measured in %.1f s, GFLOP/s of ours and of BLAS by rows: %s",
+             time.monotonic() - started_s, _in_words(rates))  # fmt: skip
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         written = file.with_suffix(f".{os.getpid()}")
@@ -213,7 +180,7 @@ def _machine() -> dict[str, object]:
         "torch": torch.__version__,
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16],
-        "rows": [ROWS, INT8_ROWS],
+        "rows": ROWS,
     }
 
 

@@ -4,7 +4,8 @@ Owns:      the order of edits: repetition penalty, frequency and presence penalt
            allowed_token_ids, bad_words and min_new_tokens. Then a greedy row takes the largest logit; the others go
            through temperature, top-k, top-p, min-p and the draw (draw.py). Logprobs are the natural logarithm of
            softmax(logits) of the model's own logits, before any edit (vLLM's ``raw_logprobs``).
-Never:     keeps state between steps; reads more of a request than its SampleRow; changes the logits it is given.
+Never:     keeps state between steps, but for counts of tokens on a GPU (token_counts.py); reads more of a request than
+           its SampleRow; changes the logits it is given.
 Invariant: a row's token is a function of that row alone; the batch, its order and its size do not enter.
 Thread:    engine thread of rank 0.
 
@@ -14,6 +15,7 @@ A bad word is a sequence of tokens: if the output ends with all of it but the la
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -21,9 +23,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from replicas.attention.page_lists import to_device
 from replicas.kernels.elementwise import argmax
 from replicas.runner.device_draw import sample_on_device
 from replicas.runner.draw import draw
+from replicas.runner.token_counts import TokenCounts
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import TokenIds, TokenLogprob
 
@@ -45,9 +49,9 @@ class _Entries:
         """Return ((rows [N], ids [N]), values [N]) on ``device``, or None if there are none."""
         if not self._rows:
             return None
-        rows, ids, values = (np.concatenate(parts) for parts in (self._rows, self._ids, self._values))
-        where = (torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device))
-        return where, torch.from_numpy(values).to(device)
+        rows, ids, values = np.concatenate(self._rows), np.concatenate(self._ids), np.concatenate(self._values)
+        where = to_device(np.stack((rows, ids)), device)
+        return (where[0], where[1]), to_device(values, device)
 
 
 def needs_edit(row: SampleRow) -> bool:
@@ -59,8 +63,10 @@ def _masks_stops(row: SampleRow) -> bool:
     return row.num_output < row.params.min_new_tokens and bool(row.stop_ids)
 
 
-def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Copy ``logits`` [S, V] and apply each row's parameters.
+def edit_logits(
+    logits: Tensor, rows: Sequence[SampleRow], counted: TokenCounts | None = None, last_ids: Tensor | None = None
+) -> Tensor:
+    """Copy ``logits`` [S, V] and apply each row's parameters; penalties by ``counted``, if given.
 
     If the other masks leave a request no token but its stop ids, it cannot meet min_new_tokens: its stop ids stay.
     """
@@ -69,12 +75,12 @@ def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     allowed: dict[int, npt.NDArray[np.int64]] = {}  # by row
     for r, row in enumerate(rows):
         params = row.params
-        if params.repetition_penalty != 1.0:
+        if params.repetition_penalty != 1.0 and counted is None:
             seen = np.zeros(vocab_size, dtype=np.bool_)
             seen[row.prompt_ids] = True
             seen[row.output_ids] = True
             repetition.add(r, np.flatnonzero(seen), params.repetition_penalty)
-        if (params.frequency_penalty or params.presence_penalty) and len(row.output_ids):
+        if (params.frequency_penalty or params.presence_penalty) and len(row.output_ids) and counted is None:
             ids, counts = np.unique(row.output_ids, return_counts=True)
             additive.add(r, ids.astype(np.int64), -(params.frequency_penalty * counts + params.presence_penalty))
         if params.logit_bias:
@@ -91,6 +97,8 @@ def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         if banned:
             masked.add(r, np.fromiter(banned, dtype=np.int64), -np.inf)
     edited = logits.clone()
+    if counted is not None:
+        counted.penalise(edited, rows, last_ids)
     if (found := repetition.on(logits.device)) is not None:
         where, factors = found
         values = edited[where]
@@ -98,7 +106,7 @@ def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     if (found := additive.on(logits.device)) is not None:
         edited.index_put_(found[0], found[1], accumulate=True)
     for r, allowed_ids in allowed.items():
-        index = torch.from_numpy(allowed_ids).to(logits.device)
+        index = to_device(allowed_ids, logits.device)
         kept = edited[r, index]
         edited[r] = -torch.inf
         edited[r, index] = kept
@@ -158,12 +166,51 @@ def _most_likely(logits: Tensor, num: int) -> npt.NDArray[np.int64]:
     return np.take_along_axis(host_ids, np.lexsort((host_ids, -host_values), axis=-1), axis=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceLogprobs:
+    """The logprobs of a step's tokens on the device: of the rows that ask, n of them."""
+
+    asked: list[int]  # [n] rows of the step
+    rows: Sequence[SampleRow]  # all of the step
+    tensors: tuple[Tensor, Tensor, Tensor]  # [n] of the tokens; [n, top] ids and logprobs of the most likely
+
+    @staticmethod
+    def of(logits: Tensor, tokens: Tensor, rows: Sequence[SampleRow]) -> "DeviceLogprobs":
+        """Compute what `token_logprobs` does, without waiting; BROKEN tokens count as 0."""
+        asked = [i for i, row in enumerate(rows) if row.return_logprobs]
+        index = to_device(np.array(asked, np.int64), logits.device)
+        own = logits if len(asked) == len(rows) else logits[index]
+        normaliser = torch.logsumexp(own, dim=-1, keepdim=True)
+        values = own.gather(1, tokens[index].clamp_min(0)[:, None]) - normaliser
+        num_top = min(max(rows[i].top_logprobs for i in asked), logits.shape[1])
+        ids = _ordered_keys(own).topk(num_top, dim=-1).indices if num_top else index[:, None][:, :0]
+        return DeviceLogprobs(asked, rows, (values[:, 0], ids, own.gather(1, ids) - normaliser))
+
+    def told(self, token_ids: TokenIds, fetched: Sequence[Tensor]) -> tuple[TokenLogprob | None, ...]:
+        """Return the logprob of each row of the step, given its tokens and ``tensors`` on the host."""
+        found: list[TokenLogprob | None] = [None] * len(self.rows)
+        for i, value, ids, values in zip(self.asked, *(x.tolist() for x in fetched), strict=True):
+            if token_ids[i] != BROKEN:
+                num = self.rows[i].top_logprobs
+                top = tuple(zip(ids[:num], values[:num], strict=True))
+                found[i] = TokenLogprob(token_id=int(token_ids[i]), logprob=value, top=top)
+        return tuple(found)
+
+
+def _ordered_keys(logits: Tensor) -> Tensor:
+    """int64 [n, V], all different: larger for a larger logit, and of equals for a lower id."""
+    bits = (logits + 0.0).contiguous().view(torch.int32).long()  # + 0.0: one zero
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    return (order << 32) - torch.arange(logits.shape[1], device=logits.device)
+
+
 class Sampler:
     """Chooses the next token of each row; one per engine, on rank 0."""
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self._counts = TokenCounts(vocab_size, self.device)
 
     def warm_up(self, logits: Tensor) -> None:
         """Compile the argmax kernel, so the first greedy request does not wait for it."""
@@ -191,13 +238,22 @@ class Sampler:
             token_ids[drawn] = draw(chosen, peaks[drawn], [rows[i] for i in drawn])
         return token_ids, self._logprobs(logits, token_ids, rows)
 
-    def sample_on_device(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Choose tokens [S] int64 on the device, without logprobs and without waiting for it."""
+    def sample_on_device(
+        self, logits: Tensor, rows: Sequence[SampleRow], last_ids: Tensor | None = None
+    ) -> tuple[Tensor, DeviceLogprobs | None]:
+        """Choose tokens [S] int64 on the device, with the logprobs of rows that ask, and without waiting for it.
+
+        Args: last_ids: the input ids of a decode step; the rows of one that follows another lack these tokens.
+        """
         self._check_shape(logits, len(rows))
         if not rows:
-            return torch.empty(0, dtype=torch.int64, device=logits.device)
-        edited = edit_logits(logits, rows) if any(needs_edit(row) for row in rows) else logits
-        return sample_on_device(edited, rows)
+            return torch.empty(0, dtype=torch.int64, device=logits.device), None
+        edits = any(needs_edit(row) for row in rows)
+        tokens = sample_on_device(edit_logits(logits, rows, self._counts, last_ids) if edits else logits, rows)
+        if edits:
+            self._counts.add(tokens)
+        asks = any(row.return_logprobs for row in rows)
+        return tokens, DeviceLogprobs.of(logits, tokens, rows) if asks else None
 
     def prompt_logprobs(self, logits: Tensor, target_ids: TokenIds, top_n: int = 0) -> tuple[TokenLogprob, ...]:
         """Compute logprobs and ranks of prompt tokens, with the ``top_n`` most likely alternatives.

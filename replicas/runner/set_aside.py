@@ -8,25 +8,24 @@ Invariant: FlashInfer is counted where `attention` may choose it, installed or n
 import torch
 
 from replicas.attention.workspace import attention_bytes
-from replicas.config import EngineConfig
+from replicas.config import FP8_TENSOR, EngineConfig
 from replicas.memory import sizing
 from replicas.memory.table import ROW_SLACK
 from replicas.runner.graphs import SIZES, graph_bytes
 
-HALVES = ("float16", "bfloat16")
+FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR)
 
 
-def graph_rows(config: EngineConfig, num_ranks: int) -> int:
-    """Return the largest batch to capture CUDA graphs for; 0 where there are none. With more ranks than one there are
-    none: capturing collectives has not been tested."""
-    if config.device != "cuda" or num_ranks > 1 or not config.cuda_graphs:
+def graph_rows(config: EngineConfig) -> int:
+    """Return the largest batch to capture CUDA graphs for; 0 where there are none."""
+    if config.device != "cuda" or not config.cuda_graphs:
         return 0
     limit = config.scheduler.max_running_requests
     return SIZES[-1] if limit is None else min(limit, SIZES[-1])
 
 
-def bytes_for_graphs(config: EngineConfig, num_ranks: int) -> int:
-    rows, model = graph_rows(config, num_ranks), config.model
+def bytes_for_graphs(config: EngineConfig) -> int:
+    rows, model = graph_rows(config), config.model
     if not rows:
         return 0
     return graph_bytes(
@@ -42,13 +41,13 @@ def bytes_for_graphs(config: EngineConfig, num_ranks: int) -> int:
 def bytes_for_attention(config: EngineConfig, num_ranks: int, *, num_sms: int) -> int:
     """Return the bytes of FlashInfer's workspace; Triton's backend keeps nothing between steps."""
     model = config.model
-    if config.device != "cuda" or config.attention not in ("auto", "flashinfer") or config.kv_dtype not in HALVES:
+    if config.device != "cuda" or config.attention not in ("auto", "flashinfer") or config.kv_dtype not in FLASHINFERS:
         return 0
     return attention_bytes(
         num_heads=model.num_heads // num_ranks,
         num_kv_heads=max(1, model.num_kv_heads // num_ranks),
         head_dim=model.head_dim,
-        graph_rows=graph_rows(config, num_ranks),
+        graph_rows=graph_rows(config),
         num_sms=num_sms,
         max_pages=-(-(model.context_len + ROW_SLACK) // config.cache.page_size),
     )

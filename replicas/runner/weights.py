@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -19,11 +19,13 @@ from safetensors import safe_open
 
 from replicas.config import ModelConfig, Products
 from replicas.errors import InvalidConfig
-from replicas.layers import int8
+from replicas.kernels.int8_tiles import cpu_has_vnni
+from replicas.kernels.panels import make
 from replicas.layers.layer import full_name
 from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama
-from replicas.runner.model_files import listing
+from replicas.runner.model_files import listing, model_identity
+from replicas.runner.panel_file import Keep, panel_file
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +59,24 @@ def load_weights(
     _check_names(folder, wanted.keys(), found, tied=config.tie_embeddings)
     layers = list(model.walk())
     for _, layer in layers:
-        layer.multiply_by(products)
-    if config.quantization == "int8":
-        for _, layer in layers:
-            layer.quantize()
-        (log.info if tp.rank == 0 else log.debug)("int8 products: %s", int8.describe())
+        layer.multiply_by(products, config.weight_format)
     loaded = LoadLog(sum(num_bytes.values()), write=log.info if tp.rank == 0 else log.debug)
-    with _bar(f"loading {folder.name}") if progress is None else _as_is(progress) as advance:
+    bar = _bar(f"loading {folder.name}") if progress is None else nullcontext(progress)
+    with bar as advance, _kept(config, tp) as keep:
         for done, (prefix, layer) in enumerate(layers, start=1):
-            layer.finalize(tp.device, getattr(torch, config.dtype))
+            layer.finalize(tp.device, getattr(torch, config.dtype), keep(prefix))
             loaded.add(sum(num_bytes.get(full_name(prefix, name), 0) for name in layer.slots()))
             advance(done, len(layers))
+
+
+def _kept(config: ModelConfig, tp: TpGroup) -> AbstractContextManager[Keep]:
+    """Return where the packed weights of a rank come from."""
+    if tp.device.type != "cpu":
+        return nullcontext(lambda name: make)
+    format_ = config.weight_format
+    meaning = {"identity": model_identity(config.path, config.quantization), "bytes": cpu_has_vnni()}
+    what = f"{format_}-{tp.rank + 1}of{tp.size}"
+    return panel_file(Path(config.path), what, {**meaning, "what": what})
 
 
 MEASURED_S = 0.1  # over less a rate means nothing
@@ -151,8 +160,3 @@ def _bar(what: str) -> Iterator[Progress]:
     with Bar(console=Console(stderr=True)) as bar:
         task = bar.add_task(what)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _as_is(progress: Progress) -> Iterator[Progress]:
-    yield progress

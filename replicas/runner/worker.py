@@ -52,6 +52,7 @@ def run_worker(spec: WorkerSpec) -> None:
         try:
             message: StepPlan | KvOrder = plans.recv()
         except (EOFError, ConnectionResetError):
+            runner.close()
             return
         if isinstance(message, ReadKv | WriteKv):
             run_order(message, runner.pool, tp, spec.config.model.num_kv_heads)

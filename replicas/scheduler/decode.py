@@ -2,7 +2,8 @@
 
 Owns:      whether the queues must be looked at before another step may be planned ahead; the prefix
            groups of the last batch: running requests that begin with the same pages, so that attention reads those
-           once for all of them. The groups hold until a request joins, leaves, or commits more tokens.
+           once for all of them. The groups hold until a request joins, leaves, or commits more tokens. Those of
+           prompts are found anew for each step.
 Never:     changes the tree. A split of a node changes no group, since each request keeps the path that it locked. Takes
            pages that a peer may read: a prefill leg that has begun is never retracted.
 Invariant: a running request lacks exactly one token's K/V: that of its last token. A retracted request waits again,
@@ -36,7 +37,7 @@ from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
 from replicas.types import TokenIds
 
-MIN_LEN = 256  # tokens; where sharing begins to pay on a CPU (docs/performance.md, Attention)
+MIN_LEN = 256  # tokens; where sharing begins to pay on a CPU (docs/log/2026-11-22-cpu-kernels.md, Cascade)
 
 
 class DecodeRows(NamedTuple):
@@ -155,6 +156,12 @@ class SharedPrefixes:
         if not first:
             return self._groups
         return tuple(replace(group, members=group.members + np.int32(first)) for group in self._groups)
+
+
+def prompt_groups(reqs: Sequence[Req]) -> tuple[PrefixGroup, ...]:
+    """Find the groups among ``reqs``, which extend: prompts with one cached prefix."""
+    locks = [req.holding.lock for req in reqs if req.holding is not None]
+    return find_groups([_locked(lock) for lock in locks], MIN_LEN) if len(locks) > 1 else ()
 
 
 def find_groups(nodes: Sequence[TreeNode], min_len: int) -> tuple[PrefixGroup, ...]:
@@ -279,13 +286,10 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
 
 
 def _needs_host(req: Req) -> bool:
-    """Whether the token after the one under way needs the host: its logits depend on that token (penalties, bad words),
-    or logprobs are wanted. The launch of such a step would wait for the one before it, whose tokens would then be a
-    step late."""
-    sampling = req.sampling
-    if sampling.edits_logits or req.return_logprobs:
-        return True
-    return req.num_tokens + 1 - req.prompt_len < sampling.min_new_tokens and bool(req.stop_ids)
+    """Whether the token after the one under way needs the host: which bad words it may not end depends on that token.
+    The launch of such a step would wait for the one before it, whose tokens would then be a step late. Penalties depend
+    on it too, but are counted where it is (runner/token_counts.py)."""
+    return bool(req.sampling.bad_words)
 
 
 def _places(reqs: list[Req], before: list[Req]) -> npt.NDArray[np.int32] | None:

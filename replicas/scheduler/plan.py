@@ -24,7 +24,7 @@ class PrefixGroup:
     """
 
     members: npt.NDArray[np.int32]  # [n] indices into the step's rows, ascending, n >= 2
-    length: int  # tokens, whole pages, less than the seq_len of every member
+    length: int  # tokens, whole pages, in the pool before the step for every member
 
 
 BROKEN = -1  # in StepResult.token_ids: the row's logits held NaN or inf, or nothing was left to choose
@@ -66,6 +66,7 @@ class ExtendPlan:
     sampling: tuple["SampleRow", ...]
     num_decode: int = 0
     prefix_groups: tuple[PrefixGroup, ...] = ()  # among the last num_decode rows; members count from the first row
+    prompt_groups: tuple[PrefixGroup, ...] = ()  # among the rows before them
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,9 @@ Thread:    scheduler thread only.
 A mixed step computes one token of each running request together with the prompts: running requests continue while
 prompts arrive, and the weights are read once for both. SPEC F01 and F08 let prompts go first, so that running requests
 make no token while prompts arrive; the scheduler departs from that here (``scheduler.mixed_steps``).
+
+A prompt waits while another of the step computes its prefix, and the next step has that in the tree. Requests behind it
+may start meanwhile, but only with their whole prompt: one that became mid-prompt would go before it until its end.
 Source:    Sarathi-Serve, Agrawal et al. 2024 (arXiv:2403.02310), "piggy-backed" decodes.
 """
 
@@ -54,6 +57,7 @@ class ExtendBatch:
     reserved: int = 0  # tokens that the requests in flight may still need, this batch included
     barrier: float | None = None  # rank of the request that found no row or memory
     short: Req | None = None  # that request, if it was memory
+    whole_only: bool = False  # a request waits for its prefix: none behind it may become mid-prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,7 @@ def next_batch(
         if refusal in NO_ROOM:
             batch.barrier = req.ranks_from_s
             batch.short = req if refusal is Refusal.MEMORY else None
+        batch.whole_only |= refusal is Refusal.SHARED_PREFIX
         if refusal not in PASSING:
             break
     return batch
@@ -141,14 +146,14 @@ def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: S
     if req.prompt_logprobs_from is not None and want > LOGITS_CHUNK:
         want = max(1, (start + LOGITS_CHUNK) // kv.page_size * kv.page_size - start)
     length = budget.grant(want, prefix_len=start)
-    if length == 0:
+    last = start + length == req.num_tokens
+    if length == 0 or (batch.whole_only and not last):
         return False
     try:
         slots = kv.extend(req, start + length)
     except PagesExhausted:
         return False
     budget.spend(length)
-    last = start + length == req.num_tokens
     queues.chunked = None if last else req
     batch.reqs.append(req)
     batch.rows.append(_row(req, start, length, slots, sample=last))
@@ -157,7 +162,7 @@ def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: S
 
 def _prefix_is_computed(batch: ExtendBatch, req: Req, kv: KvCache, share_len: int) -> bool:
     """Whether ``req`` could reuse at least ``share_len`` more tokens if it waited for this batch (SPEC F04)."""
-    ids = req.ids[: req.num_tokens - 1]
+    ids = req.ids[: kv.longest_reuse(req)]
     own = -1
     for leader in batch.reqs:
         if leader.salt != req.salt:
@@ -207,8 +212,9 @@ def extend_plan(
     decode: DecodeRows | None,
     table_writes: tuple[TableWrite, ...],
     groups: tuple[PrefixGroup, ...],
+    prompt_groups: tuple[PrefixGroup, ...],
 ) -> ExtendPlan:
-    """Plan a step of ``batch`` and, with ``decode``, of all ``running`` requests, whose rows and groups these are."""
+    """Plan a step of ``batch`` and, with ``decode``, of all ``running`` requests; each of them with its groups."""
     rows, sampled = list(batch.rows), [req for req, row in zip(batch.reqs, batch.rows, strict=True) if row.sample]
     if decode is not None:
         rows += _decode_rows(decode)
@@ -219,6 +225,7 @@ def extend_plan(
         sampling=tuple(sample_row(req) for req in sampled),
         num_decode=len(rows) - len(batch.rows),
         prefix_groups=groups,
+        prompt_groups=prompt_groups,
     )
 
 

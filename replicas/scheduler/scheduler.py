@@ -29,6 +29,7 @@ from replicas.scheduler.decode import (
     decode_plan,
     decode_rows,
     plan_ahead,
+    prompt_groups,
     retract_until_it_fits,
 )
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
@@ -175,7 +176,8 @@ class Scheduler:
             self.last.made_progress = True
             groups = self._groups(queues.running, first=len(batch.rows)) if decode is not None else ()
             queues.under_way.begin([*batch.reqs, *(queues.running if decode is not None else ())])
-            return extend_plan(batch, queues.running, decode, self._table_writes(), groups)
+            prompts = prompt_groups(batch.reqs) if self._config.cascade else ()
+            return extend_plan(batch, queues.running, decode, self._table_writes(), groups, prompts)
         if not mixed:
             gave_way, decode = self._take_decode_slots()
         if decode is None:

@@ -57,6 +57,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # asyncio sends small parts at once only where the listening socket names its protocol; else each answer takes 44 ms
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.bind(("127.0.0.1", 0))
+    listening.listen()  # from here on a client waits for uvicorn, and is not refused
     tokenizer = Tokenizer(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
     ready, loop = threading.Event(), asyncio.new_event_loop()
 

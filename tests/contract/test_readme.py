@@ -52,8 +52,34 @@ def test_the_table_of_all_settings_is_the_one_that_the_code_gives() -> None:
     assert written == table()
 
 
+def test_a_meaning_of_several_lines_is_told_whole() -> None:
+    (row,) = (line for line in table().splitlines() if line.startswith("| `model.quantization`"))
+    meaning = row.split("|")[4]
+    assert "int8:" in meaning
+    assert "int4:" in meaning
+
+
 def test_the_readme_can_be_read_in_ten_minutes() -> None:
     assert len(pathlib.Path("README.md").read_text().splitlines()) <= 150
+
+
+def test_performance_says_what_holds_and_the_log_has_the_rest() -> None:
+    assert len(pathlib.Path("docs/performance.md").read_text().splitlines()) <= 250
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    """To files that are there, and to headings by the name that GitHub gives them."""
+    dead = []
+    for page in (pathlib.Path("README.md"), *pathlib.Path("docs").rglob("*.md")):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            name, _, heading = link.partition("#")
+            target = page.parent / name if name else page
+            if "://" in link or (target.exists() and not heading):
+                continue
+            headings = re.findall(r"^#+ (.*)", target.read_text(), flags=re.MULTILINE) if target.is_file() else []
+            if heading not in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}:
+                dead.append(f"{page}: {link}")
+    assert not dead
 
 
 def test_names_of_vllm_and_sglang_are_in_a_table_with_ours_and_ours_exist() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
@@ -101,6 +102,7 @@ class FakeCuda:
         self.copied_on: list[Stream] = []  # the stream of each copy to the host
         self.streams = [Stream()]  # the current one is last
         self.graphs: list[Graph] = []
+        self.kernels = 0  # of Triton that were launched
         self.capturing: Graph | None = None
         self.sticky = ""  # what every wait says once the device is broken
         self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets that
@@ -257,7 +259,9 @@ class Kernel:
                     assert x.dtype == DTYPES.get(name, x.dtype), f"{name} is {x.dtype}"
                     assert x.stride(-1) == 1, f"{name} has strides {x.stride()}"
             plains = [plain(x) for x in args]
-            self._kernel[grid](*plains, **options)
+            FAKE.kernels += 1
+            with _disable_current_modes():  # what the interpreter does is no launch
+                self._kernel[grid](*plains, **options)
             if FAKE.capturing is not None:
                 FAKE.capturing.operations.append(lambda: self._kernel[grid](*plains, **options))
 
@@ -281,9 +285,14 @@ def _capture(graph: Graph, **options: Any) -> Iterator[None]:
     FAKE.graphs.append(graph)
 
 
+def _kernels_of(module: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{name: Kernel(kernel) for name, kernel in vars(module).items() if hasattr(kernel, "fn")})
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """From now on this process has a GPU; Triton must be interpreting."""
     from replicas.attention import triton_kernels, triton_paged
+    from replicas.kernels import gpu, triton_rows
 
     FAKE.reset()
     for name in of_torch:
@@ -315,8 +324,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    kernels = {name: Kernel(getattr(triton_kernels, name)) for name in dir(triton_kernels) if name[0] != "_"}
-    monkeypatch.setattr(triton_paged, "kernels", SimpleNamespace(**kernels))
+    monkeypatch.setattr(triton_paged, "kernels", _kernels_of(triton_kernels))
+    elementwise = _kernels_of(triton_rows)
+    monkeypatch.setattr(gpu, "kernels", lambda: elementwise)
     monkeypatch.setattr(triton_paged, "PROGRAMS", 8)  # an interpreted program takes a millisecond
     monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
     return FAKE

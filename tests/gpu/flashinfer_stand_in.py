@@ -47,7 +47,10 @@ class _Wrapper:
         self.require(self.indices, torch.int32, "indices")
         assert len(bounds) == len(self.indptr) == len(self.last) + 1
         assert len(self.indices) == int(self.indptr[-1])
-        assert options["q_data_type"] == options["kv_data_type"] in (torch.float16, torch.bfloat16)
+        assert options["q_data_type"] in (torch.float16, torch.bfloat16)
+        self.kv_dtype = options["kv_data_type"]
+        assert self.kv_dtype in (options["q_data_type"], torch.float8_e4m3fn)
+        assert self.options.get("backend") != "fa3" or self.kv_dtype == options["q_data_type"]
         assert all(1 <= int(n) <= shape[3] for n in self.last)
         self.bounds, self.shape, self.dtype = bounds, shape, options["q_data_type"]
 
@@ -55,7 +58,9 @@ class _Wrapper:
         CALLS.append((self.name, "run", (q, kv), options))
         num_heads, num_kv_heads, head_dim, page_size = self.shape
         assert q.device == kv[0].device == kv[1].device == self.device
-        assert q.dtype == kv[0].dtype == kv[1].dtype == self.dtype
+        assert q.dtype == self.dtype
+        assert kv[0].dtype == kv[1].dtype == self.kv_dtype
+        scales = options.get("k_scale", 1.0), options.get("v_scale", 1.0)
         assert q.shape == (int(self.bounds[-1]), num_heads, head_dim)
         assert q.stride()[1:] == (head_dim, 1), "heads lie in a row"
         assert kv[0].shape[1:] == kv[1].shape[1:] == (num_kv_heads, page_size, head_dim)
@@ -65,7 +70,8 @@ class _Wrapper:
         for b in range(len(self.last)):
             pages = self.indices[int(self.indptr[b]) : int(self.indptr[b + 1])].long()
             length = (len(pages) - 1) * page_size + int(self.last[b])
-            k, v = (x[pages].transpose(1, 2).flatten(0, 1)[:length].float() for x in kv)  # [n, K, D]
+            read = (x.float()[pages].transpose(1, 2).flatten(0, 1)[:length] for x in kv)
+            k, v = (x * scale for x, scale in zip(read, scales, strict=True))  # [n, K, D]
             span = slice(int(self.bounds[b]), int(self.bounds[b + 1]))
             out[span], lse[span] = _attend(q[span].float(), k, v, causal=self.causal)
         if options.get("out") is not None:

@@ -1,5 +1,6 @@
 """The GPU benchmark measures every case of its smallest set, on whatever device there is."""
 
+import collections
 import json
 import subprocess
 import sys
@@ -14,19 +15,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_tiny_benchmark_measures_decode_and_prefill(tmp_path: Path) -> None:
-    """Two batches at two contexts, drawn at one, one prompt, and both through the loop: nine rows, each a share of a
-    measured limit. The engine is started as deployments do it."""
+    """Two batches at two contexts, drawn at one, one prompt, both through the loop, one with edited logits: ten rows,
+    each a share of a measured limit. The engine is started as deployments do it. Two ranks and what lies between the
+    products are measured too."""
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "steps", "elementwise", "ranks", "--quick", "--json", str(out)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     values: dict[str, dict[str, float]] = {}
+    sections = collections.Counter()
     for row in json.loads(out.read_text())["rows"]:
+        sections[row["section"]] += 1
         if row["section"] == "tiny":
             values.setdefault(row["name"], {})[row["figure"]] = row["value"]
     decodes = [f"decode, batch {batch}, context {context}" for context in (16, 64) for batch in (1, 4)]
     others = [f"{what}, batch {batch}, context 16" for what in ("decode drawn", "served") for batch in (1, 4)]
+    others.append("served edited, batch 4, context 16")
     assert list(values) == [*decodes, *others[:2], "prefill, batch 1, context 64", *others[2:]]
+    assert sections["between products"] >= 4
+    assert sections["two ranks"] == 4
     for name, figures in values.items():
         assert "served" in name or 0 < figures["host"] <= figures["step"]
         assert min(figures["of the limit"], figures["rate"]) > 0

@@ -109,7 +109,8 @@ def test_every_kind_of_step_gives_transformers_tokens(
 def test_edits_of_logits_and_logprobs_are_those_of_a_cpu(
     tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties, a bias, a least length, choices, cuts, log probabilities of output and prompt: one batch, in fp32."""
+    """Penalties, a bias, a least length, choices, cuts, log probabilities of output and prompt: one batch, in fp32. Its
+    decode steps are launched ahead of the tokens before them, and wait for nothing."""
     folder = model(tmp_path)
     drawn = {"temperature": 0.9, "seed": 3}
     asked = [
@@ -119,7 +120,21 @@ def test_edits_of_logits_and_logprobs_are_those_of_a_cpu(
         ask("cut", PROMPTS[2][:7], min_p=0.05, **drawn),
         replace(ask("logprobs", PROMPTS[2][:8], **drawn), return_logprobs=True, top_logprobs=3, prompt_logprobs_from=0),
     ]
-    on_gpu = told(start(folder, dtype="float32"), asked)
+    engine = start(folder, dtype="float32", scheduler={"max_running_requests": 6})
+    start_step, plans, waits = engine.steps.launch, [], []
+
+    def watched(plan: StepPlan) -> Any:
+        before = len(gpu.waits) if gpu is not None else 0
+        pending = start_step(plan)
+        if isinstance(plan, DecodePlan) and plan.follows is not None:
+            plans.append(plan)
+            waits.extend(gpu.waits[before:] if gpu is not None else ())
+        return pending
+
+    monkeypatch.setattr(engine.steps, "launch", watched)
+    on_gpu = told(engine, asked)
+    assert any(len(plan.rows) == 6 for plan in plans), "all of them in a step ahead"
+    assert not waits
     cpu = Hardware(device="cpu", num_cpus=1, available_memory_bytes=1 << 30)
     monkeypatch.setattr(launch, "measure_hardware", lambda: cpu)
     on_cpu = told(start(folder, dtype="float32"), asked)

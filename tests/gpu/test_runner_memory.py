@@ -37,7 +37,7 @@ def test_without_a_cap_the_pool_takes_the_memory_that_is_left(tmp_path: Path, de
     before = free_device_bytes(torch.device(device)) if device == "cuda" else config.cache.device_memory_bytes
     assert before is not None
     runner = ModelRunner(config, TpGroup(device=device))
-    wanted = before // 2 - runner.weight_bytes - set_aside.bytes_for_graphs(config, 1)
+    wanted = before // 2 - runner.weight_bytes - set_aside.bytes_for_graphs(config)
     wanted -= set_aside.bytes_for_attention(config, 1, num_sms=num_sms(runner.device))
     wanted -= set_aside.bytes_for_table(config, wanted, runner.pool_size.cell_bytes)
     slack = 128 << 20 if device == "cuda" else 2 * runner.pool.page_bytes
@@ -113,4 +113,4 @@ def test_graphs_take_no_more_memory_than_was_set_aside(tmp_path: Path, device: s
     without.runner._config = config
     without.runner._capture_graphs()
     torch.cuda.synchronize()
-    assert before - torch.cuda.mem_get_info()[0] <= set_aside.bytes_for_graphs(config, 1)
+    assert before - torch.cuda.mem_get_info()[0] <= set_aside.bytes_for_graphs(config)

@@ -11,58 +11,87 @@ from pathlib import Path
 
 import pytest
 
+from replicas.kernels import gpu
+from replicas.runner import device_draw, token_counts
+from replicas.runner.draw import HEAD
 from tests.gpu.device_steps import DEVICE
 from tests.gpu.triton_or_skip import triton_paged
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_BYTES = 227 << 10  # that a program of a Hopper GPU can have
 PROGRAM = """
-import json, sys
+import importlib, json, pathlib, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from replicas.attention import triton_kernels as kernels
 
 KINDS = [
-    ("*i32", "table rows seq_lens shared_lens tiles members qo_indptr prefix_lens"), ("*i64", "out_slots"),
-    ("*fp32", "part_out part_lse"), ("fp32", "scale"), (sys.argv[1], "q keys values out k v"),
+    ("*i32", "counts table rows seq_lens shared_lens tiles members qo_indptr prefix_lens"),
+    ("*i64", "out_slots index rules tokens head_ids places penalties"),
+    ("*fp32", "part_out part_lse logits peaks scaled head_values"), ("fp32", "scale eps v_scale k_inverse v_inverse"),
+    (sys.argv[3], "keys values"), (sys.argv[1], "q out k v cos sin q_norm k_norm x term weight gate_up"),
 ]
 types = {name: kind for kind, names in KINDS for name in names.split()}
-shared = {}
-for name, constants, num_warps in json.loads(sys.argv[2]):
-    kernel = getattr(kernels, name)
+cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+made_of = {}
+for module, name, constants, num_warps in json.loads(sys.argv[2]):
+    kernel = getattr(importlib.import_module("replicas." + module), name)
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     values = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
+    aligned = [arg for arg, kind in signature.items() if kind[0] == "*" or arg.endswith("stride")]
+    attrs = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}  # as a launch finds them
     made = triton.compile(
-        ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+        ASTSource(kernel, signature, values, attrs), target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
     )
-    assert made.asm["cubin"]
-    shared[name] = made.metadata.shared
-print(json.dumps(shared))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\\d+)", usage)}
+    made_of[name] = {"shared": made.metadata.shared, **numbers}
+print(json.dumps(made_of))
 """
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here: the other tests run the compiled kernels")
-@pytest.mark.parametrize(("dtype", "group", "head_dim"), [("*bf16", 3, 64), ("*fp16", 4, 128)])
-def test_every_kernel_compiles_for_a_hopper_gpu(dtype: str, group: int, head_dim: int, tmp_path: Path) -> None:
-    """SmolLM2's heads in bf16, Llama-8B's in fp16, pages of 16; with the constants that triton_paged.py gives."""
+@pytest.mark.parametrize(
+    ("dtype", "pool", "group", "head_dim"),
+    [("*bf16", "*bf16", 3, 64), ("*fp16", "*fp16", 4, 128), ("*bf16", "*fp8e4nv", 4, 128)],
+)
+def test_every_kernel_compiles_for_a_hopper_gpu(
+    dtype: str, pool: str, group: int, head_dim: int, tmp_path: Path
+) -> None:
+    """SmolLM2's heads in bf16, Llama-8B's in fp16, pages of 16; with the constants that their callers give. No register
+    is spilled to memory."""
     rows = triton_paged.triton.next_power_of_2(group)
     shape = {"GROUP": group, "PAGE": 16, "D": head_dim, "BLOCK_D": head_dim}
     common = shape | {"BLOCK": 64, "PRECISION": "tf32"}
-    store = {key: shape[key] for key in ("PAGE", "D", "BLOCK_D")}
+    scaled = {"SCALED": pool != dtype}
+    store = scaled | {key: shape[key] for key in ("PAGE", "D", "BLOCK_D")}
     merge = {"BLOCK_PARTS": 64, "D": head_dim, "BLOCK_D": head_dim}
+    turn = scaled | {"NORMS": True, "PAGE": 16, "D": head_dim, "HALF": head_dim // 2}
+    attention, elementwise = "attention.triton_kernels", "kernels.triton_rows"
     cases = [
-        ("extend", common | {"GROUP_ROWS": rows, "TILE": 128 // rows}, 8),
-        ("decode_parts", common | {"GROUP_ROWS": max(16, rows), "CASCADE": True}, 4),
-        ("group_parts", common | {"GROUP_ROWS": rows, "TILE": triton_paged.GROUP_TILE_ROWS // rows}, 4),
-        ("merge_parts", merge, 4),
-        ("store", store, 1),
+        (attention, "extend", common | {"GROUP_ROWS": rows, "TILE": 128 // rows}, 8),
+        (attention, "decode_parts", common | {"GROUP_ROWS": max(16, rows), "CASCADE": True}, 4),
+        (attention, "group_parts", common | {"GROUP_ROWS": rows, "TILE": triton_paged.GROUP_TILE_ROWS // rows}, 4),
+        (attention, "merge_parts", merge, 4),
+        (attention, "store", store, 1),
+        (attention, "turn_and_store", turn, 1),
+        (elementwise, "add_rms_norm", {"ADDS": True, "BLOCK": gpu.LARGEST_ROW}, 16),
+        (elementwise, "silu_mul", {"BLOCK": gpu.SILU_BLOCK}, 4),
+        (elementwise, "greatest", {"BLOCK": device_draw.BLOCK}, device_draw.WARPS),
+        (elementwise, "penalise", {"BLOCK": token_counts.BLOCK}, 4),
+        (elementwise, "scale", {"BLOCK": device_draw.BLOCK}, 4),
+        (elementwise, "draw", {"BLOCK": device_draw.BLOCK, "HEAD": HEAD}, device_draw.WARPS),
     ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", PROGRAM, dtype, json.dumps(cases)]
+    command = [sys.executable, "-c", PROGRAM, dtype, json.dumps(cases), pool]
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-2000:]
-    shared = json.loads(run.stdout)
-    assert len(shared) == 5
-    assert max(shared.values()) <= SHARED_BYTES
+    made = json.loads(run.stdout)
+    assert len(made) == len(cases)
+    for name, uses in made.items():
+        assert uses["shared"] <= SHARED_BYTES, name
+        assert uses["STACK"] == uses["LOCAL"] == 0, f"{name} spills: {uses}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.registry import make_attention
-from replicas.config import ModelConfig, Products, ProductSetting
+from replicas.config import DType, ModelConfig, Products, ProductSetting, Quantization
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.models.llama import Llama
@@ -39,16 +39,17 @@ class PagedModel:
         attention: str = "torch_native",
         products: Products | None = None,
     ) -> None:
-        """``products``: ours alone unless given, whatever is faster on this machine."""
+        """``products``: ours alone unless given, whatever is faster on this machine. K and V are in fp32, whatever the
+        model's dtype."""
         heads = max(1, config.num_kv_heads // tp.size)
         self.pool = MHATokenToKVPool(
-            num_pages, page_size, config.num_layers, heads, config.head_dim, getattr(torch, config.dtype), tp.device
+            num_pages, page_size, config.num_layers, heads, config.head_dim, torch.float32, tp.device
         )
         self.pool.buffer.fill_(1e4)
         backend, _ = make_attention(
             attention,
             self.pool,
-            dtype=getattr(torch, config.dtype),
+            dtype=torch.float32,
             num_heads=config.num_heads // tp.size,
             num_kv_heads=heads,
             head_dim=config.head_dim,
@@ -124,9 +125,11 @@ def open_model(
     num_rows: int = 8,
     attention: str = "torch_native",
     products: ProductSetting = "own",
+    dtype: DType = "float32",
+    quantization: Quantization = "none",
 ) -> PagedModel:
     """The model in ``folder``, on one rank."""
-    config = load_model_config(str(folder))
+    config = load_model_config(str(folder), dtype=dtype, quantization=quantization)
     return PagedModel(
         config,
         TpGroup(device="cpu"),

@@ -145,12 +145,15 @@ def test_three_ranks_predict_a_text_about_as_well_as_one(engine: Engine, three_r
     assert perplexity(three_ranks, ids) == pytest.approx(perplexity(engine, ids), rel=0.03)
 
 
-def test_int8_on_a_gpu_or_in_another_dtype_is_refused_for_the_one_thing_that_is_wrong() -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounding_on_a_gpu_or_in_another_dtype_is_refused_for_the_one_thing_that_is_wrong(
+    quantization: Quantization,
+) -> None:
     for dtype, device, says in (
-        ("bfloat16", "cpu", r"'int8' with model.dtype = 'bfloat16': .* set model.dtype: float32"),
-        ("float32", "cuda", r"'int8' on cuda: int8 products are made on the CPU alone; .* \(replicas.gpus: 0\)"),
+        ("bfloat16", "cpu", rf"'{quantization}' with model.dtype = 'bfloat16': .* leave one of them out"),
+        ("float32", "cuda", rf"'{quantization}' on cuda: .* made on the CPU alone; .* \(replicas.gpus: 0\)"),
     ):
-        model = load_model_config(MODEL, dtype=dtype, quantization="int8")  # type: ignore[arg-type]
+        model = load_model_config(MODEL, dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
         hardware = Hardware(device=device, num_cpus=2, available_memory_bytes=4 << 30)  # type: ignore[arg-type]
         with pytest.raises(InvalidConfig, match=says):
             resolve(model, hardware)

@@ -112,7 +112,7 @@ def test_requests_that_end_by_what_they_say_are_equal(plain: Engine, overlapping
     assert made[("seeded", 0)][1] == seeded_text[: seeded_text.index(seeded_text[20:26])]
 
 
-def test_a_penalty_is_never_made_ahead_and_counts_every_token(plain: Engine, overlapping: Engine) -> None:
+def test_a_penalty_made_ahead_counts_every_token(plain: Engine, overlapping: Engine) -> None:
     penal = replace(SEEDED, repetition_penalty=1.3, frequency_penalty=0.4, max_new_tokens=10)
     asked = [*requests(), GenerateRequest(rid="penalty", token_ids=PROMPTS[5], sampling=penal)]
     assert answer(overlapping, asked) == answer(plain, asked)

@@ -7,7 +7,7 @@ come while it is written. The greedy oracle is Transformers in fp32; the sampled
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import torch
 from replicas.config import CacheConfig, ParallelConfig, ProductSetting, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
+from replicas.scheduler.plan import ExtendPlan, StepPlan
 from replicas.types import GenerateRequest, SamplingParams
 from tests import harness
 from tests.embedded import MODEL
@@ -86,6 +87,10 @@ def prompt() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def greedy_oracle(prompt: np.ndarray) -> list[int]:
+    return transformers_answer(prompt)
+
+
+def transformers_answer(prompt: np.ndarray) -> list[int]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
@@ -183,6 +188,38 @@ def test_the_same_answer_from_three_ranks(
 ) -> None:
     """Three processes on two cores are slow: either nothing disturbs the answer, or a busy batch and a retraction."""
     check_answer(engine_of(*engine, tp=3), oracles, sampling, cached=cached, busy=disturbed, retracted=disturbed)
+
+
+def test_prompts_that_extend_over_one_prefix_answer_as_each_alone(
+    engine_of: Callable[..., Engine], prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four, of 1 to 13 tokens behind 320 in common; the first is what Transformers says."""
+    engine = engine_of(16, 512, "own")
+    prefix = np.tile(prompt, 320 // len(prompt) + 1)[:320]
+    prompts = {
+        f"{n}": (np.concatenate([prefix, prompt[20 : 20 + n]]), SEEDED if n == 9 else GREEDY) for n in (1, 5, 9, 13)
+    }
+    plans: list[StepPlan | None] = []
+    schedule = engine.scheduler.schedule
+
+    def recorded() -> StepPlan | None:
+        plans.append(schedule())
+        return plans[-1]
+
+    monkeypatch.setattr(engine.scheduler, "schedule", recorded)
+    answers = []
+    for batches in ([prompts], [{rid: asked} for rid, asked in prompts.items()]):
+        assert engine.flush_cache()
+        run(engine, {"prime": (np.append(prefix, 1).astype(np.int32), replace(GREEDY, max_new_tokens=1))})
+        plans.clear()
+        made: dict[str, list[int]] = {}
+        for batch in batches:
+            made |= run(engine, batch)
+        groups = [group for plan in plans if isinstance(plan, ExtendPlan) for group in plan.prompt_groups]
+        assert [len(group.members) for group in groups] == ([4] if len(batches) == 1 else [])
+        answers.append(made)
+    assert answers[0] == answers[1]
+    assert answers[0]["1"] == transformers_answer(prompts["1"][0])
 
 
 def check_answer(

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from replicas.config import Quantization
+from replicas.runner.weights import weight_bytes
 from tests.numerics import tiny
-from tests.numerics.paged import SMOLLM2, assert_close_in_range, open_model
+from tests.numerics.paged import SMOLLM2, PagedModel, assert_close_in_range, open_model
 
 pytestmark = pytest.mark.model
 GOLDEN = (
@@ -87,13 +89,31 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(
     assert second.greedy(prompts, 64, chunk=chunk) == [ids for _, ids in wanted]
 
 
-def test_a_weight_that_is_neither_fused_nor_cut_stays_a_view_of_the_file(folder: Path) -> None:
-    """Replicas on one host share its pages; 30 output and down projections and the embedding: 259 of 538 MB."""
-    block = open_model(folder, num_pages=1).model.blocks[0]
+@pytest.mark.parametrize("attention", ["torch_native", "cpu"])
+def test_int4_says_the_same_to_the_last_bit(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, wanted: list[tuple[Tensor, list[int]]], attention: str
+) -> None:
+    """The file was made of 4-bit numbers, and of 8-bit ones in the embedding: nothing is rounded anew."""
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+
+    def opened(quantization: Quantization) -> PagedModel:
+        return open_model(folder, page_size=16, num_pages=32, attention=attention, quantization=quantization)
+
+    floats, int4, again = opened("none"), opened("int4"), opened("int4")
+    for ours, exact in zip(int4.prefill(prompts, chunk=9), floats.prefill(prompts, chunk=9), strict=True):
+        assert torch.equal(ours, exact)
+    for step in range(8):
+        new = {row: [ids[step]] for row, (_, ids) in enumerate(wanted)}
+        ours, exact = int4.run(new), floats.run(new)
+        assert all(torch.equal(ours[row], exact[row]) for row in new)
+    assert again.greedy(prompts, 64) == [ids for _, ids in wanted]
+    assert weight_bytes(int4.model) < 0.22 * weight_bytes(floats.model)
+
+
+def test_the_embedding_stays_a_view_of_the_file(folder: Path) -> None:
+    """Replicas on one host share its pages: 113 of 538 MB."""
+    embedding = open_model(folder, num_pages=1).model.embed
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
     spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
-    shared = {
-        name: any(low <= layer.matmul.weight.data_ptr() < high for low, high in spans)
-        for name, layer in (("o", block.attn.o_proj), ("down", block.mlp.down), ("qkv", block.attn.qkv))
-    }
-    assert shared == {"o": True, "down": True, "qkv": False}
+    assert embedding.weight is not None
+    assert any(low <= embedding.weight.data_ptr() < high for low, high in spans)

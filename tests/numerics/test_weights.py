@@ -79,13 +79,23 @@ def test_a_tied_checkpoint_may_repeat_its_embedding_as_head(tmp_path: Path) -> N
     assert_close_in_range(open_model(tmp_path).run({0: [5]})[0], before.run({0: [5]})[0], 1e-6)
 
 
-def test_weight_bytes_count_a_tied_head_once(tmp_path: Path) -> None:
-    """Untied, the head adds 101 x 48 x 4 bytes."""
-    tiny.save("qwen2", tmp_path / "untied")
-    tiny.save("qwen2-tied", tmp_path / "tied")
-    untied, tied = (weight_bytes(open_model(tmp_path / name).model) for name in ("untied", "tied"))
-    assert untied - tied == 101 * 48 * 4
-    assert tied == sum(t.nbytes for t in load_file(tmp_path / "tied" / "model.safetensors").values())
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2-tied"])
+def test_an_embedding_is_read_from_the_file_and_the_head_has_panels(tmp_path: Path, kind: str) -> None:
+    """101 of its outputs fill 4 panels of 32, 128 x 64 x 4 bytes; all others fill theirs."""
+    tiny.save(kind, tmp_path, hidden_size=64, intermediate_size=96)
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    others = sum(t.nbytes for name, t in load_file(tmp_path / "model.safetensors").items() if name not in tables)
+    assert weight_bytes(open_model(tmp_path).model) == others + 128 * 64 * 4
+
+
+def test_a_tied_head_in_int4_is_the_embeddings_table_and_counts_once(tmp_path: Path) -> None:
+    """Numbers of 8 bits, and a scale of two bytes for 32."""
+    for kind in ("qwen2", "qwen2-tied"):
+        tiny.save(kind, tmp_path / kind, hidden_size=64, intermediate_size=96)
+    untied, tied = (
+        weight_bytes(open_model(tmp_path / kind, quantization="int4").model) for kind in ("qwen2", "qwen2-tied")
+    )
+    assert untied - tied == 128 * 64 + 128 * 2 * 2
 
 
 def test_an_unknown_architecture_lists_the_known_ones(llama: Path) -> None:

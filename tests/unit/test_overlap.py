@@ -108,20 +108,20 @@ def test_requests_that_find_no_place_do_not_keep_steps_from_being_made_ahead() -
     ("asked", "wanted"),
     [
         ({}, 10),
-        ({"logit_bias": ((3, 1.0),)}, 0),
-        ({"allowed_token_ids": tuple(range(900))}, 0),
+        ({"logit_bias": ((3, 1.0),)}, 10),
+        ({"frequency_penalty": 0.5, "repetition_penalty": 1.2}, 10),
+        ({"allowed_token_ids": tuple(range(900))}, 10),
+        ({"min_new_tokens": 6, "stop_token_ids": (1,)}, 10),
         ({"bad_words": ((3, 4),)}, 0),
-        ({"min_new_tokens": 6}, 10),  # there is no id to mask
-        ({"min_new_tokens": 6, "stop_token_ids": (1,)}, 6),  # tokens 7 to 12, which follow one that could be the last
     ],
 )
-def test_steps_whose_logits_the_host_edits_are_not_made_ahead(asked: dict[str, Any], wanted: int) -> None:
+def test_only_steps_whose_masks_hang_on_the_last_token_are_not_made_ahead(asked: dict[str, Any], wanted: int) -> None:
     """Of the decode steps that make tokens 2 to 12; the first of them, after the prompt, never is."""
     assert steps_ahead(ask("a", PROMPT, max_new_tokens=12, ignore_eos=True, **asked)) == wanted
 
 
-def test_steps_whose_logprobs_the_host_makes_are_not_made_ahead() -> None:
-    assert steps_ahead(replace(ask("a", PROMPT, max_new_tokens=12, ignore_eos=True), return_logprobs=True)) == 0
+def test_steps_whose_logprobs_are_wanted_are_made_ahead() -> None:
+    assert steps_ahead(replace(ask("a", PROMPT, max_new_tokens=12, ignore_eos=True), return_logprobs=True)) == 10
 
 
 def steps_ahead(request: GenerateRequest) -> int:

@@ -18,7 +18,7 @@ from tests.serve.running import Running
 from tests.serve.two_replicas.conftest import answers
 
 pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(500)]
-TOKENS = 96
+TOKENS = 160  # so many that no stream is through when the last one has begun
 GOES_ON_S = 5.0  # the issue's bound on the gap of a stream whose replica hangs; the rest is what a busy machine adds
 SERVES_AGAIN_S = 5.0
 SLACK_S = 10.0
@@ -70,12 +70,13 @@ def follow(app: Running, body: dict[str, Any], stream: Stream) -> None:
 
 
 def load(app: Running, fault: Callable[[], None] | None = None, *, at: int = 0) -> list[Stream]:
-    """The load's streams; ``fault`` comes once they have ``at`` tokens in all."""
+    """The load's streams; ``fault`` comes once they have ``at`` tokens in all, and each has begun: a request without an
+    answer yet is not cut, HAProxy asks again for it."""
     streams = [Stream() for _ in LOAD]
     with ThreadPoolExecutor(len(LOAD)) as pool:
         running = [pool.submit(follow, app, body, stream) for body, stream in zip(LOAD, streams, strict=True)]
         if fault is not None:
-            app.until(lambda: num_ids(streams) >= at, 60)
+            app.until(lambda: num_ids(streams) >= at and all(stream.ids for stream in streams), 60)
             fault()
         for each in running:
             each.result()

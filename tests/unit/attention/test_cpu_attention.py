@@ -262,3 +262,30 @@ def test_auto_takes_the_reference_where_the_kernels_cannot_serve(
     )
     made, _ = make_attention("auto", pool, dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=head_dim, num_threads=1)
     assert isinstance(made, CpuAttention if served else TorchNativeAttention)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 96])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_prompts_over_one_prefix_equal_the_oracle_and_themselves_alone_bit_for_bit(
+    page_size: int, threads: int
+) -> None:
+    """Two groups, of which one fills several tiles and ends inside a block; a prompt of none, and two that decode."""
+    lengths = [(200, 5), (192, 3), (96, 7), (250, 70), (200, 9), (192, 130), (300, 1), (30, 40), (500, 1), (20, 1)]
+    groups = [([0, 1, 3, 4, 5, 6], 192), ([2, 7], 0)] if page_size != 1 else [([0, 1, 3, 4, 5, 6], 130), ([2, 7], 30)]
+    step = make_step(lengths, page_size=page_size, shared=groups, num_decode=2)
+    assert [len(group.members) for group in step.batch.prompt_groups] == [6, 2]
+    together = cpu(step, threads=threads).clone()
+    assert float((together - oracle(step)).abs().max()) < 1e-5
+    bounds = step.batch.qo_indptr.tolist()
+    for b in range(8):
+        alone = pick(step, [b])
+        alone.batch.is_decode = False
+        assert torch.equal(cpu(alone, threads=threads), together[bounds[b] : bounds[b + 1]])
+
+
+def test_a_prefix_in_common_is_read_from_the_first_of_a_tile() -> None:
+    """The second's row is broken where the group says that it equals the first's: it is never read there."""
+    step = make_step([(300, 3), (290, 4)], shared=[([0, 1], 256)])
+    wanted = cpu(step, threads=1).clone()
+    step.batch.table[step.batch.rows[1], :256] = 0
+    assert torch.equal(cpu(step, threads=1), wanted)

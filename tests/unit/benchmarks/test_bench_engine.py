@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import engine
+from benchmarks import engine, limits
 from benchmarks.engine import Scale
 from benchmarks.harness import Row
 from benchmarks.limits import ModelCost
 from replicas.config import ModelConfig, RopeConfig
+from replicas.kernels.team import team
 from tests.numerics import tiny
 from tests.unit.tokenizer_folders import byte_level_folder
 
@@ -58,6 +60,21 @@ def test_the_parts_of_a_step_make_up_the_whole(rows: dict[tuple[str, str], Row])
         assert sum(parts) + outside == pytest.approx(100)
 
 
+def test_every_format_of_weights_stands_beside_float32(tmp_path: Path) -> None:
+    byte_level_folder(tmp_path)
+    tiny.save("llama", tmp_path, vocab_size=512)
+    rows = engine.format_rows(str(tmp_path), 1, SCALE, 0)
+    decode = {row.name: row for row in rows if row.section == "decode, batch 1, by weights"}
+    assert decode.keys() == {
+        "float32", "bfloat16", "bfloat16 / float32", "int8", "int8 / float32", "int4", "int4 / float32"
+    }  # fmt: skip
+    assert decode["int4 / float32"].value == pytest.approx(decode["int4"].value / decode["float32"].value)
+    assert decode["int4 / float32"].target == ">= 2.2 x"
+    limits_of = [decode[name].limit for name in limits.FORMATS]
+    assert limits_of == sorted(limits_of)  # the fewer bytes, the more tokens
+    assert {row.section for row in rows} > {"decode, batch 3, by weights", "prefill, 40 tokens, by weights"}
+
+
 def test_one_at_a_time_the_radix_cache_reuses_all_that_whole_pages_allow(rows: dict[tuple[str, str], Row]) -> None:
     hits = next(row for (_, name), row in rows.items() if name == "cached prompt tokens")
     assert hits.value == pytest.approx(100 * 4 * 64 / (6 * 72))  # 4 of 6 requests find their prefix of 4 pages
@@ -82,6 +99,13 @@ SMOLLM2 = ModelConfig(
     tie_embeddings=True, attention_bias=False, output_bias=False, mlp_bias=False, qk_norm=False,
     eos_ids=(2,), dtype="float32",
 )  # fmt: skip
+
+
+def test_the_peak_is_measured_on_sums_that_are_all_made() -> None:
+    memory = torch.ones(limits.SUMS * 16)
+    team(1).run(limits._peak, limits.PeakArgs(rounds=3, memory=memory.data_ptr()))
+    assert memory[:16].eq(4 * limits.SUMS).all()  # 1 -> 2 -> 3 -> 4, in each
+    assert limits.peak_flops(1) > 0
 
 
 def test_weights_are_106_m_in_the_blocks_and_134_5_m_with_the_head() -> None:

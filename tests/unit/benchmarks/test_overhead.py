@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from benchmarks import live_app
 from benchmarks.overhead import Path, Spent, main, proxies_of, rows_of, watching
 from benchmarks.token_source import Alone, Count, PacedSteps
 from deployments.command import haproxy
@@ -46,27 +47,30 @@ def test_steps_are_over_at_the_pace_of_their_slowest_request_and_others_at_once(
 
 
 def spent(cpu_s: float) -> Spent:
-    return Spent.of({"router": cpu_s, "rest": 0.3}, {"router": 0.01, "rest": 0.06}, Count(1000, 500), 5.0)
+    idle = {"router": 0.01, live_app.REST: 0.06}
+    return Spent.of({"router": cpu_s, live_app.REST: 0.31}, idle, Count(1000, 500), 5.0)
 
 
 def test_what_idle_processes_use_is_taken_off() -> None:
-    assert spent(0.15).cpu == pytest.approx({"router": 0.1, "rest": 0.0})
-    assert spent(0.15).us_a_token == pytest.approx(100)
+    assert spent(0.15).cpu == pytest.approx({"router": 0.1, live_app.REST: 0.01})
+    assert spent(0.15).us_a_token == pytest.approx(110)
+    assert spent(0.15).on_the_way_us == pytest.approx(100)
 
 
 def test_ratios_are_by_round() -> None:
     alone = Alone(us_a_token={"steady": 50, "flat out": 10}, latency_s={"unary": 0.001, "TTFT": 0.002})
     paths = {"Manta": Path(), "plain": Path()}
     for load in ("steady", "flat out"):
-        paths["Manta"].spent[load] = [spent(0.15), spent(0.25)]  # 100 and 200 us
-        paths["plain"].spent[load] = [spent(1.05), spent(1.05)]  # 1,000
+        paths["Manta"].spent[load] = [spent(0.14), spent(0.24)]  # 100 and 200 us, 10 of them beside the way
+        paths["plain"].spent[load] = [spent(1.04), spent(1.04)]  # 1,000
     for path in paths.values():
         path.added_ms = {"unary": [4.0], "TTFT": [5.0]}
     rows = {row.name: row for row in rows_of(alone, {"HAProxy": paths})}
     ratio = rows["steady: plain / Manta, HAProxy"]
     assert (ratio.low, ratio.high, ratio.runs) == pytest.approx((5, 10, 2))
     assert rows["flat out: Manta, HAProxy"].target == "<= 50"
-    assert rows["flat out: Manta, HAProxy"].note.startswith("200 tokens/s, 2.00 an event; router 150")
+    assert rows["flat out: Manta, HAProxy"].note.startswith("200 tokens/s, 2.00 an event; router 140")
+    assert rows["flat out: Manta, HAProxy, on the way"].low == pytest.approx(90)
 
 
 def test_where_haproxy_cannot_be_used_nothing_is_called_by_its_name() -> None:

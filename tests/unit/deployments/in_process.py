@@ -14,7 +14,7 @@ import numpy as np
 
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
-from deployments.channel.frames import CacheChanges, CacheKeys, ReplicaReport, encode
+from deployments.channel.frames import Asked, CacheChanges, CacheKeys, ReplicaReport, RunRequest, encode
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import NO_HINTS, Dispatcher, RouteHints
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone, ReplicaInfo
@@ -157,6 +157,7 @@ class ScriptedReplica:
         self.finish = Finish(reason=FinishReason.LENGTH)  # how a request ends after its last token
         self.requests: list[GenerateRequest] = []
         self.num_aborted = 0
+        self.aborts: list[str] = []  # rids of which the router said over the channel that they are to end
         self.hold = asyncio.Event()  # generation waits for it
         self.hold.set()
         self.pause_at: int | None = None  # it clears ``hold`` before this token, once
@@ -167,10 +168,15 @@ class ScriptedReplica:
         self.step_age_s = 0.0
         self.deaf = False  # it does not hear that a request was aborted
         self._client: ChannelClient | None = None
+        self._started: dict[str, asyncio.Future[GenerateRequest]] = {}  # by rid
 
     async def attach(self, address: ChannelAddress) -> ReplicaInfo:
         self._client = await ChannelClient.connect(
-            address, replica_id=self.replica_id, node_id="here", on_lost=lambda client: None
+            address,
+            replica_id=self.replica_id,
+            node_id="here",
+            on_asked=lambda client, asked: self._asked(asked),
+            on_lost=lambda client: None,
         )
         self._client.report(encode(await self.report()))
         return info(self.replica_id)
@@ -200,7 +206,19 @@ class ScriptedReplica:
         )
         self._client.send(encode(CacheKeys.of(CacheSnapshot(seq=self.cache.seq, stored=(stored,)))))
 
-    async def generate(self, router_id: str, request: GenerateRequest) -> MantaError | None:
+    def _asked(self, asked: Asked) -> None:
+        if isinstance(asked, RunRequest):
+            self._start_of(asked.request.rid).set_result(asked.request)
+        else:
+            self.aborts.append(asked.rid)
+
+    def _start_of(self, rid: str) -> "asyncio.Future[GenerateRequest]":
+        return self._started.setdefault(rid, asyncio.get_running_loop().create_future())
+
+    async def lease(self, router_id: str, rid: str) -> MantaError | None:
+        """Generate, unlike an engine, only once the lease has come."""
+        request = await self._start_of(rid)
+        del self._started[rid]
         self.requests.append(request)
         if self.refuse is not None:
             return self.refuse

@@ -94,6 +94,7 @@ def info(replica_id: str, role: Role = Role.UNIFIED) -> ReplicaInfo:
         page_size=16,
         attention="cpu",
         attention_why="the fast one of this device",
+        kernels="avx2",
         products="own",
         num_threads=1,
         pool="160 tokens, 10 pages, 0 MiB",

@@ -13,10 +13,12 @@ from deployments.channel.channel_client import ChannelClient, batches, parts
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
 from deployments.channel.frames import (
     LENGTH,
+    Asked,
     CacheChanges,
     CacheKeys,
     ChannelHello,
     Deltas,
+    EndRequest,
     FrameReader,
     ReplicaReport,
     decode,
@@ -70,7 +72,9 @@ async def listen(desk: Desk) -> ChannelAddress:
 
 
 async def connect(address: ChannelAddress, *, node_id: str = "here") -> ChannelClient:
-    return await ChannelClient.connect(address, replica_id="r0", node_id=node_id, on_lost=lambda client: None)
+    return await ChannelClient.connect(
+        address, replica_id="r0", node_id=node_id, on_asked=lambda client, asked: None, on_lost=lambda client: None
+    )
 
 
 def delta(rid: str, token: int, *, last: bool = False) -> TokenDelta:
@@ -97,7 +101,9 @@ async def test_after_the_socket_was_removed_a_new_replica_attaches_all_the_same(
     address = await listen(desk)
     before = await connect(address)
     shutil.rmtree(Path(address.unix_path).parent)
-    after = await ChannelClient.connect(address, replica_id="r1", node_id="here", on_lost=lambda client: None)
+    after = await ChannelClient.connect(
+        address, replica_id="r1", node_id="here", on_asked=lambda client, asked: None, on_lost=lambda client: None
+    )
     for name, client in (("r0", before), ("r1", after)):
         stream = desk.server.open(["a"], replica_id=name)
         client.sink([delta("a", 7)])
@@ -121,6 +127,51 @@ async def test_a_slow_consumer_gets_one_merged_delta_per_choice(desk: Desk) -> N
     assert [token for each in merged for token in each.token_ids] == list(range(100))
     assert len(merged) < 5
     assert merged[-1].usage.completion_tokens == 100
+
+
+async def test_a_delta_goes_straight_only_while_the_consumer_waits_for_it(desk: Desk) -> None:
+    """Else it would overtake what the consumer has taken and not yet sent."""
+    await listen(desk)
+    stream, straight = desk.server.open(["a"], replica_id="r0"), list[int]()
+    stream.straight = lambda delta: delta.finish is None and not straight.extend(delta.token_ids)
+
+    def arrive(*tokens: int, last: bool = False) -> None:
+        for token in tokens:
+            stream.put(delta("a", token, last=last))
+        stream.pass_on()
+
+    arrive(0)
+    [first] = await stream.take()  # nobody waited for it
+    arrive(1)
+    assert (first.token_ids, straight) == ((0,), [])
+    assert [each.token_ids for each in await stream.take()] == [(1,)]
+    taken = asyncio.create_task(stream.take())
+    await asyncio.sleep(0)
+    arrive(2, 3)  # of one read: merged
+    assert straight == [2, 3]
+    arrive(4, last=True)
+    assert [each.token_ids for each in await taken] == [(4,)]
+
+
+async def test_nothing_goes_straight_past_what_must_be_taken(desk: Desk) -> None:
+    """The choices of a request keep their order; an error in the short way is its stream's alone."""
+    await listen(desk)
+    stream, straight = desk.server.open(["a"], replica_id="r0"), list[int]()
+    stream.straight = lambda delta: delta.finish is None and not straight.append(delta.index)
+    taken = asyncio.create_task(stream.take())
+    await asyncio.sleep(0)
+    for index in range(3):
+        stream.put(dataclasses.replace(delta("a", 7, last=index == 1), index=index))
+    stream.pass_on()
+    assert straight == [0]
+    assert [each.index for each in await taken] == [1, 2]
+    stream.straight = lambda delta: 1 // 0 > 0
+    taken = asyncio.create_task(stream.take())
+    await asyncio.sleep(0)
+    stream.put(delta("a", 8))
+    stream.pass_on()
+    with pytest.raises(ZeroDivisionError):
+        await taken
 
 
 async def test_deltas_wait_merged_while_the_socket_is_full(desk: Desk) -> None:
@@ -185,6 +236,28 @@ async def test_a_router_that_cannot_be_reached_is_an_error_at_once(desk: Desk) -
         free = probe.getsockname()[1]
         with pytest.raises(OSError, match="Connect call failed"):
             await connect(dataclasses.replace(address, port=free), node_id="another node")
+
+
+async def test_what_a_router_asks_arrives_in_order_and_a_replica_that_is_not_connected_is_lost(desk: Desk) -> None:
+    asked: list[Asked] = []
+    address = await listen(desk)
+    with pytest.raises(ReplicaGone, match="r0 was lost"):
+        desk.server.send("r0", EndRequest("a"))
+    await ChannelClient.connect(
+        address, replica_id="r0", node_id="here", on_asked=lambda client, each: asked.append(each),
+        on_lost=lambda client: None,
+    )  # fmt: skip
+    await until_async(lambda: desk.server.is_connected("r0"))
+    for rid in "abc":
+        desk.server.send("r0", EndRequest(rid))
+    await until_async(lambda: len(asked) == 3)
+    assert asked == [EndRequest("a"), EndRequest("b"), EndRequest("c")]
+
+
+async def test_a_replica_hangs_up_on_a_router_of_another_version(desk: Desk) -> None:
+    client = await connect(await listen(desk))
+    client.data_received(encode(Deltas([delta("a", 0)])))
+    await until_async(lambda: client.lost)
 
 
 async def test_events_and_snapshots_come_in_the_order_they_were_sent(desk: Desk) -> None:
@@ -306,7 +379,7 @@ async def test_a_step_is_written_in_the_next_turn_of_the_event_loop(
     steps: list[list[tuple[str, int]]], turn_between: bool, written: list[list[tuple[int, ...]]]
 ) -> None:
     address = ChannelAddress(router_id="router", node_id="here", unix_path="", host="127.0.0.1", port=1, token="t")
-    client, wire = ChannelClient(address, on_lost=lambda client: None), Wire()
+    client, wire = ChannelClient(address, on_asked=lambda client, asked: None, on_lost=lambda client: None), Wire()
     client.connection_made(wire)
     for step in steps:
         client.sink([delta(rid, token) for rid, token in step])

@@ -6,12 +6,23 @@ import contextlib
 import pytest
 
 from deployments.dispatch.leases import ReplicaGone
-from replicas.errors import InvalidRequest, Overloaded
+from replicas.errors import InvalidRequest, MantaError, Overloaded
 from replicas.types import FinishReason
 from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask, ids
 from tests.waiting import until_async
+
+
+class Draining(ScriptedReplica):
+    """Its lease fails once it has sent tokens, up to its pause."""
+
+    async def lease(self, router_id: str, rid: str) -> MantaError | None:
+        generation = asyncio.ensure_future(super().lease(router_id, rid))
+        await until_async(lambda: not self.hold.is_set())
+        await asyncio.sleep(0.05)  # the tokens arrive
+        generation.cancel()
+        raise ReplicaGone(f"replica {self.replica_id} drains")
 
 
 async def test_a_request_is_streamed_under_the_name_it_came_with(house: House) -> None:
@@ -41,6 +52,19 @@ async def test_a_replica_that_dies_before_the_first_token_costs_only_time(house:
     await house.ready(first, second)
     assert ids(await house.collect(max_new_tokens=4)) == [1000, 1001, 1002, 1003]
     assert second.requests[0].resumed_ids == ()
+
+
+async def test_a_lease_that_fails_after_the_first_tokens_moves_the_request_and_ends_it_where_it_was(
+    house: House,
+) -> None:
+    """As where Serve drains the replica between the choice and the call: the request has begun there all the same."""
+    first, second = Draining("r0"), ScriptedReplica("r1")
+    first.pause_at = 3
+    await house.ready(first, second)
+    assert ids(await house.collect(max_new_tokens=8)) == list(range(1000, 1008))
+    assert first.aborts == ["a1.0-me"]
+    assert second.requests[0].resumed_ids == (1000, 1001, 1002)
+    assert house.dispatcher.retries[0].reason == "ReplicaGone: replica r0 drains"
 
 
 async def test_each_unfinished_choice_is_resumed_by_itself_with_its_own_seed(house: House) -> None:
@@ -101,6 +125,7 @@ async def test_a_client_that_leaves_cancels_its_lease(house: House) -> None:
         await anext(deltas)
         replica.hold.clear()
     await until_async(lambda: replica.num_aborted > 0)
+    await until_async(lambda: replica.aborts == ["a1.0-me"])  # over the channel too
     house.dispatcher.check()
 
 

@@ -19,16 +19,31 @@ from deployments.channel.frames import (
     CacheKeys,
     ChannelHello,
     Deltas,
+    EndRequest,
     FrameReader,
     Message,
     ReplicaReport,
+    RunRequest,
     decode,
+    decode_asked,
     encode,
 )
 from kvtransfer.pages import PageKeys
-from kvtransfer.types import TransferStats
+from kvtransfer.types import PdTicket, PeerAddress, TransferStats
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
-from replicas.types import Finish, FinishReason, HandOffReport, StageTimes, TokenDelta, TokenLogprob, Usage
+from replicas.types import (
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    HandOff,
+    HandOffReport,
+    PdLeg,
+    SamplingParams,
+    StageTimes,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
 from routing.types import IndexEvent, KeysCleared
 from tests.unit.deployments.sample_values import stats
 
@@ -77,6 +92,39 @@ def received(message: Message) -> Message:
 )  # fmt: skip
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
     assert received(message) == message
+
+
+def test_a_request_comes_back_as_it_was_and_token_ids_of_another_size_are_refused() -> None:
+    """Every kind of value that it can hold; arrays make requests incomparable as they are."""
+    sampling = SamplingParams(
+        seed=2**64 - 1, n=3, stop=("é", "\0"), stop_token_ids=(7,), logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)),
+        allowed_token_ids=(1, 2), top_k=5,
+    )  # fmt: skip
+    ticket = PdTicket(room=2**63 - 1, generation=1, prefill=PeerAddress(host="h", port=1, incarnation="i"))
+    request = GenerateRequest(
+        rid="a.0-b", token_ids=np.array([0, 1, 2**31 - 1], dtype=np.int32), sampling=sampling, cache_salt="\0k\0",
+        deadline_s=1.5, resumed_ids=(4, 5), prompt_logprobs_from=0, hand_off=HandOff(leg=PdLeg.DECODE, ticket=ticket),
+    )  # fmt: skip
+    [body] = FrameReader().feed(encode(RunRequest(request)))
+    found = decode_asked(body)
+    assert isinstance(found, RunRequest)
+    assert found.request.token_ids.tolist() == [0, 1, 2**31 - 1]
+    assert found.request.token_ids.dtype == np.int32
+    assert dataclasses.asdict(found.request) | {"token_ids": 0} == dataclasses.asdict(request) | {"token_ids": 0}
+    sent = msgspec.msgpack.decode(body)
+    for ids in (b"\1\0\0", [1, 2]):
+        sent["request"]["token_ids"] = ids
+        with pytest.raises(BadFrame, match="whole numbers of 4 bytes"):
+            decode_asked(msgspec.msgpack.encode(sent))
+
+
+def test_what_goes_one_way_is_refused_the_other_way() -> None:
+    [body] = FrameReader().feed(encode(EndRequest("a.0-b")))
+    assert decode_asked(body) == EndRequest("a.0-b")
+    with pytest.raises(BadFrame, match="Invalid value 'end'"):
+        decode(body)
+    with pytest.raises(BadFrame, match="Invalid value 'report'"):
+        decode_asked(encode(REPORT)[LENGTH.size :])
 
 
 def test_a_report_can_be_the_answer_of_a_ray_call() -> None:

@@ -10,6 +10,7 @@ import jinja2
 import pytest
 
 from replicas.engine.loop import EngineLoop
+from replicas.kernels.simd import instruction_set
 from replicas.text.tokenizer import Tokenizer
 from tests.embedded import MODEL
 
@@ -206,6 +207,7 @@ async def test_server_info_shows_a_pool_that_adds_up(client: httpx.AsyncClient) 
         assert state["replica"]["attention"] == "cpu"  # what runs, where the setting is auto
         assert state["replica"]["attention_why"] == "the fast one of this device"
         assert state["replica"]["products"] == "own"
+        assert state["replica"]["kernels"] == instruction_set()
         assert info["tokenizer_path"] == MODEL
 
 

@@ -9,15 +9,25 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deployments.dispatch.leases import ReplicaCalls
+from deployments.channel.frames import EndRequest, RunRequest
+from deployments.dispatch.leases import ReplicaCalls, ReplicaGone
+from deployments.replica import served_engine
 from deployments.replica.served_engine import ServedEngine
 from replicas.engine.loop import EngineLoop
-from replicas.errors import EngineDead, Overloaded
+from replicas.errors import EngineDead, MantaError, Overloaded, PromptTooLong
 from replicas.scheduler.plan import StepPlan, StepResult
+from replicas.types import FinishReason, GenerateRequest
 from tests.fake_transfer_service import FakeWire
 from tests.harness import fake_engine
 from tests.unit.deployments.in_process import House
-from tests.unit.deployments.sample_values import ask
+from tests.unit.deployments.sample_values import ask, ids
+from tests.waiting import until_async
+
+
+async def run(house: House, served: ServedEngine, request: GenerateRequest) -> MantaError | None:
+    """Start ``request`` as a router does, and return what its lease returns."""
+    house.channel.send(served.replica_id, RunRequest(request))
+    return await served.lease("router", request.rid)
 
 
 @pytest.fixture
@@ -58,7 +68,7 @@ async def test_two_overlapping_attaches_leave_one_connection_that_works(house: H
     for _ in range(50):  # what ends, ends now
         await asyncio.sleep(0)
     async with asyncio.timeout(5):
-        assert (await served.generate("router", ask(max_new_tokens=4))) is None
+        assert (await run(house, served, ask(max_new_tokens=4))) is None
     assert list(served._clients) == ["router"]
 
 
@@ -71,14 +81,67 @@ async def test_a_kept_connection_keeps_its_requests_and_a_renewed_one_ends_them(
     first = served._clients["router"]
     await served.attach(house.address)
     assert served._clients["router"] is first
-    lease = asyncio.create_task(served.generate("router", ask(max_new_tokens=100)))
-    await asyncio.sleep(0)
+    lease = asyncio.create_task(run(house, served, ask(max_new_tokens=100)))
+    await until_async(lambda: served.loop.num_open == 1)
     await served.attach(dataclasses.replace(house.address, renew=True))
     assert served._clients["router"] is not first
     await asyncio.wait_for(lease, 5)
     served.check()
     async with asyncio.timeout(5):
-        assert (await served.generate("router", ask(rid="a2.0-me", max_new_tokens=4))) is None
+        assert (await run(house, served, ask(rid="a2.0-me", max_new_tokens=4))) is None
+
+
+async def test_a_request_runs_before_its_lease_comes(house: House, served: ServedEngine) -> None:
+    await house.ready(served)
+    stream = house.channel.open(["a1.0-me"], replica_id="r0")
+    house.channel.send("r0", RunRequest(ask(max_new_tokens=4)))
+    found = await asyncio.wait_for(stream.take(), 5)
+    while found[-1].finish is None:
+        found += await asyncio.wait_for(stream.take(), 5)
+    assert len(ids(found)) == 4
+    assert await asyncio.wait_for(served.lease("router", "a1.0-me"), 1) is None  # it has ended: at once
+    house.channel.close(stream)
+
+
+async def test_a_lease_that_overtakes_its_request_waits_for_it(house: House, served: ServedEngine) -> None:
+    await house.ready(served)
+    lease = asyncio.create_task(served.lease("router", "a1.0-me"))
+    await asyncio.sleep(0)
+    assert not served.loop.num_open
+    house.channel.send("r0", RunRequest(ask(max_new_tokens=4)))
+    assert await asyncio.wait_for(lease, 5) is None
+
+
+async def test_a_lease_whose_request_does_not_come_is_given_up(
+    house: House, served: ServedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_engine, "START_S", 0.01)
+    await house.ready(served)
+    error = await asyncio.wait_for(served.lease("router", "a1.0-me"), 5)
+    assert isinstance(error, ReplicaGone)
+    assert "the request has not come" in str(error)
+
+
+async def test_a_refusal_waits_for_its_lease(house: House, served: ServedEngine) -> None:
+    await house.ready(served)
+    too_long = ask(num_tokens=served.loop.engine.config.model.context_len + 1)
+    house.channel.send("r0", RunRequest(too_long))
+    house.channel.send("r0", RunRequest(ask(rid="a2.0-me", max_new_tokens=4)))  # the connection goes on
+    assert await asyncio.wait_for(served.lease("router", "a2.0-me"), 5) is None
+    assert isinstance(await served.lease("router", too_long.rid), PromptTooLong)
+
+
+async def test_a_request_whose_lease_has_failed_is_ended_by_its_router(house: House, served: ServedEngine) -> None:
+    await house.ready(served)
+    stream = house.channel.open(["a1.0-me"], replica_id="r0")
+    house.channel.send("r0", RunRequest(ask(max_new_tokens=100)))
+    house.channel.send("r0", EndRequest("a1.0-me"))
+    found = await asyncio.wait_for(stream.take(), 5)
+    while found[-1].finish is None:
+        found += await asyncio.wait_for(stream.take(), 5)
+    assert found[-1].finish.reason is FinishReason.ABORT
+    await until_async(lambda: not served.loop.num_open)
+    house.channel.close(stream)
 
 
 async def test_a_replica_whose_transfer_thread_has_failed_is_unhealthy_and_says_so() -> None:

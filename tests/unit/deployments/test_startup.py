@@ -250,4 +250,10 @@ def test_the_box_says_device_dtype_attention_and_pool_once_for_replicas_that_are
     on_cpu = parse({"model": {"path": "models/tiny"}})
     [computes, _] = _engines([{**replica, "tp": 1, "num_threads": 4, "dtype": "float32", "attention": "cpu"}], on_cpu)
     assert computes == ("computes", "on the CPU in float32, 4 threads, attention: cpu")
+    alone = {**replica, "tp": 1, "attention": "cpu"}
+    assert _engines([alone], on_cpu)[0][1] == "on the CPU in float32 with bfloat16 weights, attention: cpu"
+    int4 = parse({"model": {"path": "models/tiny", "quantization": "int4"}})
+    assert _engines([{**alone, "dtype": "float32"}], int4)[0][1] == (
+        "on the CPU in float32 with 4-bit weights, attention: cpu"
+    )
     assert _engines([{}], config) == []

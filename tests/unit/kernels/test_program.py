@@ -8,10 +8,12 @@ import pytest
 import torch
 from numba import carray
 
-from replicas.kernels.linear import FEW_ROWS, WHOLE, LinearKernel
+from replicas.kernels.linear import FUSED_ROWS, STEPS, LinearKernel
+from replicas.kernels.panels import pack
 from replicas.kernels.program import Program
 from replicas.kernels.simd import add, load, splat, store, take_next
 from replicas.kernels.team import Kernel, Team, kernel, struct
+from replicas.kernels.weight_formats import WeightFormat
 
 AddArgs = struct("AddArgs", "x out n counter")
 
@@ -54,12 +56,13 @@ def test_a_program_touches_only_the_rows_of_its_run() -> None:
     assert b[:, 0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("k", [48, WHOLE + 16])
-@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS - 1, FEW_ROWS, 150])
-def test_a_product_is_the_same_bit_for_bit_as_a_stage_and_by_itself(rows: int, k: int) -> None:
+@pytest.mark.parametrize("format_", ["float32", "q4_1"])
+@pytest.mark.parametrize("k", [48, STEPS + 16])
+@pytest.mark.parametrize("rows", [1, 5, FUSED_ROWS + 1, 150])
+def test_a_product_is_the_same_bit_for_bit_as_a_stage_and_by_itself(rows: int, k: int, format_: WeightFormat) -> None:
     weight, bias, other = torch.randn(80, k), torch.randn(80), torch.randn(150, k)
     x, out, team = torch.randn(150, k), torch.zeros(150, 80), Team(2)
-    product = LinearKernel(weight, team, bias)
+    product = LinearKernel(pack(weight, format_), team, bias)
     stage = product.stage(x, out, team)
     program = Program([stage], team)
     program.run(rows)

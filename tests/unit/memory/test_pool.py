@@ -1,7 +1,11 @@
+import ctypes
+import mmap
+import os
+
 import pytest
 import torch
 
-from replicas.memory.pool import MHATokenToKVPool
+from replicas.memory.pool import ALIGNMENT, MHATokenToKVPool
 
 
 def make(dtype: torch.dtype = torch.float32) -> MHATokenToKVPool:
@@ -59,3 +63,29 @@ def test_pages_of_another_shape_are_refused() -> None:
 def test_memory_that_was_never_written_reads_zero() -> None:
     pool = make(torch.float16)
     assert int(pool.buffer.count_nonzero()) == 0
+
+
+def resident_pages(buffer: torch.Tensor) -> list[bool]:
+    """Whether each whole memory page of a buffer is there (mincore)."""
+    first = -(-buffer.data_ptr() // ALIGNMENT) * ALIGNMENT
+    count = (buffer.data_ptr() + buffer.nbytes - first) // ALIGNMENT
+    there = (ctypes.c_ubyte * count)()
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    assert mincore(first, count * ALIGNMENT, ctypes.addressof(there)) == 0, os.strerror(ctypes.get_errno())
+    return [bool(each & 1) for each in there]
+
+
+def test_a_pool_is_given_its_memory_and_keeps_what_it_holds() -> None:
+    """Over memory that the system has just mapped: an allocator may give some that was used before."""
+    pool = MHATokenToKVPool(2000, 16, 2, 3, 64, torch.float32, "cpu")  # 98 MB
+    fresh = mmap.mmap(-1, pool.buffer.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pool.buffer = buffer = torch.frombuffer(fresh, dtype=torch.float32).view(pool.buffer.shape)
+    buffer[1000] = 7.0
+    assert not all(resident_pages(buffer))
+    assert pool.commit(0.0) < buffer.nbytes
+    assert not all(resident_pages(buffer))
+    assert pool.commit(60.0) == buffer.nbytes
+    assert all(resident_pages(buffer))
+    assert bool((buffer[1000] == 7.0).all())
+    assert float(buffer.sum()) == 7.0 * buffer[0].numel()

@@ -5,12 +5,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import transformers
 
-from replicas.config import ModelConfig
+from replicas.config import ModelConfig, Quantization
 from replicas.errors import InvalidConfig
 from replicas.runner import model_files
 from replicas.runner.model_files import load_model_config, model_identity
@@ -106,17 +106,19 @@ def test_other_weights_have_another_identity(tmp_path: Path, weights: bytes) -> 
 
 
 def test_rounded_weights_have_another_identity_than_the_checkpoint(tmp_path: Path) -> None:
-    one = make(tmp_path / "a")
-    assert model_identity(str(tmp_path / "a"), "int8") != one
+    """K and V of one are not those of another."""
+    make(tmp_path / "a")
+    assert len({model_identity(str(tmp_path / "a"), quantization) for quantization in get_args(Quantization)}) == 3
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_weights_rounded_by_another_rule_have_another_identity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization
 ) -> None:
     make(tmp_path / "a")
-    one = model_identity(str(tmp_path / "a"), "int8")
-    monkeypatch.setattr(model_files, "RULE", "int8, one scale a row")
-    assert model_identity(str(tmp_path / "a"), "int8") != one
+    one = model_identity(str(tmp_path / "a"), quantization)
+    monkeypatch.setitem(model_files.RULES, quantization, "one scale a row")
+    assert model_identity(str(tmp_path / "a"), quantization) != one
 
 
 def test_another_config_has_another_identity(tmp_path: Path) -> None:

@@ -6,24 +6,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from replicas.config import CacheConfig, EngineConfig, Hardware, KvDType, ModelConfig, Products, resolve
 from replicas.errors import InvalidConfig
-from replicas.kernels.linear import FEW_ROWS
 from replicas.layers.tp_group import TpGroup
 from replicas.runner import product_choice
 from replicas.runner.model_files import load_model_config
-from replicas.runner.product_choice import Rates, Shape, choose_products, faster, int8_warning, product_shapes
+from replicas.runner.product_choice import BLAS_ROWS, Rates, Shape, choose_products, faster, product_shapes
 from tests.harness import model_config
 from tests.numerics import tiny
 from tests.numerics.paged import PagedModel
 
-MODEL = model_config(
-    hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=512
-)
+MODEL = model_config(hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=512)
 SHAPES = [(128, 64), (64, 64), (256, 64), (64, 128), (512, 64)]
 
 
@@ -107,7 +105,7 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement_at_each_start(
 
 def test_a_setting_is_followed_without_measuring(measured: list[list[Shape]]) -> None:
     assert choose_products(config(), "own")[0] == Products()
-    assert choose_products(config(), "blas")[0] == Products(blas_rows=dict.fromkeys(SHAPES, FEW_ROWS))
+    assert choose_products(config(), "blas")[0] == Products(blas_rows=dict.fromkeys(SHAPES, BLAS_ROWS))
     assert not measured
     with pytest.raises(InvalidConfig, match=r"model\.products = 'mkl' is unknown; allowed: auto, own, blas"):
         choose_products(config(), "mkl")  # type: ignore[arg-type]
@@ -124,20 +122,33 @@ def test_blas_is_not_used_if_k_and_v_are_rounded(
     assert not measured
 
 
-def test_int8_without_vnni_warns_with_the_measured_speed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("setting", ["auto", "blas"])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"quantization": "int4"}, "q4_1 weights in fp32 arithmetic"),
+        ({"dtype": "bfloat16"}, "bfloat16 weights in fp32 arithmetic"),
+        ({"dtype": "float16"}, "float16 weights in fp32 arithmetic"),
+    ],
+)
+def test_weights_in_another_format_are_for_our_kernels_alone(
+    measured: list[list[Shape]], setting: product_choice.ProductSetting, changes: dict[str, Any], says: str
 ) -> None:
-    rates = {1: (10.0, 2.5), 256: (60.0, 48.0)}
-    monkeypatch.setattr(product_choice, "_measure_int8", lambda shapes: dict.fromkeys(shapes, rates))
-    int8 = config(replace(MODEL, quantization="int8"))
-    for has_vnni, told in ((True, ""), (False, "times 0.25 with 1 row and 0.80 with 256 rows; leave")):
-        monkeypatch.setattr(product_choice, "cpu_has_vnni", lambda has_vnni=has_vnni: has_vnni)
-        caplog.clear()
-        assert choose_products(int8, "auto")[0] == Products(one_order=True)
-        assert [told in record.message for record in caplog.records if record.levelname == "WARNING"] == (
-            [True] if told else []
-        )
-    assert "leave" not in int8_warning({1: 1.6, 256: 1.0})
+    """Their sums need one order only if K and V, which are bfloat16 as the model is unless set, are rounded."""
+    model = replace(MODEL, **changes)
+    for kv_dtype, rounds in ((None, model.dtype == "bfloat16"), ("float32", False), ("int8", True)):
+        products, why = choose_products(config(model, kv_dtype=kv_dtype), setting)
+        assert products == Products(one_order=rounds)
+        assert says in why
+    assert not measured
+
+
+@pytest.mark.parametrize(("has_vnni", "says"), [(True, "multiplied as bytes"), (False, "this CPU has no VNNI")])
+def test_int8_says_how_this_cpu_multiplies(monkeypatch: pytest.MonkeyPatch, has_vnni: bool, says: str) -> None:
+    monkeypatch.setattr(product_choice, "cpu_has_vnni", lambda: has_vnni)
+    products, why = choose_products(config(replace(MODEL, quantization="int8")), "auto")
+    assert products == Products(one_order=True)
+    assert says in why
 
 
 def test_other_load_does_not_decide_which_product_is_taken() -> None:
@@ -145,19 +156,12 @@ def test_other_load_does_not_decide_which_product_is_taken() -> None:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     before = torch.get_num_threads()
     try:
-        rates = [product_choice._measure([(576, 576), (30, 576)]) for _ in range(4)]
+        rates = [product_choice._measure([(576, 576)]) for _ in range(4)]
     finally:
         for process in busy:
             process.kill()
             process.wait()
-    assert [sorted(measured) for measured in rates] == [[(576, 576)]] * 4  # 30 outputs are not for our kernels
     for rows in product_choice.ROWS:
         ratios = [own / blas for own, blas in (measured[576, 576][rows] for measured in rates)]
         assert max(ratios) < 1.5 * min(ratios)
     assert torch.get_num_threads() == before
-
-
-def test_int8_is_measured_beside_fp32() -> None:
-    speed = product_choice.int8_speed(MODEL)
-    assert sorted(speed) == [1, 256]
-    assert all(0.05 < times < 20 for times in speed.values())

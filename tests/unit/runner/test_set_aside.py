@@ -61,7 +61,6 @@ def test_only_what_attention_may_choose_is_counted() -> None:
     assert set_aside.bytes_for_attention(cannot, 1, num_sms=132) == 0
 
 
-def test_graphs_are_of_256_rows_at_most_and_of_none_with_two_ranks() -> None:
-    assert set_aside.graph_rows(config(), 1) == 256
-    assert set_aside.graph_rows(config(), 2) == set_aside.bytes_for_graphs(config(), 2) == 0
-    assert set_aside.graph_rows(config(cuda_graphs=False), 1) == 0
+def test_graphs_are_of_256_rows_at_most_and_none_where_they_are_switched_off() -> None:
+    assert set_aside.graph_rows(config()) == 256
+    assert set_aside.graph_rows(config(cuda_graphs=False)) == 0

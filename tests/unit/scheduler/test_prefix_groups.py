@@ -1,6 +1,7 @@
 """Which requests of a batch read their prefix together."""
 
 import numpy as np
+import pytest
 
 from replicas.cache.radix import RadixCache
 from replicas.scheduler.decode import find_groups
@@ -108,3 +109,19 @@ def test_a_group_that_saves_less_reading_than_the_device_asks_for_is_none() -> N
     bench.submit([*run(1, 256), 4, 9], max_new_tokens=40)
     bench.step()
     assert decode_groups(bench) == [([0, 1, 2], 256)]
+
+
+@pytest.mark.parametrize("cascade", [True, False])
+def test_prompts_over_one_cached_prefix_are_a_group_of_their_step(cascade: bool) -> None:
+    """Beside a running request with that prefix, which is in no group with them, and a prompt of its own."""
+    bench = Bench(num_pages=256, context_len=400, chunked_prefill_size=512, cascade=cascade)
+    bench.submit([*run(1, 256), 2, 3], max_new_tokens=40)
+    bench.step()
+    for prompt in ([*run(1, 256), 4, 5], run(6, 20), [*run(1, 256), 7, 8]):
+        bench.submit(prompt)
+    plan = bench.step()
+    assert isinstance(plan, ExtendPlan)
+    assert [row.prefix_len for row in plan.rows] == [256, 256, 0, 258]  # the longest cached prefix goes first
+    assert plan.prefix_groups == ()
+    found = [(group.members.tolist(), group.length) for group in plan.prompt_groups]
+    assert found == ([([0, 1], 256)] if cascade else [])

@@ -1,8 +1,10 @@
 """The scheduler over real pools and a fake device whose output depends on every slot it reads."""
 
+from typing import Any
+
 import pytest
 
-from replicas.request import ReqState
+from replicas.request import Req, ReqState
 from replicas.scheduler.plan import DecodePlan, ExtendPlan
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason
@@ -303,3 +305,72 @@ def test_a_retracted_request_finds_its_own_pages_again() -> None:
     assert bench.scheduler.queues.waiting.uncached_tokens() == 4
     bench.run()
     assert bench.scheduler.counters.prefill_tokens - computed == 4
+
+
+def together(**more: Any) -> tuple[Bench, list[Req]]:
+    """A leader of 104 + 1 tokens in chunks of 64, and two requests that wait for its first 104."""
+    bench = Bench(num_pages=128, context_len=256, chunked_prefill_size=64, mixed_steps=False, **more)
+    return bench, [bench.submit([*range(104), 500 + i], max_new_tokens=2) for i in range(3)]
+
+
+def states(reqs: list[Req]) -> list[ReqState]:
+    return [req.state for req in reqs]
+
+
+def test_prompts_that_wait_for_a_prefix_start_when_its_last_chunk_is_in_the_tree() -> None:
+    bench, reqs = together()
+    bench.step()
+    bench.step()
+    assert states(reqs) == [ReqState.RUNNING, ReqState.WAITING, ReqState.WAITING]
+    bench.step()
+    assert states(reqs) == [ReqState.RUNNING] * 3
+    bench.run()
+    assert [req.cached_tokens for req in reqs] == [0, 104, 104]
+    assert bench.scheduler.counters.prefill_tokens == 105 + 2
+
+
+def test_no_long_prompt_goes_before_those_who_wait_for_a_prefix() -> None:
+    """The leader's last step leaves 23 tokens; a prompt of 120 that took them would be mid-prompt for two more."""
+    bench, reqs = together(policy="fcfs")
+    long = bench.submit(list(range(200, 320)), max_new_tokens=2)
+    bench.step()
+    bench.step()
+    assert states([*reqs, long]) == [ReqState.RUNNING, *[ReqState.WAITING] * 3]
+    bench.step()
+    assert states([*reqs, long]) == [*[ReqState.RUNNING] * 3, ReqState.PREFILLING]
+    bench.run()
+
+
+def test_a_short_prompt_starts_while_others_wait_for_a_prefix() -> None:
+    bench, reqs = together(policy="fcfs")
+    short = bench.submit(list(range(200, 210)), max_new_tokens=2)
+    bench.step()
+    bench.step()
+    assert states([*reqs, short]) == [ReqState.RUNNING, ReqState.WAITING, ReqState.WAITING, ReqState.RUNNING]
+    bench.run()
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_a_leader_that_ends_mid_prompt_releases_those_who_wait(reason: FinishReason) -> None:
+    """Its first chunk is in the tree; the next one of them computes the rest."""
+    bench, (leader, *others) = together()
+    bench.step()
+    assert leader.state is ReqState.PREFILLING
+    bench.scheduler.finish(leader, Finish(reason=reason))
+    bench.step()
+    assert states(others) == [ReqState.RUNNING, ReqState.WAITING]
+    while bench.scheduler.has_work:
+        bench.step()
+    assert [req.cached_tokens for req in others] == [64, 104]
+    pool = bench.kv.store.stats()
+    assert pool.free_pages + pool.evictable_pages == pool.num_pages
+
+
+def test_a_prompt_whose_logprobs_are_wanted_waits_for_no_prefix() -> None:
+    """It has to compute every token itself."""
+    bench = Bench(num_pages=128, context_len=256, chunked_prefill_size=256)
+    bench.submit([*range(64), 500], max_new_tokens=2)
+    asks = bench.submit([*range(64), 501], max_new_tokens=2, prompt_logprobs_from=0)
+    bench.step()
+    assert asks.state is ReqState.RUNNING
+    bench.run()

@@ -1,0 +1,154 @@
+"""Weights in panels of 32 output channels, as the product reads them: one input after the other, 32 numbers each.
+
+Owns:      the packed forms, what rounds to them, and which numbers each stands for. Numbers of a group of inputs of an
+           output channel share a scale (int8, Q8_0), or a scale and a least number (Q4_1): a group of a panel is 32
+           scales, 32 least numbers where there are any, then the numbers.
+Never:     multiplies (linear.py does) or reads files.
+Invariant: what a packed number stands for is exact in fp32 but for one rounding, where the least number is added. So a
+           checkpoint that was made of Q4_1 and Q8_0 numbers has the same weights packed as widened, bit for bit.
+Source:    block_q4_1 and block_q8_0 of ggml (https://github.com/ggml-org/ggml, ggml-common.h).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replicas.kernels.panel_tiles import COLUMNS
+from replicas.kernels.simd import W
+from replicas.kernels.weight_formats import GROUP, WeightFormat, group_length
+
+PLAIN: dict[WeightFormat, torch.dtype] = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+_SCALES = {"int8": torch.bfloat16, "q8_0": torch.float16, "q4_1": torch.float16}
+CHUNK_ROWS = 4096  # of a weight, that are rounded at a time; whole panels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Panels:
+    """A packed weight [n, k]; ``group`` inputs share a scale, 0 where there are none."""
+
+    format: WeightFormat
+    n: int
+    k: int
+    group: int
+    data: Tensor  # uint8 [panels, bytes of a panel], on CPU
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows ``ids`` [T] of the weight, widened: a fresh fp32 tensor [T, k]."""
+        panel, column = ids // COLUMNS, ids % COLUMNS
+        if not self.group:
+            numbers = self.data.view(PLAIN[self.format]).view(len(self.data), self.k, COLUMNS)
+            return numbers[panel, :, column].float()
+        numbers, scales, least = _parts(self.data, self.format, self.group)
+        scale = scales[panel, :, column].float().unsqueeze(2)  # [T, G, 1]
+        if self.format == "q4_1":
+            both = numbers[panel, :, :, column % W].int()  # [T, G, group]
+            out = torch.where((column < W)[:, None, None], both & 15, both >> 4).float()
+            # a number of 4 bits by a scale of 11 is exact: two operations, one rounding
+            out = out * scale + least[panel, :, column].float().unsqueeze(2)
+        else:
+            out = numbers[panel, :, :, column].float() * scale
+        return out.flatten(1)[:, : self.k]
+
+
+Packs = Callable[[Callable[[], Panels]], Panels]  # gives a weight's panels: those that are kept, or what is made now
+
+
+def make(panels: Callable[[], Panels]) -> Panels:
+    """Keep nothing: the `Packs` of a weight that no other engine shares."""
+    return panels()
+
+
+def pack(weight: Tensor, format_: WeightFormat) -> Panels:
+    """Pack ``weight`` [N, K] of any float dtype, rounded to the nearest numbers of ``format_``."""
+    n, k = weight.shape
+    chunks = torch.split(weight, CHUNK_ROWS)
+    if format_ in PLAIN:
+        return Panels(format_, n, k, 0, torch.cat([_pack_plain(chunk, PLAIN[format_]) for chunk in chunks]))
+    if format_ == "int8":
+        return pack_int8(*round_int8(weight))
+    rounded = [_round(chunk.float(), format_, GROUP) for chunk in chunks]
+    return Panels(format_, n, k, GROUP, torch.cat([_pack_groups(format_, *parts) for parts in rounded]))
+
+
+def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round [N, K] to (int8 [N, K], scales [N, G] bf16): the numbers of a group in steps of its largest magnitude /
+    127."""
+    group = group_length(weight.shape[1])
+    parts = [_round(chunk.float(), "int8", group)[:2] for chunk in torch.split(weight, CHUNK_ROWS)]
+    return torch.cat([numbers for numbers, _ in parts]), torch.cat([scales for _, scales in parts])
+
+
+def pack_int8(numbers: Tensor, scales: Tensor) -> Panels:
+    """Pack what `round_int8` made."""
+    group = numbers.shape[1] // scales.shape[1]
+    n, k = numbers.shape
+    return Panels("int8", n, k, group, _pack_groups("int8", numbers, scales, None))
+
+
+def group_bytes(format_: WeightFormat, group: int) -> int:
+    """Count the bytes of a group of a panel, of a format with scales."""
+    return 4 * COLUMNS + group * W if format_ == "q4_1" else 2 * COLUMNS + group * COLUMNS
+
+
+def _pack_plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    n, k = weight.shape
+    whole = F.pad(weight.to(dtype), (0, 0, 0, -n % COLUMNS))
+    return whole.view(-1, COLUMNS, k).transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
+
+
+def _round(weight: Tensor, format_: WeightFormat, group: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Round [N, K] fp32 to numbers [N, K'], scales [N, G] and least numbers [N, G]; K' is K up to whole groups."""
+    n, k = weight.shape
+    if k % group:  # repeats the last number, which changes no group's largest or least
+        weight = torch.cat([weight, weight[:, -1:].expand(n, -k % group)], dim=1)
+    parts = weight.view(n, -1, group)  # [N, G, group]
+    if format_ == "q4_1":
+        least = parts.amin(dim=2).half()
+        scales = ((parts.amax(dim=2) - least.float()) / 15.0).half()
+        steps = scales.float().unsqueeze(2)
+        numbers = torch.where(steps > 0, (parts - least.float().unsqueeze(2)) / steps, 0.0)
+        return numbers.round_().clamp_(0, 15).to(torch.uint8).flatten(1), scales, least
+    largest = parts.abs().amax(dim=2) / 127.0
+    if format_ == "int8":  # the next bf16 number: nothing goes beyond 127
+        bits = largest.view(torch.int32)
+        scales = ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).bfloat16()
+    else:
+        scales = largest.half()
+    steps = scales.float().unsqueeze(2)
+    numbers = torch.where(steps > 0, parts / steps, 0.0).round_().clamp_(-127, 127)
+    return numbers.to(torch.int8).flatten(1), scales, None
+
+
+def _pack_groups(format_: WeightFormat, numbers: Tensor, scales: Tensor, least: Tensor | None) -> Tensor:
+    group, below = numbers.shape[1] // scales.shape[1], (0, 0, 0, -len(numbers) % COLUMNS)
+    numbers, scales = F.pad(numbers, below), F.pad(scales, below)
+    panels, groups = len(numbers) // COLUMNS, scales.shape[1]
+    data = torch.zeros(panels, groups * group_bytes(format_, group), dtype=torch.uint8)
+    to_numbers, to_scales, to_least = _parts(data, format_, group)
+    to_scales.copy_(scales.view(panels, COLUMNS, groups).transpose(1, 2))
+    split = numbers.view(panels, COLUMNS, groups, group).permute(0, 2, 3, 1)  # [panels, G, group, 32]
+    if least is not None:
+        to_least.copy_(F.pad(least, below).view(panels, COLUMNS, groups).transpose(1, 2))
+        split = split[..., :W] | split[..., W:] << 4
+    to_numbers.copy_(split)
+    return data
+
+
+def _parts(data: Tensor, format_: WeightFormat, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """View numbers [panels, G, group, 32 int8, or 16 uint8 of two], scales and least numbers [panels, G, 32 or 0]."""
+    groups = data.view(len(data), -1, group_bytes(format_, group))
+    scales = groups[:, :, : 2 * COLUMNS].view(_SCALES[format_])
+    if format_ == "q4_1":
+        least = groups[:, :, 2 * COLUMNS : 4 * COLUMNS].view(torch.float16)
+        return groups[:, :, 4 * COLUMNS :].view(*groups.shape[:2], group, W), scales, least
+    numbers = groups[:, :, 2 * COLUMNS :].view(torch.int8).view(*groups.shape[:2], group, COLUMNS)
+    return numbers, scales, scales[:, :, :0]

@@ -1,0 +1,90 @@
+"""Every family with rounded weights is the fp32 model of what they became, biases, norms and tied tables too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from replicas.kernels import int8
+from replicas.kernels.linear import LinearKernel
+from replicas.kernels.panels import pack
+from replicas.kernels.weight_formats import WeightFormat, table_format
+from replicas.layers.linear import Matmul
+from tests.numerics import tiny
+from tests.numerics.paged import assert_close_in_range, open_model
+from tests.rounding import num_groups, round_activations
+
+ODD: dict[str, Any] = {}  # 72 inputs are no multiple of 16: the weight is widened on every CPU
+SERVED = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}  # all by kernels, as programs; 128 inputs of o
+each_shape = pytest.mark.parametrize("shape", [ODD, SERVED], ids=["odd", "served"])
+
+
+def save_rounded(model: PreTrainedModel, folder: Path, format_: WeightFormat) -> PreTrainedModel:
+    """Rounds the weights of the products and of the vocabulary's tables in place, and saves."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                table = "embed" in name or "lm_head" in name
+                rounded = pack(parameter, table_format(format_) if table else format_)
+                parameter.copy_(rounded.rows(torch.arange(len(parameter))))
+            elif format_ in ("bfloat16", "float16"):
+                parameter.copy_(parameter.to(getattr(torch, format_)))
+    model.save_pretrained(folder)
+    return model
+
+
+def multiply_rounded(self: Matmul, x: Tensor) -> Tensor:
+    assert isinstance(self._kernel, LinearKernel)
+    weight = self._kernel.rows(torch.arange(self.shape[0]))
+    return F.linear(round_activations(x, num_groups(x.shape[1])), weight, self._kernel._bias)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "widened"])
+@each_shape
+@pytest.mark.parametrize("kind", ["llama-tied-biased", "mistral", "qwen2", "qwen3", "qwen3-tied"])
+def test_int8_is_the_fp32_model_of_the_rounded_numbers(
+    kind: str, shape: dict[str, Any], kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(int8, "serves", lambda inputs: False)
+    save_rounded(tiny.save(kind, tmp_path / "exact", **shape), tmp_path / "rounded", "int8")
+    ours = open_model(tmp_path / "exact", attention="cpu", quantization="int8")
+    assert ours.model.fused is not None
+    assert (ours.model.fused.max_rows > 0) == bool(shape)
+    got = ours.prefill(tiny.PROMPTS, chunk=7)
+    with monkeypatch.context() as patch:
+        patch.setattr(Matmul, "__call__", multiply_rounded)
+        rounded = open_model(tmp_path / "rounded", attention="cpu")
+        rounded.model.fused = None
+        wanted = rounded.prefill(tiny.PROMPTS, chunk=7)
+    errors = [
+        float((mine - its).abs().max() / (its.max() - its.min())) for mine, its in zip(got, wanted, strict=True)
+    ]
+    assert min(errors) < 1e-5  # sums of fp32 in another order
+    assert max(errors) < 0.03  # one of them led to an activation that was rounded the other way: most of a step
+
+
+@pytest.mark.parametrize(
+    ("changes", "format_"),
+    [({"quantization": "int4"}, "q4_1"), ({"dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16")],
+    ids=["int4", "bfloat16", "float16"],
+)
+@each_shape
+@pytest.mark.parametrize("kind", sorted(tiny.CONFIGS))
+def test_where_weights_alone_are_rounded_transformers_says_the_same_of_them_in_fp32(
+    kind: str, shape: dict[str, Any], changes: dict[str, Any], format_: WeightFormat, tmp_path: Path
+) -> None:
+    """Against our own fp32 too, over the same weights: there not even a bit differs."""
+    rounded = save_rounded(tiny.save(kind, tmp_path / "exact", **shape), tmp_path / "rounded", format_)
+    wanted = [tiny.reference(rounded, prompt, 24) for prompt in tiny.PROMPTS]
+    for attention in ("torch_native", "cpu"):
+        ours, again = (open_model(tmp_path / "exact", attention=attention, **changes) for _ in range(2))
+        floats = open_model(tmp_path / "rounded", attention=attention).prefill(tiny.PROMPTS, chunk=7)
+        for mine, same, (its, _) in zip(ours.prefill(tiny.PROMPTS, chunk=7), floats, wanted, strict=True):
+            assert_close_in_range(mine, its, 1e-4)
+            assert torch.equal(mine, same)
+        assert again.greedy(tiny.PROMPTS, 24) == [ids for _, ids in wanted]
