@@ -1,9 +1,11 @@
 """Names for KV pages that mean the same in every process: the chained hash of a page's tokens and of all before it.
 
-Owns:      the definition of `PageKey`.
+Owns:      the definitions of `PageKey` and `Tier`.
 Never:     stands for equality where a wrong page would be read: the radix cache compares the tokens themselves.
 Invariant: the keys of a sequence are a prefix of the keys of any longer one with the same salt and page size.
 """
+
+import enum
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,14 @@ import xxhash
 
 PageKey = int  # unsigned 64 bits
 PageKeys = npt.NDArray[np.uint64]  # [n]
+
+
+class Tier(enum.Enum):
+    """Where a cached page lies: in the device pool (L1), in host memory (L2), in a store that replicas share (L3)."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORE = "store"
 
 
 def salt_key(salt: str) -> PageKey:

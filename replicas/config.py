@@ -19,6 +19,9 @@ Quantization = Literal["none", "int8", "int4"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 ProductSetting = Literal["auto", "own", "blas"]
 Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native"]
+HostEviction = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru", "arc"]
+WritePolicyName = Literal["write_through", "write_through_selective", "write_back", "adaptive"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout", "expected"]
 BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
     "cpu": ("cpu", "torch_native"),
     "cuda": ("flashinfer", "triton", "torch_native"),
@@ -124,6 +127,16 @@ class CacheConfig:
     # number format of K and V, by default the model's (float32 where a CPU has float16 weights); int8, fp8: a scale per
     # token and head; on a GPU fp8 alone
     kv_dtype: KvDType | None = None
+    host_memory_bytes: int = 0  # host memory of one replica for pages that leave the pool (docs/tiers.md); 0: none
+    host_eviction: HostEviction = "lru"  # which pages leave the host memory first
+    # when pages are copied to the host: as they are computed, at their second use, when they are evicted, or then if
+    # they are likely to be used again
+    write_policy: WritePolicyName = "adaptive"
+    # how long a request waits for pages that the store has: not at all, for all of them, for at most 2 s and 0.1 s per
+    # 1,024 tokens, or while that is expected to be quicker than to compute them
+    prefetch: PrefetchPolicy = "expected"
+    store: str | None = None  # where pages are kept beyond the host memory: file:///folder or s3://bucket/prefix
+    store_bytes: int = 10 << 30  # most bytes in a file store; the replicas of a host share them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +331,14 @@ def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterato
         yield f"cache.mem_fraction_static = {cache.mem_fraction_static}; allowed: above 0, at most 1"
     if cache.max_total_tokens is not None and cache.max_total_tokens < cache.page_size:
         yield f"cache.max_total_tokens = {cache.max_total_tokens}; allowed: {cache.page_size} (a page) or more"
+    if cache.host_memory_bytes < 0:
+        yield f"cache.host_memory_bytes = {cache.host_memory_bytes}; allowed: 0 (none) or more"
+    if cache.host_memory_bytes and cache.prefix_cache == "chunk":
+        yield "cache.host_memory_bytes with cache.prefix_cache: chunk, which keeps no pages; leave one out"
+    if cache.store is not None and not cache.host_memory_bytes:
+        yield "cache.store without cache.host_memory_bytes: pages go to and from the store through host memory; set it"
+    if cache.store_bytes < 1:
+        yield f"cache.store_bytes = {cache.store_bytes}; allowed: 1 or more"
     for name in ("max_running_requests", "chunked_prefill_size"):
         value = getattr(scheduler, name)
         if value is not None and value < 1:

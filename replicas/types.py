@@ -263,6 +263,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int  # prompt tokens whose K/V was reused, all tiers
     num_retractions: int = 0
+    host_tokens: int = 0  # of cached_tokens, those that were loaded from host memory
+    store_tokens: int = 0  # of cached_tokens, those that were read from the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +377,39 @@ class PoolStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """The tiers under one engine's device pool; counters only grow. Tokens are whole pages."""
+
+    host_pages: int  # capacity of the host tier
+    host_used_pages: int
+    clean_pages: int = 0  # of the device pool, with a copy on the host
+    store: str | None = None  # which store; replicas with the same one share its pages
+    store_error: str | None = None  # why it is not used at present
+    store_bytes: int = 0
+    store_items: int = 0
+    # counters
+    host_hit_tokens: int = 0  # of prompts, loaded instead of computed
+    store_hit_tokens: int = 0  # of prompts, read from the store and loaded instead of computed
+    host_written_tokens: int = 0  # device -> host
+    host_evicted_tokens: int = 0
+    store_written_tokens: int = 0
+    store_read_tokens: int = 0
+    host_write_s: float = 0.0
+    host_load_s: float = 0.0
+    store_write_s: float = 0.0
+    store_read_s: float = 0.0
+    saved_s: float = 0.0  # what computing the hit tokens would have taken, less what loading them took
+    host_wrong_pages: int = 0  # whose digest did not fit: dropped and computed anew
+    store_wrong_pages: int = 0
+    store_errors: int = 0
+    slow_loads: int = 0  # prompts that were computed because loading was slower, or not over in time
+    # smoothed; 0 until measured
+    host_s_per_token: float = 0.0  # host -> device
+    store_s_per_token: float = 0.0  # store -> host
+    store_latency_s: float = 0.0  # of a read, before its bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot of one engine; counters only grow. Turned into metrics and ReplicaViews elsewhere."""
 
@@ -413,6 +448,7 @@ class EngineStats:
     num_mixed_steps: int = 0  # of the extend steps: running requests made a token in them too
     flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
     longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
+    tiers: TierStats | None = None  # None where the engine has no tier under its device pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
