@@ -119,7 +119,8 @@ class CacheConfig:
 
     page_size: int = 16  # tokens in a KV page, the unit of allocation and of reuse
     prefix_cache: Literal["radix", "chunk"] = "radix"  # radix: requests reuse cached prefixes; chunk: they do not
-    eviction: Literal["lru", "lfu", "fifo"] = "lru"  # which unused pages are evicted first
+    # which unused pages are evicted first
+    eviction: Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru"] = "lru"
     mem_fraction_static: float = 0.9  # share of device memory for weights and KV
     # CPU only: memory of one replica for weights and KV; by default 15 % of free RAM, at most 3 GiB
     device_memory_bytes: int | None = None

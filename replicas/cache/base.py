@@ -43,8 +43,8 @@ class PrefixCache(Protocol):
         """Return the length of that prefix in tokens; change nothing."""
         ...
 
-    def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
-        """Give the cache the pages of ``token_ids`` [n * page_size].
+    def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
+        """Give the cache the pages of ``token_ids`` [n * page_size], which a request of ``priority`` computed.
 
         Returns: the length that was already there, in tokens (SPEC E07). The caller keeps ``pages`` up to there; the
                  cache owns the rest if a match now finds them (a cache that keeps nothing takes nothing).

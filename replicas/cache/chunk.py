@@ -21,7 +21,7 @@ class ChunkCache:
     def peek_len(self, token_ids: TokenIds, salt: str) -> int:
         return 0
 
-    def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
+    def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         return 0
 
     def inc_lock_ref(self, node: TreeNode) -> Lock:

@@ -1,9 +1,11 @@
-"""Eviction order: which unlocked leaf is evicted next, without a look at the tree.
+"""Eviction order of one tier: which node that can go goes next, without a look at the tree.
 
-Owns:      a heap with at most one entry a node. Entries are not touched when a node is used, locked or extended:
-           a stale entry is found when it is popped, and then dropped or filed again.
+Owns:      a heap of (rank, node), and for each node the rank of its live entry. Entries are not touched when a node is
+           used, locked or extended: an entry that is no longer true is found when it is popped, and then dropped or
+           filed again.
 Never:     frees anything (cache/radix.py).
-Invariant: every evictable node has an entry, filed under a rank that is not above its present one.
+Invariant: every node that can go has a live entry, filed under a rank that is not above its present one. So a rank that
+           rises needs no word; of one that may have fallen `refile` is told.
 Thread:    scheduler thread only.
 """
 
@@ -12,49 +14,102 @@ from collections.abc import Callable
 
 from replicas.cache.node import TreeNode
 
-Rank = tuple[int, int]  # smallest goes first; a node's rank never decreases while it lives
+Rank = tuple[int, ...]  # smallest goes first
+
+PROTECTED_HITS = 2  # SGLang's threshold of slru
+TAIL_TOKENS = 1024  # tlru: tokens that a next turn may compute again beside its own, and still begin in time
+
+
+def _tail_rank(node: TreeNode) -> Rank:
+    """Tail-optimised LRU: what a conversation can lose without its next turn being late goes first.
+
+    A conversation is late if it has to compute more than `TAIL_TOKENS` tokens of its history. So of a history of
+    ``reach`` tokens the first ``reach`` - TAIL_TOKENS are worth keeping; a node that begins after them is not.
+
+    Source: Zhang et al. 2025 (arXiv:2510.15152), T-LRU: evict first what is "TEL-safe"; their threshold, less the
+            estimate of the next prompt's own length, is our constant. SGLang has it as `tlru`.
+    """
+    return (0 if node.start >= node.reach - TAIL_TOKENS else 1, node.last_access)
+
 
 POLICIES: dict[str, Callable[[TreeNode], Rank]] = {
-    "lru": lambda node: (node.last_access, 0),
+    "lru": lambda node: (node.last_access,),
     "lfu": lambda node: (node.hit_count, node.last_access),
-    "fifo": lambda node: (node.created, 0),
+    "fifo": lambda node: (node.created,),
+    "mru": lambda node: (-node.last_access,),
+    "filo": lambda node: (-node.created,),
+    "priority": lambda node: (node.priority, node.last_access),
+    "slru": lambda node: (int(node.hit_count >= PROTECTED_HITS), node.last_access),
+    "tlru": _tail_rank,
 }
 
 
 class EvictionQueue:
-    """Candidates by policy lru, lfu or fifo (SPEC E12, E19). A pop costs O(log nodes), amortised over uses and pops."""
+    """The nodes of one tier by eviction policy (SPEC E12, E19). A pop costs O(log nodes), amortised over uses and pops.
 
-    def __init__(self, policy: str) -> None:
+    Args: policy: one of `POLICIES`. can_go: whether a node can leave the tier now.
+    """
+
+    def __init__(self, policy: str, *, can_go: Callable[[TreeNode], bool]) -> None:
         if policy not in POLICIES:
             raise ValueError(f"unknown eviction policy {policy!r}; allowed: {sorted(POLICIES)}")
         self._rank = POLICIES[policy]
+        self._can_go = can_go
         self._heap: list[tuple[Rank, int, TreeNode]] = []
+        self._filed: dict[TreeNode, Rank] = {}  # by what its live entry is filed under
         self._tie = 0
 
+    def __contains__(self, node: TreeNode) -> bool:
+        return node in self._filed
+
     def add(self, node: TreeNode) -> None:
-        """Add ``node``, which has become an unlocked leaf."""
-        assert node.evictable
-        if not node.queued:
-            self._push(node)
+        """Add ``node``, which can go now."""
+        assert self._can_go(node)
+        if node in self._filed:
+            self.refile(node)
+        else:
+            self._push(node, self._rank(node))
+
+    def refile(self, node: TreeNode) -> None:
+        """Take note that the rank of ``node`` may have fallen: it was used, or cut in two."""
+        filed = self._filed.get(node)
+        if filed is not None and (rank := self._rank(node)) < filed:
+            self._push(node, rank)
+
+    def discard(self, node: TreeNode) -> None:
+        """Forget ``node``, which left the tier in another way."""
+        self._filed.pop(node, None)
 
     def pop(self) -> TreeNode | None:
         """Remove and return the next victim; None when there is none."""
         while self._heap:
-            rank, _, node = heapq.heappop(self._heap)
-            node.queued = False
-            if not node.evictable:
-                continue  # locked or grown since; it is added again when it is unlocked or pruned
-            if rank == self._rank(node):
+            filed, _, node = heapq.heappop(self._heap)
+            if self._filed.get(node) != filed:
+                continue  # discarded or filed lower since
+            if not self._can_go(node):
+                del self._filed[node]  # locked or grown since; it is added again when it can go
+            elif filed == (rank := self._rank(node)):
+                del self._filed[node]
                 return node
-            self._push(node)  # used since
+            else:
+                self._push(node, rank)  # used since
         return None
 
     def clear(self) -> None:
-        for _, _, node in self._heap:
-            node.queued = False
-        self._heap = []
+        self._heap, self._filed = [], {}
 
-    def _push(self, node: TreeNode) -> None:
-        node.queued = True
+    def check(self) -> None:
+        """Assert that each node has an entry under the rank that is kept, and none above its present one. O(nodes)."""
+        entries = {(id(node), rank) for rank, _, node in self._heap}
+        for node, filed in self._filed.items():
+            assert (id(node), filed) in entries, "a node in the eviction queue has no entry in its heap"
+            assert filed <= self._rank(node), f"a node is filed under {filed}, its rank fell to {self._rank(node)}"
+        assert len(self._heap) <= 2 * len(self._filed) + 64, "entries that are no longer true pile up"
+
+    def _push(self, node: TreeNode, rank: Rank) -> None:
         self._tie += 1
-        heapq.heappush(self._heap, (self._rank(node), self._tie, node))
+        self._filed[node] = rank
+        heapq.heappush(self._heap, (rank, self._tie, node))
+        if len(self._heap) > 2 * len(self._filed) + 64:
+            self._heap = [entry for entry in self._heap if self._filed.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)

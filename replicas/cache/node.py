@@ -36,7 +36,9 @@ class TreeNode:
     hit_count: int = 0
     below_pages: int = 0  # of all nodes below it
     below_nodes: int = 0
-    queued: bool = False  # it has an entry in the eviction queue
+    priority: int = 0  # highest of the requests that inserted it
+    start: int = 0  # tokens before it
+    reach: int = 0  # tokens of the longest sequence that was inserted through it
     page_keys: PageKeys | None = None  # [n] while events are recorded
 
     @staticmethod
@@ -57,7 +59,7 @@ class TreeNode:
         parent, num_pages = self.parent, len(self.pages)
         assert parent is not None
         assert 0 < at < num_pages
-        head = dataclasses.replace(self, children={}, queued=False)
+        head = dataclasses.replace(self, children={})
         head.keep(0, at, page_size)
         self.keep(at, num_pages, page_size)
         parent.children[first_page(head.key, page_size)] = head
@@ -76,6 +78,7 @@ class TreeNode:
 
     def keep(self, start: int, end: int, page_size: int) -> None:
         """Shrink the edge to its pages [start, end)."""
+        self.start += start * page_size
         self.key = _part(self.key, start * page_size, end * page_size)
         self.pages = _part(self.pages, start, end)
         if self.page_keys is not None:

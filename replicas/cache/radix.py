@@ -43,7 +43,7 @@ class RadixCache:
         self.events = events  # None: nothing is recorded or hashed
         self.evicted_idle_s = Tally(IDLE_S)  # time since the last use of what `evict` took
         self._clock = clock
-        self._queue = EvictionQueue(policy)
+        self._queue = EvictionQueue(policy, can_go=lambda node: node.evictable)
         self._roots: dict[str, TreeNode] = {}  # by salt; a root lives while it has children
         self._nowhere = TreeNode.root("")  # what an empty match locks when its salt has no root
         self._tick = 0  # logical clock: one per match or insert
@@ -80,14 +80,15 @@ class RadixCache:
             node.hit_count += count_hit
             parts.append(node.pages)
             length += common
+        self._queue.refile(node)
         return MatchResult(length * self.page_size, np.concatenate(parts) if parts else NO_PAGES, node)
 
     def peek_len(self, token_ids: TokenIds, salt: str) -> int:
         """Count the tokens that `match_prefix` would find; change nothing."""
         return sum(common for _, common in self._path(token_ids, salt)) * self.page_size
 
-    def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
-        """Keep ``pages`` as the K/V of ``token_ids`` [n * page_size].
+    def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
+        """Keep ``pages`` as the K/V of ``token_ids`` [n * page_size], which a request of ``priority`` computed.
 
         Returns: the tokens that were there before (SPEC E07, K5); the pages up to there stay the caller's.
         """
@@ -106,8 +107,11 @@ class RadixCache:
             splits = common < len(child.pages) and length < len(pages)
             node = self._split_node(child, common) if splits else child
             node.last_access, node.used_s = self._tick, now_s
+            node.priority, node.reach = max(node.priority, priority), max(node.reach, len(token_ids))
+        self._queue.refile(node)
         if length < len(pages):
-            self._add_leaf(node, token_ids[length * self.page_size :].copy(), pages[length:].copy(), now_s)
+            key = token_ids[length * self.page_size :].copy()
+            self._add_leaf(node, key, pages[length:].copy(), now_s, priority)
         return length * self.page_size
 
     def inc_lock_ref(self, node: TreeNode) -> Lock:
@@ -204,6 +208,9 @@ class RadixCache:
         counted = audit_tree(self._roots.values(), self.page_size)
         kept = (self._evictable, self._protected, self._num_nodes)
         assert counted == kept, f"evictable, protected, nodes: {counted} are in the tree, {kept} are counted"
+        self._queue.check()
+        lost = sum(node.evictable and node not in self._queue for node in self._nodes())
+        assert not lost, f"{lost} unlocked leaves are not queued for eviction"
 
     def _path(self, token_ids: TokenIds, salt: str) -> Iterator[tuple[TreeNode, int]]:
         """Iterate over the children along the match, each with its number of equal pages; only the last may be partial.
@@ -233,9 +240,10 @@ class RadixCache:
         head = node.split(at, self.page_size)
         assert head.parent is not None
         head.parent.grew(0, 1)
+        self._queue.refile(node)
         return head
 
-    def _add_leaf(self, parent: TreeNode, key: TokenIds, pages: Pages, now_s: float) -> None:
+    def _add_leaf(self, parent: TreeNode, key: TokenIds, pages: Pages, now_s: float, priority: int) -> None:
         leaf = TreeNode(
             key=key,
             pages=pages,
@@ -244,6 +252,9 @@ class RadixCache:
             created=self._tick,
             last_access=self._tick,
             used_s=now_s,
+            priority=priority,
+            start=parent.start + len(parent.key),
+            reach=parent.start + len(parent.key) + len(key),
         )
         parent.children[first_page(key, self.page_size)] = leaf
         self._num_nodes += 1

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from replicas.cache.evict import POLICIES
 from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req
@@ -20,7 +21,7 @@ class KvUnderLoad(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(4, 10),
         prefix_cache=st.sampled_from(["radix", "radix", "chunk"]),
-        eviction=st.sampled_from(["lru", "lfu", "fifo"]),
+        eviction=st.sampled_from(sorted(POLICIES)),
     )
     def start(self, page_size: int, num_pages: int, prefix_cache: str, eviction: str) -> None:
         self.kv = KvCache(

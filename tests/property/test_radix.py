@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from replicas.cache.base import Lock
 from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
+from replicas.cache.evict import POLICIES
 from replicas.cache.radix import RadixCache
 
 TOKENS = st.lists(st.integers(0, 1), max_size=12)
@@ -16,7 +17,7 @@ SALTS = st.sampled_from(["", "x"])
 class RadixAgainstDictionary(RuleBasedStateMachine):
     """SPEC E02-E13, E17, E20."""
 
-    @initialize(page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(["lru", "lfu", "fifo"]))
+    @initialize(page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(sorted(POLICIES)))
     def start(self, page_size: int, policy: str) -> None:
         self.ps = page_size
         self.log = EventLog()

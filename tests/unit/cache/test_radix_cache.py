@@ -110,7 +110,19 @@ def three(policy: str) -> RadixCache:
     return cache
 
 
-@pytest.mark.parametrize(("policy", "order"), [("lru", [3, 2, 1]), ("lfu", [3, 2, 1]), ("fifo", [1, 2, 3])])
+ORDERS = {
+    "lru": [3, 2, 1],
+    "lfu": [3, 2, 1],
+    "fifo": [1, 2, 3],
+    "mru": [1, 2, 3],
+    "filo": [3, 2, 1],
+    "priority": [3, 2, 1],
+    "slru": [3, 2, 1],
+    "tlru": [3, 2, 1],
+}
+
+
+@pytest.mark.parametrize(("policy", "order"), ORDERS.items())
 def test_each_policy_has_its_order(policy: str, order: list[int]) -> None:
     """SPEC E12, E19."""
     cache = three(policy)
@@ -125,6 +137,45 @@ def test_lfu_counts_uses_where_lru_takes_the_last() -> None:
         cache.match_prefix(ids(3), "")  # uses: 1 twice, 2 and 3 once; last used: 3, then 1
         victims[policy] = [int(cache.evict(1)[0]) for _ in range(3)]
     assert victims == {"lru": [2, 1, 3], "lfu": [2, 3, 1]}
+
+
+def test_slru_protects_what_was_hit_twice_and_priority_what_matters_most() -> None:
+    cache = three("slru")  # uses: 1 twice, 2 once
+    cache.match_prefix(ids(2), "")
+    cache.match_prefix(ids(3), "")  # the last used, but once
+    assert [int(cache.evict(1)[0]) for _ in range(3)] == [3, 1, 2]
+    cache = RadixCache(1, policy="priority")
+    for token, priority in ((1, 2), (2, -1), (3, 0)):
+        cache.insert(ids(token), ids(token), "", priority=priority)
+    cache.insert(ids(3), ids(9), "", priority=5)  # a request that matters more computed the same
+    cache.insert(ids(1), ids(9), "", priority=-3)  # one that matters less takes nothing from it
+    assert [int(cache.evict(1)[0]) for _ in range(3)] == [2, 1, 3]
+    cache.check()
+
+
+def test_tlru_takes_first_the_tail_that_a_next_turn_can_compute_in_time() -> None:
+    """Of 3,000 tokens a next turn may compute 1,024: what begins after token 1,976 goes before what is older."""
+    cache = RadixCache(1, policy="tlru")
+    cache.insert(np.arange(1900, dtype=np.int32), np.arange(1, 1901, dtype=np.int32), "")
+    old, long = np.arange(5000, 7000, dtype=np.int32), np.arange(3000, dtype=np.int32)
+    cache.insert(old, np.arange(5000, 7000, dtype=np.int32), "")  # one run from 0: its head is worth keeping
+    cache.match_prefix(long[:1900], "")
+    cache.insert(long[:2000], np.arange(1, 2001, dtype=np.int32), "")
+    cache.insert(long, np.arange(1, 3001, dtype=np.int32), "")
+    assert cache.evict(1000).tolist() == list(range(2001, 3001))  # [2000, 3000), the last used: its turn is in time
+    assert cache.evict(1).tolist() == [6999]  # [1900, 2000) begins before token 1,976: then it is lru
+    cache.check()
+
+
+def test_a_run_that_is_cut_in_two_changes_its_place_under_tlru() -> None:
+    cache = RadixCache(1, policy="tlru")
+    cache.insert(np.arange(2000, dtype=np.int32), np.arange(1, 2001, dtype=np.int32), "")
+    cache.insert(np.arange(5000, 7000, dtype=np.int32), np.arange(5000, 7000, dtype=np.int32), "")
+    cache.match_prefix(np.arange(5000, 6500, dtype=np.int32), "")  # its tail begins at 1,500 of 2,000 now
+    cache.check()
+    assert cache.evict(500).tolist() == list(range(6500, 7000))
+    assert cache.evict(1).tolist() == [2000]
+    cache.check()
 
 
 def test_looking_up_ones_own_insertion_is_no_use() -> None:
@@ -186,5 +237,5 @@ def test_evicting_looks_only_at_what_goes_and_what_was_used_since() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"unknown eviction policy 'mru'; allowed: \['fifo', 'lfu', 'lru'\]"):
-        RadixCache(1, policy="mru")
+    with pytest.raises(ValueError, match=r"unknown eviction policy 'arc'; allowed: \['fifo', 'filo', 'lfu', 'lru', "):
+        RadixCache(1, policy="arc")
