@@ -41,7 +41,7 @@ VERSION = 2  # of the messages and of the meta
 MAX_STRANGER_BYTES = 1024  # of a frame, before the peer has proven that it knows the token
 MAX_FRAME_BYTES = 8 << 20  # an open of 1 M pages
 _LENGTH = struct.Struct(">I")
-Purpose = Literal["rooms", "probe"]
+Purpose = Literal["rooms", "probe", "moves"]
 RoomId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Generation = Annotated[int, Meta(ge=0, lt=2**32)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -73,7 +73,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class PeerHello(_Message, frozen=True, kw_only=True):
-    """An engine, and all that is needed to write into its pools. ``probe``: only asks which engine listens there."""
+    """An engine, and all that is needed to write into its pools. ``probe``: only asks which engine listens there;
+    ``moves``: for pages of host tiers (kvtransfer/moves), which needs no ranks."""
 
     address: PeerAddress
     purpose: Purpose
