@@ -1,0 +1,1 @@
+"""Where runs of KV pages outlive the process that computed them: the store tier (L3)."""

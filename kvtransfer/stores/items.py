@@ -1,0 +1,102 @@
+"""What an item of a store is: its key, and the header by which its bytes are recognised and verified.
+
+Owns:      the chain of keys over layout, salt and tokens; the header.
+Never:     reads or writes a file or a socket.
+Invariant: bytes pass `fault_of_header` and `fault_of_payload` only if they were packed under that key and layout.
+
+An item is one run of pages, the bytes of all ranks. Its key should be that of its last page, which stands for every
+token before it. Its header is 64 bytes:
+    magic 8, version 4, number of pages 4, payload bytes 8, layout digest 8, key 16, xxh3-64 of the payload 8,
+    xxh3-64 of the 56 bytes before 8
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+StoreKey = bytes  # [16]
+Buffer = memoryview  # of uint8: one page, ``view[page].data``
+
+KEY_BYTES = 16
+LAYOUT_BYTES = 8
+MAGIC = b"MantaKV\n"
+VERSION = 1
+_FIELDS = struct.Struct(f"<8sIIQ{LAYOUT_BYTES}s{KEY_BYTES}sQ")
+_DIGEST = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _DIGEST.size
+
+
+def page_chain(layout_fingerprint: str, salt: str) -> StoreKey:
+    """The key before the first page.
+
+    Args:    layout_fingerprint: all that decides a page's bytes: `KvLayout.fingerprint`, and tp where the ranks' parts
+             of a page lie one after the other.
+    """
+    named = len(layout_fingerprint).to_bytes(4, "little") + layout_fingerprint.encode() + salt.encode()
+    return hashlib.blake2b(named, digest_size=KEY_BYTES, person=b"manta-store").digest()
+
+
+def page_chain_keys(token_ids: npt.NDArray[np.int32], page_size: int, parent: StoreKey) -> list[StoreKey]:
+    """Keys of the whole pages of ``token_ids``: key i = blake2b-128(key i - 1, tokens of page i).
+
+    Args:    token_ids: [n]; a last partial page is left out.
+             parent: the key of the page before ``token_ids``, `page_chain` at the start of a sequence.
+    Returns: [n // page_size].
+    Source:  hash chains of paged prefix caches (vLLM's block hashes), with a cryptographic hash: who reads an item
+             compares no tokens, so nobody may be able to choose tokens that collide.
+    """
+    num_pages = len(token_ids) // page_size
+    tokens = np.ascontiguousarray(token_ids[: num_pages * page_size], dtype="<i4")
+    pages: list[bytes] = tokens.view(f"V{4 * page_size}").tolist()
+    blake2b, key = hashlib.blake2b, parent
+    return [key := blake2b(key + page, digest_size=KEY_BYTES).digest() for page in pages]
+
+
+def num_bytes(buffers: Sequence[Buffer]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def pack_header(key: StoreKey, layout_digest: bytes, pages: Sequence[Buffer]) -> bytes:
+    """Return the header of the item that holds ``pages``."""
+    fields = _FIELDS.pack(MAGIC, VERSION, len(pages), num_bytes(pages), layout_digest, key, _digest(pages))
+    return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def fault_of_header(header: bytes, key: StoreKey, layout_digest: bytes) -> str:
+    """Return what is wrong with a header, in words; empty when it is one of this key, layout and version."""
+    if len(header) < HEADER_BYTES:
+        return f"{len(header)} bytes, fewer than a header's {HEADER_BYTES}"
+    magic, version, _, _, layout, named, _ = _FIELDS.unpack_from(header)
+    if magic != MAGIC:
+        return f"it begins with {magic!r}, not {MAGIC!r}"
+    if _DIGEST.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(header[: _FIELDS.size]):
+        return "its header is damaged"
+    if version != VERSION:
+        return f"version {version}, {VERSION} is wanted"
+    if layout != layout_digest:
+        return f"layout {layout.hex()}, {layout_digest.hex()} is wanted"
+    return "" if named == key else f"it is the item of {named.hex()}"
+
+
+def shape_in_header(header: bytes) -> tuple[int, int]:
+    """Return the number of pages and the bytes of payload that a header without fault names."""
+    _, _, num_pages, length, _, _, _ = _FIELDS.unpack_from(header)
+    return num_pages, length
+
+
+def fault_of_payload(header: bytes, pages: Sequence[Buffer]) -> str:
+    """Return what is wrong with the pages that were read behind a header without fault; empty when nothing is."""
+    wanted = _FIELDS.unpack_from(header)[6]
+    found = _digest(pages)
+    return "" if found == wanted else f"xxh3 {found:016x}, {wanted:016x} is wanted"
+
+
+def _digest(pages: Sequence[Buffer]) -> int:
+    digest = xxhash.xxh3_64()
+    for page in pages:
+        digest.update(page)
+    return digest.intdigest()

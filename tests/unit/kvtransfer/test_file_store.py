@@ -1,0 +1,391 @@
+"""A folder of items under faults: a full disk, one that fails, processes that are killed, processes that share it."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtransfer.stores.file import FileMedium
+from kvtransfer.stores.folder import NUM_SHARDS, ROUND_S
+from kvtransfer.stores.items import HEADER_BYTES
+from kvtransfer.stores.store import ReadStatus, Store, WriteStatus
+from tests.unit.kvtransfer.test_store_protocol import LAYOUT, PAGE_BYTES, key_of, run_of_pages, views
+
+ITEM_BYTES = HEADER_BYTES + PAGE_BYTES
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_store(root: Path, capacity_bytes: int = 10**9, clock: Clock | None = None) -> Store:
+    clock = clock or Clock()
+    return Store(FileMedium(str(root), capacity_bytes=capacity_bytes, clock=clock), layout_digest=LAYOUT, clock=clock)
+
+
+def put(store: Store, number: int) -> WriteStatus:
+    return store.write(key_of(number), views(run_of_pages(1, seed=number))).status
+
+
+def holds(store: Store, number: int) -> bool:
+    """Whether an item can be read; what is read is as it was written."""
+    into = np.zeros((1, PAGE_BYTES), dtype=np.uint8)
+    status = store.read(key_of(number), views(into)).status
+    assert status in (ReadStatus.OK, ReadStatus.MISSING)
+    assert status is not ReadStatus.OK or np.array_equal(into, run_of_pages(1, seed=number))
+    return status is ReadStatus.OK
+
+
+def file_of(root: Path, number: int) -> Path:
+    name = key_of(number).hex()
+    return root / name[:2] / f"{name}.kv"
+
+
+def used_at(root: Path, number: int, time_s: int) -> None:
+    os.utime(file_of(root, number), (time_s, time_s))
+
+
+def scan(store: Store) -> None:
+    for _ in range(NUM_SHARDS):
+        store.idle()
+
+
+def test_opening_a_store_lists_nothing_and_reads_find_all(tmp_path: Path) -> None:
+    first = open_store(tmp_path)
+    for number in range(20):
+        put(first, number)
+    second = open_store(tmp_path)
+    assert second.stats().items == 0
+    assert second.contains([key_of(number) for number in range(21)]) == [True] * 20 + [False]
+    assert all(holds(second, number) for number in range(20))
+    third = open_store(tmp_path)
+    scan(third)
+    assert (third.stats().items, third.stats().bytes) == (20, 20 * ITEM_BYTES)
+    assert third.idle() is False  # the next round is not due
+    third.check()
+
+
+def test_the_least_recently_used_item_is_evicted_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path, capacity_bytes=10 * ITEM_BYTES)
+    for number in range(10):
+        put(store, number)
+    assert holds(store, 0)  # used: the oldest is 1 now
+    assert put(store, 2) is WriteStatus.PRESENT  # used too
+    assert put(store, 10) is WriteStatus.STORED
+    assert put(store, 11) is WriteStatus.STORED
+    assert [number for number in range(12) if not file_of(tmp_path, number).exists()] == [1, 3]
+    assert store.stats().evicted == 2
+    assert store.stats().bytes == 10 * ITEM_BYTES
+    store.check()
+
+
+def test_a_full_store_is_trimmed_to_nine_tenths_when_idle(tmp_path: Path) -> None:
+    store = open_store(tmp_path, capacity_bytes=100 * ITEM_BYTES)
+    for number in range(101):
+        put(store, number)
+    scan(store)
+    assert (store.stats().items, store.stats().evicted) == (90, 11)
+    assert not any(file_of(tmp_path, number).exists() for number in range(11))
+    scan(store)
+    assert store.stats().items == 90
+
+
+def test_an_item_larger_than_the_capacity_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path, capacity_bytes=2 * ITEM_BYTES)
+    put(store, 1)
+    result = store.write(key_of(2), views(run_of_pages(3, seed=2)))
+    assert result.status is WriteStatus.FULL
+    assert result.reason.endswith(f"an item of {HEADER_BYTES + 3000} bytes finds no room in {2 * ITEM_BYTES}")
+    assert holds(store, 1)
+    assert put(store, 3) is WriteStatus.STORED  # no silence after it: nothing is broken
+
+
+def test_what_another_process_used_meanwhile_is_not_evicted(tmp_path: Path) -> None:
+    ours = open_store(tmp_path, capacity_bytes=3 * ITEM_BYTES)
+    for number in (1, 2, 3):
+        put(ours, number)
+        used_at(tmp_path, number, number)
+    scan(ours)
+    assert holds(open_store(tmp_path), 1)
+    put(ours, 4)
+    assert [number for number in (1, 2, 3, 4) if file_of(tmp_path, number).exists()] == [1, 3, 4]
+
+
+def test_what_another_process_added_and_evicted_is_known_after_a_round(tmp_path: Path) -> None:
+    clock = Clock()
+    ours = open_store(tmp_path, clock=clock)
+    put(ours, 1)
+    scan(ours)
+    theirs = open_store(tmp_path)
+    put(theirs, 2)
+    put(theirs, 3)
+    theirs.delete(key_of(1))
+    assert ours.stats().items == 1
+    assert not holds(ours, 1)  # a file that vanished is a miss
+    assert ours.stats().errors == 0
+    for _ in range(NUM_SHARDS):
+        clock.now += ROUND_S / NUM_SHARDS
+        ours.idle()
+    assert (ours.stats().items, ours.stats().bytes) == (2, 2 * ITEM_BYTES)
+    ours.check()
+
+
+def test_a_file_that_was_not_there_is_looked_for_again_after_a_second(tmp_path: Path) -> None:
+    clock = Clock()
+    ours = open_store(tmp_path, clock=clock)
+    assert ours.contains([key_of(1)]) == [False]
+    put(open_store(tmp_path), 1)
+    clock.now += 0.9
+    assert ours.contains([key_of(1)]) == [False]
+    clock.now += 0.2
+    assert ours.contains([key_of(1)]) == [True]
+
+
+def test_the_first_writes_scan_too_so_that_a_full_folder_stays_bounded(tmp_path: Path) -> None:
+    first = open_store(tmp_path)
+    for number in range(100):
+        put(first, number)
+        used_at(tmp_path, number, number)
+    second = open_store(tmp_path, capacity_bytes=100 * ITEM_BYTES)  # its owner is never idle
+    for number in range(100, 164):
+        assert put(second, number) is WriteStatus.STORED
+    assert second.stats().items == 100
+    assert len(list(tmp_path.glob("*/*.kv"))) == 100
+    assert not file_of(tmp_path, 0).exists()
+
+
+def test_a_temporary_file_goes_when_its_writer_is_dead_and_stays_while_it_lives(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    put(store, 1)
+    folder = file_of(tmp_path, 1).parent
+    ours = [folder / f".{key_of(1).hex()}.0abc-{number}.tmp" for number in (1, 2)]
+    foreign = folder / "notes.tmp"
+    for path in [*ours, foreign]:
+        path.write_bytes(b"x")
+    with ours[1].open("r+b") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        scan(store)
+        assert [path.exists() for path in [*ours, foreign]] == [False, True, True]
+    assert store.stats().items == 1
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KB."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "manta-test", str(root)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a file system needs root's rights here: {mounted.stderr}")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)
+
+
+def test_a_disk_that_is_full_refuses_and_what_it_holds_stays_readable(tiny_disk: Path) -> None:
+    store = open_store(tiny_disk)
+    statuses = [put(store, number) for number in range(30)]
+    stored = [number for number, status in enumerate(statuses) if status is WriteStatus.STORED]
+    assert set(statuses) == {WriteStatus.STORED, WriteStatus.FULL}
+    assert stored[:5] == [0, 1, 2, 3, 4]
+    assert len([number for number in stored if holds(store, number)]) == store.stats().items
+    assert not list(tiny_disk.glob("*/.*"))  # no torn temporary file takes room
+    assert store.stats().full == 30 - len(stored)
+    assert statuses[-2:] != [WriteStatus.FULL] * 2  # each refusal evicted the oldest, so that new items get in
+    store.check()
+
+
+def test_a_failing_disk_is_left_alone_for_a_while_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, clock=clock)
+    put(store, 1)
+    tries = []
+
+    def fail(*arguments: object) -> int:
+        tries.append(clock.now)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", fail)
+        broken.setattr(os, "preadv", fail)
+        into = views(run_of_pages(1, seed=1))
+        for _ in range(100):
+            assert put(store, 2) is WriteStatus.ERROR
+            assert store.read(key_of(1), into).status is ReadStatus.ERROR
+            assert store.contains([key_of(1)]) == [False]
+            clock.now += 0.1
+        assert len(tries) == 2 * 5  # at 0, 0.5, 1.5, 3.5, 7.5 s of 10
+        assert store.stats().errors == 10
+    clock.now += 30
+    assert put(store, 2) is WriteStatus.STORED
+    assert holds(store, 1)
+    assert not list(tmp_path.glob("*/.*"))
+    store.check()
+
+
+def test_a_file_limit_is_an_error_of_the_kernel_and_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel refuses the write half way (RLIMIT_FSIZE), in a process of its own."""
+    program = (
+        "import resource, sys, numpy as np\n"
+        "from pathlib import Path\n"
+        "from tests.unit.kvtransfer.test_file_store import open_store, run_of_pages, views, key_of\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
+        "store = open_store(Path(sys.argv[1]))\n"
+        "print([store.write(key_of(n), views(run_of_pages(n, seed=n))).status.value for n in (2, 4)])\n"
+        "print(store.stats().errors)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert run.stdout.split("\n")[:2] == ["['stored', 'error']", "1"], run.stderr
+    assert [path.name for path in tmp_path.glob("*/*")] == [file_of(tmp_path, 2).name]
+
+
+@pytest.mark.parametrize("what", ["a folder", "a link"])
+def test_what_stands_in_an_items_place_and_is_no_file_is_an_error(tmp_path: Path, what: str) -> None:
+    store = open_store(tmp_path / "store")
+    put(store, 1)
+    path = file_of(tmp_path / "store", 1)
+    path.rename(tmp_path / "elsewhere")
+    if what == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    assert store.read(key_of(1), views(run_of_pages(1, seed=1))).status is ReadStatus.ERROR
+    assert store.stats().errors == 1
+
+
+def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    put(store, 1)
+    file_of(tmp_path, 1).chmod(0)
+    if os.access(file_of(tmp_path, 1), os.R_OK):  # root reads everything
+
+        def refuse(*_: object) -> int:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(os, "open", refuse)
+    result = store.read(key_of(1), views(run_of_pages(1, seed=1)))
+    assert result.status is ReadStatus.ERROR
+    assert "Permission denied" in result.reason
+
+
+def test_a_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    clock = Clock()
+    store = open_store(root, clock=clock)
+    put(store, 1)
+    root.rename(tmp_path / "gone")
+    assert not holds(store, 1)
+    assert put(store, 2) is WriteStatus.ERROR
+    assert not root.exists()
+    (tmp_path / "gone").rename(root)
+    clock.now += 1
+    assert holds(store, 1)
+    assert put(store, 2) is WriteStatus.STORED
+    store.check()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvtransfer.stores import file, folder
+from kvtransfer.stores.items import HEADER_BYTES
+from tests.unit.kvtransfer.test_file_store import open_store, put
+from tests.unit.kvtransfer.test_store_protocol import PAGE_BYTES
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def killed_after(num_bytes):
+    def write(descriptor, buffers, offset):
+        os.write(descriptor, b"".join(buffers)[:num_bytes])
+        die()
+    os.pwritev = write
+
+root, num_points = Path(sys.argv[1]), int(sys.argv[2])
+whole = HEADER_BYTES + PAGE_BYTES
+for point in range(num_points):
+    child = os.fork()
+    if child == 0:
+        if point == 0:
+            folder.fcntl.flock = die  # the temporary file is there, empty
+        elif point == 1:
+            file.touch = die  # complete, not renamed
+        elif point == 2:
+            os.rename = die
+        elif point == 3:
+            file.os.close = die  # renamed
+        else:
+            killed_after(whole * (point - 4) // (num_points - 5))
+        put(open_store(root), point)
+        os._exit(1)  # not killed
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, point
+print("killed", num_points)
+"""
+
+
+def test_killed_at_each_of_50_points_of_a_write_an_item_is_whole_or_absent(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), "50"], capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "killed 50\n", run.stderr
+    assert 45 <= len(list(tmp_path.glob("*/.*.tmp"))) <= 49  # a later writer may have scanned a shard
+    store = open_store(tmp_path)
+    assert [number for number in range(50) if holds(store, number)] == [3]  # the one that was renamed
+    scan(store)
+    assert not list(tmp_path.glob("*/.*"))
+    assert (store.stats().items, store.stats().corrupt) == (1, 0)
+    assert [put(store, number) for number in range(50)].count(WriteStatus.STORED) == 49
+    store.check()
+
+
+WRITER = """
+import random, sys
+from pathlib import Path
+from tests.unit.kvtransfer.test_file_store import ITEM_BYTES, WriteStatus, key_of, open_store, run_of_pages, views
+store = open_store(Path(sys.argv[1]), capacity_bytes=50 * ITEM_BYTES)
+print("writing", flush=True)
+draw = random.Random(int(sys.argv[2]))
+while True:
+    number = draw.randrange(100)
+    result = store.write(key_of(number), views(run_of_pages(1, seed=number)))
+    assert result.status in (WriteStatus.STORED, WriteStatus.PRESENT), result
+    store.idle()
+"""
+
+
+def test_processes_that_share_a_folder_and_evict_read_no_wrong_bytes_and_survive_kills(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    hits = 0
+    for turn in range(2):
+        writers = [
+            subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), seed], stdout=subprocess.PIPE, text=True)
+            for seed in (str(turn), str(turn + 10))
+        ]
+        try:
+            assert [writer.stdout.readline() for writer in writers if writer.stdout] == ["writing\n"] * 2
+            hits += sum(holds(store, number % 100) for number in range(2000))
+            assert [writer.poll() for writer in writers] == [None, None]  # no assertion of theirs failed
+        finally:
+            for writer in writers:
+                writer.kill()
+                writer.communicate()
+    assert 0 < hits < 4000
+    scan(store)
+    assert not list(tmp_path.glob("*/.*"))
+    stats = store.stats()
+    assert 0 < stats.bytes <= 100 * ITEM_BYTES  # each of the two kept to its 50
+    assert (stats.errors, stats.corrupt) == (0, 0)
+    store.check()

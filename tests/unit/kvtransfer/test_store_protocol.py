@@ -1,0 +1,181 @@
+"""What every store does, whatever keeps its bytes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvtransfer.layout import KvLayout
+from kvtransfer.stores.file import FileMedium
+from kvtransfer.stores.items import HEADER_BYTES, page_chain, page_chain_keys
+from kvtransfer.stores.store import Medium, ReadStatus, Store, WriteStatus
+
+LAYOUT = bytes.fromhex("0011223344556677")
+PAGE_BYTES = 1000
+Pages = npt.NDArray[np.uint8]  # [n, PAGE_BYTES]
+
+
+def run_of_pages(num_pages: int, seed: int) -> Pages:
+    return np.random.default_rng(seed).integers(0, 256, (num_pages, PAGE_BYTES), dtype=np.uint8)
+
+
+def key_of(number: int) -> bytes:
+    return page_chain("layout", f"item {number}")
+
+
+def views(pages: Pages) -> list[memoryview]:
+    return [page.data for page in pages]
+
+
+@pytest.fixture(params=["file"])
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
+    opened: Callable[[], Medium] = {
+        "file": lambda: FileMedium(str(tmp_path / "store"), capacity_bytes=1_000_000),
+    }[request.param]
+    medium = opened()
+    yield medium
+    medium.close()
+
+
+@pytest.fixture
+def store(medium: Medium) -> Iterator[Store]:
+    store = Store(medium, layout_digest=LAYOUT)
+    yield store
+    store.check()
+
+
+def test_what_was_written_is_read_into_pages_that_lie_anywhere(store: Store) -> None:
+    written = run_of_pages(3, seed=1)
+    assert store.write(key_of(1), views(written)).status is WriteStatus.STORED
+    host = np.zeros((9, PAGE_BYTES), dtype=np.uint8)
+    result = store.read(key_of(1), [host[7].data, host[2].data, host[5].data])
+    assert (result.status, result.reason) == (ReadStatus.OK, "")
+    assert np.array_equal(host[[7, 2, 5]], written)
+    assert not host[[0, 1, 3, 4, 6, 8]].any()
+
+
+def test_an_item_that_was_never_written_is_missing(store: Store) -> None:
+    assert store.contains([key_of(1), key_of(2)]) == [False, False]
+    assert store.read(key_of(1), views(run_of_pages(1, seed=1))).status is ReadStatus.MISSING
+    stats = store.stats()
+    assert (stats.asked, stats.missing, stats.errors, stats.corrupt) == (2, 1, 0, 0)
+
+
+def test_contains_knows_what_was_written_and_what_was_deleted(store: Store) -> None:
+    for number in (1, 2):
+        store.write(key_of(number), views(run_of_pages(1, seed=number)))
+    assert store.contains([key_of(1), key_of(3), key_of(2)]) == [True, False, True]
+    store.delete(key_of(1))
+    store.delete(key_of(3))  # never there: nothing happens
+    assert store.contains([key_of(1), key_of(2)]) == [False, True]
+    assert store.read(key_of(1), views(run_of_pages(1, seed=1))).status is ReadStatus.MISSING
+    assert store.stats().errors == 0
+
+
+def test_a_second_write_finds_the_item_present(store: Store) -> None:
+    pages = views(run_of_pages(2, seed=1))
+    results = [store.write(key_of(1), pages).status for _ in range(3)]
+    assert results == [WriteStatus.STORED, WriteStatus.PRESENT, WriteStatus.PRESENT]
+    stats = store.stats()
+    assert (stats.writes, stats.present, stats.write_bytes) == (1, 2, 2 * PAGE_BYTES)
+
+
+def test_an_item_of_another_length_is_a_miss_and_is_replaced_by_a_write(store: Store) -> None:
+    store.write(key_of(1), views(run_of_pages(2, seed=1)))
+    three = run_of_pages(3, seed=2)
+    result = store.read(key_of(1), views(np.zeros_like(three)))
+    assert result.status is ReadStatus.MISSING
+    assert result.reason == "it holds 2 pages of 2000; 3 of 3000 bytes together are wanted"
+    assert store.contains([key_of(1)]) == [True]  # it is whole: somebody else may want it
+    assert store.write(key_of(1), views(three)).status is WriteStatus.STORED
+    into = np.zeros_like(three)
+    assert store.read(key_of(1), views(into)).status is ReadStatus.OK
+    assert np.array_equal(into, three)
+
+
+def test_an_item_of_another_layout_is_never_read(store: Store, medium: Medium) -> None:
+    pages = run_of_pages(1, seed=1)
+    Store(medium, layout_digest=bytes(8)).write(key_of(1), views(pages))
+    result = store.read(key_of(1), views(pages))
+    assert result.status is ReadStatus.CORRUPT
+    assert result.reason == "layout 0000000000000000, 0011223344556677 is wanted"
+    assert store.contains([key_of(1)]) == [False]
+    assert store.stats().corrupt == 1
+
+
+def test_any_flipped_bit_of_header_and_payload_is_found_and_the_item_deleted(store: Store, medium: Medium) -> None:
+    pages = run_of_pages(1, seed=1)
+    store.write(key_of(1), views(pages))
+    item = bytearray(HEADER_BYTES + PAGE_BYTES)
+    assert medium.read(key_of(1), [memoryview(item)[:HEADER_BYTES], memoryview(item)[HEADER_BYTES:]]) == len(item)
+    assert bytes(item[HEADER_BYTES:]) == pages.tobytes()
+    places = [*range(HEADER_BYTES), HEADER_BYTES, len(item) // 2, len(item) - 1]
+    for number, place in enumerate(places, start=1):
+        flipped = bytearray(item)
+        flipped[place] ^= 1 << place % 8
+        store.delete(key_of(1))
+        medium.write(key_of(1), [memoryview(flipped)])
+        result = store.read(key_of(1), views(np.zeros_like(pages)))
+        assert result.status is ReadStatus.CORRUPT, f"byte {place}: {result}"
+        assert store.contains([key_of(1)]) == [False]
+        assert store.stats().corrupt == number
+
+
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, HEADER_BYTES + 1999])
+def test_a_truncated_item_is_found_and_deleted(store: Store, medium: Medium, length: int) -> None:
+    pages = run_of_pages(2, seed=1)
+    store.write(key_of(1), views(pages))
+    item = bytearray(HEADER_BYTES + 2 * PAGE_BYTES)
+    medium.read(key_of(1), [memoryview(item)])
+    store.delete(key_of(1))
+    medium.write(key_of(1), [memoryview(item)[:length]])
+    assert store.read(key_of(1), views(pages)).status is ReadStatus.CORRUPT
+    assert store.contains([key_of(1)]) == [False]
+
+
+def test_items_that_changed_places_are_found(store: Store, medium: Medium) -> None:
+    pages = run_of_pages(1, seed=1)
+    store.write(key_of(1), views(pages))
+    item = bytearray(HEADER_BYTES + PAGE_BYTES)
+    medium.read(key_of(1), [memoryview(item)])
+    medium.write(key_of(2), [memoryview(item)])
+    result = store.read(key_of(2), views(pages))
+    assert (result.status, result.reason) == (ReadStatus.CORRUPT, f"it is the item of {key_of(1).hex()}")
+
+
+def test_the_counts_are_those_of_the_calls(store: Store) -> None:
+    pages = run_of_pages(4, seed=1)
+    for number in range(3):
+        store.write(key_of(number), views(pages))
+        store.read(key_of(number), views(pages))
+    stats = store.stats()
+    assert (stats.writes, stats.write_bytes, stats.reads, stats.read_bytes) == (3, 12_000, 3, 12_000)
+    assert stats.write_s > 0
+    assert stats.read_s > 0
+    assert (stats.errors, stats.full, stats.evicted) == (0, 0, 0)
+
+
+def test_the_chain_separates_layouts_salts_parents_and_tokens() -> None:
+    tokens = np.arange(64, dtype=np.int32)
+    root = page_chain("a", "b")
+    keys = page_chain_keys(tokens, 16, root)
+    assert len(keys) == 4
+    assert page_chain_keys(tokens[:40], 16, root) == keys[:2]  # a partial page has none
+    assert page_chain_keys(tokens[32:], 16, keys[1]) == keys[2:]
+    others = [page_chain("a", "c"), page_chain("ab", ""), page_chain("", "ab"), page_chain("a", ""), keys[0]]
+    heads = {page_chain_keys(tokens[:16], 16, other)[0] for other in [root, *others]}
+    assert len(heads) == 6
+    assert page_chain_keys(tokens[::-1], 16, root)[0] not in heads
+    assert {len(key) for key in keys} == {16}
+
+
+def test_the_layout_is_named_in_eight_bytes(medium: Medium) -> None:
+    layout = KvLayout(
+        model="m", architecture="MHA", num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", item_bytes=4,
+        page_size=16, tp=1,
+    )  # fmt: skip
+    Store(medium, layout_digest=bytes.fromhex(layout.fingerprint))
+    with pytest.raises(ValueError, match="a layout digest of 8 bytes is wanted, not of 16"):
+        Store(medium, layout_digest=layout.fingerprint.encode())
