@@ -81,14 +81,18 @@ def audit_tree(roots: Collection[TreeNode], page_size: int) -> tuple[int, int, i
     for node in walk(roots):
         parent = node.parent
         assert parent is not None, "a node below a root has no parent"
-        assert len(node.pages) > 0, "a node is empty"
-        assert len(node.key) == len(node.pages) * page_size, "a key is not whole pages"
+        assert node.num_pages > 0, "a node is empty"
+        assert len(node.key) == node.num_pages * page_size, "a key is not whole pages"
+        assert len(node.host) in (0, node.num_pages), "a node has a copy of some of its pages"
+        assert not node.on_device or parent.on_device or parent.parent is None, "a page is on the device without its parent"
+        on_device = sum(child.on_device for child in node.children.values())
+        assert node.device_children == on_device, f"{node.device_children} children on the device, {on_device} are"
         assert parent.children[first_page(node.key, page_size)] is node, "a child is filed under a wrong page"
         assert node.salt == parent.salt, "a node left its salt"
         assert parent.parent is None or node.lock_ref <= parent.lock_ref, "a child outlocks its parent"
         assert node.start == parent.start + len(parent.key), "a node does not begin where its parent ends"
         assert node.start + len(node.key) <= node.reach, "a node lies beyond all that was inserted through it"
-        assert node.page_keys is None or len(node.page_keys) == len(node.pages), "a page has no key"
+        assert node.page_keys is None or len(node.page_keys) == node.num_pages, "a page has no key"
         num_nodes += 1
         protected += len(node.pages) if node.lock_ref else 0
         evictable += 0 if node.lock_ref else len(node.pages)
@@ -108,7 +112,7 @@ def _audit_sums(roots: Collection[TreeNode]) -> None:
         assert counted == kept, f"pages, nodes below a node: {counted} are there, {kept} are counted"
         if node.parent is not None:
             below[id(node.parent)] += 1 + node.below_nodes
-            pages_below[id(node.parent)] += len(node.pages) + node.below_pages
+            pages_below[id(node.parent)] += node.num_pages + node.below_pages
 
 
 def _path(node: TreeNode) -> list[TreeNode]:

@@ -6,22 +6,22 @@ Pages in a cache belong to it until `evict` or `reset` hands their ids back. Len
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from replicas.cache.node import TreeNode
+from replicas.cache.node import NO_PAGES, TreeNode
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
 
-NO_PAGES: Pages = np.empty(0, dtype=np.int32)
+__all__ = ["NO_PAGES", "Lock", "MatchResult", "PrefixCache"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchResult:
     """The longest cached prefix of a sequence (SPEC E05); nothing is locked yet."""
 
-    prefix_len: int  # tokens
+    prefix_len: int  # tokens on the device
     pages: Pages  # [prefix_len / page_size]
-    node: TreeNode  # deepest node of the path; what to lock
+    node: TreeNode  # deepest node of the path on the device; what to lock
+    host_len: int = 0  # tokens after those that are on the host (SGLang's host_hit_length)
+    host_node: TreeNode | None = None  # deepest node of the whole path; None: no host tier
 
 
 @dataclass(slots=True, eq=False)

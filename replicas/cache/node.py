@@ -1,8 +1,9 @@
 """TreeNode: one edge of the radix tree and what is known about it.
 
-Invariant: key holds whole pages, pages one id for each; a child is filed under the bytes of its key's first page;
-           a root has neither key nor parent, and is never evicted; below_pages and below_nodes are the sums over all
-           descendants.
+Invariant: key holds whole pages; ``pages`` has one device page for each, or none; ``host`` one host page for each, or
+           none; not both are empty. A child on the device has its parent there. A child is filed under the bytes of its
+           key's first page; a root has neither key nor parent, and is never evicted; below_pages and below_nodes are
+           the sums over all descendants.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
+NO_PAGES: Pages = np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +27,7 @@ class TreeNode:
     """SGLang radix cache, TreeNode (SPEC E01); values are page ids, times are ticks of the cache's own clock."""
 
     key: TokenIds  # [n * page_size]
-    pages: Pages  # [n]
+    pages: Pages  # [n] on the device; [0] when it is not there
     parent: "TreeNode | None"
     salt: str
     created: int  # tick
@@ -39,7 +41,9 @@ class TreeNode:
     priority: int = 0  # highest of the requests that inserted it
     start: int = 0  # tokens before it
     reach: int = 0  # tokens of the longest sequence that was inserted through it
-    page_keys: PageKeys | None = None  # [n] while events are recorded
+    page_keys: PageKeys | None = None  # [n] while events are recorded, or with a host tier
+    host: Pages = field(default_factory=lambda: NO_PAGES)  # [n] host pages with a copy (SGLang's host_value); [0]: none
+    device_children: int = 0  # its children on the device
 
     @staticmethod
     def root(salt: str) -> "TreeNode":
@@ -48,15 +52,33 @@ class TreeNode:
 
     @property
     def evictable(self) -> bool:
-        """Whether it is an unlocked leaf."""
-        return not self.children and self.lock_ref == 0 and self.parent is not None
+        """Whether its device pages may go: they are an unlocked leaf of what is on the device."""
+        return self.on_device and not self.device_children and self.lock_ref == 0 and self.parent is not None
+
+    @property
+    def host_evictable(self) -> bool:
+        """Whether its host pages may go: the device has them too, or it is an unlocked leaf of the tree."""
+        free = self.lock_ref == 0 and self.parent is not None
+        return self.on_host and free and (self.on_device or not self.children)
+
+    @property
+    def on_device(self) -> bool:
+        return len(self.pages) > 0
+
+    @property
+    def on_host(self) -> bool:
+        return len(self.host) > 0
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) or len(self.host)
 
     def split(self, at: int, page_size: int) -> "TreeNode":
         """Cut after page ``at``: a new parent takes the head, with the same locks, times and hits.
 
         This node stays the deeper one, so that receipts for it go on pinning the whole path.
         """
-        parent, num_pages = self.parent, len(self.pages)
+        parent, num_pages = self.parent, self.num_pages
         assert parent is not None
         assert 0 < at < num_pages
         head = dataclasses.replace(self, children={})
@@ -65,7 +87,8 @@ class TreeNode:
         parent.children[first_page(head.key, page_size)] = head
         head.children[first_page(self.key, page_size)] = self
         self.parent = head
-        head.below_pages, head.below_nodes = self.below_pages + len(self.pages), self.below_nodes + 1
+        head.device_children = int(self.on_device)
+        head.below_pages, head.below_nodes = self.below_pages + self.num_pages, self.below_nodes + 1
         return head
 
     def grew(self, num_pages: int, num_nodes: int) -> None:
@@ -81,6 +104,7 @@ class TreeNode:
         self.start += start * page_size
         self.key = _part(self.key, start * page_size, end * page_size)
         self.pages = _part(self.pages, start, end)
+        self.host = _part(self.host, start, end)
         if self.page_keys is not None:
             self.page_keys = _part(self.page_keys, start, end)
 

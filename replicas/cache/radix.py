@@ -1,6 +1,7 @@
 """RadixCache: a tree over token ids whose edges own the KV pages of those tokens.
 
-Owns:      the pages of every prefix that it keeps, and the locks on them.
+Owns:      the pages of every prefix that it keeps, and the locks on them. Of nodes whose pages are only on the host it
+           knows no more than that they are not on the device (cache/tiers.py makes them).
 Never:     frees pages itself: `evict` and `reset` hand their ids to the caller. Knows no requests.
 Invariant: keys are whole pages; siblings differ in their first page; a child's lock_ref <= its parent's;
            evictable + protected == pages over all nodes; different salts have different roots and share nothing.
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvtransfer.pages import PageKey, page_keys
+from kvtransfer.pages import PageKey, Tier, page_keys
 from replicas.cache.audit import audit_tree
 from replicas.cache.base import NO_PAGES, Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
@@ -47,9 +48,10 @@ class RadixCache:
         self._roots: dict[str, TreeNode] = {}  # by salt; a root lives while it has children
         self._nowhere = TreeNode.root("")  # what an empty match locks when its salt has no root
         self._tick = 0  # logical clock: one per match or insert
-        self._evictable = 0  # pages
-        self._protected = 0  # pages
+        self._evictable = 0  # pages on the device
+        self._protected = 0  # pages on the device
         self._num_nodes = 0
+        self._names_pages = events is not None  # nodes know their page keys
 
     @property
     def evictable_pages(self) -> int:
@@ -71,26 +73,31 @@ class RadixCache:
         """
         self._tick += 1
         now_s = self._clock()
-        node = self._roots.get(salt, self._nowhere)
+        node = deepest = self._roots.get(salt, self._nowhere)
         parts: list[Pages] = []
-        length = 0
+        length = host_len = 0
         for child, common in self._path(token_ids, salt):
-            node = child if common == len(child.pages) else self._split_node(child, common)
-            node.last_access, node.used_s = self._tick, now_s
-            node.hit_count += count_hit
-            parts.append(node.pages)
-            length += common
-        self._queue.refile(node)
-        return MatchResult(length * self.page_size, np.concatenate(parts) if parts else NO_PAGES, node)
+            deepest = child if common == child.num_pages else self._split_node(child, common)
+            deepest.last_access, deepest.used_s = self._tick, now_s
+            deepest.hit_count += count_hit
+            self._touched(deepest)
+            if deepest.on_device:
+                node = deepest
+                parts.append(node.pages)
+                length += common
+            else:
+                host_len += common
+        pages = np.concatenate(parts) if parts else NO_PAGES
+        return MatchResult(length * self.page_size, pages, node, host_len * self.page_size, deepest)
 
     def peek_len(self, token_ids: TokenIds, salt: str) -> int:
-        """Count the tokens that `match_prefix` would find; change nothing."""
+        """Count the tokens that `match_prefix` would find, on the device or the host; change nothing."""
         return sum(common for _, common in self._path(token_ids, salt)) * self.page_size
 
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         """Keep ``pages`` as the K/V of ``token_ids`` [n * page_size], which a request of ``priority`` computed.
 
-        Returns: the tokens that were there before (SPEC E07, K5); the pages up to there stay the caller's.
+        Returns: the tokens that were on the device before (SPEC E07, K5); the pages up to there stay the caller's.
         """
         assert len(token_ids) == len(pages) * self.page_size, f"{len(token_ids)} tokens are not {len(pages)} pages"
         if not len(pages):
@@ -100,18 +107,23 @@ class RadixCache:
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = TreeNode.root(salt)
-        length = 0
+        length = at = 0
         for child, common in self._path(token_ids, salt):
-            length += common
-            # a sequence that ends inside an edge changes nothing; one that leaves it there needs a branch
-            splits = common < len(child.pages) and length < len(pages)
+            start, at = at, at + common
+            # a sequence that ends inside an edge changes nothing of it on the device; one that leaves it there needs a
+            # branch; on the host alone, what the sequence has of it comes to the device
+            splits = common < child.num_pages and (at < len(pages) or not child.on_device)
             node = self._split_node(child, common) if splits else child
             node.last_access, node.used_s = self._tick, now_s
             node.priority, node.reach = max(node.priority, priority), max(node.reach, len(token_ids))
-        self._queue.refile(node)
-        if length < len(pages):
-            key = token_ids[length * self.page_size :].copy()
-            self._add_leaf(node, key, pages[length:].copy(), now_s, priority)
+            self._touched(node)
+            if node.on_device:
+                length = at
+            else:
+                self._to_device(node, pages[start:at].copy())
+        if at < len(pages):
+            key = token_ids[at * self.page_size :].copy()
+            self._add_leaf(node, key, now_s, pages=pages[at:].copy(), priority=priority)
         return length * self.page_size
 
     def inc_lock_ref(self, node: TreeNode) -> Lock:
@@ -120,7 +132,7 @@ class RadixCache:
         step: TreeNode | None = node
         while step is not None and step.parent is not None:
             if step.lock_ref == 0:
-                self._evictable -= len(step.pages)
+                self._evictable -= len(step.pages)  # none of a node that is only on the host
                 self._protected += len(step.pages)
             step.lock_ref += 1
             step = step.parent
@@ -137,8 +149,7 @@ class RadixCache:
             if step.lock_ref == 0:
                 self._evictable += len(step.pages)
                 self._protected -= len(step.pages)
-                if not step.children:
-                    self._queue.add(step)
+                self._file(step)
             step = step.parent
 
     def evict(self, num_pages: int) -> Pages:
@@ -151,10 +162,11 @@ class RadixCache:
         missing = num_pages
         now_s = self._clock()
         while missing > 0 and (leaf := self._queue.pop()) is not None:
-            pages = self._cut_tail(leaf, missing) if len(leaf.pages) > missing else self._remove_leaf(leaf)
+            used_s = leaf.used_s
+            pages = self._give_up(leaf, missing)
             freed.append(pages)
             missing -= len(pages)
-            self.evicted_idle_s.add(now_s - leaf.used_s)
+            self.evicted_idle_s.add(now_s - used_s)
         return np.concatenate(freed) if freed else NO_PAGES
 
     def reset(self) -> Pages:
@@ -182,6 +194,7 @@ class RadixCache:
                     parent_key=_last_key(node.parent),
                     page_size=self.page_size,
                     token_ids=node.key,
+                    tier=Tier.DEVICE if node.on_device else Tier.HOST,
                 )
             )
         return CacheSnapshot(seq=seq, stored=tuple(stored))
@@ -191,7 +204,7 @@ class RadixCache:
         return cache_tree(
             self._roots.values(),
             page_size=self.page_size,
-            num_pages=self._evictable + self._protected,
+            num_pages=sum(root.below_pages for root in self._roots.values()),
             num_nodes=self._num_nodes,
             now_s=self._clock(),
             max_depth=max_depth,
@@ -200,7 +213,7 @@ class RadixCache:
         )
 
     def all_pages(self) -> Pages:
-        parts = [node.pages for node in self._nodes()]
+        parts = [node.pages for node in self._nodes() if node.on_device]
         return np.concatenate(parts) if parts else NO_PAGES
 
     def check(self) -> None:
@@ -220,7 +233,7 @@ class RadixCache:
         node = self._roots.get(salt)
         at, ps = 0, self.page_size
         while node is not None and len(token_ids) - at >= ps:
-            child = node.children.get(first_page(token_ids, self.page_size, at))
+            child = node.children.get(first_page(token_ids, ps, at))
             if child is None:
                 return
             key = child.key
@@ -240,10 +253,20 @@ class RadixCache:
         head = node.split(at, self.page_size)
         assert head.parent is not None
         head.parent.grew(0, 1)
-        self._queue.refile(node)
+        self._touched(node)
         return head
 
-    def _add_leaf(self, parent: TreeNode, key: TokenIds, pages: Pages, now_s: float, priority: int) -> None:
+    def _add_leaf(
+        self,
+        parent: TreeNode,
+        key: TokenIds,
+        now_s: float,
+        *,
+        pages: Pages = NO_PAGES,
+        host: Pages = NO_PAGES,
+        priority: int = 0,
+    ) -> TreeNode:
+        """Add a leaf with its pages on the device or on the host."""
         leaf = TreeNode(
             key=key,
             pages=pages,
@@ -252,50 +275,84 @@ class RadixCache:
             created=self._tick,
             last_access=self._tick,
             used_s=now_s,
+            host=host,
             priority=priority,
             start=parent.start + len(parent.key),
             reach=parent.start + len(parent.key) + len(key),
         )
         parent.children[first_page(key, self.page_size)] = leaf
         self._num_nodes += 1
-        parent.grew(len(pages), 1)
+        parent.grew(leaf.num_pages, 1)
+        parent.device_children += leaf.on_device
         self._evictable += len(pages)
-        self._queue.add(leaf)
-        if self.events is not None:
-            parent_key = _last_key(parent)
-            leaf.page_keys = page_keys(key, self.page_size, leaf.salt, parent_key)
-            self.events.stored(leaf.page_keys, parent_key, self.page_size, key)
+        if self._names_pages:
+            leaf.page_keys = page_keys(key, self.page_size, leaf.salt, _last_key(parent))
+        self._tell_stored(leaf)
+        self._file(leaf)
+        return leaf
+
+    def _to_device(self, node: TreeNode, pages: Pages) -> None:
+        """Give a node that is only on the host its pages on the device; its parent is there."""
+        assert node.parent is not None
+        node.pages = pages
+        node.parent.device_children += 1
+        if node.lock_ref:
+            self._protected += len(pages)
+        else:
+            self._evictable += len(pages)
+        self._tell_stored(node)
+        self._file(node)
+
+    def _touched(self, node: TreeNode) -> None:
+        """Take note that ``node`` was used or cut: its place in the order of eviction may have changed."""
+        self._queue.refile(node)
+
+    def _file(self, node: TreeNode) -> None:
+        """Queue ``node`` for eviction if it is a candidate; after any change that may make it one."""
+        if node.evictable:
+            self._queue.add(node)
+
+    def _give_up(self, leaf: TreeNode, most: int) -> Pages:
+        """Take up to ``most`` pages of an unlocked leaf off the device. Returns: their ids."""
+        return self._cut_tail(leaf, most) if leaf.num_pages > most else self._remove_leaf(leaf)
 
     def _remove_leaf(self, leaf: TreeNode) -> Pages:
         parent = leaf.parent
         assert parent is not None
         del parent.children[first_page(leaf.key, self.page_size)]
         leaf.parent = None
-        parent.grew(-len(leaf.pages), -1)
+        parent.grew(-leaf.num_pages, -1)
+        parent.device_children -= leaf.on_device
         self._num_nodes -= 1
         self._forget(leaf, 0)
-        if parent.evictable:
-            self._queue.add(parent)
-        elif parent.parent is None and not parent.children:
+        self._file(parent)
+        if parent.parent is None and not parent.children:
             del self._roots[parent.salt]
         return leaf.pages
 
     def _cut_tail(self, leaf: TreeNode, num_pages: int) -> Pages:
-        keep = len(leaf.pages) - num_pages
+        keep = leaf.num_pages - num_pages
         pages = leaf.pages[keep:]
         assert leaf.parent is not None
         leaf.parent.grew(-num_pages, 0)
         self._forget(leaf, keep)
         leaf.keep(0, keep, self.page_size)
-        self._queue.add(leaf)
+        self._file(leaf)
         return pages
 
     def _forget(self, leaf: TreeNode, keep: int) -> None:
         """Count and report the removal of the leaf's pages from ``keep`` on."""
-        self._evictable -= len(leaf.pages) - keep
+        self._evictable -= len(leaf.pages[keep:])
         if self.events is not None:
             assert leaf.page_keys is not None
             self.events.removed(leaf.page_keys[keep:])
+
+    def _tell_stored(self, node: TreeNode) -> None:
+        """Report the best tier of the node's pages."""
+        if self.events is not None:
+            assert node.page_keys is not None
+            tier = Tier.DEVICE if node.on_device else Tier.HOST
+            self.events.stored(node.page_keys, _last_key(node.parent), self.page_size, node.key, tier)
 
     def _nodes(self) -> Iterator[TreeNode]:
         """Iterate over all nodes except the roots, parents first."""

@@ -128,7 +128,7 @@ def _choose(
             return
         for node in itertools.islice(nodes, max_looks - num_looks):
             num_looks += 1
-            num_pages = len(node.pages) + node.below_pages
+            num_pages = node.num_pages + node.below_pages
             if num_pages >= min_pages:
                 heapq.heappush(queue, (-num_pages, next(ties), depth, node, parent))
 
@@ -150,7 +150,7 @@ def _view(shown: _Shown, *, page_size: int, now_s: float) -> NodeView:
     """Build the view of a node whose shown children are built already."""
     node, children = shown.node, _views(shown)
     assert node is not None
-    tokens, below_tokens = len(node.pages) * page_size, node.below_pages * page_size
+    tokens, below_tokens = node.num_pages * page_size, node.below_pages * page_size
     return NodeView(
         tokens=tokens,
         subtree_tokens=tokens + below_tokens,

@@ -59,15 +59,7 @@ class MHATokenToKVPool:
         That is a moment on most machines. A virtual one may wait 2 ms for each MB that its host has not given it yet:
         26 of the 160 ms of a prompt of 256 tokens.
         """
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        address, num_bytes, deadline = self.buffer.data_ptr(), self.buffer.nbytes, time.monotonic() + most_s
-        for start in range(0, num_bytes, COMMIT_BYTES):
-            if time.monotonic() > deadline:
-                return start
-            if madvise(address + start, min(COMMIT_BYTES, num_bytes - start), _MADV_POPULATE_WRITE):
-                return start  # an older system, or no memory is left
-        return num_bytes
+        return populate(self.buffer.data_ptr(), self.buffer.nbytes, most_s)
 
     def storage(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of ``buffer``."""
@@ -78,6 +70,11 @@ class MHATokenToKVPool:
     def page_bytes(self) -> int:
         """The bytes of one page, all layers, K and V."""
         return self.buffer.stride(0) * self.buffer.element_size()
+
+    def page_rows(self) -> npt.NDArray[np.uint8]:
+        """[num_pages + 1, page_bytes] the bytes of a CPU pool, shared."""
+        rows: npt.NDArray[np.uint8] = self.buffer.view(torch.uint8).numpy().reshape(self.num_pages + 1, -1)
+        return rows
 
     def get_key_buffer(self, layer: int) -> Tensor:
         """[num_pages + 1, K, page_size, D] strided view."""
@@ -144,6 +141,20 @@ class MHATokenToKVPool:
                 f"got {tuple(data.shape)} {data.dtype}"
             )
         self.buffer[torch.as_tensor(pages, dtype=torch.int64, device=self.device)] = data.to(self.device)
+
+
+def populate(address: int, num_bytes: int, most_s: float) -> int:
+    """Have the system give memory now, from ``address`` (whole memory pages) on, for at most ``most_s`` seconds.
+    Returns: the bytes that were given."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    deadline = time.monotonic() + most_s
+    for start in range(0, num_bytes, COMMIT_BYTES):
+        if time.monotonic() > deadline:
+            return start
+        if madvise(address + start, min(COMMIT_BYTES, num_bytes - start), _MADV_POPULATE_WRITE):
+            return start  # an older system, or no memory is left
+    return num_bytes
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,175 @@
+"""The host tier's pages (L2): host memory in which pages of the device pool are kept, shared by all ranks of a replica.
+
+Owns:      the memory, and the digest of each rank's part of each page.
+Never:     knows which pages are in use (cache/tiers.py).
+Invariant: a page is the parts of all ranks one after the other, each byte for byte as in that rank's device pool;
+           ``digests`` hold XXH3-64 of what `backup` or the tier's owner put there, and `load` gives the device nothing
+           else. Page 0 is not used, as in the device pool.
+Thread:    the runner's for `backup` and `load`. Others read and write pages that are theirs (store, peers).
+Source:    SPEC C11; SGLang's HiCache, host pool.
+"""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from replicas.errors import InvalidConfig
+from replicas.memory.pool import MHATokenToKVPool, populate
+
+PageIds = npt.NDArray[np.int32]  # [n]
+Ok = npt.NDArray[np.bool_]  # [n]
+COPY_THREADS = 4  # at most; digests and copies run without the GIL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Where the memory of a host tier lies and what it holds; what a follower attaches to. Picklable."""
+
+    path: str  # of the mapping, while the process that made it lives
+    num_pages: int
+    rank_page_bytes: int  # of one rank's part
+    tp: int
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page, all ranks."""
+        return self.tp * self.rank_page_bytes
+
+    @property
+    def digest_bytes(self) -> int:
+        """The bytes of the digests, which stand before the pages; whole memory pages."""
+        return -(-(self.num_pages + 1) * self.tp * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.digest_bytes + (self.num_pages + 1) * self.page_bytes
+
+
+class HostKVCache:
+    """The host pages of one replica as one of its ranks sees them: ``view`` [num_pages + 1, page_bytes] uint8, all
+    ranks', and ``digests`` [num_pages + 1, tp] uint64."""
+
+    def __init__(self, memory: HostMemory, rank: int, *, num_threads: int = 1) -> None:
+        """Attach to ``memory``. Raises: InvalidConfig when that is of another machine."""
+        try:
+            fd = os.open(memory.path, os.O_RDWR)
+        except OSError as error:
+            raise InvalidConfig(
+                f"cache.host_memory_bytes: rank {rank} cannot reach the host tier of rank 0 ({error}); its ranks must "
+                "run on one machine, in one PID namespace"
+            ) from error
+        try:
+            self._map = mmap.mmap(fd, memory.num_bytes)
+        finally:
+            os.close(fd)
+        self.memory = memory
+        self._rank = rank
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        num_digests = (memory.num_pages + 1) * memory.tp
+        self.digests = whole[: 8 * num_digests].view(np.uint64).reshape(memory.num_pages + 1, memory.tp)
+        self.view = whole[memory.digest_bytes :].reshape(memory.num_pages + 1, memory.page_bytes)
+        start = rank * memory.rank_page_bytes
+        self._own = self.view[:, start : start + memory.rank_page_bytes]
+        self._threads = ThreadPoolExecutor(min(num_threads, COPY_THREADS), "manta-host-copy") if num_threads > 1 else None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def memory_of(num_pages: int, *, rank_page_bytes: int, tp: int) -> Iterator[HostMemory]:
+        """Make the memory, on rank 0. It lives on after the context while somebody is attached; none attaches then."""
+        fd = os.memfd_create("manta-host-tier")
+        try:
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+            memory = HostMemory(path=path, num_pages=num_pages, rank_page_bytes=rank_page_bytes, tp=tp)
+            os.ftruncate(fd, memory.num_bytes)
+            yield memory
+        finally:
+            os.close(fd)
+
+    def commit(self, most_s: float) -> int:
+        """Have the system give the memory now, for at most ``most_s`` seconds, as `MHATokenToKVPool.commit` does."""
+        return populate(self.view.ctypes.data, self.view.nbytes, most_s)
+
+    def pin(self) -> None:
+        """Let a GPU reach the memory without a copy in between."""
+        status = torch.cuda.cudart().cudaHostRegister(self.view.ctypes.data, self.view.nbytes, 0)  # type: ignore[no-untyped-call]
+        if int(status) != 0:
+            raise InvalidConfig(f"cache.host_memory_bytes: the GPU's driver cannot pin the memory (status {status})")
+
+    def backup(self, pool: MHATokenToKVPool, device_pages: PageIds, host_pages: PageIds) -> None:
+        """Copy this rank's part of ``device_pages`` [n] to ``host_pages`` [n], and take the digests."""
+        if pool.device.type == "cpu":
+            source = pool.page_rows()
+
+            def copy(at: int) -> None:
+                row, host = source[device_pages[at]], host_pages[at]
+                self._own[host] = row
+                self.digests[host, self._rank] = xxhash.xxh3_64_intdigest(row.data)
+
+        else:
+            for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
+                self._tensor(host, pool).copy_(pool.buffer[device], non_blocking=True)
+            torch.cuda.current_stream(pool.device).synchronize()
+
+            def copy(at: int) -> None:
+                host = host_pages[at]
+                self.digests[host, self._rank] = xxhash.xxh3_64_intdigest(self._own[host].data)
+
+        self._each(copy, len(host_pages))
+
+    def load(self, pool: MHATokenToKVPool, host_pages: PageIds, device_pages: PageIds) -> Ok:
+        """Copy this rank's part of ``host_pages`` [n] to ``device_pages`` [n]. Returns: [n] whether the digest fits;
+        the device's page is not to be read where it does not."""
+        ok = np.zeros(len(host_pages), dtype=np.bool_)
+        rows = pool.page_rows() if pool.device.type == "cpu" else None
+
+        def copy(at: int) -> None:
+            host = host_pages[at]
+            row = self._own[host]
+            ok[at] = xxhash.xxh3_64_intdigest(row.data) == self.digests[host, self._rank]
+            if ok[at] and rows is not None:
+                rows[device_pages[at]] = row
+
+        self._each(copy, len(host_pages))
+        if rows is None:
+            for at in np.flatnonzero(ok).tolist():
+                pool.buffer[int(device_pages[at])].copy_(self._tensor(int(host_pages[at]), pool), non_blocking=True)
+        return ok
+
+    def seal(self, page: int) -> None:
+        """Take the digests of ``page`` [all ranks], which its owner has just written and verified otherwise."""
+        size = self.memory.rank_page_bytes
+        for rank in range(self.memory.tp):
+            part = self.view[page, rank * size : (rank + 1) * size]
+            self.digests[page, rank] = xxhash.xxh3_64_intdigest(part.data)
+
+    def intact(self, page: int) -> bool:
+        """Whether the digests of all ranks' parts of ``page`` fit: before it leaves for a store or a peer."""
+        size = self.memory.rank_page_bytes
+        parts = [self.view[page, rank * size : (rank + 1) * size] for rank in range(self.memory.tp)]
+        return all(
+            xxhash.xxh3_64_intdigest(part.data) == digest
+            for part, digest in zip(parts, self.digests[page].tolist(), strict=True)
+        )
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def _each(self, copy: Callable[[int], None], count: int) -> None:
+        if self._threads is None or count < 2:
+            for at in range(count):
+                copy(at)
+        else:
+            list(self._threads.map(copy, range(count)))
+
+    def _tensor(self, host_page: int, pool: MHATokenToKVPool) -> torch.Tensor:
+        """This rank's part of a page, shaped as the pool's pages."""
+        return torch.from_numpy(self._own[host_page]).view(pool.buffer.dtype).view(pool.buffer.shape[1:])
