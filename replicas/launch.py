@@ -101,8 +101,7 @@ def load_engine(
         page_size=runner.pool_size.page_size,
         max_requests=runner.max_running,
         context_len=config.model.context_len,
-        prefix_cache=config.cache.prefix_cache,
-        eviction=config.cache.eviction,
+        cache=config.cache,
         record_events=record_events,
     )
     connected = None

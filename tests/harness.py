@@ -53,8 +53,7 @@ class Bench:
             page_size=page_size,
             max_requests=max_running,
             context_len=context_len,
-            prefix_cache=prefix_cache,
-            eviction="lru",
+            cache=CacheConfig(prefix_cache=prefix_cache),
             clock=self.clock,
         )
         config = replace(SchedulerConfig(chunked_prefill_size=16), **scheduler)  # type: ignore[arg-type]
@@ -156,8 +155,7 @@ def fake_engine(
         page_size=page_size,
         max_requests=max_running,
         context_len=128,
-        prefix_cache=prefix_cache,
-        eviction="lru",
+        cache=CacheConfig(prefix_cache=prefix_cache),
         record_events=record_events,
         clock=clock,
     )

@@ -84,7 +84,8 @@ def audit_tree(roots: Collection[TreeNode], page_size: int) -> tuple[int, int, i
         assert node.num_pages > 0, "a node is empty"
         assert len(node.key) == node.num_pages * page_size, "a key is not whole pages"
         assert len(node.host) in (0, node.num_pages), "a node has a copy of some of its pages"
-        assert not node.on_device or parent.on_device or parent.parent is None, "a page is on the device without its parent"
+        above = parent.on_device or parent.parent is None
+        assert above or not node.on_device, "a page is on the device without its parent"
         on_device = sum(child.on_device for child in node.children.values())
         assert node.device_children == on_device, f"{node.device_children} children on the device, {on_device} are"
         assert parent.children[first_page(node.key, page_size)] is node, "a child is filed under a wrong page"

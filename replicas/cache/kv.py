@@ -23,6 +23,8 @@ from replicas.cache.audit import audit
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
+from replicas.cache.tiers import HostTier
+from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, Slots
 from replicas.memory.table import ReqToTokenPool, Write
@@ -40,19 +42,22 @@ class KvCache:
         page_size: int,
         max_requests: int,
         context_len: int,
-        prefix_cache: str = "radix",
-        eviction: str = "lru",
+        cache: CacheConfig | None = None,
+        host: HostTier | None = None,
         record_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``cache``: whether and in which order pages are kept; ``host``: pages that leave the pool move there."""
+        cache = cache or CacheConfig()
         self.page_size = page_size
         self.store = PageStore(
             num_pages=num_pages,
             page_size=page_size,
-            prefix_cache=prefix_cache,
-            eviction=eviction,
+            prefix_cache=cache.prefix_cache,
+            eviction=cache.eviction,
             record_events=record_events,
             clock=clock,
+            host=host,
         )
         self._allocator, self._cache = self.store.allocator, self.store.cache
         self._table = ReqToTokenPool(max_requests, context_len)
@@ -89,6 +94,39 @@ class KvCache:
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
+
+    def load(self, req: Req, max_tokens: int) -> int:
+        """Load up to ``max_tokens`` of the prefix that ``req`` can reuse and that is on the host; they follow what it
+        has locked, and are locked then too. A page that is wrong there ends it; it is dropped and computed anew.
+
+        Returns: loaded tokens. Raises: PagesExhausted when even eviction cannot make room; nothing is loaded then.
+        """
+        tiers, holding, ps = self.store.tiers, _holding(req), self.page_size
+        if tiers is None or holding.prefix_len != holding.kv_len:
+            return 0
+        ids = req.ids[: self.longest_reuse(req)]
+        match = tiers.match_prefix(ids, req.salt, count_hit=False)
+        num_pages = min(match.host_len, max_tokens) // ps
+        if num_pages == 0 or match.prefix_len != holding.prefix_len:
+            return 0
+        assert match.host_node is not None
+        path = tiers.inc_lock_ref(match.host_node)  # room is made on the host too
+        try:
+            self.store.make_room(num_pages, f"request {req.rid}")
+            pages = self._allocator.alloc(num_pages, rid=req.rid)
+            num_loaded = tiers.load(match, pages)
+            self._allocator.free(pages[num_loaded:])
+            self._table.write(holding.row, holding.kv_len, self._allocator.pages_to_slots(pages[:num_loaded]))
+            if num_loaded:
+                end = match.prefix_len + num_loaded * ps
+                lock = tiers.inc_lock_ref(tiers.match_prefix(ids[:end], req.salt, count_hit=False).node)
+                tiers.dec_lock_ref(_lock(holding))
+                holding.lock, holding.prefix_len, holding.kv_len, req.computed_len = lock, end, end, end
+        finally:
+            tiers.dec_lock_ref(path)
+        if num_loaded < num_pages:
+            tiers.drop_host(ids, req.salt, holding.prefix_len // ps)
+        return num_loaded * ps
 
     def longest_reuse(self, req: Req, *, whole: bool = False) -> int:
         """Count the tokens of ``req`` that `admit` may find in the cache."""

@@ -13,6 +13,7 @@ from replicas.cache.chunk import ChunkCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
 from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import RadixCache
+from replicas.cache.tiers import HiRadixCache, HostTier
 from replicas.cache.tree_view import CacheTree, empty_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.errors import PagesExhausted
@@ -32,13 +33,18 @@ class PageStore:
         eviction: str,
         record_events: bool,
         clock: Callable[[], float],
+        host: HostTier | None = None,
     ) -> None:
+        """``host``: pages that leave the pool move there."""
         if prefix_cache not in ("radix", "chunk"):
             raise ValueError(f"unknown prefix cache {prefix_cache!r}; allowed: radix, chunk")
         self.page_size = page_size
         self.reuses_prefixes = prefix_cache == "radix"
         self._events = EventLog() if record_events and self.reuses_prefixes else None
-        self._radix = (
+        self.tiers: HiRadixCache | None = None
+        if host is not None and self.reuses_prefixes:
+            self.tiers = HiRadixCache(page_size, host=host, policy=eviction, events=self._events, clock=clock)
+        self._radix = self.tiers or (
             RadixCache(page_size, policy=eviction, events=self._events, clock=clock) if self.reuses_prefixes else None
         )
         self.cache: PrefixCache = self._radix or ChunkCache()

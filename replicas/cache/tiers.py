@@ -17,14 +17,13 @@ Pages of a victim that is not worth a copy are forgotten, and with them what han
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.pages import PageKeys
 from replicas.cache.base import NO_PAGES, MatchResult
 from replicas.cache.events import EventLog
 from replicas.cache.evict import EvictionQueue
@@ -35,6 +34,7 @@ from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 from replicas.types import TokenIds
 
 SMOOTHING = 0.2  # weight of the newest load in the measured rate
+GHOSTS_PER_PAGE = 4  # pages that have left, remembered for each host page
 
 
 class Copier(Protocol):
@@ -54,6 +54,7 @@ class HostPages:
         self._allocator = PagedTokenToKVPoolAllocator(num_pages, 1)
         self._readers: Counter[int] = Counter()
         self._late: set[int] = set()  # freed while they were read
+        self.coming = 0  # taken, on their way into the tree
 
     @property
     def num_pages(self) -> int:
@@ -63,9 +64,15 @@ class HostPages:
     def num_free(self) -> int:
         return self._allocator.num_free
 
-    def take(self, num_pages: int) -> Pages:
-        """Take free pages; as many are there."""
+    def take(self, num_pages: int, *, coming: bool = False) -> Pages:
+        """Take free pages; as many are there. ``coming``: their bytes arrive later, told by `arrived`."""
+        self.coming += num_pages if coming else 0
         return self._allocator.alloc(num_pages, rid="the host tier")
+
+    def arrived(self, num_pages: int) -> None:
+        """Count taken pages that the tree has now, or that are freed next."""
+        assert num_pages <= self.coming, f"{num_pages} host pages arrive, {self.coming} were to come"
+        self.coming -= num_pages
 
     def free(self, pages: Pages) -> None:
         read = [page for page in pages.tolist() if page in self._readers] if self._readers else []
@@ -85,20 +92,15 @@ class HostPages:
         self._late.difference_update(late)
         self._allocator.free(np.array(late, dtype=np.int32))
 
-    @property
-    def late(self) -> int:
-        """The pages that are free but for their readers."""
-        return len(self._late)
-
-    def check(self, in_tree: Pages, num_taken: int) -> None:
-        """Assert that each page is free, late, in the tree, or one of ``num_taken`` that are on their way in."""
+    def check(self, in_tree: Pages) -> None:
+        """Assert that each page is free, in the tree, on its way in, or only read."""
         self._allocator.check()
         free = self._allocator.free_pages()
         assert len(np.unique(in_tree)) == len(in_tree), "a host page is in the tree twice"
         assert not np.intersect1d(in_tree, free).size, "a host page of the tree is free"
         held = self.num_pages - len(free)
-        assert held == len(in_tree) + len(self._late) + num_taken, (
-            f"{held} host pages are held: {len(in_tree)} in the tree, {len(self._late)} read, {num_taken} taken"
+        assert held == len(in_tree) + len(self._late) + self.coming, (
+            f"{held} host pages are held: {len(in_tree)} in the tree, {len(self._late)} read, {self.coming} coming"
         )
 
 
@@ -114,6 +116,24 @@ class TierCounters:
     load_s: float = 0.0
     load_s_per_page: float = 0.0  # smoothed; 0 until measured
 
+    def loaded(self, num_pages: int, load_s: float, *, num_wrong: int) -> None:
+        """Count a load."""
+        self.loaded_pages += num_pages - num_wrong
+        self.wrong_pages += num_wrong
+        self.load_s += load_s
+        each_s = load_s / num_pages
+        self.load_s_per_page += (each_s - self.load_s_per_page) * (SMOOTHING if self.load_s_per_page else 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTier:
+    """What a cache needs for its host tier."""
+
+    num_pages: int
+    copier: Copier
+    eviction: str = "lru"
+    write: str = "adaptive"
+
 
 class HiRadixCache(RadixCache):
     """A RadixCache whose evicted pages move to the host and are loaded from there."""
@@ -122,37 +142,36 @@ class HiRadixCache(RadixCache):
         self,
         page_size: int,
         *,
-        host_pages: int,
-        copier: Copier,
-        write: WritePolicy,
-        host_queue: Callable[[Callable[[TreeNode], bool]], EvictionQueue],
+        host: HostTier,
         policy: str = "lru",
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``host_queue`` makes the queue of what leaves the host, from the rule which nodes are candidates."""
         super().__init__(page_size, policy=policy, events=events, clock=clock)
         self._names_pages = True
-        self.host = HostPages(host_pages)
+        self.host = HostPages(host.num_pages)
         self.counters = TierCounters()
-        self.on_copied: Callable[[TreeNode], None] = lambda node: None  # the node has a copy now: for a store
-        self._copier = copier
-        self._write = write
-        self._host_queue = host_queue(lambda node: node.host_evictable)
-        self._dirty: deque[TreeNode] = deque()  # may be copied in idle time, oldest first; some are copied or gone
-        self._copies: list[tuple[Pages, Pages]] = []  # of the eviction under way: device pages, host pages
+        self.on_copied: Callable[[TreeNode], None] = lambda node: None  # it has a copy now: news for a store
+        self.clean_pages = 0  # of the device, with a copy
+        self._copier = host.copier
+        self._write = WritePolicy.make(host.write, clock=clock, ghost_capacity=GHOSTS_PER_PAGE * host.num_pages)
+        self._host_queue = EvictionQueue(host.eviction, can_go=lambda node: node.host_evictable)
+        self._dirty: deque[TreeNode] = deque()  # to be copied in idle time, oldest first; some are copied or gone
+        # (node, device pages, host pages) whose bytes the call under way copies at its end
+        self._copies: list[tuple[TreeNode, Pages, Pages]] = []
 
-    def insert(self, token_ids: TokenIds, pages: Pages, salt: str) -> int:
-        already = super().insert(token_ids, pages, salt)
-        for node in self._whole_path(token_ids, salt):
-            if node.on_device and not node.on_host and self._write.at_insert(node.hit_count):
-                self._copy([node], force=False)
+    def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
+        already = super().insert(token_ids, pages, salt, priority=priority)
+        for node, _ in self._path(token_ids, salt):
+            if not node.on_host and self._write.at_insert(node.hit_count):
+                self._give_host_pages(node)
+        self._copy()
         return already
 
     def evict(self, num_pages: int) -> Pages:
-        """As `RadixCache.evict`; the pages are free when this returns, what of them was worth it is on the host."""
+        """As `RadixCache.evict`; what of the freed pages was worth it is on the host when this returns."""
         freed = super().evict(num_pages)
-        self._flush_copies()
+        self._copy()
         return freed
 
     def reset(self) -> Pages:
@@ -161,101 +180,104 @@ class HiRadixCache(RadixCache):
         freed = super().reset()
         self._host_queue.clear()
         self._dirty.clear()
-        if held:
-            self.host.free(np.concatenate(held))
+        for pages in held:
+            self.host.free(pages)
+        self.clean_pages = 0
         return freed
 
     def load(self, match: MatchResult, pages: Pages) -> int:
-        """Load the first ``len(pages)`` host pages behind ``match``, whose path is locked, into device ``pages``.
+        """Load the first ``len(pages)`` host pages behind ``match``, whose whole path is locked, into device ``pages``.
 
-        Returns: how many have come; the rest of ``pages`` stays the caller's. Where it is fewer, the page behind them
-        was wrong, and has left the tree with all below it.
+        Returns: how many have come; the rest of ``pages`` stays the caller's. If they are fewer, the page behind them
+        is wrong: `drop_host` it when the path is unlocked.
         """
-        nodes = _below(match)
-        wanted = np.concatenate([node.host for node in nodes])[: len(pages)]
+        path = _path_down(match)
+        wanted = np.concatenate([node.host for node in path])[: len(pages)]
         started_s = self._clock()
         ok = self._copier.load(wanted, pages)
-        self._count_load(len(wanted), self._clock() - started_s)
         good = len(ok) if ok.all() else int(ok.argmin())
+        self.counters.loaded(len(ok), self._clock() - started_s, num_wrong=int((~ok).sum()))
         at = 0
-        for node in nodes:
+        for node in path:
             if at == good:
                 break
             if node.num_pages > good - at:
                 node = self._split_node(node, good - at)
             self._to_device(node, pages[at : at + node.num_pages].copy())
             at += node.num_pages
-        if good < len(ok):
-            self.counters.wrong_pages += int((~ok).sum())
         return good
 
-    def drop_host(self, match: MatchResult, first: int) -> None:
-        """Forget the host pages from page ``first`` of ``match``'s sequence on: they are wrong. Nothing there is locked
-        or on the device."""
-        path, node = [], match.host_node
-        while node is not None and node.parent is not None:
-            path.append(node)
-            node = node.parent
+    def drop_host(self, token_ids: TokenIds, salt: str, first: int) -> None:
+        """Forget page ``first`` of ``token_ids``, which is on the host alone, and all below it."""
         at = 0
-        for node in reversed(path):
-            at += node.num_pages
-            if at > first:
-                assert at - node.num_pages == first, "a wrong page does not begin a node"
-                self._remove_subtree(node)
+        for child, common in self._path(token_ids, salt):
+            if at + common > first:
+                assert not child.on_device, "the device uses a page that is to be dropped"
+                if at < first:
+                    self._split_node(child, first - at)
+                self._remove_subtree(child)
                 return
+            at += common
 
     def take_host(self, num_pages: int) -> Pages | None:
-        """Take host pages for what a store or a peer brings; evicts for it. None: even so there are not as many."""
+        """Take host pages for what a store or a peer brings; evicts for it. They come back by `adopt` or
+        `give_back`. None: even so there are not as many."""
         self._room_on_host(num_pages)
-        return self.host.take(num_pages) if self.host.num_free >= num_pages else None
+        return self.host.take(num_pages, coming=True) if self.host.num_free >= num_pages else None
+
+    def give_back(self, host_pages: Pages) -> None:
+        """Free pages of `take_host` that nothing came into."""
+        self.host.arrived(len(host_pages))
+        self.host.free(host_pages)
 
     def adopt(self, token_ids: TokenIds, salt: str, host_pages: Pages, first: int) -> int:
-        """Give the tree ``host_pages`` [n], sealed: pages [first, first + n) of ``token_ids``.
+        """Give the tree ``host_pages`` [n] of `take_host`, sealed: pages [first, first + n) of ``token_ids``.
 
-        Returns: how many, the last ones, the tree keeps. It frees the others: the tree has those pages, or lacks a page
-        before them.
+        Returns: how many, the last ones, the tree keeps. The others are freed: the tree has those pages, or lacks a
+        page before them.
         """
-        self._tick += 1
-        now_s = self._clock()
-        whole = token_ids[: (first + len(host_pages)) * self.page_size]
+        self.host.arrived(len(host_pages))
+        end, at = first + len(host_pages), 0
+        whole = token_ids[: end * self.page_size]
         node = self._roots.get(salt)
-        if node is None:
-            node = self._roots[salt] = TreeNode.root(salt)
-        at = 0
         for child, common in self._path(whole, salt):
             at += common
-            splits = common < child.num_pages and at < first + len(host_pages)
-            node = self._split_node(child, common) if splits else child
-        kept = first + len(host_pages) - at if at >= first else 0
+            node = self._split_node(child, common) if common < child.num_pages and at < end else child
+        kept = end - at if at >= first else 0
         self.host.free(host_pages[: len(host_pages) - kept])
         if kept:
+            self._tick += 1
+            if node is None:
+                node = self._roots[salt] = TreeNode.root(salt)
             key = whole[at * self.page_size :].copy()
-            leaf = self._add_leaf(node, key, now_s, host=host_pages[len(host_pages) - kept :].copy())
+            leaf = self._add_leaf(node, key, self._clock(), host=host_pages[len(host_pages) - kept :].copy())
             self.on_copied(leaf)
-        elif not node.children and node.parent is None:
-            del self._roots[salt]
         return kept
 
-    def copy_idle(self, most_pages: int) -> int:
-        """Copy up to ``most_pages`` pages that have no copy yet, oldest first, into host pages that are free.
+    def copy_idle(self, most_pages: int, *, to_store: bool) -> int:
+        """Copy about ``most_pages`` pages that have no copy yet, oldest first, into host pages that are free.
 
-        Returns: how many were copied; 0 when there is no more to do.
+        Args:    to_store: all pages, since a store takes them from the host; else as many as the write policy wants.
+        Returns: how many were copied; 0 when there is nothing to do.
         """
-        dirty, self._dirty = self._dirty, deque()
-        copied = 0
-        while dirty:
-            node = dirty.popleft()
+        wanted = self._evictable * (1.0 if to_store else self._write.idle_fraction)
+        if self.clean_pages >= wanted:
+            return 0
+        copied, left = 0, len(self._dirty)
+        while left and copied < most_pages:
+            node, left = self._dirty.popleft(), left - 1
             if node.parent is None or not node.on_device or node.on_host:
                 continue
-            if copied >= most_pages or self.host.num_free < node.num_pages:
+            if self.host.num_free < node.num_pages or node.page_keys is None:
                 self._dirty.append(node)
-                continue
-            if self._write.in_idle(node.hit_count):
-                copied += self._copy([node], force=False)
+            elif self._write.admits(int(node.page_keys[0]), hits=node.hit_count, victim_age_s=None):
+                self._give_host_pages(node)
+                copied += len(node.host)
+        self._copy()
         return copied
 
     def hottest(self, max_pages: int) -> list[TreeNode]:
-        """List nodes that others may want, most used first, each after its parent; at most ``max_pages`` in all."""
+        """List the nodes that were used most, each after its parent; at most ``max_pages`` pages in all. O(cache)."""
         chosen: dict[TreeNode, None] = {}
         num_pages = 0
         for node in sorted(self._nodes(), key=lambda node: (-node.hit_count, -node.last_access)):
@@ -271,79 +293,148 @@ class HiRadixCache(RadixCache):
         return list(chosen)
 
     def copy(self, nodes: Sequence[TreeNode]) -> None:
-        """Copy the pages of ``nodes`` to the host where they have no copy, as far as there is room."""
-        self._copy([node for node in nodes if node.on_device and not node.on_host], force=False)
-
-    @property
-    def clean_pages(self) -> int:
-        """The device pages with a copy. O(nodes)."""
-        return sum(len(node.pages) for node in self._nodes() if node.on_host)
-
-    def check_host(self, num_taken: int = 0) -> None:
-        """Assert the invariant of the module's docstring; ``num_taken``: host pages on their way in. O(cache)."""
-        held = [node.host for node in self._nodes() if node.on_host]
-        self.host.check(np.concatenate(held) if held else NO_PAGES, num_taken)
-        for node in self._nodes():
-            assert not node.host_evictable or node in self._host_queue, "a host page is not queued for eviction"
-        assert not self._copies, "an eviction has ended before its copies"
+        """Copy ``nodes`` to the host where they have no copy, as far as there is room."""
+        for node in nodes:
+            if node.on_device and not node.on_host:
+                self._give_host_pages(node)
+        self._copy()
 
     def check(self) -> None:
         super().check()
-        self.check_host(self.num_taken())
+        held = [node.host for node in self._nodes() if node.on_host]
+        self.host.check(np.concatenate(held) if held else NO_PAGES)
+        lost = sum(node.host_evictable and node not in self._host_queue for node in self._nodes())
+        assert not lost, f"{lost} nodes that may leave the host are not queued"
+        clean = sum(len(node.pages) for node in self._nodes() if node.on_host)
+        assert clean == self.clean_pages, f"{clean} device pages have a copy, {self.clean_pages} are counted"
+        assert not self._copies, "a call has ended before its copies were made"
 
-    def num_taken(self) -> int:
-        """Count the host pages that were taken and have not come in; whoever takes them tells."""
-        return self._taken()
+    def _touched(self, node: TreeNode) -> None:
+        super()._touched(node)
+        self._host_queue.refile(node)
 
     def _file(self, node: TreeNode) -> None:
         super()._file(node)
         if node.host_evictable:
             self._host_queue.add(node)
 
+    def _split_node(self, node: TreeNode, at: int) -> TreeNode:
+        head = super()._split_node(node, at)
+        if not head.on_host:
+            self._dirty.append(head)
+        if any(each is node for each, _, _ in self._copies):
+            self._copies.append((head, NO_PAGES, NO_PAGES))
+        self._file(head)
+        return head
+
+    def _add_leaf(
+        self,
+        parent: TreeNode,
+        key: TokenIds,
+        now_s: float,
+        *,
+        pages: Pages = NO_PAGES,
+        host: Pages = NO_PAGES,
+        priority: int = 0,
+    ) -> TreeNode:
+        leaf = super()._add_leaf(parent, key, now_s, pages=pages, host=host, priority=priority)
+        if leaf.on_device:
+            assert leaf.page_keys is not None
+            self._dirty.append(leaf)
+            self._write.computed(leaf.page_keys, now_s)
+        return leaf
+
+    def _to_device(self, node: TreeNode, pages: Pages) -> None:
+        super()._to_device(node, pages)
+        self.clean_pages += len(pages)
+
     def _give_up(self, leaf: TreeNode, most: int) -> Pages:
-        """Move up to ``most`` pages of an unlocked leaf of the device to the host, or forget them."""
+        """Take up to ``most`` pages of an unlocked leaf of the device off it: to the host, or forget them."""
         if leaf.num_pages > most:
-            self._split_node(leaf, leaf.num_pages - most)
+            self._file(self._split_node(leaf, leaf.num_pages - most))
         pages, parent = leaf.pages, leaf.parent
         assert parent is not None
-        if not leaf.on_host:
-            self._choose_copy(leaf)
+        if not leaf.on_host and self._is_worth_copying(leaf):
+            self._give_host_pages(leaf)
         if not leaf.on_host:
             self._remove_subtree(leaf)
             return pages
         leaf.pages = NO_PAGES
         parent.device_children -= 1
         self._evictable -= len(pages)
+        self.clean_pages -= len(pages)
         self._tell_stored(leaf)
         self._file(leaf)
         self._file(parent)
         return pages
 
-    def _choose_copy(self, leaf: TreeNode) -> None:
-        """Give a victim its host pages, if it is worth that; `evict` copies at its end."""
+    def _is_worth_copying(self, leaf: TreeNode) -> bool:
+        if leaf.children:
+            return True  # they are on the host, and nothing without it
         assert leaf.page_keys is not None
-        full = self.host.num_free < leaf.num_pages
-        age_s = self._host_victim_age_s() if full else None
-        if leaf.children or self._write.admits(int(leaf.page_keys[0]), hits=leaf.hit_count, victim_age_s=age_s):
-            self._room_on_host(leaf.num_pages, spare=leaf)
-            if self.host.num_free >= leaf.num_pages and leaf.parent is not None:
-                leaf.host = self.host.take(leaf.num_pages)
-                self._copies.append((leaf.pages, leaf.host))
+        age_s = None
+        if self.host.num_free < leaf.num_pages and (victim := self._host_queue.pop()) is not None:
+            self._host_queue.add(victim)
+            age_s = self._clock() - victim.used_s
+        return self._write.admits(int(leaf.page_keys[0]), hits=leaf.hit_count, victim_age_s=age_s)
 
-    def _copy(self, nodes: Sequence[TreeNode], *, force: bool) -> int:
-        """Copy ``nodes``, on the device, into host pages. Returns: pages copied."""
-        copied = 0
-        for node in nodes:
-            if self.host.num_free < node.num_pages:
-                self._room_on_host(node.num_pages, spare=node)
-            if self.host.num_free < node.num_pages or node.on_host:
-                continue
+    def _give_host_pages(self, node: TreeNode) -> None:
+        """Give a node of the device its pages on the host, if they can be had; `_copy` fills them."""
+        self._room_on_host(node.num_pages)
+        if self.host.num_free >= node.num_pages and node.parent is not None:
             node.host = self.host.take(node.num_pages)
-            self._copies.append((node.pages, node.host))
-            copied += node.num_pages
+            self.clean_pages += node.num_pages
+            self._copies.append((node, node.pages, node.host))
             self._file(node)
-        self._flush_copies()
-        for node in nodes:
-            if node.on_host:
+
+    def _copy(self) -> None:
+        """Make the copies that were decided on since the last call."""
+        copies, self._copies = self._copies, []
+        if not copies:
+            return
+        device = np.concatenate([pages for _, pages, _ in copies])
+        host = np.concatenate([pages for _, _, pages in copies])
+        if len(copies) > 1:  # a page that was given to one node, evicted and given to another: the last has it
+            _, last = np.unique(host[::-1], return_index=True)
+            device, host = device[::-1][last], host[::-1][last]
+        started_s = self._clock()
+        self._copier.backup(device, host)
+        self.counters.written_pages += len(host)
+        self.counters.write_s += self._clock() - started_s
+        for node, _, _ in copies:
+            if node.on_host and node.parent is not None:
                 self.on_copied(node)
-        return copied
+
+    def _forget(self, leaf: TreeNode, keep: int) -> None:
+        super()._forget(leaf, keep)
+        assert leaf.page_keys is not None
+        self._write.dropped(leaf.page_keys[keep:], self._clock())
+
+    def _room_on_host(self, num_pages: int) -> None:
+        """Evict from the host until ``num_pages`` are free there, or nothing more can go."""
+        while (short := num_pages - self.host.num_free) > 0 and (node := self._host_queue.pop()) is not None:
+            if node.num_pages > short:
+                self._file(self._split_node(node, node.num_pages - short))
+            self.counters.evicted_pages += node.num_pages
+            self.host.free(node.host)
+            if node.on_device:
+                self.clean_pages -= node.num_pages
+                node.host = NO_PAGES
+            else:
+                self._remove_leaf(node)
+
+    def _remove_subtree(self, top: TreeNode) -> None:
+        """Remove an unlocked node, and what is below it on the host alone."""
+        for node in [*reversed(list(walk([top]))), top]:
+            self.host.free(node.host)
+            self._remove_leaf(node)
+
+
+def _path_down(match: MatchResult) -> list[TreeNode]:
+    """List the nodes behind the device's part of ``match``, from the top."""
+    path: list[TreeNode] = []
+    step = match.host_node
+    while step is not None and step is not match.node:
+        path.append(step)
+        step = step.parent
+    return path[::-1]

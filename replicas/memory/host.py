@@ -78,7 +78,8 @@ class HostKVCache:
         self.view = whole[memory.digest_bytes :].reshape(memory.num_pages + 1, memory.page_bytes)
         start = rank * memory.rank_page_bytes
         self._own = self.view[:, start : start + memory.rank_page_bytes]
-        self._threads = ThreadPoolExecutor(min(num_threads, COPY_THREADS), "manta-host-copy") if num_threads > 1 else None
+        workers = min(num_threads, COPY_THREADS)
+        self._threads = ThreadPoolExecutor(workers, "manta-host-copy") if workers > 1 else None
 
     @staticmethod
     @contextlib.contextmanager

@@ -7,11 +7,38 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from replicas.cache.evict import POLICIES
 from replicas.cache.kv import KvCache
+from replicas.cache.tiers import HostTier
+from replicas.config import CacheConfig
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req
 from tests.harness import choice_of
 
 ROWS = 3
+
+
+class FakeCopier:
+    """Host memory that holds what the slots of a page held; a page in ``wrong`` has a flipped bit."""
+
+    def __init__(self, test: "KvUnderLoad", page_size: int) -> None:
+        self.test, self.page_size = test, page_size
+        self.host: dict[int, list[object]] = {}
+        self.wrong: set[int] = set()
+
+    def slots(self, page: int) -> range:
+        return range(page * self.page_size, (page + 1) * self.page_size)
+
+    def backup(self, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
+        assert len(np.unique(host_pages)) == len(host_pages)
+        for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
+            self.host[host] = [self.test.content[slot] for slot in self.slots(device)]
+            self.wrong.discard(host)
+
+    def load(self, host_pages: np.ndarray, device_pages: np.ndarray) -> np.ndarray:
+        for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
+            good = host not in self.wrong
+            for slot, held in zip(self.slots(device), self.host[host], strict=True):
+                self.test.content[slot] = held if good else ("wrong", ())
+        return np.array([host not in self.wrong for host in host_pages.tolist()])
 
 
 class KvUnderLoad(RuleBasedStateMachine):
@@ -22,15 +49,29 @@ class KvUnderLoad(RuleBasedStateMachine):
         num_pages=st.integers(4, 10),
         prefix_cache=st.sampled_from(["radix", "radix", "chunk"]),
         eviction=st.sampled_from(sorted(POLICIES)),
+        host_pages=st.sampled_from([0, 1, 3, 8]),
+        write=st.sampled_from(["write_through", "write_through_selective", "write_back", "adaptive"]),
+        host_eviction=st.sampled_from(sorted(POLICIES)),
     )
-    def start(self, page_size: int, num_pages: int, prefix_cache: str, eviction: str) -> None:
+    def start(
+        self,
+        page_size: int,
+        num_pages: int,
+        prefix_cache: str,
+        eviction: str,
+        host_pages: int,
+        write: str,
+        host_eviction: str,
+    ) -> None:
+        self.copier = FakeCopier(self, page_size)
+        tier = HostTier(num_pages=host_pages, copier=self.copier, eviction=host_eviction, write=write)
         self.kv = KvCache(
             num_pages=num_pages,
             page_size=page_size,
             max_requests=ROWS,
             context_len=64,
-            prefix_cache=prefix_cache,
-            eviction=eviction,
+            cache=CacheConfig(prefix_cache=prefix_cache, eviction=eviction),
+            host=tier if host_pages else None,
         )
         self.num_pages = num_pages
         self.held: list[Req] = []
@@ -50,8 +91,12 @@ class KvUnderLoad(RuleBasedStateMachine):
             slot = int(self.device[req.holding.row, position])
             assert self.content[slot] == (req.salt, tuple(req.ids[: position + 1].tolist()))
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from(["", "x"]))
-    def admit(self, prompt: list[int], salt: str) -> None:
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from(["", "x"]),
+        most=st.sampled_from([0, 4, 100]),
+    )
+    def admit(self, prompt: list[int], salt: str, most: int) -> None:
         req = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt)
         try:
             reused = self.kv.admit(req)
@@ -60,6 +105,27 @@ class KvUnderLoad(RuleBasedStateMachine):
             return
         assert reused < len(prompt)
         self.held.append(req)
+        tiers = self.kv.store.tiers
+        host_len = tiers.match_prefix(req.ids[: len(prompt) - 1], salt).host_len if tiers is not None else 0
+        wrong = bool(self.copier.wrong)
+        try:
+            loaded = self.kv.load(req, most)
+        except PagesExhausted:
+            return
+        assert loaded == min(host_len, most // self.kv.page_size * self.kv.page_size) or wrong
+        assert req.computed_len == reused + loaded
+        self.compute(req, np.empty(0, dtype=np.int32))  # what is loaded is what the row says
+
+    @rule(most=st.integers(0, 4), to_store=st.booleans())
+    def idle(self, most: int, to_store: bool) -> None:
+        if self.kv.store.tiers is not None:
+            self.kv.store.tiers.copy_idle(most, to_store=to_store)
+
+    @rule(page=st.integers(0, 100))
+    def flip(self, page: int) -> None:
+        """A bit of a page on the host."""
+        if self.copier.host:
+            self.copier.wrong.add(sorted(self.copier.host)[page % len(self.copier.host)])
 
     @rule(which=st.integers(0, 100), chunk=st.integers(1, 12))
     def extend(self, which: int, chunk: int) -> None:
@@ -114,6 +180,8 @@ class KvUnderLoad(RuleBasedStateMachine):
         if hasattr(self, "kv"):
             self.kv.check([])
             self.kv.flush()
+            if self.kv.store.tiers is not None:
+                assert self.kv.store.tiers.host.num_free == self.kv.store.tiers.host.num_pages
             assert self.kv.store.stats().free_pages == self.num_pages
 
 

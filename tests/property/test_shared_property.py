@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from replicas.cache.kv import KvCache
+from replicas.config import CacheConfig
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req
 from replicas.scheduler.decode import SharedPrefixes
@@ -21,7 +22,8 @@ class SharedUnderLoad(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 4]), prefix_cache=st.sampled_from(["radix", "radix", "chunk"]))
     def start(self, page_size: int, prefix_cache: str) -> None:
         self.kv = KvCache(
-            num_pages=80 // page_size, page_size=page_size, max_requests=8, context_len=64, prefix_cache=prefix_cache
+            num_pages=80 // page_size, page_size=page_size, max_requests=8, context_len=64,
+            cache=CacheConfig(prefix_cache=prefix_cache),
         )
         self.shared = SharedPrefixes(MIN_LEN)
         self.held: list[Req] = []

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from replicas.cache.kv import KvCache
+from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest, PagesExhausted, RowsExhausted
 from replicas.request import Req
 from tests.harness import choice_of
@@ -192,7 +193,7 @@ def test_flush_empties_the_cache_unless_a_request_holds_pages() -> None:
 
 def test_without_a_prefix_cache_nothing_outlives_a_request() -> None:
     """SPEC E16."""
-    kv = make(prefix_cache="chunk")
+    kv = make(cache=CacheConfig(prefix_cache="chunk"))
     req = choice_of("a", range(12))
     assert prefill(kv, req, 6) == [4, 5, 6, 7, 8, 9]
     assert prefill(kv, req, 12) == [10, 11, 12, 13, 14, 15]
