@@ -1,6 +1,9 @@
 """KvCache under random requests in tiny pools: every invariant after every step, no leak at idle."""
 
+import random
+
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -97,6 +100,9 @@ class KvUnderLoad(RuleBasedStateMachine):
         most=st.sampled_from([0, 4, 100]),
     )
     def admit(self, prompt: list[int], salt: str, most: int) -> None:
+        self.start_request(prompt, salt, most)
+
+    def start_request(self, prompt: list[int], salt: str, most: int) -> None:
         req = choice_of("r", prompt, max_new_tokens=40, cache_salt=salt)
         try:
             reused = self.kv.admit(req)
@@ -116,6 +122,20 @@ class KvUnderLoad(RuleBasedStateMachine):
         assert req.computed_len == reused + loaded
         self.compute(req, np.empty(0, dtype=np.int32))  # what is loaded is what the row says
 
+    @rule(
+        prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=5),
+        salt=st.sampled_from(["", "x"]),
+    )
+    def serve(self, prompts: list[list[int]], salt: str) -> None:
+        """Whole requests one after the other: the pool fills, pages leave it and come back."""
+        for prompt in prompts:
+            num_held = len(self.held)
+            self.start_request(prompt, salt, 100)
+            if len(self.held) > num_held:
+                self.run_chunk(self.held[-1], 12)
+                self.end(self.held.pop(), keep=True)
+            self.sound()
+
     @rule(most=st.integers(0, 4), to_store=st.booleans())
     def idle(self, most: int, to_store: bool) -> None:
         if self.kv.store.tiers is not None:
@@ -132,7 +152,9 @@ class KvUnderLoad(RuleBasedStateMachine):
         waiting = [req for req in self.held if req.extend_len > 0]
         if not waiting:
             return
-        req = waiting[which % len(waiting)]
+        self.run_chunk(waiting[which % len(waiting)], chunk)
+
+    def run_chunk(self, req: Req, chunk: int) -> None:
         before = self.kv.store.stats()
         try:
             slots = self.kv.extend(req, req.computed_len + min(chunk, req.extend_len))
@@ -161,9 +183,11 @@ class KvUnderLoad(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100), keep=st.booleans())
     def release(self, which: int, keep: bool) -> None:
         if self.held:
-            req = self.held.pop(which % len(self.held))
-            self.kv.release(req, keep=keep)
-            assert (req.holding, req.computed_len) == (None, 0)
+            self.end(self.held.pop(which % len(self.held)), keep=keep)
+
+    def end(self, req: Req, *, keep: bool) -> None:
+        self.kv.release(req, keep=keep)
+        assert (req.holding, req.computed_len) == (None, 0)
 
     @invariant()
     def sound(self) -> None:
@@ -187,3 +211,41 @@ class KvUnderLoad(RuleBasedStateMachine):
 
 TestKvUnderLoad = KvUnderLoad.TestCase
 TestKvUnderLoad.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_in_long_histories_with_a_host_tier_every_row_holds_its_own_tokens(seed: int) -> None:
+    """Hypothesis seldom fills both tiers; these fill them over and over. 0.2 s each."""
+    draw, machine = random.Random(seed), KvUnderLoad()
+    machine.start(
+        page_size=draw.choice([1, 2, 4]),
+        num_pages=draw.randint(4, 10),
+        prefix_cache="radix",
+        eviction=draw.choice(sorted(POLICIES)),
+        host_pages=draw.choice([1, 3, 8, 20]),
+        write=draw.choice(["write_through", "write_through_selective", "write_back", "adaptive"]),
+        host_eviction=draw.choice(sorted(POLICIES)),
+    )
+    tiers = machine.kv.store.tiers
+    assert tiers is not None
+    for _ in range(150):
+        salt, kind = draw.choice(["", "", "x"]), draw.random()
+        if kind < 0.5:
+            starts = [[draw.randint(0, 1)] * draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
+            machine.serve(prompts=[start + [0] * draw.randint(0, 8) for start in starts], salt=salt)
+        elif kind < 0.6:
+            prompt = [draw.randint(0, 1) for _ in range(draw.randint(1, 12))]
+            machine.admit(prompt=prompt, salt=salt, most=draw.choice([0, 4, 100]))
+        elif kind < 0.7:
+            machine.extend(which=draw.randint(0, 9), chunk=draw.randint(1, 12))
+        elif kind < 0.8:
+            machine.decode(token=draw.randint(0, 1))
+        elif kind < 0.9:
+            machine.release(which=draw.randint(0, 9), keep=draw.random() < 0.7)
+        elif kind < 0.95:
+            machine.idle(most=draw.randint(0, 4), to_store=draw.random() < 0.5)
+        else:
+            machine.flip(page=draw.randint(0, 99))
+        machine.sound()
+    assert tiers.counters.written_pages > 0
+    machine.teardown()
