@@ -34,6 +34,7 @@ from deployments.dispatch.dispatcher import Dispatcher
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone
 from deployments.dispatch.ray_leases import RayLeases
 from deployments.dispatch.route_log import RouteLog
+from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RayPeers, RouterPeers
 from deployments.http import tracing
@@ -86,6 +87,11 @@ class RouterIngress:
             report_period_s=config.router.report_period_s,
             hang_timeout_s=config.router.hang_timeout_s,
             role_of=leases.role_of,
+            moves=CacheMoves(
+                leases,
+                fill_s=config.replicas.fill_s,
+                drain_s=config.replicas.push_share * config.replicas.drain_timeout_s,
+            ),
         )
         self._channel = ChannelServer(self._fleet, lost_error=_lost_error)
         router_id = serve.get_replica_context().replica_id.unique_id
@@ -95,7 +101,7 @@ class RouterIngress:
         metrics = RouterMetrics(config, router_id=router_id, fleet=self._fleet)
         self._metrics = metrics.served(host=address.host, node_id=address.node_id, guard=keys.guard)
         self.metrics_target = None if self._metrics is None else self._metrics.target  # None if metrics are off
-        self._fleet.start(address, leave=self._channel.leave)
+        self._fleet.start(address, leave=self._channel.leave, send=self._channel.send)
         for handle in replicas:
             self._listen(handle, leases)
         dispatcher = Dispatcher(

@@ -15,6 +15,7 @@ Invariant: ``decode`` of what `encode` framed equals the message; a frame longer
     CacheKeys      replica -> router, when asked: everything in its prefix cache
     RunRequest     router -> replica: a request to run; its lease comes by Ray, beside it
     EndRequest     router -> replica: the lease of a request has failed, or its client has left
+    PushCache      router -> replica: it leaves, and is to give others what it has cached
 """
 
 import struct
@@ -25,6 +26,7 @@ import numpy as np
 from msgspec import DecodeError, Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
 
+from kvtransfer.moves.wire import MoveAddress
 from kvtransfer.pages import PageKeys
 from replicas.cache.events import AllCleared, CacheEvent, CacheSnapshot, PagesStored
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
@@ -113,6 +115,15 @@ class EndRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="end"):
     rid: str
 
 
+class PushCache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="push"):
+    """The order to push cached pages to ``targets``, the most valuable first."""
+
+    targets: tuple[MoveAddress, ...]
+    most_s: Seconds
+    most_bytes: Count = (1 << 62)
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the time in which the link may be busy
+
+
 def _to_bytes(ids: Any) -> memoryview:
     """The only type of a message that msgspec does not know: token ids, [n] i32, little endian."""
     return np.ascontiguousarray(ids, dtype="<i4").data
@@ -125,7 +136,7 @@ def _from_bytes(_: type, data: Any) -> np.ndarray[Any, Any]:
 
 
 Message = ChannelHello | Deltas | ReplicaReport | CacheChanges | CacheKeys
-Asked = RunRequest | EndRequest
+Asked = RunRequest | EndRequest | PushCache
 T = TypeVar("T")
 _ENCODER = Encoder(enc_hook=_to_bytes)
 _DECODER: Decoder[Message] = Decoder(Message)

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from deployments.channel.channel_server import ChannelAddress, ChannelServer, Stream
-from deployments.channel.frames import EndRequest, ReplicaReport, RunRequest
+from deployments.channel.frames import EndRequest, PushCache, ReplicaReport, RunRequest
 from deployments.dispatch.progress import Part
+from kvtransfer.moves.mover import MoveStats
+from kvtransfer.moves.wire import MoveAddress
 from kvtransfer.types import PeerAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.errors import MantaError
@@ -67,6 +69,8 @@ class ReplicaInfo:
     page_bytes: int = 0  # of K and V, all ranks
     transfer: PeerAddress | None = None  # where its transfer service listens; None where it takes part in no hand-off
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
+    moves: MoveAddress | None = None  # where others push cached pages to; None without a host tier
+    host_bytes: int = 0  # of the host tier
 
 
 class ReplicaCalls(Protocol):
@@ -95,6 +99,10 @@ class ReplicaCalls(Protocol):
 
     async def flush_cache(self, timeout_s: float) -> bool:
         """Forget every cached prefix. Waits ``timeout_s`` for requests to end, and returns False if they do not."""
+        ...
+
+    async def push_cache(self, order: PushCache) -> MoveStats:
+        """Push cached pages to other replicas as ``order`` says. Returns: what has been pushed since the start."""
         ...
 
     async def abort(self, name: str | None, owner: str | None) -> int:

@@ -27,8 +27,9 @@ from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import ReplicaReport
+from deployments.channel.frames import Asked, ReplicaReport
 from deployments.dispatch.leases import Leases, ReplicaCalls, ReplicaHangs, ReplicaInfo
+from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.cache_sync import CacheSync
 from deployments.fleet.seen import SeenReplica
 from kvtransfer.types import PeerAddress
@@ -84,6 +85,7 @@ class Hangs:
         self._hang_s = max(hang_s, silent_s)
         self.silent_s = silent_s
         self._clock = clock
+        self.named: frozenset[str] = frozenset()  # those that hung at the last look
         self._said: dict[str, tuple[float, ReplicaReport]] = {}
 
     def heard(self, replica_id: str, report: ReplicaReport) -> None:
@@ -133,8 +135,10 @@ class Fleet:
         hang_timeout_s: float = 4.0,
         clock: Callable[[], float] = time.monotonic,
         role_of: Callable[[str], Role] = lambda replica_id: Role.UNIFIED,
+        moves: CacheMoves | None = None,
     ) -> None:
-        """``role_of``: returns the role of a member that has not attached yet."""
+        """``role_of``: returns the role of a member that has not attached yet. ``moves``: of cached pages, when
+        replicas come and go."""
         self._router = router
         self._role_of = role_of
         silent_s = max(SILENT_S, REPORTS_MISSED * report_period_s)
@@ -145,7 +149,6 @@ class Fleet:
         self._members: frozenset[str] = frozenset()
         self._infos: dict[str, ReplicaInfo] = {}
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
-        self._hanging: frozenset[str] = frozenset()  # at the last look
         self._leave: Callable[[str, MantaError], None] = lambda replica_id, error: None
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._heard_s: dict[str, float] = {}  # last report of an attached replica, or when it attached
@@ -154,10 +157,19 @@ class Fleet:
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.sync = CacheSync(router, leases)
+        self._moves = moves or CacheMoves(leases, fill_s=0.0, drain_s=0.0)
 
-    def start(self, address: ChannelAddress, *, leave: Callable[[str, MantaError], None]) -> None:
-        """Attach members to the channel at ``address`` from now on; ``leave`` fails the streams of one that hangs."""
+    def start(
+        self,
+        address: ChannelAddress,
+        *,
+        leave: Callable[[str, MantaError], None],
+        send: Callable[[str, Asked], None] = lambda replica_id, asked: None,
+    ) -> None:
+        """Attach members to the channel at ``address`` from now on; ``leave`` fails the streams of one that hangs, and
+        ``send`` asks one over the channel."""
         self._address, self._leave = address, leave
+        self._moves.start(send)
         self._watch = asyncio.create_task(self._look_forever())
         self.set_members(self._members)
 
@@ -166,6 +178,9 @@ class Fleet:
         self._members, now_s = frozenset(members), self._clock()
         self._as_of_s = {each: self._as_of_s.get(each, now_s) for each in self._members}
         self._unheard &= self._members
+        self._moves.back(self._members)
+        gone = [info for each, info in self._infos.items() if each not in self._members]
+        self._moves.left(gone, [each for each in self.infos if each not in gone], self._loads())
         for replica_id in set(self._infos) | set(self._attaching):
             if replica_id not in self._members:
                 self._forget(replica_id)
@@ -219,10 +234,10 @@ class Fleet:
         self._update()
         hanging = self._hanging_now()
         for replica_id, how in hanging.items():
-            if replica_id not in self._hanging:
+            if replica_id not in self._hangs.named:
                 log.warning("replica %s hangs: %s; its requests go on elsewhere", replica_id, how)
             self._leave(replica_id, ReplicaHangs(f"replica {replica_id} hangs: {how}"))
-        self._hanging = frozenset(hanging)
+        self._hangs.named = frozenset(hanging)
 
     @property
     def _stale_s(self) -> float:
@@ -302,6 +317,7 @@ class Fleet:
         return good
 
     async def stop(self) -> None:
+        self._moves.stop()
         self._address = None  # connections that end from now on are not made anew
         for task in [*self._attaching.values(), *([self._watch] if self._watch else [])]:
             task.cancel()
@@ -317,6 +333,10 @@ class Fleet:
         assert not self._infos.keys() & self._attaching.keys()
         assert self.sync.asking <= self._infos.keys()
         self.sync.check()
+        self._moves.check()
+
+    def _loads(self) -> dict[str, ReplicaView]:
+        return {view.replica_id: view for view in self._router.views}
 
     async def _attach(self, replica_id: str, address: ChannelAddress) -> None:
         while True:
@@ -328,6 +348,7 @@ class Fleet:
             except Exception:
                 log.exception("attaching replica %s failed; trying again", replica_id)
             await asyncio.sleep(ATTACH_AGAIN_S)
+        await self._moves.fill(info, self.infos, self._loads())
         del self._attaching[replica_id]
         self._infos[replica_id] = info
         self._heard_s[replica_id] = self._clock()

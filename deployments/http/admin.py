@@ -149,7 +149,7 @@ def load_of(stats: EngineStats) -> int:
 def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
     pool = report.stats.pool
     return {
-        "replica": dataclasses.asdict(info) | {"model_path": shown_path(info.model_path)},
+        "replica": dataclasses.asdict(dataclasses.replace(info, moves=None, model_path=shown_path(info.model_path))),
         "healthy": report.error is None,
         "error": report.error,
         "num_open": report.num_open,

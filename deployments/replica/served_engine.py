@@ -21,9 +21,12 @@ from dataclasses import dataclass, field
 from deployments import logs
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress
-from deployments.channel.frames import Asked, CacheChanges, CacheKeys, ReplicaReport, RunRequest, encode
+from deployments.channel.frames import Asked, CacheChanges, CacheKeys, PushCache, ReplicaReport, RunRequest, encode
 from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from deployments.dispatch.rids import client_rid, owner_of
+from deployments.replica.cache_moves import ReplicaMoves
+from kvtransfer.moves.mover import MoveStats
+from kvtransfer.moves.wire import MoveAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, MantaError
@@ -60,11 +63,14 @@ class ServedEngine:
         report_period_s: float = REPORT_PERIOD_S,
         role: Role = Role.UNIFIED,
         metrics_address: str | None = None,
+        moves: ReplicaMoves | None = None,
     ) -> None:
+        """``moves``: of the cached pages, to and from other replicas; it is stopped with the engine."""
         self.loop = loop
         self.replica_id = replica_id
         self._role = role
         self._metrics_address = metrics_address  # host:port
+        self._moves = moves
         self._report_period_s = report_period_s
         self._node_id = node_id
         self._clients: dict[str, ChannelClient] = {}  # by router id
@@ -86,7 +92,7 @@ class ServedEngine:
             client.report(encode(self._report(self.loop.stats())))  # a sign of life, over the one in use
         if self._reporter is None:
             self._reporter = asyncio.create_task(self._report_forever())
-        return self._info()
+        return self._info(None if self._moves is None else await self._moves.address())
 
     async def _connect(self, address: ChannelAddress) -> ChannelClient:
         """Replace the connection by a new one; the old one's requests end. Raises: ReplicaGone."""
@@ -174,6 +180,10 @@ class ServedEngine:
         self._flush_again_s = time.monotonic() + FLUSH_POLL_S
         return await self.loop.run_on_engine(lambda engine: engine.flush_cache())
 
+    async def push_cache(self, order: PushCache) -> MoveStats:
+        """Push cached pages to other replicas. Returns: what has been pushed since the start."""
+        return MoveStats() if self._moves is None else await asyncio.shield(self._moves.order(order))
+
     async def abort(self, name: str | None, owner: str | None) -> int:
         """Abort the open requests that clients call ``name`` (None: all). Returns: how many there were.
 
@@ -191,6 +201,10 @@ class ServedEngine:
             raise error
 
     async def stop(self) -> None:
+        """Stop, but not before a push of cached pages that runs is over."""
+        if self._moves is not None:
+            await self._moves.finish()
+            await self._moves.stop()
         if self._reporter is not None:
             self._reporter.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -209,6 +223,9 @@ class ServedEngine:
         """Do what a router asks; its lease tells it how that went."""
         if isinstance(asked, RunRequest):
             self._start(client, asked.request)
+        elif isinstance(asked, PushCache):
+            if self._moves is not None:
+                self._moves.order(asked)
         else:
             self.loop.abort(asked.rid)
             self._runs.pop(asked.rid, None)  # its lease has failed: none comes
@@ -256,7 +273,7 @@ class ServedEngine:
             step_age_s=self.loop.step_age_s,
         )
 
-    def _info(self) -> ReplicaInfo:
+    def _info(self, moves: MoveAddress | None) -> ReplicaInfo:
         engine, config = self.loop.engine, self.loop.engine.config
         capacity = self.loop.stats().pool.total_tokens
         cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
@@ -282,4 +299,6 @@ class ServedEngine:
             page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
             transfer=engine.transfer_address,
             metrics=self._metrics_address,
+            moves=moves,
+            host_bytes=config.cache.host_memory_bytes,
         )

@@ -139,6 +139,10 @@ class ReplicaSettings(Settings):
     health_timeout_s: float = Field(default=30.0, gt=0)  # how long Ray Serve waits for the answer
     # how long a replica that is removed may take to finish its requests
     drain_timeout_s: float = Field(default=120.0, ge=0)
+    # share of drain_timeout_s in which it may push what it has cached to the host tiers of the others; 0: not at all
+    push_share: float = Field(default=0.5, ge=0, lt=1)
+    # how long a new replica is filled with the prefixes that others use most before it is used; 0: not at all
+    fill_s: float = Field(default=2.0, ge=0)
 
     @field_validator("count", mode="before")
     @classmethod

@@ -14,14 +14,17 @@ import numpy as np
 
 from deployments.channel.channel_client import ChannelClient
 from deployments.channel.channel_server import ChannelAddress, ChannelServer
-from deployments.channel.frames import Asked, CacheChanges, CacheKeys, ReplicaReport, RunRequest, encode
+from deployments.channel.frames import Asked, CacheChanges, CacheKeys, PushCache, ReplicaReport, RunRequest, encode
 from deployments.dispatch.attempt import TryLimits
 from deployments.dispatch.dispatcher import NO_HINTS, Dispatcher, RouteHints
 from deployments.dispatch.leases import LeaseHolder, ReplicaCalls, ReplicaGone, ReplicaInfo
+from deployments.fleet.cache_moves import CacheMoves
 from deployments.fleet.fleet import Fleet
 from deployments.http.service import Service, read_face
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.schema import ModelSettings
+from kvtransfer.moves.mover import MoveStats
+from kvtransfer.moves.wire import MoveAddress
 from kvtransfer.pages import PageKeys, page_keys
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.tree_view import CacheTree, empty_tree
@@ -71,14 +74,21 @@ class House:
         leases: LocalLeases | None = None,
         always_hand_off: bool = False,
         report_period_s: float = 10.0,
+        fill_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock``: of the fleet, which tells who hangs."""
+        """``clock``: of the fleet, which tells who hangs. ``fill_s``: of new replicas."""
         self.router = Router(policy, Random(0), time.monotonic, page_size=PAGE_SIZE, always_hand_off=always_hand_off)
         self.router_id = router_id
         self.leases = leases if leases is not None else LocalLeases()
         # scripted replicas report when they attach and when told: with a period of 10 s that is no silence for 50 s
-        self.fleet = Fleet(router=self.router, leases=self.leases, report_period_s=report_period_s, clock=clock)
+        self.fleet = Fleet(
+            router=self.router,
+            leases=self.leases,
+            report_period_s=report_period_s,
+            clock=clock,
+            moves=CacheMoves(self.leases, fill_s=fill_s, drain_s=5.0),
+        )
         self.channel = ChannelServer(
             self.fleet, lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost")
         )
@@ -99,7 +109,7 @@ class House:
 
     async def start(self) -> None:
         self.address = await self.channel.start(router_id=self.router_id, node_id="here", host="127.0.0.1")
-        self.fleet.start(self.address, leave=self.channel.leave)
+        self.fleet.start(self.address, leave=self.channel.leave, send=self.channel.send)
 
     def add(self, replica: "ServedEngine | ScriptedReplica") -> None:
         self.leases.replicas[replica.replica_id] = replica
@@ -157,6 +167,8 @@ class ScriptedReplica:
         self.finish = Finish(reason=FinishReason.LENGTH)  # how a request ends after its last token
         self.requests: list[GenerateRequest] = []
         self.num_aborted = 0
+        self.orders: list[PushCache] = []  # to push its cache, by call or over the channel
+        self.moves: MoveAddress | None = None
         self.aborts: list[str] = []  # rids of which the router said over the channel that they are to end
         self.hold = asyncio.Event()  # generation waits for it
         self.hold.set()
@@ -179,7 +191,7 @@ class ScriptedReplica:
             on_lost=lambda client: None,
         )
         self._client.report(encode(await self.report()))
-        return info(self.replica_id)
+        return dataclasses.replace(info(self.replica_id), moves=self.moves, host_bytes=1 << 30)
 
     def store(self, token_ids: list[int], *, tell: bool = True) -> None:
         """Its cache gets the whole pages of ``token_ids``; ``tell``: False loses the event on its way."""
@@ -209,6 +221,8 @@ class ScriptedReplica:
     def _asked(self, asked: Asked) -> None:
         if isinstance(asked, RunRequest):
             self._start_of(asked.request.rid).set_result(asked.request)
+        elif isinstance(asked, PushCache):
+            self.orders.append(asked)
         else:
             self.aborts.append(asked.rid)
 
@@ -259,6 +273,10 @@ class ScriptedReplica:
 
     async def flush_cache(self, timeout_s: float) -> bool:
         return True
+
+    async def push_cache(self, order: PushCache) -> MoveStats:
+        self.orders.append(order)
+        return MoveStats()
 
     async def abort(self, name: str | None, owner: str | None) -> int:
         return 0

@@ -1,0 +1,92 @@
+"""The cached pages of one replica that move to others, by order of a router, and those that come.
+
+Owns:      the replica's `Mover`; the push that runs, of which there is one at a time.
+Never:     decides when and to whom pages go (fleet/cache_moves.py); holds up a request.
+Invariant: no push outlasts its order, nor `stop`.
+Thread:    the replica's event loop.
+
+    a router sees this replica leave ──PushCache, over the channel──> push ─┐
+    requests end ─> Serve calls the destructor ─> `finish` waits for it ────┴─> the engine stops
+    a router sees a new replica ──push_cache, a call──> push to that one ─> the router takes it in
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from deployments.channel.frames import PushCache
+from kvtransfer.layout import KvLayout
+from kvtransfer.moves.mover import Mover, MoveStats, PageHome
+from kvtransfer.moves.wire import MoveAddress
+from replicas.engine.engine import Engine
+from replicas.engine.loop import EngineLoop
+from replicas.errors import MantaError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ReplicaMoves:
+    """The mover of one replica, started by its first use."""
+
+    def __init__(
+        self, loop: EngineLoop, home_of: Callable[[Engine], PageHome], layout: KvLayout, *, host: str
+    ) -> None:
+        """``host``: the address of this machine that other replicas reach."""
+        self._loop = loop
+        self._home_of = home_of
+        self._mover = Mover(self._visit, layout, host=host)
+        self._started: asyncio.Task[MoveAddress] | None = None
+        self._pushing: asyncio.Task[MoveStats] | None = None
+
+    @property
+    def stats(self) -> MoveStats:
+        return self._mover.stats
+
+    async def address(self) -> MoveAddress:
+        """Return where other replicas push to; listens from the first call on."""
+        if self._started is None:
+            self._started = asyncio.create_task(self._mover.start())
+        return await asyncio.shield(self._started)
+
+    def order(self, order: PushCache) -> "asyncio.Task[MoveStats]":
+        """Push as ``order`` says, unless a push runs: then that one is returned, since it serves as well."""
+        if self._pushing is None or self._pushing.done():
+            self._pushing = asyncio.create_task(self._push(order))
+        return self._pushing
+
+    async def finish(self) -> None:
+        """Wait for the push that runs, if one does: this replica ends."""
+        if self._pushing is not None:
+            await asyncio.wait([self._pushing])
+
+    async def stop(self) -> None:
+        if self._pushing is not None:
+            self._pushing.cancel()
+            await asyncio.wait([self._pushing])
+        await self._mover.stop()
+
+    def check(self) -> None:
+        """Raises AssertionError if a connection is kept that has ended."""
+        self._mover.check()
+
+    async def _push(self, order: PushCache) -> MoveStats:
+        await self.address()
+        before = self.stats
+        try:
+            after = await self._mover.push(
+                order.targets, most_s=order.most_s, most_bytes=order.most_bytes, share=order.share
+            )
+        except MantaError as error:  # the engine is dead
+            log.warning("no cached pages are pushed: %s", error)
+            return self.stats
+        log.info(
+            "pushed %d cached tokens to %d replicas in %.1f s; they have %.0f %% of what is expected to be used again",
+            after.pushed_tokens - before.pushed_tokens, len(order.targets), after.push_s - before.push_s,
+            100 * after.value_kept,
+        )  # fmt: skip
+        return after
+
+    def _visit(self, fn: Callable[[PageHome], T]) -> Awaitable[T]:
+        return self._loop.run_on_engine(lambda engine: fn(self._home_of(engine)))
