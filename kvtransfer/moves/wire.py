@@ -41,6 +41,11 @@ Bytes = npt.NDArray[np.uint8]  # [pages, page_bytes] of all ranks, as in the hos
 Digests = npt.NDArray[np.uint64]  # [pages, tp] XXH3-64 of each rank's part
 
 
+def hit_rate(hits: int, idle_s: float) -> float:
+    """Return the hits a second that can be expected: those so far, over the time since the last, and a prior."""
+    return (1 + hits) / (PRIOR_S + idle_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveAddress:
     """Where a replica listens for pages, and the secret of that listener."""
@@ -61,8 +66,7 @@ class Path(Struct, frozen=True, array_like=True):
 
     @property
     def rate(self) -> float:
-        """The hits a second that its own pages can expect: those so far, over the time since the last, and a prior."""
-        return (1 + self.hits) / (PRIOR_S + self.idle_s)
+        return hit_rate(self.hits, self.idle_s)
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:

@@ -219,10 +219,10 @@ class HiRadixCache(RadixCache):
                 return
             at += common
 
-    def take_host(self, num_pages: int) -> Pages | None:
-        """Take host pages for what a store or a peer brings; evicts for it. They come back by `adopt` or
-        `give_back`. None: even so there are not as many."""
-        self._room_on_host(num_pages)
+    def take_host(self, num_pages: int, *, spare: Callable[[TreeNode], bool] = lambda node: False) -> Pages | None:
+        """Take host pages for what a store or a peer brings; evicts for it, up to the first node to ``spare``. They
+        come back by `adopt` or `give_back`. None: even so there are not as many."""
+        self._room_on_host(num_pages, spare)
         return self.host.take(num_pages, coming=True) if self.host.num_free >= num_pages else None
 
     def give_back(self, host_pages: Pages) -> None:
@@ -291,6 +291,20 @@ class HiRadixCache(RadixCache):
                 num_pages += cost
                 chosen.update(dict.fromkeys(reversed(chain)))
         return list(chosen)
+
+    def where(self, token_ids: TokenIds, salt: str, first: int) -> tuple[Pages, Pages]:
+        """Return the host pages and the device pages of the pages of ``token_ids`` from ``first`` on, as many as are
+        cached; 0 stands for none."""
+        hosts, devices, at = [NO_PAGES], [NO_PAGES], 0
+        for node, common in self._path(token_ids, salt):
+            start, at = max(first - at, 0), at + common
+            for parts, pages in ((hosts, node.host), (devices, node.pages)):
+                parts.append(pages[start:common] if len(pages) else np.zeros(max(common - start, 0), dtype=np.int32))
+        return np.concatenate(hosts), np.concatenate(devices)
+
+    def backup(self, device_pages: Pages, host_pages: Pages) -> None:
+        """Copy pages of the device into host pages that are taken."""
+        self._copier.backup(device_pages, host_pages)
 
     def copy(self, nodes: Sequence[TreeNode]) -> None:
         """Copy ``nodes`` to the host where they have no copy, as far as there is room."""
@@ -410,9 +424,12 @@ class HiRadixCache(RadixCache):
         assert leaf.page_keys is not None
         self._write.dropped(leaf.page_keys[keep:], self._clock())
 
-    def _room_on_host(self, num_pages: int) -> None:
-        """Evict from the host until ``num_pages`` are free there, or nothing more can go."""
+    def _room_on_host(self, num_pages: int, spare: Callable[[TreeNode], bool] = lambda node: False) -> None:
+        """Evict from the host until ``num_pages`` are free there, or nothing more can go, or is next to ``spare``."""
         while (short := num_pages - self.host.num_free) > 0 and (node := self._host_queue.pop()) is not None:
+            if spare(node):
+                self._host_queue.add(node)
+                return
             if node.num_pages > short:
                 self._file(self._split_node(node, node.num_pages - short))
             self.counters.evicted_pages += node.num_pages
