@@ -109,6 +109,8 @@ ONLY: dict[str, set[str]] = {
     "promql_parser": set(),
     "msgspec": {"kvtransfer", "deployments.channel"},
     "nixl": {"kvtransfer.ports.agent"},
+    "boto3": {"kvtransfer.stores.object"},
+    "botocore": {"kvtransfer.stores.object"},
     "grafana_foundation_sdk": set(),
     "opentelemetry": {"deployments"},
     "rich": {"deployments", "replicas.runner.weights"},

@@ -1,6 +1,6 @@
-"""What every store does, whatever keeps its bytes."""
+"""What every store does, whatever keeps its bytes: a folder, and a bucket of a real server that speaks S3 (moto)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from kvtransfer.layout import KvLayout
 from kvtransfer.stores.file import FileMedium
 from kvtransfer.stores.items import HEADER_BYTES, page_chain, page_chain_keys
+from kvtransfer.stores.object import ObjectMedium
 from kvtransfer.stores.store import Medium, ReadStatus, Store, WriteStatus
 
 LAYOUT = bytes.fromhex("0011223344556677")
@@ -29,12 +30,15 @@ def views(pages: Pages) -> list[memoryview]:
     return [page.data for page in pages]
 
 
-@pytest.fixture(params=["file"])
+@pytest.fixture(params=["file", "object"])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
-    opened: Callable[[], Medium] = {
-        "file": lambda: FileMedium(str(tmp_path / "store"), capacity_bytes=1_000_000),
-    }[request.param]
-    medium = opened()
+    medium: Medium
+    if request.param == "file":
+        medium = FileMedium(str(tmp_path / "store"), capacity_bytes=1_000_000)
+    else:
+        endpoint = request.getfixturevalue("s3_server")
+        prefix = f"/{tmp_path.name}/"
+        medium = ObjectMedium("manta-test", prefix=prefix, endpoint=endpoint, region="us-east-1", deadline_s=60)
     yield medium
     medium.close()
 

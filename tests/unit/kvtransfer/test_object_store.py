@@ -1,0 +1,182 @@
+"""A bucket under faults: a service that is gone, hangs, trickles, refuses, or breaks off."""
+
+import contextlib
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvtransfer.stores.items import HEADER_BYTES
+from kvtransfer.stores.object import MOST_CONNECTIONS, ObjectMedium
+from kvtransfer.stores.store import ReadStatus, Store, WriteStatus
+from tests.s3_server import BUCKET, CREDENTIALS
+from tests.unit.kvtransfer.test_file_store import Clock
+from tests.unit.kvtransfer.test_store_protocol import LAYOUT, PAGE_BYTES, key_of, run_of_pages, views
+
+ITEM_BYTES = HEADER_BYTES + PAGE_BYTES
+DEADLINE_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+@contextlib.contextmanager
+def service(answer: Callable[[socket.socket, bytes], None]) -> Iterator[str]:
+    """A TCP server that reads a request's head and leaves the rest to ``answer``. Yields: its URL."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            head = b""
+            while b"\r\n\r\n" not in head:
+                if not (part := self.request.recv(4096)):
+                    return
+                head += part
+            answer(self.request, head)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def open_bucket(
+    endpoint: str, clock: Callable[[], float] = time.monotonic, deadline_s: float = DEADLINE_S
+) -> Store:
+    medium = ObjectMedium(BUCKET, endpoint=endpoint, region="us-east-1", deadline_s=deadline_s, clock=clock)
+    return Store(medium, layout_digest=LAYOUT, clock=clock)
+
+
+def read(store: Store) -> tuple[ReadStatus, float]:
+    """Returns: how a read of item 1 ended, and the seconds it took."""
+    started = time.monotonic()
+    result = store.read(key_of(1), views(run_of_pages(1, seed=1)))
+    return result.status, time.monotonic() - started
+
+
+def test_a_service_that_is_gone_is_an_error_and_then_silence() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound, and nobody listens
+        clock = Clock()
+        store = open_bucket(endpoint, clock)
+        assert store.write(key_of(1), views(run_of_pages(1, seed=1))).status is WriteStatus.ERROR
+        assert read(store)[0] is ReadStatus.ERROR
+        assert store.stats().errors == 2
+        status, seconds = read(store)
+        assert status is ReadStatus.ERROR
+        assert seconds < 0.05  # nobody was asked
+        assert store.contains([key_of(1)]) == [False]
+        assert store.stats().errors == 2
+        clock.now += 0.6
+        assert store.contains([key_of(1)]) == [False]
+        assert store.stats().errors == 3
+        store.close()
+
+
+def test_a_service_that_hangs_ends_each_call_at_its_deadline_and_touches_no_page() -> None:
+    release = threading.Event()
+    asked = threading.Semaphore(0)
+
+    def hang(connection: socket.socket, _: bytes) -> None:
+        asked.release()
+        release.wait(20)
+
+    with service(hang) as endpoint:
+        clock = Clock()
+        store = open_bucket(endpoint, clock)
+        for number in range(3):
+            status, seconds = read(store)
+            assert status is ReadStatus.ERROR
+            assert DEADLINE_S <= seconds < DEADLINE_S + 1
+            assert store.stats().errors == number + 1
+            clock.now += 60
+        started = time.monotonic()
+        assert store.contains([key_of(number) for number in range(100)]) == [False] * 100
+        assert time.monotonic() - started < DEADLINE_S + 1
+        number_asked = 0
+        while asked.acquire(blocking=False):
+            number_asked += 1
+        assert 1 <= number_asked <= 3 * MOST_CONNECTIONS  # not one connection a key
+        release.set()
+        store.close()
+
+
+def test_bytes_that_come_too_late_do_not_reach_the_pages() -> None:
+    """The service sends the first half of an object, and the rest when its reader has given up."""
+    late = threading.Event()
+    sent = threading.Event()
+
+    def trickle(connection: socket.socket, _: bytes) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % ITEM_BYTES + b"x" * 500)
+        late.wait(20)
+        with contextlib.suppress(OSError):
+            connection.sendall(b"x" * (ITEM_BYTES - 500))
+        sent.set()
+
+    with service(trickle) as endpoint:
+        store = open_bucket(endpoint)
+        pages = run_of_pages(1, seed=1)
+        assert store.read(key_of(1), views(pages)).status is ReadStatus.ERROR
+        late.set()
+        assert sent.wait(20)
+        store.close()
+        assert (pages == run_of_pages(1, seed=1)).all()
+
+
+@pytest.mark.parametrize("broken", ["503", "cut off", "not http"])
+def test_an_answer_that_is_none_is_an_error_not_a_miss(broken: str) -> None:
+    answers = {
+        "503": b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n",
+        "cut off": b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\nshort" % ITEM_BYTES,
+        "not http": b"hello\r\n\r\n",
+    }
+    num_asked = 0
+
+    def answer(connection: socket.socket, _: bytes) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        connection.sendall(answers[broken])
+
+    with service(answer) as endpoint:
+        store = open_bucket(endpoint)
+        assert read(store)[0] is ReadStatus.ERROR
+        assert num_asked >= 1
+        assert (store.stats().errors, store.stats().missing, store.stats().corrupt) == (1, 0, 0)
+        store.close()
+
+
+def test_a_service_that_comes_back_is_used_again() -> None:
+    status = b"503 Slow Down"
+
+    def answer(connection: socket.socket, _: bytes) -> None:
+        connection.sendall(b"HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n" % status)
+
+    with service(answer) as endpoint:
+        clock = Clock()
+        store = open_bucket(endpoint, clock)
+        assert read(store)[0] is ReadStatus.ERROR
+        status = b"404 Not Found"
+        assert read(store)[0] is ReadStatus.ERROR  # not asked: it is too early
+        clock.now += 0.6
+        assert read(store)[0] is ReadStatus.MISSING
+        assert (store.stats().errors, store.stats().missing) == (1, 1)
+        store.close()
+
+
+def test_many_keys_are_asked_side_by_side(s3_server: str) -> None:
+    store = open_bucket(s3_server, deadline_s=60)
+    for number in (200, 203):
+        store.write(key_of(number), views(run_of_pages(1, seed=number)))
+    fresh = open_bucket(s3_server, deadline_s=60)
+    assert fresh.contains([key_of(number) for number in range(200, 206)]) == [True, False, False, True, False, False]
+    assert fresh.stats().asked == 6
+    assert fresh.stats().asked_s > 0
+    fresh.check()
