@@ -13,6 +13,7 @@ from kvtransfer.ports.rank_port import RankPort
 from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.types import TransferSettings
 from replicas.cache.kv import KvCache
+from replicas.cache.tiers import HostTier
 from replicas.config import (
     Attention,
     CacheConfig,
@@ -96,12 +97,22 @@ def load_engine(
     runner = ranks.runner
     if commit_pool and config.device == "cpu":
         runner.pool.commit(COMMIT_S)
+    copier = ranks.copier()
+    host = None
+    if copier is not None:
+        host = HostTier(
+            num_pages=copier.host.memory.num_pages,
+            copier=copier,
+            eviction=config.cache.host_eviction,
+            write=config.cache.write_policy,
+        )
     kv = KvCache(
         num_pages=runner.pool_size.num_pages,
         page_size=runner.pool_size.page_size,
         max_requests=runner.max_running,
         context_len=config.model.context_len,
         cache=config.cache,
+        host=host,
         record_events=record_events,
     )
     connected = None

@@ -104,6 +104,22 @@ class Stamps:
     ended_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens that were reused instead of computed, and where their K/V lay."""
+
+    tokens: int = 0  # in all tiers
+    host: int = 0  # of them, loaded from host memory
+    store: int = 0  # of them, read from the store first
+
+    def of(self, tokens: int) -> "CachedTokens":
+        """Return the parts of ``tokens`` that were reused: this one's ``host`` are those that were loaded, from the
+        store too."""
+        loaded = min(self.host, tokens)
+        store = min(self.store, loaded)
+        return CachedTokens(tokens, loaded - store, store)
+
+
 @dataclass(slots=True, eq=False)
 class Req:
     """One sequence being generated.
@@ -131,7 +147,7 @@ class Req:
     holding: Holding | None = None
     leg: Leg | None = None  # None: not part of a hand-off
     computed_len: int = 0  # tokens whose K/V is computed, reused ones included
-    cached_tokens: int = 0  # prompt tokens reused at first admission
+    cached: CachedTokens = CachedTokens()  # prompt tokens reused at first admission
     num_retractions: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
@@ -207,7 +223,9 @@ class Req:
         return Usage(
             prompt_tokens=self.prompt_len,
             completion_tokens=self.num_output,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=self.cached.tokens,
+            host_tokens=self.cached.host,
+            store_tokens=self.cached.store,
             num_retractions=self.num_retractions,
         )
 

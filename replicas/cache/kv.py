@@ -16,6 +16,7 @@ Thread:    scheduler thread only.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -95,20 +96,28 @@ class KvCache:
         self._holders[row] = req
         return match.prefix_len
 
-    def load(self, req: Req, max_tokens: int) -> int:
-        """Load up to ``max_tokens`` of the prefix that ``req`` can reuse and that is on the host; they follow what it
-        has locked, and are locked then too. A page that is wrong there ends it; it is dropped and computed anew.
+    def load_budget(self, chunk_size: int) -> int:
+        """Count the tokens that a step may load from the host: it takes about as long as to compute ``chunk_size``."""
+        return 0 if self.store.tiers is None else self.store.tiers.load_budget(chunk_size)
 
-        Returns: loaded tokens. Raises: PagesExhausted when even eviction cannot make room; nothing is loaded then.
+    def load(self, req: Req, max_tokens: int, *, whole: bool = False) -> tuple[int, int]:
+        """Load up to ``max_tokens`` of the prefix that ``req`` can reuse and that is on the host; they follow what it
+        has locked, and are locked then too. A page that is wrong there ends it; it is dropped, to be computed anew.
+
+        Args:    whole: as for `admit`.
+        Returns: tokens that were loaded, and those that are left there to be loaded.
+        Raises:  PagesExhausted when even eviction cannot make room; nothing is loaded then.
         """
         tiers, holding, ps = self.store.tiers, _holding(req), self.page_size
         if tiers is None or holding.prefix_len != holding.kv_len:
-            return 0
-        ids = req.ids[: self.longest_reuse(req)]
+            return 0, 0
+        ids = req.ids[: self.longest_reuse(req, whole=whole)]
         match = tiers.match_prefix(ids, req.salt, count_hit=False)
+        if match.host_len == 0 or match.prefix_len != holding.prefix_len or not tiers.worth_loading():
+            return 0, 0
         num_pages = min(match.host_len, max_tokens) // ps
-        if num_pages == 0 or match.prefix_len != holding.prefix_len:
-            return 0
+        if num_pages <= 0:
+            return 0, match.host_len
         assert match.host_node is not None
         path = tiers.inc_lock_ref(match.host_node)  # room is made on the host too
         try:
@@ -124,9 +133,12 @@ class KvCache:
                 holding.lock, holding.prefix_len, holding.kv_len, req.computed_len = lock, end, end, end
         finally:
             tiers.dec_lock_ref(path)
+        if req.stamps.admitted_s is None:
+            req.cached = replace(req.cached, host=req.cached.host + num_loaded * ps)
         if num_loaded < num_pages:
             tiers.drop_host(ids, req.salt, holding.prefix_len // ps)
-        return num_loaded * ps
+            return num_loaded * ps, 0
+        return num_loaded * ps, match.host_len - num_loaded * ps
 
     def longest_reuse(self, req: Req, *, whole: bool = False) -> int:
         """Count the tokens of ``req`` that `admit` may find in the cache."""

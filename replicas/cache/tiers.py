@@ -31,9 +31,11 @@ from replicas.cache.node import TreeNode, walk
 from replicas.cache.radix import RadixCache
 from replicas.cache.write_policy import WritePolicy
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
-from replicas.types import TokenIds
+from replicas.types import TierStats, TokenIds
 
 SMOOTHING = 0.2  # weight of the newest load in the measured rate
+UNMEASURED_RATIO = 8  # tokens loaded in the time of one computed, until both are measured
+MEASURE_EVERY = 32  # of the prefixes that seem quicker to compute, the share that is loaded
 GHOSTS_PER_PAGE = 4  # pages that have left, remembered for each host page
 
 
@@ -114,6 +116,8 @@ class TierCounters:
     wrong_pages: int = 0
     write_s: float = 0.0
     load_s: float = 0.0
+    saved_s: float = 0.0  # what computing the loaded pages would have taken, less load_s
+    slow_loads: int = 0  # prefixes that were computed because that was quicker
     load_s_per_page: float = 0.0  # smoothed; 0 until measured
 
     def loaded(self, num_pages: int, load_s: float, *, num_wrong: int) -> None:
@@ -153,6 +157,7 @@ class HiRadixCache(RadixCache):
         self.counters = TierCounters()
         self.on_copied: Callable[[TreeNode], None] = lambda node: None  # it has a copy now: news for a store
         self.clean_pages = 0  # of the device, with a copy
+        self.compute_s_per_token = 0.0  # by the engine's steps; 0 until measured
         self._copier = host.copier
         self._write = WritePolicy.make(host.write, clock=clock, ghost_capacity=GHOSTS_PER_PAGE * host.num_pages)
         self._host_queue = EvictionQueue(host.eviction, can_go=lambda node: node.host_evictable)
@@ -196,7 +201,9 @@ class HiRadixCache(RadixCache):
         started_s = self._clock()
         ok = self._copier.load(wanted, pages)
         good = len(ok) if ok.all() else int(ok.argmin())
-        self.counters.loaded(len(ok), self._clock() - started_s, num_wrong=int((~ok).sum()))
+        load_s = self._clock() - started_s
+        self.counters.loaded(len(ok), load_s, num_wrong=int((~ok).sum()))
+        self.counters.saved_s += good * self.page_size * self.compute_s_per_token - load_s
         at = 0
         for node in path:
             if at == good:
@@ -206,6 +213,21 @@ class HiRadixCache(RadixCache):
             self._to_device(node, pages[at : at + node.num_pages].copy())
             at += node.num_pages
         return good
+
+    def worth_loading(self) -> bool:
+        """Whether pages are loaded from the host sooner than they are computed, as far as both have been measured. Now
+        and then they are loaded all the same, to measure again."""
+        compute_s = self.compute_s_per_token * self.page_size
+        if not 0 < compute_s < self.counters.load_s_per_page:
+            return True
+        self.counters.slow_loads += 1
+        return self.counters.slow_loads % MEASURE_EVERY == 0
+
+    def load_budget(self, chunk_size: int) -> int:
+        """Count the tokens that load in the time in which ``chunk_size`` are computed."""
+        load_s = self.counters.load_s_per_page / self.page_size
+        ratio = self.compute_s_per_token / load_s if load_s and self.compute_s_per_token else UNMEASURED_RATIO
+        return max(int(chunk_size * ratio), self.page_size)
 
     def drop_host(self, token_ids: TokenIds, salt: str, first: int) -> None:
         """Forget page ``first`` of ``token_ids``, which is on the host alone, and all below it."""
@@ -275,6 +297,23 @@ class HiRadixCache(RadixCache):
                 copied += len(node.host)
         self._copy()
         return copied
+
+    def stats(self) -> TierStats:
+        """Count what the host tier holds and has done."""
+        counted, ps = self.counters, self.page_size
+        return TierStats(
+            host_pages=self.host.num_pages,
+            host_used_pages=self.host.num_pages - self.host.num_free,
+            clean_pages=self.clean_pages,
+            host_written_tokens=counted.written_pages * ps,
+            host_evicted_tokens=counted.evicted_pages * ps,
+            host_write_s=counted.write_s,
+            host_load_s=counted.load_s,
+            saved_s=counted.saved_s,
+            host_wrong_pages=counted.wrong_pages,
+            slow_loads=counted.slow_loads,
+            host_s_per_token=counted.load_s_per_page / ps,
+        )
 
     def hottest(self, max_pages: int) -> list[TreeNode]:
         """List the nodes that were used most, each after its parent; at most ``max_pages`` pages in all. O(cache)."""

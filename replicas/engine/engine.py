@@ -44,6 +44,7 @@ from replicas.text.tokenizer import Tokenizer
 from replicas.types import EngineStats, EngineTallies, Finish, FinishReason, GenerateRequest, TokenDelta
 
 CacheEvents = tuple[CacheEvent, ...]  # in order
+TIDY_S = 0.002  # that `Engine.tidy` takes at a time: a request that comes meanwhile waits for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +244,16 @@ class Engine:
     def land(self) -> list[TokenDelta]:
         """Wait for the step under way, if there is one; none is afterwards. Returns: what it added."""
         return self._apply(ahead=False) if self.steps.under_way else []
+
+    def tidy(self) -> bool:
+        """Copy some pages to the host tier, while there is nothing else to do: for about `TIDY_S`. Returns: whether
+        there is more of it."""
+        tiers = self.kv.store.tiers
+        if tiers is None:
+            return False
+        written = tiers.counters
+        each_s = written.write_s / written.written_pages if written.written_pages else TIDY_S
+        return tiers.copy_idle(max(1, int(TIDY_S / max(each_s, 1e-9))), to_store=False) > 0
 
     def poll(self) -> list[TokenDelta]:
         """Take the events of the transfer service since the last call; microseconds when there are none."""

@@ -191,8 +191,10 @@ class EngineLoop:
                     self._step()
                 else:
                     self._sinks.deliver(self.engine.poll())
-                    self._stats = self.engine.stats()
-                    self._wait(IDLE_WAIT_S)
+                    self._refresh_stats()
+                    if not self.engine.tidy():
+                        self._stats = self.engine.stats()
+                        self._wait(IDLE_WAIT_S)
         except Exception as error:
             log.exception("the engine thread died")
             self._die(f"a step failed with {type(error).__name__}: {error}")

@@ -16,10 +16,11 @@ from typing import Protocol
 
 from kvtransfer.ports.rank_port import RankPort
 from replicas.config import EngineConfig
-from replicas.errors import EngineDead
+from replicas.errors import EngineDead, InvalidConfig
 from replicas.kernels.team import PassingThread
 from replicas.layers.tp_group import TpGroup
-from replicas.runner.kv_access import KvOrder, RankedKvBytes
+from replicas.memory.host import HostKVCache
+from replicas.runner.kv_access import KvOrder, RankedCopier, RankedKvBytes
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.plan_channel import PlanChannel
 from replicas.runner.port import MakeAgent, PortSpec, make_port
@@ -89,6 +90,7 @@ class Ranks:
         self._channel: PlanChannel | None = None
         self._port_channel: PlanChannel | None = None
         self._handles: WorkerHandles | None = None
+        self.host = _host_tier(config)
         if config.parallel.tp == 1:
             self.runner = _load(config, TpGroup(device=config.device))
             return
@@ -112,6 +114,7 @@ class Ranks:
             authkey,
             port_address=self._port_channel.address if self._port_channel is not None else None,
             port=self._port,
+            host=self.host.memory if self.host is not None else None,
         )
         self._handles = handles = launcher.start(specs)
         channel.accept(config.parallel.tp - 1, timeout_s=START_TIMEOUT_S, dead=handles.dead)
@@ -137,6 +140,15 @@ class Ranks:
         send = self._channel.send if self._channel is not None else _send_nothing
         return RankedKvBytes(config, self.runner.pool, self.runner.tp, send)
 
+    def copier(self) -> RankedCopier | None:
+        """Give access to the pages of all ranks' pools and of the host tier; None without one."""
+        if self.host is None:
+            return None
+        if self.runner.pool.device.type == "cuda":
+            self.host.pin()
+        send = self._channel.send if self._channel is not None else _send_nothing
+        return RankedCopier(self.runner.pool, self.host, self.runner.tp, send)
+
     def ports(self, make_agent: MakeAgent | None = None) -> Sequence[RankPort]:
         """Make one transfer port for each rank, in order. Call and use them on the transfer service's thread.
 
@@ -161,6 +173,8 @@ class Ranks:
         self._hang_up()
 
     def _hang_up(self) -> None:
+        if self.host is not None:
+            self.host.close()
         for channel in (self._channel, self._port_channel):
             if channel is not None:
                 channel.close()
@@ -171,6 +185,21 @@ class Ranks:
 def _load(config: EngineConfig, tp: TpGroup) -> ModelRunner:
     """Load the model on a thread of its own: another thread than this one may run it."""
     return PassingThread(functools.partial(ModelRunner, config, tp), name="manta-load").result()
+
+
+def _host_tier(config: EngineConfig) -> HostKVCache | None:
+    """Make the host tier's memory, for all ranks. Raises: InvalidConfig when it holds less than a page."""
+    cache, tp = config.cache, config.parallel.tp
+    if not cache.host_memory_bytes:
+        return None
+    rank_page_bytes = cache.page_size * config.model.kv_cell_bytes(tp=tp, kv_dtype=config.kv_dtype)
+    num_pages = cache.host_memory_bytes // (tp * rank_page_bytes)
+    if num_pages < 1:
+        raise InvalidConfig(
+            f"cache.host_memory_bytes = {cache.host_memory_bytes:,} holds less than a page of {tp * rank_page_bytes:,} "
+            "bytes: give more, or 0"
+        )
+    return HostKVCache.create(num_pages, rank_page_bytes=rank_page_bytes, tp=tp, num_threads=config.num_threads)
 
 
 def _send_nothing(order: KvOrder) -> None:

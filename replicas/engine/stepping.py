@@ -11,7 +11,7 @@ Thread:    engine thread only; `end` waits for the device.
 
 import collections
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replicas.cache.pages import PageStore
 from replicas.distributions import Distributions
@@ -19,8 +19,8 @@ from replicas.request import ReqState
 from replicas.scheduler.admission import least_prompt_tokens
 from replicas.scheduler.plan import ExtendPlan, PendingStep, StepPlan
 from replicas.scheduler.scheduler import Scheduler
-from replicas.scheduler.tokens import NewToken
-from replicas.types import EngineStats
+from replicas.scheduler.tokens import Counters, NewToken
+from replicas.types import EngineStats, TierStats
 
 SMOOTHING = 0.2  # weight of the newest step: about the last ten steps count
 RECENT_STEPS = 32  # of each kind, whose longest tells how long a step may take
@@ -110,6 +110,15 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         num_mixed_steps=steps.num_mixed,
         num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
         longest_step_s=steps.longest_s,
+        tiers=_tier_stats(store, counters),
+    )
+
+
+def _tier_stats(store: PageStore, counters: Counters) -> TierStats | None:
+    if store.tiers is None:
+        return None
+    return replace(
+        store.tiers.stats(), host_hit_tokens=counters.host_tokens, store_hit_tokens=counters.store_tokens
     )
 
 
@@ -170,6 +179,9 @@ class Stepping:
         num_new = plan.num_tokens if isinstance(plan, ExtendPlan) else num_rows
         num_prompt = plan.num_prompt_tokens if isinstance(plan, ExtendPlan) else 0
         self.times.record(step_s, num_prompt, is_extend=is_extend, is_mixed=is_extend and num_prompt < num_new)
+        tiers = self._scheduler.kv.store.tiers
+        if tiers is not None and self.times.prefill_tokens_per_s:
+            tiers.compute_s_per_token = 1.0 / self.times.prefill_tokens_per_s
         self._distributions.step(step_s, num_rows, num_new, is_extend=is_extend)
 
     def _launched(self, plan: StepPlan) -> Launched:

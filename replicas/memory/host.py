@@ -9,10 +9,9 @@ Thread:    the runner's for `backup` and `load`. Others read and write pages tha
 Source:    SPEC C11; SGLang's HiCache, host pool.
 """
 
-import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -58,7 +57,8 @@ class HostKVCache:
     ranks', and ``digests`` [num_pages + 1, tp] uint64."""
 
     def __init__(self, memory: HostMemory, rank: int, *, num_threads: int = 1) -> None:
-        """Attach to ``memory``. Raises: InvalidConfig when that is of another machine."""
+        """Attach to ``memory``; use `create` on rank 0. Raises: InvalidConfig when that is of another machine."""
+        self._fd = -1
         try:
             fd = os.open(memory.path, os.O_RDWR)
         except OSError as error:
@@ -82,17 +82,19 @@ class HostKVCache:
         self._threads = ThreadPoolExecutor(workers, "manta-host-copy") if workers > 1 else None
 
     @staticmethod
-    @contextlib.contextmanager
-    def memory_of(num_pages: int, *, rank_page_bytes: int, tp: int) -> Iterator[HostMemory]:
-        """Make the memory, on rank 0. It lives on after the context while somebody is attached; none attaches then."""
+    def create(num_pages: int, *, rank_page_bytes: int, tp: int, num_threads: int = 1) -> "HostKVCache":
+        """Make the memory, on rank 0; the others attach to ``memory`` until `close`. It is given when it is touched."""
         fd = os.memfd_create("manta-host-tier")
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        memory = HostMemory(path=path, num_pages=num_pages, rank_page_bytes=rank_page_bytes, tp=tp)
         try:
-            path = f"/proc/{os.getpid()}/fd/{fd}"
-            memory = HostMemory(path=path, num_pages=num_pages, rank_page_bytes=rank_page_bytes, tp=tp)
             os.ftruncate(fd, memory.num_bytes)
-            yield memory
-        finally:
+            cache = HostKVCache(memory, 0, num_threads=num_threads)
+        except BaseException:
             os.close(fd)
+            raise
+        cache._fd = fd
+        return cache
 
     def commit(self, most_s: float) -> int:
         """Have the system give the memory now, for at most ``most_s`` seconds, as `MHATokenToKVPool.commit` does."""
@@ -163,6 +165,9 @@ class HostKVCache:
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _each(self, copy: Callable[[int], None], count: int) -> None:
         if self._threads is None or count < 2:

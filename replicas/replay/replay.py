@@ -22,7 +22,7 @@ from kvtransfer.replay.payload import KvBytes, Payload, PayloadMeta, Slots, payl
 from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded, PagesExhausted, RowsExhausted
-from replicas.request import Req, ReqState
+from replicas.request import CachedTokens, Req, ReqState
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 
 TAKEN_FROM = frozenset({ReqState.WAITING, ReqState.PREFILLING, ReqState.RUNNING})
@@ -93,7 +93,7 @@ def extract_from_kvpool(engine: Engine, req: Req, token_range: tuple[int, int]) 
         rid=req.rid,
         layout=port.layout,
         prompt_len=req.prompt_len,
-        cached_prefix_len=req.cached_tokens,
+        cached_prefix_len=req.cached.tokens,
         token_range=token_range,
         row=req.holding.row if req.holding is not None else 0,
         slots=slots,
@@ -141,7 +141,7 @@ def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
             raise Overloaded(f"no room for a snapshot of {num_computed} tokens: {error}") from error
         raise
     req.computed_len = num_computed
-    req.cached_tokens = snapshot.meta.cached_prefix_len
+    req.cached = CachedTokens(snapshot.meta.cached_prefix_len)
     req.stamps.admitted_s = req.stamps.arrival_s
     req.move(ReqState.PREFILLING)
     if answering:

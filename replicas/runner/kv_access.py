@@ -1,8 +1,9 @@
-"""Reads and writes the K/V of chosen slots on all ranks of an engine at once.
+"""Reads and writes the K/V of chosen slots, and copies pages to the host tier and back, on all ranks of an engine.
 
-Owns:      the two orders for it that rank 0 gives the others, beside the plans of steps.
+Owns:      the orders for it that rank 0 gives the others, beside the plans of steps.
 Never:     chooses slots, or runs within a step.
-Invariant: every rank runs the same order; `ReadKv` is a collective.
+Invariant: every rank runs the same order; `ReadKv` and `CopyPages` are collectives: a copy is complete on all ranks
+           when it returns.
 Thread:    the runner's: engine thread on rank 0, the worker's main thread on the others.
 """
 
@@ -11,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.replay.payload import Payload, Slots, payload_shape
 from replicas.config import EngineConfig, kv_layout
 from replicas.layers.tp_group import TpGroup
+from replicas.memory.allocator import Pages
+from replicas.memory.host import HostKVCache
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner.model_files import model_identity
 
@@ -36,10 +40,54 @@ class WriteKv:
     payload: Payload  # [L, 2, n, K, token_bytes]
 
 
-KvOrder = ReadKv | WriteKv
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPages:
+    """An order to every rank: copy your part of device pages to the host tier, or back."""
+
+    device_pages: Pages  # [n]
+    host_pages: Pages  # [n]
+    to_host: bool
 
 
-def run_order(order: KvOrder, pool: MHATokenToKVPool, tp: TpGroup, num_kv_heads: int) -> Payload | None:
+KvOrder = ReadKv | WriteKv | CopyPages
+
+
+def copy_pages(order: CopyPages, pool: MHATokenToKVPool, host: HostKVCache, tp: TpGroup) -> npt.NDArray[np.bool_]:
+    """Run this rank's part. Returns: [n] whether the page was intact on every rank, where it was loaded."""
+    if order.to_host:
+        host.backup(pool, order.device_pages, order.host_pages)
+        ok = np.ones(len(order.host_pages), dtype=np.bool_)
+    else:
+        ok = host.load(pool, order.host_pages, order.device_pages)
+    if tp.size == 1:
+        return ok
+    of_ranks = tp.all_gather(torch.from_numpy(ok).to(tp.device, torch.uint8)[None], dim=0)
+    return np.asarray(of_ranks.cpu().numpy().astype(np.bool_).all(axis=0))
+
+
+class RankedCopier:
+    """The replicas.cache.tiers.Copier of rank 0; ``send`` gives an order to the other ranks."""
+
+    def __init__(
+        self, pool: MHATokenToKVPool, host: HostKVCache, tp: TpGroup, send: Callable[[KvOrder], None]
+    ) -> None:
+        self.host = host
+        self._pool = pool
+        self._tp = tp
+        self._send = send
+
+    def backup(self, device_pages: Pages, host_pages: Pages) -> None:
+        self._run(CopyPages(device_pages, host_pages, to_host=True))
+
+    def load(self, host_pages: Pages, device_pages: Pages) -> npt.NDArray[np.bool_]:
+        return self._run(CopyPages(device_pages, host_pages, to_host=False))
+
+    def _run(self, order: CopyPages) -> npt.NDArray[np.bool_]:
+        self._send(order)
+        return copy_pages(order, self._pool, self.host, self._tp)
+
+
+def run_order(order: ReadKv | WriteKv, pool: MHATokenToKVPool, tp: TpGroup, num_kv_heads: int) -> Payload | None:
     """Run this rank's part. Returns: the bytes read, complete on every rank. ``num_kv_heads`` counts all ranks' heads.
 
     With more ranks than KV heads, each head lies on tp / num_kv_heads ranks in a row (layers/linear.py).
@@ -81,6 +129,6 @@ class RankedKvBytes:
             raise ValueError(f"K/V bytes of shape {wanted} uint8 are wanted, got {payload.shape} {payload.dtype}")
         self._run(WriteKv(slots, payload))
 
-    def _run(self, order: KvOrder) -> Payload | None:
+    def _run(self, order: ReadKv | WriteKv) -> Payload | None:
         self._send(order)
         return run_order(order, self._pool, self._tp, self._config.model.num_kv_heads)

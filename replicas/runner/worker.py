@@ -15,7 +15,8 @@ from multiprocessing.connection import Client
 
 from replicas.config import EngineConfig
 from replicas.layers.tp_group import TpGroup
-from replicas.runner.kv_access import KvOrder, ReadKv, WriteKv, run_order
+from replicas.memory.host import HostKVCache, HostMemory
+from replicas.runner.kv_access import CopyPages, KvOrder, ReadKv, WriteKv, copy_pages, run_order
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.port import PortSpec
 from replicas.runner.remote_port import serve_port
@@ -35,6 +36,7 @@ class WorkerSpec:
     authkey: bytes  # shared secret of the plan channel and of the ports' channel
     port_address: tuple[str, int] | None = None  # where rank 0 waits for the transfer port of this rank
     port: PortSpec | None = None
+    host: HostMemory | None = None  # of the host tier
 
 
 def run_worker(spec: WorkerSpec) -> None:
@@ -44,6 +46,7 @@ def run_worker(spec: WorkerSpec) -> None:
         spec.rank, spec.config.parallel.tp, init_method=spec.init_method, device=spec.config.device
     )
     runner = ModelRunner(spec.config, tp)
+    host = None if spec.host is None else attach_host(spec.host, spec.rank, runner, spec.config)
     if spec.port is not None:
         arguments = (runner.pool, spec.rank, spec.port, spec.port_address, spec.authkey)
         threading.Thread(target=serve_port, args=arguments, name="manta-transfer", daemon=True).start()
@@ -54,10 +57,21 @@ def run_worker(spec: WorkerSpec) -> None:
         except (EOFError, ConnectionResetError):
             runner.close()
             return
-        if isinstance(message, ReadKv | WriteKv):
+        if isinstance(message, CopyPages):
+            assert host is not None, "this engine has no host tier"
+            copy_pages(message, runner.pool, host, tp)
+        elif isinstance(message, ReadKv | WriteKv):
             run_order(message, runner.pool, tp, spec.config.model.num_kv_heads)
         else:
             runner.forward(message)
+
+
+def attach_host(memory: HostMemory, rank: int, runner: ModelRunner, config: EngineConfig) -> HostKVCache:
+    """Attach a follower to the host tier. Raises: InvalidConfig when it cannot."""
+    host = HostKVCache(memory, rank, num_threads=config.num_threads)
+    if runner.pool.device.type == "cuda":
+        host.pin()
+    return host
 
 
 def die_with_parent() -> None:
@@ -83,6 +97,7 @@ def worker_specs(
     *,
     port_address: tuple[str, int] | None = None,
     port: PortSpec | None = None,
+    host: HostMemory | None = None,
 ) -> Sequence[WorkerSpec]:
     """Make one spec for each rank above 0."""
     return [
@@ -94,6 +109,7 @@ def worker_specs(
             authkey=authkey,
             port_address=port_address,
             port=port,
+            host=host,
         )
         for rank in range(1, config.parallel.tp)
     ]

@@ -149,6 +149,7 @@ def _take(req: Req, kv: KvCache, ratio: NewTokenRatio, *, reserved: int, alone: 
     need = req.num_tokens - reused + (min(1, req.max_remaining) if alone else ratio.reserve(req) + reserved)
     if need <= kv.available_tokens():
         try:
+            kv.load(req, req.num_tokens, whole=True)
             kv.extend(req, req.num_tokens)
         except PagesExhausted:
             pass

@@ -41,9 +41,10 @@ class Refusal(enum.Enum):
     MEMORY = "its prompt and reserved output do not fit the pool beside what runs"
     SHARED_PREFIX = "another request is computing its prefix right now"
     OLDER_GRANT = "an older decode leg waits for memory"
+    LOADING = "its cached prefix is on its way from the host"
 
 
-PASSING = frozenset({Refusal.SHARED_PREFIX, Refusal.OLDER_GRANT})  # others behind it may still start
+PASSING = frozenset({Refusal.SHARED_PREFIX, Refusal.OLDER_GRANT, Refusal.LOADING})  # others behind it may still start
 NO_ROOM = frozenset({Refusal.RUNNING_LIMIT, Refusal.MEMORY})
 
 
@@ -57,6 +58,7 @@ class ExtendBatch:
     reserved: int = 0  # tokens that the requests in flight may still need, this batch included
     barrier: float | None = None  # rank of the request that found no row or memory
     short: Req | None = None  # that request, if it was memory
+    loaded: int = 0  # tokens that this step has loaded from the host
     whole_only: bool = False  # a request waits for its prefix: none behind it may become mid-prompt
 
 
@@ -94,7 +96,9 @@ def next_batch(
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
                 req.stamps.admitted_s = now_s
                 counters.lookup_tokens += req.prompt_len
-                counters.cached_tokens += req.cached_tokens
+                counters.cached_tokens += req.cached.tokens
+                counters.host_tokens += req.cached.host
+                counters.store_tokens += req.cached.store
             continue
         batch.refusals[(req.rid, req.index)] = refusal
         if refusal in NO_ROOM:
@@ -129,13 +133,18 @@ def _start(
     if need + (0 if alone else batch.reserved) > kv.available_tokens():
         kv.release(req, keep=True)
         return Refusal.MEMORY
+    loaded, left = kv.load(req, kv.load_budget(limits.chunk_size) - batch.loaded)
+    batch.loaded += loaded
+    if left:
+        kv.release(req, keep=True)  # what has come stays in the tree; the next step goes on
+        return Refusal.LOADING
     if not _extend(batch, req, queues, kv, budget):
         kv.release(req, keep=True)
         return Refusal.STEP_BUDGET
     queues.waiting.remove(req)
     req.move(ReqState.PREFILLING)
     if req.stamps.admitted_s is None:
-        req.cached_tokens = min(reused, req.prompt_len)
+        req.cached = req.cached.of(min(reused + loaded, req.prompt_len))
     return None
 
 

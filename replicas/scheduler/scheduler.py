@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
-from replicas.request import Req, ReqState
+from replicas.request import CachedTokens, Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving
 from replicas.scheduler.deadlines import Deadlines, StarvedHeads, cannot_start, deadline_passed
 from replicas.scheduler.decode import (
@@ -125,7 +125,7 @@ class Scheduler:
         queues.away.remove(req)
         req.computed_len = req.num_tokens
         if req.stamps.admitted_s is None:
-            req.stamps.admitted_s, req.cached_tokens = self._clock(), cached_tokens
+            req.stamps.admitted_s, req.cached = self._clock(), CachedTokens(cached_tokens)
         self.kv.commit(req)
         req.move(ReqState.RUNNING)
         queues.running.append(req)
@@ -300,6 +300,7 @@ class Scheduler:
             )
             last.made_progress |= grant(queues, self.kv, self._ratio, room, now_s=now_s)
         last.refusals = batch.refusals
+        last.made_progress |= batch.loaded > 0
         last.short = batch.short or queues.prealloc.short or (None if batch.rows else queues.chunked)
         return batch
 

@@ -41,6 +41,8 @@ class Counters:
     retracted_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0  # of cached_tokens, loaded from host memory
+    store_tokens: int = 0  # of cached_tokens, read from the store
     lookup_tokens: int = 0
     decode_tokens: int = 0
 
