@@ -9,6 +9,7 @@ COMMANDS = {
     "kernels": "the CPU kernels as shares of the machine's limits, and what narrow numbers cost in accuracy",
     "serving": "what clients of a server see: workloads, a sweep of load, chats beside long prompts",
     "router": "the production router: policies over simulated replicas, and what a decision costs",
+    "tiers": "the prefix cache's tiers: eviction and write policies over traces of prompts",
     "hand_off": "a prompt computed by one process and answered by another, and the transfer of its pages",
     "overhead": "CPU time around the engine: the token path, metrics, the observatory",
     "peers": "Manta, vLLM, Transformers and llama.cpp on one machine in one run",

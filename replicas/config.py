@@ -129,7 +129,7 @@ class CacheConfig:
     # token and head; on a GPU fp8 alone
     kv_dtype: KvDType | None = None
     host_memory_bytes: int = 0  # host memory of one replica for pages that leave the pool (docs/tiers.md); 0: none
-    host_eviction: HostEviction = "lru"  # which pages leave the host memory first
+    host_eviction: HostEviction = "arc"  # which pages leave the host memory first
     # when pages are copied to the host: as they are computed, at their second use, when they are evicted, or then if
     # they are likely to be used again
     write_policy: WritePolicyName = "adaptive"

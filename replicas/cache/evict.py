@@ -10,7 +10,7 @@ Thread:    scheduler thread only.
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from replicas.cache.node import TreeNode
 
@@ -48,19 +48,24 @@ class EvictionQueue:
     """The nodes of one tier by eviction policy (SPEC E12, E19). A pop costs O(log nodes), amortised over uses and pops.
 
     Args: policy: one of `POLICIES`. can_go: whether a node can leave the tier now.
+          spare: nodes that go before all others, because their loss costs nothing.
     """
 
-    def __init__(self, policy: str, *, can_go: Callable[[TreeNode], bool]) -> None:
+    def __init__(
+        self,
+        policy: str,
+        *,
+        can_go: Callable[[TreeNode], bool],
+        spare: Callable[[TreeNode], bool] | None = None,
+    ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"unknown eviction policy {policy!r}; allowed: {sorted(POLICIES)}")
-        self._rank = POLICIES[policy]
+        by_policy = POLICIES[policy]
+        self._rank = by_policy if spare is None else lambda node: (not spare(node), *by_policy(node))
         self._can_go = can_go
         self._heap: list[tuple[Rank, int, TreeNode]] = []
         self._filed: dict[TreeNode, Rank] = {}  # by what its live entry is filed under
         self._tie = 0
-
-    def __contains__(self, node: TreeNode) -> bool:
-        return node in self._filed
 
     def add(self, node: TreeNode) -> None:
         """Add ``node``, which can go now."""
@@ -71,35 +76,52 @@ class EvictionQueue:
             self._push(node, self._rank(node))
 
     def refile(self, node: TreeNode) -> None:
-        """Take note that the rank of ``node`` may have fallen: it was used, or cut in two."""
+        """Take note that the rank of ``node`` may have fallen: it was used, cut in two, or is spare now."""
         filed = self._filed.get(node)
         if filed is not None and (rank := self._rank(node)) < filed:
             self._push(node, rank)
 
-    def discard(self, node: TreeNode) -> None:
-        """Forget ``node``, which left the tier in another way."""
+    def entered(self, node: TreeNode) -> None:
+        """Take note that the tier has the pages of ``node`` now."""
+
+    def left(self, node: TreeNode) -> None:
+        """Forget ``node``, whose pages leave the tier."""
         self._filed.pop(node, None)
+        self._sweep()
+
+    def peek(self) -> TreeNode | None:
+        """Return the next victim and leave it; None when there is none."""
+        while self._heap:
+            filed, _, node = self._heap[0]
+            if self._filed.get(node) != filed:
+                heapq.heappop(self._heap)  # it left or was filed lower since
+            elif not self._can_go(node):
+                heapq.heappop(self._heap)  # locked or grown since; it is added again when it can go
+                del self._filed[node]
+                self._sweep()
+            elif filed == (rank := self._rank(node)):
+                return node
+            else:
+                heapq.heappop(self._heap)  # used since
+                self._push(node, rank)
+        return None
 
     def pop(self) -> TreeNode | None:
         """Remove and return the next victim; None when there is none."""
-        while self._heap:
-            filed, _, node = heapq.heappop(self._heap)
-            if self._filed.get(node) != filed:
-                continue  # discarded or filed lower since
-            if not self._can_go(node):
-                del self._filed[node]  # locked or grown since; it is added again when it can go
-            elif filed == (rank := self._rank(node)):
-                del self._filed[node]
-                return node
-            else:
-                self._push(node, rank)  # used since
-        return None
+        node = self.peek()
+        if node is not None:
+            heapq.heappop(self._heap)
+            del self._filed[node]
+            self._sweep()
+        return node
 
     def clear(self) -> None:
         self._heap, self._filed = [], {}
 
-    def check(self) -> None:
-        """Assert that each node has an entry under the rank that is kept, and none above its present one. O(nodes)."""
+    def check(self, tier: Iterable[TreeNode]) -> None:
+        """Assert the invariant, given all nodes of the tier. O(nodes)."""
+        lost = sum(self._can_go(node) and node not in self._filed for node in tier)
+        assert not lost, f"{lost} nodes that can go are not queued for eviction"
         entries = {(id(node), rank) for rank, _, node in self._heap}
         for node, filed in self._filed.items():
             assert (id(node), filed) in entries, "a node in the eviction queue has no entry in its heap"
@@ -110,6 +132,10 @@ class EvictionQueue:
         self._tie += 1
         self._filed[node] = rank
         heapq.heappush(self._heap, (rank, self._tie, node))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the entries that are no longer true when they are more than half."""
         if len(self._heap) > 2 * len(self._filed) + 64:
             self._heap = [entry for entry in self._heap if self._filed.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)

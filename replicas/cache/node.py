@@ -41,6 +41,7 @@ class TreeNode:
     priority: int = 0  # highest of the requests that inserted it
     start: int = 0  # tokens before it
     reach: int = 0  # tokens of the longest sequence that was inserted through it
+    hot: bool = False  # used again, be it that it was lost in between: kept by the host tier
     page_keys: PageKeys | None = None  # [n] while events are recorded, or with a host tier
     host: Pages = field(default_factory=lambda: NO_PAGES)  # [n] host pages with a copy (SGLang's host_value); [0]: none
     device_children: int = 0  # its children on the device

@@ -78,9 +78,7 @@ class RadixCache:
         length = host_len = 0
         for child, common in self._path(token_ids, salt):
             deepest = child if common == child.num_pages else self._split_node(child, common)
-            deepest.last_access, deepest.used_s = self._tick, now_s
-            deepest.hit_count += count_hit
-            self._touched(deepest)
+            self._use(deepest, now_s, hit=count_hit)
             if deepest.on_device:
                 node = deepest
                 parts.append(node.pages)
@@ -114,9 +112,8 @@ class RadixCache:
             # branch; on the host alone, what the sequence has of it comes to the device
             splits = common < child.num_pages and (at < len(pages) or not child.on_device)
             node = self._split_node(child, common) if splits else child
-            node.last_access, node.used_s = self._tick, now_s
             node.priority, node.reach = max(node.priority, priority), max(node.reach, len(token_ids))
-            self._touched(node)
+            self._use(node, now_s, hit=False)
             if node.on_device:
                 length = at
             else:
@@ -221,9 +218,7 @@ class RadixCache:
         counted = audit_tree(self._roots.values(), self.page_size)
         kept = (self._evictable, self._protected, self._num_nodes)
         assert counted == kept, f"evictable, protected, nodes: {counted} are in the tree, {kept} are counted"
-        self._queue.check()
-        lost = sum(node.evictable and node not in self._queue for node in self._nodes())
-        assert not lost, f"{lost} unlocked leaves are not queued for eviction"
+        self._queue.check(self._nodes())
 
     def _path(self, token_ids: TokenIds, salt: str) -> Iterator[tuple[TreeNode, int]]:
         """Iterate over the children along the match, each with its number of equal pages; only the last may be partial.
@@ -302,6 +297,11 @@ class RadixCache:
             self._evictable += len(pages)
         self._tell_stored(node)
         self._file(node)
+
+    def _use(self, node: TreeNode, now_s: float, *, hit: bool) -> None:
+        node.last_access, node.used_s = self._tick, now_s
+        node.hit_count += hit
+        self._touched(node)
 
     def _touched(self, node: TreeNode) -> None:
         """Take note that ``node`` was used or cut: its place in the order of eviction may have changed."""

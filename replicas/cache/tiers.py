@@ -24,9 +24,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from replicas.cache.arc import host_queue
 from replicas.cache.base import NO_PAGES, MatchResult
 from replicas.cache.events import EventLog
-from replicas.cache.evict import EvictionQueue
 from replicas.cache.node import TreeNode, walk
 from replicas.cache.radix import RadixCache
 from replicas.cache.write_policy import WritePolicy
@@ -135,7 +135,7 @@ class HostTier:
 
     num_pages: int
     copier: Copier
-    eviction: str = "lru"
+    eviction: str = "arc"
     write: str = "adaptive"
 
 
@@ -159,8 +159,8 @@ class HiRadixCache(RadixCache):
         self.clean_pages = 0  # of the device, with a copy
         self.compute_s_per_token = 0.0  # by the engine's steps; 0 until measured
         self._copier = host.copier
-        self._write = WritePolicy.make(host.write, clock=clock, ghost_capacity=GHOSTS_PER_PAGE * host.num_pages)
-        self._host_queue = EvictionQueue(host.eviction, can_go=lambda node: node.host_evictable)
+        self._write = WritePolicy.make(host.write, ghost_capacity=GHOSTS_PER_PAGE * host.num_pages)
+        self._host_queue = host_queue(host.eviction, host.num_pages, write=self._write, clock=clock)
         self._dirty: deque[TreeNode] = deque()  # to be copied in idle time, oldest first; some are copied or gone
         # (node, device pages, host pages) whose bytes the call under way copies at its end
         self._copies: list[tuple[TreeNode, Pages, Pages]] = []
@@ -184,6 +184,7 @@ class HiRadixCache(RadixCache):
         held = [node.host for node in self._nodes() if node.on_host]
         freed = super().reset()
         self._host_queue.clear()
+        self._write.gaps.clear()
         self._dirty.clear()
         for pages in held:
             self.host.free(pages)
@@ -292,7 +293,7 @@ class HiRadixCache(RadixCache):
                 continue
             if self.host.num_free < node.num_pages or node.page_keys is None:
                 self._dirty.append(node)
-            elif self._write.admits(int(node.page_keys[0]), hits=node.hit_count, victim_age_s=None):
+            elif self._write.admits(hits=node.hit_count, victim_idle_s=None):
                 self._give_host_pages(node)
                 copied += len(node.host)
         self._copy()
@@ -356,11 +357,16 @@ class HiRadixCache(RadixCache):
         super().check()
         held = [node.host for node in self._nodes() if node.on_host]
         self.host.check(np.concatenate(held) if held else NO_PAGES)
-        lost = sum(node.host_evictable and node not in self._host_queue for node in self._nodes())
-        assert not lost, f"{lost} nodes that may leave the host are not queued"
+        self._host_queue.check(node for node in self._nodes() if node.on_host)
+        self._write.gaps.check()
         clean = sum(len(node.pages) for node in self._nodes() if node.on_host)
         assert clean == self.clean_pages, f"{clean} device pages have a copy, {self.clean_pages} are counted"
         assert not self._copies, "a call has ended before its copies were made"
+
+    def _use(self, node: TreeNode, now_s: float, *, hit: bool) -> None:
+        if hit and not node.on_device and not node.hit_count and not node.hot:
+            self._write.gaps.waited(now_s - node.used_s)
+        super()._use(node, now_s, hit=hit)
 
     def _touched(self, node: TreeNode) -> None:
         super()._touched(node)
@@ -394,11 +400,15 @@ class HiRadixCache(RadixCache):
         if leaf.on_device:
             assert leaf.page_keys is not None
             self._dirty.append(leaf)
-            self._write.computed(leaf.page_keys, now_s)
+            if known := self._write.gaps.computed(leaf.page_keys, now_s):
+                (leaf if known == leaf.num_pages else self._split_node(leaf, known)).hot = True
+        else:
+            self._host_queue.entered(leaf)
         return leaf
 
     def _to_device(self, node: TreeNode, pages: Pages) -> None:
         super()._to_device(node, pages)
+        self._host_queue.refile(node)
         self.clean_pages += len(pages)
 
     def _give_up(self, leaf: TreeNode, most: int) -> Pages:
@@ -424,12 +434,10 @@ class HiRadixCache(RadixCache):
     def _is_worth_copying(self, leaf: TreeNode) -> bool:
         if leaf.children:
             return True  # they are on the host, and nothing without it
-        assert leaf.page_keys is not None
-        age_s = None
-        if self.host.num_free < leaf.num_pages and (victim := self._host_queue.pop()) is not None:
-            self._host_queue.add(victim)
-            age_s = self._clock() - victim.used_s
-        return self._write.admits(int(leaf.page_keys[0]), hits=leaf.hit_count, victim_age_s=age_s)
+        victim = self._host_queue.peek() if self.host.num_free < leaf.num_pages else None
+        missed = victim is not None and not victim.on_device
+        idle_s = self._clock() - victim.used_s if victim is not None and missed else None
+        return self._write.admits(hits=leaf.hit_count + leaf.hot, victim_idle_s=idle_s)
 
     def _give_host_pages(self, node: TreeNode) -> None:
         """Give a node of the device its pages on the host, if they can be had; `_copy` fills them."""
@@ -437,6 +445,7 @@ class HiRadixCache(RadixCache):
         if self.host.num_free >= node.num_pages and node.parent is not None:
             node.host = self.host.take(node.num_pages)
             self.clean_pages += node.num_pages
+            self._host_queue.entered(node)
             self._copies.append((node, node.pages, node.host))
             self._file(node)
 
@@ -461,7 +470,7 @@ class HiRadixCache(RadixCache):
     def _forget(self, leaf: TreeNode, keep: int) -> None:
         super()._forget(leaf, keep)
         assert leaf.page_keys is not None
-        self._write.dropped(leaf.page_keys[keep:], self._clock())
+        self._write.gaps.dropped(leaf.page_keys[keep:], leaf.used_s)
 
     def _room_on_host(self, num_pages: int, spare: Callable[[TreeNode], bool] = lambda node: False) -> None:
         """Evict from the host until ``num_pages`` are free there, or nothing more can go, or is next to ``spare``."""
@@ -472,6 +481,7 @@ class HiRadixCache(RadixCache):
             if node.num_pages > short:
                 self._file(self._split_node(node, node.num_pages - short))
             self.counters.evicted_pages += node.num_pages
+            self._host_queue.left(node)
             self.host.free(node.host)
             if node.on_device:
                 self.clean_pages -= node.num_pages
@@ -482,6 +492,8 @@ class HiRadixCache(RadixCache):
     def _remove_subtree(self, top: TreeNode) -> None:
         """Remove an unlocked node, and what is below it on the host alone."""
         for node in [*reversed(list(walk([top]))), top]:
+            if node.on_host:
+                self._host_queue.left(node)
             self.host.free(node.host)
             self._remove_leaf(node)
 

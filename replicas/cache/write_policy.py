@@ -1,28 +1,123 @@
-"""Which pages are copied to the host tier, and when (stand-in of the lead until B's lands)."""
+"""Which pages are copied from the device to the host, and when.
 
-from collections.abc import Callable
+Owns:      what the replica knows of pages that it no longer has: a bounded list of their keys (ghosts), and of how long
+           pages wait for their second use.
+Never:     copies or evicts (cache/tiers.py).
+Invariant: at most ``ghost_capacity`` ghosts and `SAMPLES` waits are kept.
+Thread:    scheduler thread only.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from kvtransfer.pages import PageKey, PageKeys
 
+SAMPLES = 1000  # waits that are remembered
+TYPICAL = 0.3  # of all second uses that come, so many have come after a time that is called typical here
+LAST = 0.95  # and so many by the time after which no more is expected
 
-@dataclass(slots=True)
+
+class ReuseGaps:
+    """The time from a page's first use to its second, where the device had lost it in between."""
+
+    def __init__(self, ghost_capacity: int) -> None:
+        self._capacity = ghost_capacity
+        self._ghosts: OrderedDict[PageKey, float] = OrderedDict()  # page that every tier has lost -> its last use
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def dropped(self, keys: PageKeys, used_s: float) -> None:
+        """Remember pages that have left every tier and were last used at ``used_s``."""
+        for key in keys.tolist():
+            self._ghosts[key] = used_s
+            self._ghosts.move_to_end(key)
+        while len(self._ghosts) > self._capacity:
+            self._ghosts.popitem(last=False)
+
+    def computed(self, keys: PageKeys, now_s: float) -> int:
+        """Take note of a run of pages that was computed at ``now_s``.
+
+        Returns: how many pages it begins with that had been there before; they are one second use.
+        """
+        known = 0
+        for key in keys.tolist():
+            used_s = self._ghosts.pop(key, None)
+            if used_s is None:
+                break
+            if not known:
+                self.waited(now_s - used_s)
+            known += 1
+        return known
+
+    def waited(self, gap_s: float) -> None:
+        """Count a second use of a run of pages, which came ``gap_s`` after the first."""
+        if len(self._recent) == SAMPLES:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(gap_s)
+        insort(self._sorted, gap_s)
+
+    def quantile(self, share: float) -> float | None:
+        """Return the wait that ``share`` of the second uses did not exceed; None while there was none."""
+        if not self._sorted:
+            return None
+        return self._sorted[min(len(self._sorted) - 1, int(share * len(self._sorted)))]
+
+    def clear(self) -> None:
+        """Forget the ghosts; what was learned of waits stays."""
+        self._ghosts.clear()
+
+    def check(self) -> None:
+        assert len(self._ghosts) <= self._capacity, f"{len(self._ghosts)} ghosts, {self._capacity} were allowed"
+        assert sorted(self._recent) == self._sorted, "the waits are not those that were counted"
+        assert len(self._sorted) <= SAMPLES, f"{len(self._sorted)} waits are kept"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WritePolicy:
-    """Copies at eviction, all."""
+    """When a page is copied to the host.
+
+    The names are SGLang's (``--hicache-write-policy``), and one more:
+    - write_through: when it is computed. write_through_selective: at its second use.
+    - write_back: when the device evicts it.
+    - adaptive: when the device evicts it, or earlier in idle time. A page that was used once only is let in if what it
+      would displace has been idle for longer than a page typically waits for its second use: a small tier then keeps
+      what is used again, and a large one keeps all.
+    """
 
     name: str
-    idle_fraction: float = 0.25
+    gaps: ReuseGaps
 
     @staticmethod
-    def make(name: str, *, clock: Callable[[], float], ghost_capacity: int) -> "WritePolicy":
-        return WritePolicy(name)
+    def make(name: str, *, ghost_capacity: int) -> "WritePolicy":
+        """Raises: ValueError for an unknown name."""
+        allowed = ("write_through", "write_through_selective", "write_back", "adaptive")
+        if name not in allowed:
+            raise ValueError(f"unknown write policy {name!r}; allowed: {', '.join(allowed)}")
+        return WritePolicy(name=name, gaps=ReuseGaps(ghost_capacity))
+
+    @property
+    def at_eviction(self) -> bool:
+        """Whether pages are copied when the device evicts them. Only then may the host drop first what the device has,
+        since it gets it again."""
+        return self.name in ("write_back", "adaptive")
+
+    @property
+    def idle_fraction(self) -> float:
+        """The share of the device's evictable pages that should have a copy, made in idle time."""
+        return 0.25 if self.name == "adaptive" else 0.0
 
     def at_insert(self, hits: int) -> bool:
+        """Whether a page that was found ``hits`` times is copied when a request inserts it or the sequence it is in."""
         return self.name == "write_through" or (self.name == "write_through_selective" and hits >= 1)
 
-    def admits(self, first_key: PageKey, *, hits: int, victim_age_s: float | None) -> bool:
-        return True
+    def admits(self, *, hits: int, victim_idle_s: float | None) -> bool:
+        """Whether pages that the device evicts, or that could be copied in idle time, are worth their room.
 
-    def computed(self, keys: PageKeys, now_s: float) -> None: ...
-
-    def dropped(self, keys: PageKeys, now_s: float) -> None: ...
+        Args: hits: second uses so far, one before the page was lost and computed again included.
+              victim_idle_s: how long the page that would have to leave has been idle; None: none that would be missed.
+        """
+        if self.name != "adaptive":
+            return self.at_eviction
+        typical_s = self.gaps.quantile(TYPICAL)
+        return hits >= 1 or victim_idle_s is None or typical_s is None or victim_idle_s > typical_s

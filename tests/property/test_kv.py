@@ -54,7 +54,7 @@ class KvUnderLoad(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(POLICIES)),
         host_pages=st.sampled_from([0, 1, 3, 8]),
         write=st.sampled_from(["write_through", "write_through_selective", "write_back", "adaptive"]),
-        host_eviction=st.sampled_from(sorted(POLICIES)),
+        host_eviction=st.sampled_from([*sorted(POLICIES), "arc"]),
     )
     def start(
         self,
@@ -224,7 +224,7 @@ def test_in_long_histories_with_a_host_tier_every_row_holds_its_own_tokens(seed:
         eviction=draw.choice(sorted(POLICIES)),
         host_pages=draw.choice([1, 3, 8, 20]),
         write=draw.choice(["write_through", "write_through_selective", "write_back", "adaptive"]),
-        host_eviction=draw.choice(sorted(POLICIES)),
+        host_eviction=draw.choice([*sorted(POLICIES), "arc"]),
     )
     tiers = machine.kv.store.tiers
     assert tiers is not None

@@ -1,0 +1,152 @@
+"""ArcQueue: which node leaves the host tier next, by a balance between recency and frequency that it finds itself.
+
+Owns:      the share of the tier that pages used once may have, and the keys of pages that the tier lost lately.
+Never:     frees anything (cache/tiers.py).
+Invariant: pages used once, there and lost lately, are at most the tier's; all together are at most twice the tier's.
+Thread:    scheduler thread only.
+Source:    Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST'03. What differs: the unit of
+           order is a node of the tree, the unit of size its page; only what can go is a candidate; and a page that is
+           idle for longer than nearly all second uses take goes before any other, since on long traces and in large
+           tiers ARC kept pages for their past (`LAST` in cache/write_policy.py).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from kvtransfer.pages import PageKey
+from replicas.cache.evict import EvictionQueue
+from replicas.cache.node import TreeNode
+from replicas.cache.write_policy import LAST, ReuseGaps, WritePolicy
+
+Ghosts = OrderedDict[PageKey, None]  # oldest first
+
+
+class ArcQueue:
+    """The nodes of a tier of ``num_pages`` pages, with the interface of an `EvictionQueue`. A node is hot once it was
+    used a second time, be it that it was lost in between (`TreeNode.hot`)."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        gaps: ReuseGaps,
+        clock: Callable[[], float],
+        can_go: Callable[[TreeNode], bool],
+        spare: Callable[[TreeNode], bool],
+    ) -> None:
+        self._num_pages = num_pages
+        self._gaps = gaps
+        self._clock = clock
+        self._can_go = can_go
+        self._spare = spare
+        self._cold = EvictionQueue("lru", can_go=lambda node: can_go(node) and not node.hot, spare=spare)
+        self._hot = EvictionQueue("lru", can_go=lambda node: can_go(node) and node.hot, spare=spare)
+        self._cold_pages = 0  # of cold nodes in the tier; |T1| of the paper
+        self._cold_share = 0.0  # pages; p of the paper: what T1 is to have
+        self._lost_cold: Ghosts = OrderedDict()  # B1
+        self._lost_hot: Ghosts = OrderedDict()  # B2
+
+    def add(self, node: TreeNode) -> None:
+        """Add ``node``, which can go now."""
+        self._queue(node).add(node)
+
+    def refile(self, node: TreeNode) -> None:
+        """Take note that ``node`` was used, cut in two, or is spare now."""
+        if node.hit_count and not node.hot:
+            self._cold.left(node)
+            self._cold_pages -= len(node.host)
+            node.hot = True
+            if self._can_go(node):
+                self._hot.add(node)
+        else:
+            self._queue(node).refile(node)
+
+    def entered(self, node: TreeNode) -> None:
+        """Take note that the tier has the pages of ``node`` now: those it lost lately say which share was too small."""
+        assert node.page_keys is not None
+        was_hot = node.hot or node.hit_count > 0
+        for key in node.page_keys.tolist():
+            cold, hot = len(self._lost_cold), len(self._lost_hot)
+            if key in self._lost_cold:
+                del self._lost_cold[key]
+                self._cold_share = min(self._num_pages, self._cold_share + max(1.0, hot / cold))
+                was_hot = True
+            elif key in self._lost_hot:
+                del self._lost_hot[key]
+                self._cold_share = max(0.0, self._cold_share - max(1.0, cold / hot))
+                was_hot = True
+        self._queue(node).left(node)
+        node.hot = was_hot
+        self._cold_pages += 0 if node.hot else len(node.host)
+        if self._can_go(node):
+            self.add(node)
+
+    def left(self, node: TreeNode) -> None:
+        """Forget ``node``, whose pages leave the tier, still its own; remember their keys if they are lost thereby."""
+        self._queue(node).left(node)
+        self._cold_pages -= 0 if node.hot else len(node.host)
+        if node.on_device:
+            return  # nothing is lost
+        assert node.page_keys is not None
+        lost = self._lost_hot if node.hot else self._lost_cold
+        for key in reversed(node.page_keys.tolist()):  # the first pages are worth most: they are forgotten last
+            lost[key] = None
+            lost.move_to_end(key)
+        while self._lost_cold and self._cold_pages + len(self._lost_cold) > self._num_pages:
+            self._lost_cold.popitem(last=False)
+        while len(self._lost_cold) + len(self._lost_hot) > self._num_pages:
+            (self._lost_hot or self._lost_cold).popitem(last=False)
+
+    def peek(self) -> TreeNode | None:
+        """Return the next victim and leave it; None when there is none."""
+        cold, hot = self._cold.peek(), self._hot.peek()
+        if cold is None or hot is None:
+            return cold or hot
+        if self._spare(cold) != self._spare(hot):
+            return cold if self._spare(cold) else hot
+        longest_s = self._gaps.quantile(LAST)
+        if longest_s is not None and hot.used_s < min(cold.used_s, self._clock() - longest_s):
+            return hot
+        return cold if self._cold_pages > self._cold_share else hot
+
+    def pop(self) -> TreeNode | None:
+        """Remove and return the next victim; None when there is none."""
+        node = self.peek()
+        return self._queue(node).pop() if node is not None else None
+
+    def clear(self) -> None:
+        """Forget all nodes, which left the tier together."""
+        self._cold.clear()
+        self._hot.clear()
+        self._cold_pages = 0
+
+    def check(self, tier: Iterable[TreeNode]) -> None:
+        """Assert the invariant, given all nodes of the tier. O(nodes)."""
+        nodes = list(tier)
+        self._cold.check(nodes)
+        self._hot.check(nodes)
+        cold = sum(len(node.host) for node in nodes if not node.hot)
+        assert cold == self._cold_pages, f"{cold} host pages were used once, {self._cold_pages} are counted"
+        assert 0 <= self._cold_share <= self._num_pages, f"a share of {self._cold_share} of {self._num_pages} pages"
+        lost = len(self._lost_cold) + len(self._lost_hot)
+        assert lost <= self._num_pages, f"{lost} lost pages are remembered for a tier of {self._num_pages}"
+
+    def _queue(self, node: TreeNode) -> EvictionQueue:
+        return self._hot if node.hot else self._cold
+
+
+def host_queue(
+    policy: str, num_pages: int, *, write: WritePolicy, clock: Callable[[], float]
+) -> EvictionQueue | ArcQueue:
+    """Make the queue of a host tier of ``num_pages`` pages. Copies of what the device has go first, if ``write`` makes
+    them again when the device evicts it: then the two tiers hold most between them."""
+
+    def can_go(node: TreeNode) -> bool:
+        return node.host_evictable
+
+    def spare(node: TreeNode) -> bool:
+        return node.on_device and write.at_eviction
+
+    if policy == "arc":
+        return ArcQueue(num_pages, gaps=write.gaps, clock=clock, can_go=can_go, spare=spare)
+    return EvictionQueue(policy, can_go=can_go, spare=spare)
