@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -295,6 +296,42 @@ def test_a_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
     assert holds(store, 1)
     assert put(store, 2) is WriteStatus.STORED
     store.check()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_two_stores_do_in_one_folder_a_read_is_right_or_none(tmp_path: Path, seed: int) -> None:
+    draw, clock = random.Random(seed), Clock()
+    capacity_bytes = draw.choice([3, 10, 40]) * ITEM_BYTES
+    stores = [open_store(tmp_path, capacity_bytes, clock) for _ in range(2)]
+    num_read = num_damaged = 0
+    for _ in range(300):
+        store, number, what = draw.choice(stores), draw.randrange(30), draw.randrange(20)
+        clock.now += draw.random()
+        pages = run_of_pages(1, seed=number)
+        if what < 7:
+            assert store.write(key_of(number), views(pages)).status in (WriteStatus.STORED, WriteStatus.PRESENT)
+        elif what < 14:
+            into = np.zeros_like(pages)
+            status = store.read(key_of(number), views(into)).status
+            assert status is not ReadStatus.ERROR
+            assert status is not ReadStatus.OK or np.array_equal(into, pages)
+            num_read += status is ReadStatus.OK
+        elif what == 14:
+            store.delete(key_of(number))
+        elif what == 15 and file_of(tmp_path, number).exists():
+            item = bytearray(file_of(tmp_path, number).read_bytes())
+            item[draw.randrange(len(item))] ^= 1 << draw.randrange(8)
+            file_of(tmp_path, number).write_bytes(item[: draw.choice([len(item), draw.randrange(len(item))])])
+            num_damaged += 1
+        elif what < 18:
+            store.contains([key_of(each) for each in range(30)])
+        else:
+            for _ in range(draw.choice([1, NUM_SHARDS])):
+                store.idle()
+        store.check()
+    assert num_read > 10
+    assert sum(store.stats().corrupt for store in stores) <= num_damaged
+    assert [store.stats().errors for store in stores] == [0, 0]
 
 
 KILLED = """
