@@ -21,13 +21,14 @@ _BECAUSE = {
     Reason.TIE: "those compared were equally loaded and the draw fell on it",
 }
 _CANDIDATE_ROW = (
-    "{mark} {replica:20} {ttft_s:>8} = {queue_s:>8} + {own_s:>8} + {decode_s:>8} + {pressure_s:>8} s"
-    " | {cached_tokens:>7} {own_tokens:>7} {queued_tokens:>7} tokens"
+    "{mark} {replica:20} {ttft_s:>8} = {queue_s:>8} + {own_s:>8} + {load_s:>8} + {decode_s:>8} + {pressure_s:>8} s"
+    " | {cached_tokens:>7} = {device_tokens:>7} + {host_tokens:>7} + {store_tokens:>7}"
+    " | {own_tokens:>7} {queued_tokens:>7} tokens"
     " | {behind_s:>8} s | {prefill_tokens_per_s:>7} | {num_requests}"
 )
 _DECODE_ROW = (
-    "{mark} {replica:20} {local_cost_s:>8} = {ttft_s:>8} + {stall_s:>8} + {load_s:>8} s"
-    " | {receive_cost_s:>8} = {transfer_s:>8} + {overhead_s:>8} + {pressure_s:>8} + {load_s:>8} s"
+    "{mark} {replica:20} {local_cost_s:>8} = {ttft_s:>8} + {stall_s:>8} + {slower_s:>8} s"
+    " | {receive_cost_s:>8} = {transfer_s:>8} + {overhead_s:>8} + {load_s:>8} + {pressure_s:>8} + {slower_s:>8} s"
     " | {cached_tokens:>7} {own_tokens:>7}"
 )
 _FORM = {"s": "{:.3f}".format, "tokens/s": "{:.0f}".format, "ratio": "{:.0%}".format} | dict.fromkeys(
@@ -54,17 +55,18 @@ def sentence(decision: Decision, name: str = "") -> str:
     best_id, best_tokens = decision.best_overlap
     name = name or decision.rid
     verb = "would go" if decision.dry_run else "went"
+    tokens = _tokens_clause(decision)
     said = (
         f"{name} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by {decision.policy}: "
-        f"{_BECAUSE[decision.reason]}. {decision.overlap_tokens} tokens are predicted to be cached there, "
-        f"and the first token after {decision.predicted_ttft_s:.3f} s"
+        f"{_BECAUSE[decision.reason]}. {tokens} cached there, and the first token after "
+        f"{decision.predicted_ttft_s:.3f} s"
     )
     if decision.pair is not None:
         computes = "there" if decision.prefill_id is None else f"on {decision.prefill_id}"
         return (
             f"{name} ({decision.num_tokens} prompt tokens) {verb} to {decision.replica_id} by "
             f"{decision.policy}: {_BECAUSE[decision.reason]}. {_pair_clause(decision, decision.pair)}. "
-            f"{decision.overlap_tokens} tokens are predicted to be cached {computes}, and the first token after "
+            f"{tokens} cached {computes}, and the first token after "
             f"{decision.predicted_ttft_s:.3f} s."
         )
     if not decision.given_up:
@@ -74,6 +76,13 @@ def sentence(decision: Decision, name: str = "") -> str:
         f"{said}; {best_id} holds {best_tokens}, {decision.given_up} more, "
         f"but its first token would come after {other.terms.ttft_s:.3f} s."
     )
+
+
+def _tokens_clause(decision: Decision) -> str:
+    """Say how many tokens are predicted to be cached, and what of them must be loaded."""
+    host, store = decision.host_tokens, decision.store_tokens
+    below = f" ({host} of them on the host, {store} in the store: {decision.load_s:.3f} s to load)"
+    return f"{decision.overlap_tokens} tokens{below if host or store else ''} are predicted to be"
 
 
 def candidate_terms(candidate: Candidate, decision: Decision) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What one router knows of the replicas: how busy each is, which pages each holds, and how far its events have come.
 
-Owns:      the three books of that (load.py, index.py, and a feed for each replica: the number of the last event
+Owns:      the three books of that (load.py, tiers.py, and a feed for each replica: the number of the last event
            applied, events that came too early, requests that ended lately); a replica has one column in all.
            Also what ended requests have shown: running means of the errors of predictions, and the rates of the last
            hand-offs that were large enough to measure the link.
@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvtransfer.pages import PageKeys
-from routing.index import PrefixIndex, pages_of
+from kvtransfer.pages import PageKeys, Tier
+from routing.index import pages_of
 from routing.load import Eligible, Load
 from routing.pair import RouteLeg
-from routing.policies import Candidates, estimate
+from routing.policies import Candidates, estimate, held_tokens
 from routing.runs import Pages
+from routing.tiers import TierIndex
 from routing.types import (
     Decision,
     IndexEvent,
@@ -51,7 +52,7 @@ class _Ended:
 class Feed:
     """The state of one replica's event stream; ``replica`` is its number in the index."""
 
-    def __init__(self, index: PrefixIndex, replica: int, is_open: Callable[[int], bool]) -> None:
+    def __init__(self, index: TierIndex, replica: int, is_open: Callable[[int], bool]) -> None:
         """``is_open`` tells whether the request of a decision, by its number, has not ended yet."""
         self._index = index
         self._replica = replica
@@ -70,7 +71,7 @@ class Feed:
         self._num_batches += 1
         for event in events:
             if self.seq is None and event.seq == 1:
-                self._begin(0, [])  # nothing came before it: the cache was empty
+                self._begin(0, [], [])  # nothing came before it: the cache was empty
             if self.seq is None or event.seq > self.seq:
                 self._early[event.seq] = event
         self._drain()
@@ -83,7 +84,8 @@ class Feed:
     def apply_snapshot(self, snapshot: IndexSnapshot) -> bool:
         """Start over from ``snapshot`` and the events that came since. Return False if one of those is missing."""
         if self.seq is None or snapshot.seq >= self.seq:
-            self._begin(snapshot.seq, pages_of(snapshot.keys))
+            self._begin(snapshot.seq, pages_of(snapshot.keys), pages_of(snapshot.host_keys))
+            self._index.stored(self._replica, pages_of(snapshot.store_keys), Tier.STORE)
             self._early = {seq: event for seq, event in self._early.items() if seq > snapshot.seq}
             self._drain()
         return self.in_sync
@@ -93,23 +95,25 @@ class Feed:
         if self.seq is not None:  # else `_begin` drops them
             self._ended.append(_Ended(self._num_batches, number, keys))
 
-    def _begin(self, seq: int, pages: Pages) -> None:
+    def _begin(self, seq: int, device: Pages, host: Pages) -> None:
         """Set the pages after event ``seq``. Requests that ended while the feed was out of sync add no pages."""
         unsettled = {ended.number for ended in self._ended}
-        self._index.replace(self._replica, pages, keeps=lambda number: number in unsettled or self._is_open(number))
+        self._index.replace(
+            self._replica, device, host, keeps=lambda number: number in unsettled or self._is_open(number)
+        )
         self.seq = seq
 
     def _drain(self) -> None:
         while self.seq is not None and (event := self._early.pop(self.seq + 1, None)) is not None:
             self.seq = seq = event.seq
             match event:
-                case KeysStored(keys=keys):
-                    if not self._index.stored(self._replica, pages_of(keys)):
-                        self.seq = None  # more than its pool: the index has pages that the replica no longer holds
-                case KeysRemoved(keys=keys):
-                    self._index.removed(self._replica, pages_of(keys))
+                case KeysStored(keys=keys, tier=tier):
+                    if not self._index.stored(self._replica, pages_of(keys), tier):
+                        self.seq = None  # more than it can hold: the index has pages that the replica has no longer
+                case KeysRemoved(keys=keys, tier=tier):
+                    self._index.removed(self._replica, pages_of(keys), tier)
                 case _:  # nothing was running there: the pages that open decisions expect are still to come
-                    self._begin(seq, [])
+                    self._begin(seq, [], [])
 
     def _settle(self) -> None:
         while self._ended and self._num_batches >= self._ended[0].batch + BATCHES_UNTIL_SETTLED:
@@ -124,7 +128,7 @@ class FleetState:
         self.load = Load()
         self.apart = False  # some replica is for prefill or decode alone
         self._page_size = page_size
-        self._index = PrefixIndex()
+        self._index = TierIndex()
         self._feeds: dict[str, Feed] = {}
 
     def update(self, views: Iterable[ReplicaView]) -> None:
@@ -136,9 +140,11 @@ class FleetState:
         for replica_id in self.load.ids:
             view, column = now[replica_id], self.load.column(replica_id)
             self.load.report(view)
-            if self._index.capacity(column) != self._capacity(view):
+            if self._index.sizes(column) != self._sizes(view):
                 self._index.leave(column)
                 self._index_anew(view)
+            elif self._index.store(column) != view.store:
+                self._index.use_store(column, view.store)
         if new:
             self.load.join(new)
             for view in new:
@@ -159,10 +165,12 @@ class FleetState:
         self, query: RouteQuery, eligible: Eligible, usable: Pages, now_s: float, *, max_new_tokens: int
     ) -> Candidates:
         """Return what ``query``, whose ``usable`` pages a cache may hold, would meet at each of ``eligible``."""
-        overlap_tokens = self._index.overlap(usable, eligible.columns) * self._page_size
+        reach = self._index.reach(usable, eligible.columns)
         load = self.load.estimate(eligible, now_s)
-        terms = estimate(load, overlap_tokens, num_tokens=len(query.token_ids), max_new_tokens=max_new_tokens)
-        return Candidates(views=eligible.views, load=load, overlap_tokens=overlap_tokens, terms=terms)
+        num_tokens = len(query.token_ids)
+        held = held_tokens(reach, load, eligible.loading, page_size=self._page_size)
+        terms = estimate(load, held, num_tokens=num_tokens, max_new_tokens=max_new_tokens)
+        return Candidates(views=eligible.views, load=load, overlap_tokens=num_tokens - terms.own_tokens, terms=terms)
 
     def send(self, leg: RouteLeg, pages: Pages, *, now_s: float) -> None:
         """Open ``leg`` at its replica, which will soon hold ``pages``."""
@@ -192,11 +200,15 @@ class FleetState:
 
     def _index_anew(self, view: ReplicaView) -> None:
         column = self.load.column(view.replica_id)
-        self._index.join(column, capacity=self._capacity(view))
+        capacity, host_pages = self._sizes(view)
+        self._index.join(column, capacity=capacity, host_pages=host_pages)
+        self._index.use_store(column, view.store)
         self._feeds[view.replica_id] = Feed(self._index, column, self.load.is_open)
 
-    def _capacity(self, view: ReplicaView) -> int:
-        return view.pool_pages if view.page_size == self._page_size else 0
+    def _sizes(self, view: ReplicaView) -> tuple[int, int]:
+        """Return how many pages the index may hold of the replica's device and host."""
+        fits = view.page_size == self._page_size and view.pool_pages > 0
+        return (view.pool_pages, view.host_pages) if fits else (0, 0)
 
 
 WINDOW = 200  # requests: enough for a mean, few enough to see a change within minutes

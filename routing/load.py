@@ -31,8 +31,11 @@ RATE_HALF_S = 1.0
 # Before any replica has measured: between a small model on a CPU and a large one on a GPU. It is the same for all
 # replicas, so that it orders them by tokens; only its ratio to the other terms is a guess.
 PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
+# Before a replica has loaded anything: memory copied page by page, and a disk that is not the fastest. The first load
+# replaces them, and there is one, unless they make it slower than computing.
+ASSUMED_HOST_BYTES_PER_S, ASSUMED_STORE_BYTES_PER_S, ASSUMED_STORE_LATENCY_S = 2e9, 2e8, 0.005
 (IN_FLIGHT, SINCE, TOKENS_SINCE, ENDED, REQUESTS, RECEIVING, WAITING, TOKENS, QUEUE, QUEUE_S, REPORT_S, RATE, STEP_S,
- UTILIZATION, POOL_TOKENS, MAX_REQUESTS, NUM_FIELDS) = range(17)  # fmt: skip
+ UTILIZATION, POOL_TOKENS, MAX_REQUESTS, HOST_S, STORE_S, LATENCY_S, NUM_FIELDS) = range(20)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +46,7 @@ class Eligible:
     columns: npt.NDArray[np.intp]  # [n]
     prefill_tokens_per_s: Floats  # [n] measured or guessed
     decode_step_s: Floats  # [n]
+    loading: Floats  # [3, n] HOST_S, STORE_S, LATENCY_S
     oldest_s: float  # time of the oldest report among them
 
     def permitted(self, query: RouteQuery) -> "Eligible":
@@ -59,6 +63,7 @@ class Eligible:
             columns=self.columns[at],
             prefill_tokens_per_s=self.prefill_tokens_per_s[at],
             decode_step_s=self.decode_step_s[at],
+            loading=self.loading[:, at],
         )
 
 
@@ -69,13 +74,14 @@ def eligible_of(data: Floats, views: list[ReplicaView], columns: npt.NDArray[np.
         columns=columns,
         prefill_tokens_per_s=_measured(data[RATE, columns], PRIOR_PREFILL_TOKENS_PER_S),
         decode_step_s=_measured(data[STEP_S, columns], 0.0),
+        loading=data[HOST_S:, columns],
         oldest_s=float(data[REPORT_S, columns].min(initial=float("inf"))),
     )
 
 
 def load_estimate_of(data: Floats, eligible: Eligible, now_s: float) -> LoadEstimate[Floats]:
     """Estimate the load of ``eligible`` at ``now_s`` from all columns ``data`` [field, column]."""
-    own = data.take(eligible.columns, axis=1)  # [field, n] a copy
+    own = data[:HOST_S].take(eligible.columns, axis=1)  # [field, n] a copy
     late = now_s - eligible.oldest_s > FRESH_S
     busy_until = np.minimum(now_s, own[REPORT_S] + FRESH_S) if late else now_s  # silence is no sign of work
     drained = np.maximum(busy_until - own[QUEUE_S], 0.0)
@@ -122,6 +128,16 @@ def enqueue(data: Floats, at: int, *, sent_s: float, uncached_tokens: int) -> No
     data[SINCE, at] += 1
     data[TOKENS_SINCE, at] += uncached_tokens
     data[RECEIVING, at] += uncached_tokens == 0  # a replica that computes a prompt computes at least its last token
+
+
+def _loading(view: ReplicaView) -> tuple[float, float, float]:
+    """Return seconds: a token from the host, a token from the store, before the store's bytes; measured or assumed."""
+    token_bytes = view.page_bytes / view.page_size
+    return (
+        view.host_s_per_token or token_bytes / ASSUMED_HOST_BYTES_PER_S,
+        view.store_s_per_token or token_bytes / ASSUMED_STORE_BYTES_PER_S,
+        view.store_latency_s or ASSUMED_STORE_LATENCY_S,
+    )
 
 
 def smooth(old: float, new: float, since_s: float) -> float:
@@ -233,6 +249,7 @@ class Load:
         column[UTILIZATION] = view.pool_utilization
         column[POOL_TOKENS] = view.pool_pages * view.page_size
         column[MAX_REQUESTS] = view.max_running_requests or float("inf")
+        column[HOST_S:NUM_FIELDS] = _loading(view)
         column[ENDED] = column[SINCE] = column[TOKENS_SINCE] = 0
         for request in replica.since(view.time_s):
             self._enqueue(replica, request)

@@ -11,7 +11,8 @@ Pure. Both ways are costs in seconds: until the first token, and what the reques
                              others wait. Not for those that wait for K/V: prompts handed over would be a reason to
                              hand over more
     either way   pressure_s  the wait for pages or for a place among the running    (policies.py)
-                 load_s      slower steps beside those that run
+                 load_s      what its lower tiers hold, loaded        (policies.py)
+                 slower_s    slower steps beside those that run
 
 So no threshold says which prompts are handed over: if no request is delayed, or little is to compute, the decode
 replica computes the prompt. A way with a longer queue than the request may wait is left out, as in policies.py. Not
@@ -83,7 +84,7 @@ def choose_pair(
     cost_s, ttft_s, wait_s = [costs.local_cost_s], [costs.ttft_s], [decodes.terms.wait_s]
     if prefills is not None and best is not None and prefill_s is not None and not query.one_replica:
         cost_s.append(costs.receive_cost_s + prefill_s)
-        ttft_s.append(costs.receive_cost_s - costs.load_s + prefill_s)
+        ttft_s.append(costs.receive_cost_s - costs.slower_s + prefill_s)
         wait_s.append(costs.pressure_s + float(prefills.terms.wait_s[best]))
     ways = slice(1, None) if always and len(cost_s) == 2 else slice(None)
     compared = bounded(np.array(cost_s[ways]), np.array(ttft_s[ways]), np.array(wait_s[ways]), query.max_wait_s)
@@ -122,7 +123,7 @@ def costs_of(
     stall_s = terms.own_s * load.num_busy
     transfer_s = pages * page_bytes / link_bytes_per_s
     overhead_s = np.full(len(decodes), OVERHEAD_S)
-    load_s = output_tokens * load.decode_step_s * busy_share  # a full replica's steps take twice an idle one's
+    slower_s = output_tokens * load.decode_step_s * busy_share  # a full replica's steps take twice an idle one's
     return PairTerms(
         cached_tokens=decodes.overlap_tokens,
         own_tokens=terms.own_tokens,
@@ -133,9 +134,10 @@ def costs_of(
         transfer_s=transfer_s,
         overhead_s=overhead_s,
         pressure_s=terms.pressure_s,
-        load_s=load_s,
-        local_cost_s=terms.ttft_s + stall_s + load_s,
-        receive_cost_s=transfer_s + overhead_s + terms.pressure_s + load_s,
+        load_s=terms.load_s,
+        slower_s=slower_s,
+        local_cost_s=terms.ttft_s + stall_s + slower_s,
+        receive_cost_s=transfer_s + overhead_s + terms.load_s + terms.pressure_s + slower_s,
     )
 
 
@@ -279,6 +281,9 @@ def pair_decision(
         candidates=Both(prefills, decodes),
         num_tokens=len(query.token_ids),
         overlap_tokens=int(computes.overlap_tokens[at]),
+        host_tokens=int(computes.terms.host_tokens[at]),
+        store_tokens=int(computes.terms.store_tokens[at]),
+        load_s=float(computes.terms.load_s[at]),
         predicted_ttft_s=choice.predicted_ttft_s,
         best_overlap=max((_best_overlap(side) for side in sides), key=lambda best: best[1]),
         keys=keys,

@@ -4,9 +4,9 @@ A policy sees the query, the candidates (at least one, in order of ids, each wit
 first token) and the turn (the part of the router's past that it may use, and an injected random generator); it answers
 a PolicyChoice. All that it compares stands in the candidates, so every decision can be explained afterwards.
 
-The estimate for a candidate: the tokens before the request and its own, over the prefill rate. Each term is in seconds
-and stands in the decision. No constant here is fitted; each comes from how the engine
-schedules (replicas/scheduler/scheduler.py).
+The estimate for a candidate: the tokens before the request and its own, over the prefill rate, and the time to load
+what a lower tier has, where that is less than the time to compute it. Each term is in seconds and stands in the
+decision. No constant here is fitted; each comes from how the engine schedules (replicas/scheduler/scheduler.py).
 
 `behind_s` is what ours costs others. If a candidate computes a prefix anew that another holds, every request behind
 ours there waits that much longer. How many will be behind: in a queue served in turn, a request leaves on average as
@@ -25,6 +25,7 @@ from typing import overload
 
 import numpy as np
 
+from routing.tiers import Reach
 from routing.types import Candidate, Floats, Ints, LoadEstimate, Reason, ReplicaView, RouteQuery, Terms
 
 # The next step takes new prompts in: a request waits only for the decode step in progress, on average half of it. Where
@@ -68,25 +69,69 @@ class Candidates(Sequence[Candidate]):
         return self.views[index].replica_id
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldTokens:
+    """The prompt tokens that each candidate [n] need not compute, by tier, and the time that loading them takes."""
+
+    device: Ints
+    host: Ints
+    store: Ints
+    load_s: Floats
+
+
+def held_tokens(reach: Reach, load: LoadEstimate[Floats], loading: Floats, *, page_size: int) -> HeldTokens:
+    """Return what each candidate loads of what it has: the tokens of a tier if that is quicker than computing them.
+
+    Pages of the store can only follow those before them, so they are computed too where the host's are. They go
+    through the host.
+
+    Args: loading: [3, n] seconds: a token from the host; a token from the store to the host; before the store's bytes.
+    """
+    device, none = reach.device * page_size, np.zeros(len(reach.device))
+    if reach.store is reach.device:
+        no_tokens = none.astype(np.int64)
+        return HeldTokens(device=device, host=no_tokens, store=no_tokens, load_s=none)
+    host_s_per_token, store_s_per_token, latency_s = loading
+    host, host_s = _quicker((reach.own - reach.device) * page_size, none, host_s_per_token, load)
+    follows = device + host == reach.own * page_size
+    store, store_s = _quicker(
+        np.where(follows, reach.store - reach.own, 0) * page_size, latency_s, store_s_per_token + host_s_per_token, load
+    )
+    return HeldTokens(device=device, host=host, store=store, load_s=host_s + store_s)
+
+
+def _quicker(
+    tokens: Ints, latency_s: Floats, s_per_token: Floats, load: LoadEstimate[Floats]
+) -> tuple[Ints, Floats]:
+    """Return those of ``tokens`` [n] whose loading is quicker than computing them, and how long it takes."""
+    load_s = latency_s + tokens * s_per_token
+    worth = load_s < tokens / load.prefill_tokens_per_s
+    return np.where(worth, tokens, 0), np.where(worth, load_s, 0.0)
+
+
 def estimate(
-    load: LoadEstimate[Floats], overlap_tokens: Ints, *, num_tokens: int, max_new_tokens: int
+    load: LoadEstimate[Floats], held: HeldTokens, *, num_tokens: int, max_new_tokens: int
 ) -> Terms[Floats, Ints]:
-    """Return the terms of a prompt of ``num_tokens``, of which each candidate holds ``overlap_tokens`` [n]."""
-    own_tokens = num_tokens - overlap_tokens
+    """Return the terms of a prompt of ``num_tokens``, of which each candidate has ``held``."""
+    own_tokens = num_tokens - held.device - held.host - held.store
     queue_s = load.queued_tokens / load.prefill_tokens_per_s
     own_s = own_tokens / load.prefill_tokens_per_s
     decode_s = DECODE_STEPS_WAITED * load.decode_step_s * np.minimum(load.num_requests, 1.0)
     output_tokens = min(max_new_tokens, OUTPUT_TOKENS)
-    pressure_s = _pressure_s(load, own_tokens + output_tokens, output_tokens)
+    pressure_s = _pressure_s(load, num_tokens - held.device + output_tokens, output_tokens)
     return Terms(
         queued_tokens=load.queued_tokens,
+        device_tokens=held.device,
+        host_tokens=held.host,
+        store_tokens=held.store,
         own_tokens=own_tokens,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         queue_s=queue_s,
         own_s=own_s,
+        load_s=held.load_s,
         decode_s=decode_s,
         pressure_s=pressure_s,
-        ttft_s=queue_s + own_s + decode_s + pressure_s,
+        ttft_s=queue_s + own_s + held.load_s + decode_s + pressure_s,
         behind_s=_behind_s(load, own_s),
     )
 

@@ -184,7 +184,7 @@ class Router:
         turn = Turn(rng=self._rng, last=self._last, session=self._sessions.get(query.session_id))
         choice = self._policy(query, candidates, turn)
         compared = range(len(views)) if choice.compared is None else choice.compared
-        best = int(overlap_tokens.argmax())
+        best, terms = int(overlap_tokens.argmax()), candidates.terms
         decision = Decision(
             number=self._num_decisions,
             rid=query.rid,
@@ -195,7 +195,10 @@ class Router:
             candidates=candidates,
             num_tokens=num_tokens,
             overlap_tokens=int(overlap_tokens[choice.index]),
-            predicted_ttft_s=float(candidates.terms.ttft_s[choice.index]),
+            host_tokens=int(terms.host_tokens[choice.index]),
+            store_tokens=int(terms.store_tokens[choice.index]),
+            load_s=float(terms.load_s[choice.index]),
+            predicted_ttft_s=float(terms.ttft_s[choice.index]),
             best_overlap=(views[best].replica_id, int(overlap_tokens[best])),
             keys=keys,
             time_s=now_s,

@@ -21,14 +21,18 @@ class Term:
 
 
 CANDIDATE = (
-    Term("cached_tokens", "cached", "tokens", "prompt tokens held there"),
+    Term("cached_tokens", "cached", "tokens", "prompt tokens held there, of all tiers that are quicker than computing"),
+    Term("device_tokens", "device", "tokens", "of those, in its KV pool"),
+    Term("host_tokens", "host", "tokens", "of those, in its host memory"),
+    Term("store_tokens", "store", "tokens", "of those, in its store"),
     Term("num_requests", "requests", "requests", "that run or wait there"),
     Term("queued_tokens", "queued", "tokens", "prompt tokens of others, not computed yet"),
     Term("own_tokens", "to do", "tokens", "prompt tokens to compute there"),
     Term("prefill_tokens_per_s", "tok/s", "tokens/s", "prompt tokens that it computes in a second"),
-    Term("ttft_s", "TTFT", "s", "expected time to the first token: queue + own + decode + pressure"),
+    Term("ttft_s", "TTFT", "s", "expected time to the first token: queue + own + load + decode + pressure"),
     Term("queue_s", "queue", "s", "prompt tokens that are computed before"),
     Term("own_s", "own", "s", "its own tokens that are not cached there"),
+    Term("load_s", "load", "s", "its tokens in host memory and store, loaded"),
     Term("decode_s", "decode", "s", "the decode step in progress"),
     Term("pressure_s", "pressure", "s", "wait for pages or a place"),
     Term("behind_s", "others", "s", "what it takes from others"),
@@ -45,9 +49,13 @@ DECODE_REPLICA = (
     Term("transfer_s", "transfer", "s", "the pages, over the link's rate"),
     Term("overhead_s", "fixed", "s", "what a hand-off costs however small it is"),
     Term("pressure_s", "pressure", "s", "wait for pages or a place"),
-    Term("load_s", "load", "s", "slower steps beside those that run there; in both sums"),
-    Term("local_cost_s", "computed", "s", "TTFT + stall + load"),
-    Term("receive_cost_s", "received", "s", "transfer + fixed + pressure + load, without the prefill replica's part"),
+    Term("load_s", "load", "s", "what its host memory and store hold, loaded; part of TTFT"),
+    Term("slower_s", "slower", "s", "slower steps beside those that run there; in both sums"),
+    Term("local_cost_s", "computed", "s", "TTFT + stall + slower"),
+    Term(
+        "receive_cost_s", "received", "s",
+        "transfer + fixed + load + pressure + slower, without the prefill replica's part",
+    ),
 )
 
 

@@ -7,13 +7,13 @@ Invariant: ``Pair.prefill_id`` is set iff the prompt is computed there and hande
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.pages import PageKeys
+from kvtransfer.pages import PageKeys, Tier
 
 TokenIds = Sequence[int] | npt.NDArray[np.int32]  # [L] token ids
 Floats = npt.NDArray[np.float64]  # [n] one a replica
@@ -78,6 +78,11 @@ class ReplicaView:
     accepting: bool = True  # False while it drains
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks; 0: not reported
+    host_pages: int = 0  # capacity of its host tier
+    store: str = ""  # the store that it reads and writes; replicas with the same one share its pages; "": none at work
+    host_s_per_token: float = 0.0  # to load from the host; 0 until measured, as are the next two
+    store_s_per_token: float = 0.0  # to read from the store into the host
+    store_latency_s: float = 0.0  # of such a read, before its bytes
 
     @property
     def may_take(self) -> bool:
@@ -92,23 +97,28 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysStored:
-    """These pages entered a replica's cache. A replica's events are numbered from 1 without gaps."""
+    """``tier`` is now the best of a replica that holds these pages; STORE: the store it shares has them.
+
+    A replica's events are numbered from 1 without gaps.
+    """
 
     seq: int
     keys: PageKeys  # [n] the salt is part of a key
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysRemoved:
-    """These pages left a replica's cache."""
+    """These pages left a replica's own tiers; STORE: the store it shares has them not."""
 
     seq: int
     keys: PageKeys  # [n]
+    tier: Tier = Tier.DEVICE  # STORE or not
 
 
 @dataclass(frozen=True, slots=True)
 class KeysCleared:
-    """A replica's cache is empty."""
+    """A replica's own tiers are empty."""
 
     seq: int
 
@@ -116,12 +126,18 @@ class KeysCleared:
 IndexEvent = KeysStored | KeysRemoved | KeysCleared
 
 
+def _no_keys() -> PageKeys:
+    return np.empty(0, dtype=np.uint64)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexSnapshot:
     """Everything in a replica's cache after event ``seq``."""
 
     seq: int
-    keys: PageKeys  # [n], in any order
+    keys: PageKeys  # [n] on the device, in any order
+    host_keys: PageKeys = field(default_factory=_no_keys)  # on the host alone
+    store_keys: PageKeys = field(default_factory=_no_keys)  # that it knows to be in its store; there may be more
 
 
 # One number of one replica, or an array of them, one element a replica: each quantity is defined once for both.
@@ -156,19 +172,23 @@ class Terms(Generic[FloatT, IntT]):
     """The parts of an estimated time to first token, and what they are made of (policies.py; their names: terms.py)."""
 
     queued_tokens: FloatT  # uncached prompt tokens before ours
-    own_tokens: IntT  # uncached prompt tokens of ours
+    device_tokens: IntT  # of our prompt, on the replica's device
+    host_tokens: IntT  # after those, on its host, if loading them is quicker than computing them; else 0
+    store_tokens: IntT  # after those, in its store, likewise
+    own_tokens: IntT  # of our prompt, to be computed
     prefill_tokens_per_s: FloatT  # the rate believed now
     queue_s: FloatT
     own_s: FloatT
+    load_s: FloatT  # to load the host's and the store's tokens
     decode_s: FloatT  # decode steps of running requests that ours waits for
     pressure_s: FloatT  # wait for pages or a place among the running
-    ttft_s: FloatT  # queue + own + decode + pressure
+    ttft_s: FloatT  # queue + own + load + decode + pressure
     behind_s: FloatT  # no part of our time: what computing a prefix anew adds to the waits of others, summed over them
 
     @property
     def wait_s(self) -> FloatT:
         """Time until the prompt could begin, whatever the prompt itself takes."""
-        return self.ttft_s - self.own_s
+        return self.ttft_s - self.own_s - self.load_s
 
     @property
     def cost_s(self) -> FloatT:
@@ -188,16 +208,17 @@ class PairTerms(Generic[FloatT, IntT]):
     transfer_pages: IntT
     transfer_bytes: IntT
     # computed there
-    ttft_s: FloatT  # queue, own tokens, decode step in progress, pressure: the candidate's terms
+    ttft_s: FloatT  # queue, own tokens, load, decode step in progress, pressure: the candidate's terms
     stall_s: FloatT  # what its requests lose together while it computes
     # received
     transfer_s: FloatT
     overhead_s: FloatT
     # either way
     pressure_s: FloatT  # wait for pages or a place
-    load_s: FloatT  # slower steps beside those that run there
-    local_cost_s: FloatT  # ttft + stall + load
-    receive_cost_s: FloatT  # transfer + overhead + pressure + load, without the prefill replica's part
+    load_s: FloatT  # to load what its lower tiers hold
+    slower_s: FloatT  # slower steps beside those that run there
+    local_cost_s: FloatT  # ttft + stall + slower
+    receive_cost_s: FloatT  # transfer + overhead + load + pressure + slower, without the prefill replica's part
 
     def at(self: "PairTerms[Floats, Ints]", index: int) -> "PairTerms[float, int]":
         return PairTerms(**_row(self, index))
@@ -214,7 +235,7 @@ class Candidate:
 
     view: ReplicaView
     load: LoadEstimate[float]
-    overlap_tokens: int  # prompt tokens it is predicted to hold: whole pages, fewer than the prompt
+    overlap_tokens: int  # prompt tokens that it need not compute: whole pages of all tiers, fewer than the prompt
     terms: Terms[float, int]
 
     @property
@@ -298,7 +319,10 @@ class Decision:
     compared: tuple[str, ...]
     candidates: Sequence[Candidate]  # all that could take it, by id (prefill replicas first); made when asked for
     num_tokens: int  # prompt length
-    overlap_tokens: int  # predicted to be cached where the prompt is computed
+    overlap_tokens: int  # predicted to be cached where the prompt is computed, in all tiers
+    host_tokens: int = 0  # of those, on its host
+    store_tokens: int = 0  # of those, in its store
+    load_s: float = 0.0  # predicted for loading both
     predicted_ttft_s: float
     best_overlap: tuple[str, int]  # the replica predicted to hold most of the prompt, and how many tokens
     keys: PageKeys  # [num_tokens // page_size] of the prompt's whole pages
@@ -316,7 +340,7 @@ class Decision:
         """The shortest time until the prompt could begin at any candidate, whatever the prompt itself takes."""
         if self.pair is not None:
             return self.pair.shortest_wait_s
-        return min(each.terms.ttft_s - each.terms.own_s for each in self.candidates)
+        return min(each.terms.wait_s for each in self.candidates)
 
     @property
     def given_up(self) -> int:

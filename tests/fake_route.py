@@ -36,7 +36,7 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
 
 def _candidate(name: str, role: str, row: Json, index: int) -> Json:
     own = row["prompt_tokens"] - row["cached_tokens"] + 200 * index
-    terms = {"queue_s": 0.015 * index, "own_s": own / 18_000, "decode_s": 0.021, "pressure_s": 0.0}
+    terms = {"queue_s": 0.015 * index, "own_s": own / 18_000, "load_s": 0.0, "decode_s": 0.021, "pressure_s": 0.0}
     return {
         "replica": name, "role": role, "chosen": name in (row["replica"], row["prefill"]),
         "cached_tokens": max(0, row["cached_tokens"] - 200 * index), "num_requests": index + 1,
@@ -49,7 +49,7 @@ def _pair(row: Json, decode: list[str]) -> Json:
     costs = [
         {"replica_id": name, "cached_tokens": 0, "own_tokens": row["prompt_tokens"], "transfer_pages": 113,
          "transfer_bytes": 41_000_000, "ttft_s": 0.31, "stall_s": 0.9, "transfer_s": 0.014, "overhead_s": 0.008,
-         "pressure_s": 0.0, "load_s": 0.02 * (1 + at), "local_cost_s": 1.23 + 0.02 * at,
+         "pressure_s": 0.0, "load_s": 0.0, "slower_s": 0.02 * (1 + at), "local_cost_s": 1.23 + 0.02 * at,
          "receive_cost_s": 0.042 + 0.02 * at}
         for at, name in enumerate(decode)
     ]  # fmt: skip

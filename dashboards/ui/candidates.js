@@ -8,7 +8,7 @@ import { Id, Table, number } from "./table.js";
 import { CANDIDATE } from "./terms.js"; // made by the server from routing/terms.py: field, heading, unit, meaning
 
 const TERMS = Object.fromEntries(CANDIDATE.map((term) => [term.field, term]));
-const PARTS = ["queue_s", "own_s", "decode_s", "pressure_s"].map((field) => TERMS[field]); // of the time to the first token
+const PARTS = ["queue_s", "own_s", "load_s", "decode_s", "pressure_s"].map((field) => TERMS[field]); // of the time to the first token
 const FORMAT = { s: millis, tokens: count, requests: count, ratio: percent };
 
 const column = (field, cell, sign = "") => {
@@ -19,9 +19,11 @@ const column = (field, cell, sign = "") => {
 export function Candidates({ each }) {
   const highest = Math.max(...each.candidates.map((one) => one.ttft_s ?? 0), 1e-9);
   const roles = new Set(each.candidates.map((one) => one.role)).size > 1;
+  const below = each.candidates.some((one) => one.host_tokens || one.store_tokens);
   const columns = [
     ["replica", (one) => html`<${Id} id=${one.replica} />${roles && html`<br /><span class="note">${one.role}</span>`}`],
     column("cached_tokens"),
+    ...(below ? ["host_tokens", "store_tokens"].map((field) => column(field)) : []),
     column("own_tokens"),
     ...PARTS.map(({ field }) => column(field)),
     column("ttft_s", (one) => html`<strong>${millis(one.ttft_s)}</strong><${Bar} one=${one} highest=${highest} />`, "= "),

@@ -16,8 +16,8 @@ const REASONS = {
 
 const FORMAT = { s: millis, tokens: count, bytes };
 const SUMS = { local_cost_s: true, receive_cost_s: true };
-const SHOWN = ["cached_tokens", "transfer_bytes", "load_s", "ttft_s", "stall_s", "local_cost_s",
-  "transfer_s", "overhead_s", "pressure_s", "receive_cost_s"];
+const SHOWN = ["cached_tokens", "transfer_bytes", "slower_s", "ttft_s", "stall_s", "local_cost_s",
+  "transfer_s", "overhead_s", "load_s", "pressure_s", "receive_cost_s"];
 
 const COLUMNS = [
   ["replica", (one) => html`<${Id} id=${one.replica_id} />`],

@@ -40,11 +40,17 @@ function Tries({ route }) {
     </details>`)}`;
 }
 
+// How many tokens, and which of them came from a lower tier.
+function tokens({ cached_tokens: all, host_tokens: host, store_tokens: store }) {
+  const below = [host && `${count(host)} host`, store && `${count(store)} store`].filter(Boolean);
+  return below.length ? `${count(all)} (${below.join(", ")})` : count(all);
+}
+
 function Try({ each }) {
   const { predicted, actual, best_overlap: best } = each;
   const outcome = [
     ["policy", `${each.policy}: ${each.reason.replaceAll("_", " ")}`],
-    ["cached tokens", `${count(predicted.cached_tokens)} predicted, ${count(actual.cached_tokens)} found, of ${count(each.num_tokens)}`],
+    ["cached tokens", `${tokens(predicted)} predicted, ${tokens(actual)} found, of ${count(each.num_tokens)}`],
     ["first token", `${seconds(predicted.ttft_s)} predicted, ${seconds(actual.ttft_s)} measured`],
     ["given up", best.given_up > 0
       ? `${count(best.given_up)} tokens: ${shortId(best.replica)} holds ${count(best.cached_tokens)} (${percent(best.cached_tokens / each.num_tokens)})`

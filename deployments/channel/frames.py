@@ -19,7 +19,7 @@ Invariant: ``decode`` of what `encode` framed equals the message; a frame longer
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from msgspec import DecodeError, Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from kvtransfer.moves.wire import MoveAddress
-from kvtransfer.pages import PageKeys
+from kvtransfer.pages import PageKeys, Tier
 from replicas.cache.events import AllCleared, CacheEvent, CacheSnapshot, PagesStored
 from replicas.types import EngineStats, GenerateRequest, TokenDelta
 from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, KeysStored
@@ -65,10 +65,20 @@ class ReplicaReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     step_age_s: Seconds = 0.0  # how long the step in progress had been running then; 0: none was
 
 
+# stored, host, store: these pages are now at best on the replica's device, its host; or in the store that it shares;
+# removed: in none of its own tiers; missed: not in the store; cleared: its own tiers are empty
+Kind = Literal["stored", "host", "store", "removed", "missed", "cleared"]
+STORED: Mapping[Tier, Kind] = {Tier.DEVICE: "stored", Tier.HOST: "host", Tier.STORE: "store"}
+STORED_IN = {kind: tier for tier, kind in STORED.items()}
+
+
+NONE = memoryview(b"")  # of a tier that a message does not mention
+
+
 class CacheChange(Struct, frozen=True, array_like=True):
     """One event of a prefix cache."""
 
-    kind: Literal["stored", "removed", "cleared"]
+    kind: Kind
     seq: Count
     keys: memoryview  # [n] u64, little endian
 
@@ -87,20 +97,27 @@ class CacheChanges(Struct, frozen=True, forbid_unknown_fields=True, tag="changes
         return [_event(change) for change in self.changes]
 
 
-class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="keys"):
-    """The keys of all cached pages after event ``seq``; a page's parent stands before it."""
+class CacheKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag="keys"):
+    """The keys of all cached pages after event ``seq``, each under its best tier; a page's parent stands before it."""
 
     seq: Count
-    keys: memoryview  # [n] u64, little endian
+    keys: memoryview  # [n] u64, little endian: on the device
+    host: memoryview = NONE  # on the host alone
+    store: memoryview = NONE  # known to be in the store
 
     @staticmethod
     def of(snapshot: CacheSnapshot) -> "CacheKeys":
-        keys = np.concatenate([_NO_KEYS, *(stored.keys for stored in snapshot.stored)])
-        return CacheKeys(seq=snapshot.seq, keys=_bytes(keys))
+        of_tier = {tier: [_NO_KEYS] for tier in Tier}
+        for stored in snapshot.stored:
+            of_tier[stored.tier].append(stored.keys)
+        keys, host, store = (_bytes(np.concatenate(of_tier[tier])) or NONE for tier in Tier)
+        return CacheKeys(seq=snapshot.seq, keys=keys, host=host, store=store)
 
     def snapshot(self) -> IndexSnapshot:
         """Raises: BadFrame."""
-        return IndexSnapshot(seq=self.seq, keys=_keys(self.keys))
+        return IndexSnapshot(
+            seq=self.seq, keys=_keys(self.keys), host_keys=_keys(self.host), store_keys=_keys(self.store)
+        )
 
 
 class RunRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="run"):
@@ -192,15 +209,18 @@ class FrameReader:
 def _change(event: CacheEvent) -> CacheChange:
     if isinstance(event, AllCleared):
         return CacheChange("cleared", event.seq, _bytes(_NO_KEYS))
-    kind: Literal["stored", "removed"] = "stored" if isinstance(event, PagesStored) else "removed"
-    return CacheChange(kind, event.seq, _bytes(event.keys))
+    if isinstance(event, PagesStored):
+        return CacheChange(STORED[event.tier], event.seq, _bytes(event.keys))
+    return CacheChange("missed" if event.tier is Tier.STORE else "removed", event.seq, _bytes(event.keys))
 
 
 def _event(change: CacheChange) -> IndexEvent:
     if change.kind == "cleared":
         return KeysCleared(change.seq)
-    kind = KeysStored if change.kind == "stored" else KeysRemoved
-    return kind(change.seq, _keys(change.keys))
+    if change.kind in STORED_IN:
+        return KeysStored(change.seq, _keys(change.keys), STORED_IN[change.kind])
+    tier = Tier.STORE if change.kind == "missed" else Tier.DEVICE
+    return KeysRemoved(change.seq, _keys(change.keys), tier)
 
 
 def _bytes(keys: PageKeys) -> memoryview:

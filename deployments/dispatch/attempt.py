@@ -188,7 +188,9 @@ class Attempt:
             self._tries.brought_tokens()
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._clock() - self._decision.time_s
-            self._noted.cached_tokens = delta.usage.cached_tokens
+            usage = delta.usage
+            self._noted.cached_tokens = usage.cached_tokens
+            self._noted.host_tokens, self._noted.store_tokens = usage.host_tokens, usage.store_tokens
         if delta.stages is not None:
             self._noted.times.tell(delta.stages)
         report = delta.hand_off

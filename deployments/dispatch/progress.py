@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from deployments.dispatch.rids import with_try
-from replicas.types import GenerateRequest, PdLeg, TokenDelta
+from replicas.types import GenerateRequest, PdLeg, TokenDelta, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,10 @@ class Part:
         return self.request.hand_off is not None and self.request.hand_off.leg is PdLeg.PREFILL
 
 
+def _cached(usage: Usage) -> tuple[int, int, int]:
+    return usage.cached_tokens, usage.host_tokens, usage.store_tokens
+
+
 class Progress:
     """What one client request has received, over all tries."""
 
@@ -33,7 +37,7 @@ class Progress:
         self._ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._ended = [False] * request.sampling.n
         # per choice, by the replica that sent its first token; a resumed choice reuses its own output
-        self._cached_tokens: list[int | None] = [None] * request.sampling.n
+        self._first_usage: list[Usage | None] = [None] * request.sampling.n
         self._prompt_logprobs_seen = [False] * request.sampling.n
 
     @property
@@ -70,11 +74,16 @@ class Progress:
         self._ended[index] = delta.finish is not None
         if delta.token_ids:
             self._prompt_logprobs_seen[index] = True
-            if self._cached_tokens[index] is None:
-                self._cached_tokens[index] = delta.usage.cached_tokens
-        usage, cached_tokens = delta.usage, self._cached_tokens[index]
-        if cached_tokens is not None and cached_tokens != usage.cached_tokens:
-            usage = dataclasses.replace(usage, cached_tokens=cached_tokens)
+            if self._first_usage[index] is None:
+                self._first_usage[index] = delta.usage
+        usage, first = delta.usage, self._first_usage[index]
+        if first is not None and _cached(first) != _cached(usage):
+            usage = dataclasses.replace(
+                usage,
+                cached_tokens=first.cached_tokens,
+                host_tokens=first.host_tokens,
+                store_tokens=first.store_tokens,
+            )
         elif index == delta.index and delta.rid == self.request.rid:
             return delta  # of the first try: no copy for each token
         return dataclasses.replace(delta, rid=self.request.rid, index=index, usage=usage)

@@ -34,7 +34,9 @@ class Try:
     """One decision for a request, and how the try went."""
 
     decision: Decision
-    cached_tokens: int | None = None  # as the replica counted; None before the first token
+    cached_tokens: int | None = None  # as the replica counted, in all tiers; None before the first token
+    host_tokens: int = 0  # of those, loaded from its host
+    store_tokens: int = 0  # of those, read from the store
     ttft_s: float | None = None
     outcome: RouteOutcome | None = None  # None while it runs
     failure: str | None = None  # why the request went elsewhere, or was refused

@@ -34,6 +34,7 @@ from deployments.fleet.cache_sync import CacheSync
 from deployments.fleet.seen import SeenReplica
 from kvtransfer.types import PeerAddress
 from replicas.errors import MantaError
+from replicas.types import TierStats
 from routing.router import Router
 from routing.types import IndexEvent, IndexSnapshot, ReplicaView, Role
 
@@ -59,7 +60,21 @@ def view_of(info: ReplicaInfo, report: ReplicaReport, *, heard_s: float, hangs: 
         healthy=report.error is None and not hangs,
         role=info.role,
         page_bytes=info.page_bytes,
+        **_tiers(stats.tiers),
     )
+
+
+def _tiers(tiers: TierStats | None) -> dict[str, Any]:
+    """Make the fields of a view that tell of the tiers under the device pool."""
+    if tiers is None:
+        return {}
+    return {
+        "host_pages": tiers.host_pages,
+        "store": (tiers.store or "") if tiers.store_error is None else "",
+        "host_s_per_token": tiers.host_s_per_token,
+        "store_s_per_token": tiers.store_s_per_token,
+        "store_latency_s": tiers.store_latency_s,
+    }
 
 
 log = logging.getLogger(__name__)

@@ -186,6 +186,14 @@ class NativeFinishBody(AnswerBody):
     message: str | None = None
 
 
+class CachedTokensBody(AnswerBody):
+    """The cached tokens of a prompt by the tier that had them; they sum to ``cached_tokens``."""
+
+    device: int
+    host: int = Field(description="Loaded from host memory.")
+    storage: int = Field(description="Read from the store (setting cache.store).")
+
+
 class MetaInfoBody(AnswerBody):
     """What /generate says beside the text of a choice."""
 
@@ -193,7 +201,8 @@ class MetaInfoBody(AnswerBody):
     finish_reason: NativeFinishBody | None
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int = Field(description="Prompt tokens that were not computed again.")
+    cached_tokens_details: CachedTokensBody
     num_retractions: int
     weight_version: str
     e2e_latency: float = Field(description="Seconds.")

@@ -6,6 +6,7 @@
     out  x-request-id: NAME
          x-manta-route: replica=ID; overlap_predicted=96; overlap_actual=96; policy=...; reason=...; tries=1
          one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
+         where some must be loaded: tiers_predicted=device+host+store and load_s, and tiers_actual likewise;
          with mode: disaggregated also prefill=ID or local; pair=why; hand_off=transferred or failed
 
 Owns:      which path is which endpoint of the catalogue; which generations belong to the HTTP request.
@@ -180,12 +181,29 @@ def header_part(record: RouteRecord) -> str:
         "replica": decision.replica_id,
         "overlap_predicted": decision.overlap_tokens,
         "overlap_actual": last.cached_tokens,
+        **_tier_fields(last),
         "policy": decision.policy,
         "reason": decision.reason.value,
         "tries": len(record.tries),
         **_pair_fields(last),
     }
     return "; ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+
+
+def _tier_fields(last: Try) -> dict[str, str | None]:
+    """List, where tokens were to be loaded or were: how many from host and store, as device+host+store, and how long
+    loading them was expected to take."""
+    decision = last.decision
+    below = decision.host_tokens + decision.store_tokens
+    fields: dict[str, str | None] = {}
+    if below:
+        device = decision.overlap_tokens - below
+        fields["tiers_predicted"] = f"{device}+{decision.host_tokens}+{decision.store_tokens}"
+        fields["load_s"] = f"{decision.load_s:.4f}"
+    if last.host_tokens or last.store_tokens:
+        device = (last.cached_tokens or 0) - last.host_tokens - last.store_tokens
+        fields["tiers_actual"] = f"{device}+{last.host_tokens}+{last.store_tokens}"
+    return fields
 
 
 def _pair_fields(last: Try) -> dict[str, str | None]:

@@ -88,7 +88,11 @@ class NativeForm:
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
-            "cached_tokens_details": {"device": usage.cached_tokens, "host": 0, "storage": 0},
+            "cached_tokens_details": {
+                "device": usage.cached_tokens - usage.host_tokens - usage.store_tokens,
+                "host": usage.host_tokens,
+                "storage": usage.store_tokens,
+            },
             "num_retractions": usage.num_retractions,
             "weight_version": "default",
             "dp_rank": None,

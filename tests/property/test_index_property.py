@@ -13,6 +13,7 @@ from routing.fleet_state import Feed
 from routing.index import PrefixIndex
 from routing.policies import POLICIES
 from routing.router import Router
+from routing.tiers import TierIndex
 from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, KeysStored, ReplicaView, RouteQuery
 
 CAPACITY = 6
@@ -154,7 +155,7 @@ def test_events_late_twice_or_lost_end_in_what_the_replica_holds(
     arrived = [event for event in events if event.seq not in lost]
     arrived += rng.sample(arrived, k=len(arrived) // 3)
     rng.shuffle(arrived)
-    index = PrefixIndex()
+    index = TierIndex()
     index.join(0, capacity=100)
     feed = Feed(index, 0, lambda number: False)
     in_sync = False

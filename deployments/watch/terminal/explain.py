@@ -25,12 +25,15 @@ _FORM: Mapping[str, Callable[[float | None], str]] = {
     "bytes": lambda value: f"{count(value)}B", "ratio": percent,
 }  # fmt: skip
 _SHOWN = chosen(
-    CANDIDATE, "cached_tokens own_tokens queued_tokens prefill_tokens_per_s queue_s own_s decode_s pressure_s ttft_s "
-    "behind_s num_requests pool_utilization"
+    CANDIDATE, "cached_tokens host_tokens store_tokens own_tokens queued_tokens prefill_tokens_per_s queue_s own_s "
+    "load_s decode_s pressure_s ttft_s behind_s num_requests pool_utilization"
 )  # fmt: skip
-_SPARE = (">tok/s", "role", ">pool", ">requests", ">queued", ">pressure", ">decode", ">to do")
+_BELOW = ("host_tokens", "store_tokens", "load_s")  # shown where a candidate has something in a lower tier
+_SPARE = (
+    ">tok/s", "role", ">pool", ">requests", ">queued", ">store", ">host", ">pressure", ">decode", ">load", ">to do",
+)  # fmt: skip
 _SHOWN_OF_PAIR = chosen(
-    DECODE_REPLICA, "cached_tokens transfer_bytes transfer_s stall_s load_s local_cost_s receive_cost_s"
+    DECODE_REPLICA, "cached_tokens transfer_bytes transfer_s stall_s slower_s local_cost_s receive_cost_s"
 )
 
 Part = str | Table
@@ -74,15 +77,16 @@ def _heading(body: Mapping[str, Any]) -> str:
 
 
 def _candidates(candidates: Sequence[Mapping[str, Any]]) -> Table:
+    shown = [term for term in _SHOWN if term.field not in _BELOW or any(each.get(term.field) for each in candidates)]
     rows: list[list[Cell]] = [
-        [">" if each["chosen"] else "", each["replica"], each["role"], *_numbers(_SHOWN, each)] for each in candidates
+        [">" if each["chosen"] else "", each["replica"], each["role"], *_numbers(shown, each)] for each in candidates
     ]
     marked = [index for index, each in enumerate(candidates) if each["chosen"]]
     columns = (
         "",
         "candidate",
         "role",
-        *(f">{'= ' if term.field == 'ttft_s' else ''}{term.heading}" for term in _SHOWN),
+        *(f">{'= ' if term.field == 'ttft_s' else ''}{term.heading}" for term in shown),
     )
     return Table(columns=columns, rows=rows, marked=marked[0] if marked else None, spare=_SPARE)
 

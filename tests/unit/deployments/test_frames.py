@@ -28,7 +28,7 @@ from deployments.channel.frames import (
     decode_asked,
     encode,
 )
-from kvtransfer.pages import PageKeys
+from kvtransfer.pages import PageKeys, Tier
 from kvtransfer.types import PdTicket, PeerAddress, TransferStats
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.types import (
@@ -44,7 +44,7 @@ from replicas.types import (
     TokenLogprob,
     Usage,
 )
-from routing.types import IndexEvent, KeysCleared
+from routing.types import IndexEvent, KeysCleared, KeysRemoved, KeysStored
 from tests.unit.deployments.sample_values import stats
 
 DELTA = TokenDelta(
@@ -220,6 +220,32 @@ def test_a_snapshot_is_eight_bytes_a_page_and_less_than_32_more(runs: list[list[
     back = received(message)
     assert isinstance(back, CacheKeys)
     assert (back.snapshot().seq, back.snapshot().keys.tolist()) == (7, flat)
+
+
+def test_a_snapshot_tells_the_keys_of_each_tier() -> None:
+    nothing = np.empty(0, np.int32)
+    stored = [
+        PagesStored(seq=7, keys=np.array([key], np.uint64), parent_key=None, page_size=16, token_ids=nothing, tier=tier)
+        for key, tier in enumerate([Tier.HOST, Tier.DEVICE, Tier.STORE, Tier.HOST, Tier.DEVICE])
+    ]
+    back = received(CacheKeys.of(CacheSnapshot(seq=7, stored=tuple(stored))))
+    assert isinstance(back, CacheKeys)
+    snapshot = back.snapshot()
+    assert [each.tolist() for each in (snapshot.keys, snapshot.host_keys, snapshot.store_keys)] == [[1, 4], [0, 3], [2]]
+
+
+def test_an_event_tells_its_tier() -> None:
+    log, keys = EventLog(), np.array([3], dtype=np.uint64)
+    for tier in Tier:
+        log.stored(keys, None, 16, np.empty(0, dtype=np.int32), tier)
+    log.removed(keys)
+    log.removed(keys, Tier.STORE)
+    message = received(CacheChanges.of(log.drain()))
+    assert isinstance(message, CacheChanges)
+    events = message.events()
+    assert [(type(event), getattr(event, "tier", None)) for event in events] == [
+        *((KeysStored, tier) for tier in Tier), (KeysRemoved, Tier.DEVICE), (KeysRemoved, Tier.STORE),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 12])

@@ -90,7 +90,7 @@ def test_a_request_without_a_token_says_so() -> None:
 TERMS = {
     "replica_id": "d1", "cached_tokens": 0, "own_tokens": 1709, "transfer_pages": 107, "transfer_bytes": 78_000_000,
     "ttft_s": 1.2, "stall_s": 2.0, "transfer_s": 0.05, "overhead_s": 0.01, "pressure_s": 0.0, "load_s": 0.0,
-    "local_cost_s": 3.2, "receive_cost_s": 0.06,
+    "slower_s": 0.0, "local_cost_s": 3.2, "receive_cost_s": 0.06,
 }  # fmt: skip
 PAIR = {
     "prefill": "p1", "decode": "d1", "reason": "cheaper", "why": None, "best_prefill": "p1", "prefill_s": 1.1,
@@ -119,8 +119,8 @@ def test_a_hand_off_tells_its_costs_and_how_it_went(report: dict[str, Any], said
     blocks = explain.plain(body).split("\n\n")
     assert blocks[3:6] == [
         "The prompt is handed over by p1 (cheaper): handing over costs 1.16 s, computing in place 3.20 s.",
-        "   decode replica  cached  to receive  transfer   stall  load  computed  received\n"
-        ">  d1                   0        78MB     50 ms  2.00 s  0 ms    3.20 s     60 ms",
+        "   decode replica  cached  to receive  transfer   stall  slower  computed  received\n"
+        ">  d1                   0        78MB     50 ms  2.00 s    0 ms    3.20 s     60 ms",
         f"Not asked: p2, hand-offs from it failed\n{said}",
     ]
 

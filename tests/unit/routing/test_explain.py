@@ -33,10 +33,11 @@ def test_the_sentence_says_why_what_is_expected_and_what_was_given_up() -> None:
 def test_each_candidate_is_a_row_with_every_term_and_the_winner_is_marked() -> None:
     _, _, a, b = explain(decide()).splitlines()
     assert a.split("|")[0].split() == [
-        "a", "3.352", "=", "3.232", "+", "0.008", "+", "0.010", "+", "0.102", "s",
+        "a", "3.352", "=", "3.232", "+", "0.008", "+", "0.000", "+", "0.010", "+", "0.102", "s",
     ]  # fmt: skip
-    assert a.split("|")[1].split() == ["32", "8", "3232", "tokens"]
-    assert a.split("|")[2].split() == ["0.000", "s"]  # for others
+    assert a.split("|")[1].split() == ["32", "=", "32", "+", "0", "+", "0"]  # cached: device, host, store
+    assert a.split("|")[2].split() == ["8", "3232", "tokens"]
+    assert a.split("|")[3].split() == ["0.000", "s"]  # for others
     assert b.startswith("> b ")
     assert "0 (0 running and 0 waiting 0.25 s ago, 0 sent and 0 ended since), pool 0% in use" in b
 

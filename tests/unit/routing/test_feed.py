@@ -5,8 +5,8 @@ from random import Random
 import numpy as np
 
 from routing.fleet_state import MAX_EARLY, Feed
-from routing.index import PrefixIndex
 from routing.router import Router
+from routing.tiers import TierIndex
 from routing.types import (
     Decision,
     Ending,
@@ -26,8 +26,8 @@ def keys(*pages: int) -> np.ndarray:
     return np.array(pages, dtype=np.uint64)
 
 
-def feed(capacity: int = 100, *, still_open: frozenset[int] = frozenset()) -> tuple[Feed, PrefixIndex]:
-    index = PrefixIndex()
+def feed(capacity: int = 100, *, still_open: frozenset[int] = frozenset()) -> tuple[Feed, TierIndex]:
+    index = TierIndex()
     index.join(0, capacity=capacity)
     return Feed(index, 0, still_open.__contains__), index
 

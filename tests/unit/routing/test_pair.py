@@ -78,11 +78,11 @@ def test_who_waits_for_pages_from_elsewhere_does_not_wait_for_a_prompt_computed_
     behind = view("p0", queued_uncached_tokens=50_000)
     decision = router(behind, view("d0", num_receiving=60)).choose(query())
     pair = pair_of(decision)
-    assert (pair.prefill_id, decision.predicted_ttft_s, pair.chosen.stall_s, pair.chosen.load_s) == (None, 1.01, 0, 0)
+    assert (pair.prefill_id, decision.predicted_ttft_s, pair.chosen.stall_s, pair.chosen.slower_s) == (None, 1.01, 0, 0)
     assert [each.num_requests for each in decision.candidates] == [0, 60]  # the places are taken nevertheless
     both = pair_of(router(behind, view("d0", num_running=2, num_waiting=1, num_receiving=60)).choose(query()))
     assert both.chosen.stall_s == 3.0
-    assert both.chosen.load_s == pytest.approx(100 * 0.02 * 3 / 100)
+    assert both.chosen.slower_s == pytest.approx(100 * 0.02 * 3 / 100)
 
 
 def test_prompts_handed_over_are_no_reason_to_hand_over_more() -> None:
