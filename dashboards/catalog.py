@@ -96,7 +96,8 @@ BATCH = tuple(float(2**i) for i in range(11))  # to 1,024
 RATIO = (.01, .1, .2, .3, .4, .5, .6, .7, .8, .9, 1)  # fmt: skip
 AGE = (.1, .5, 1, 5, 10, 30, 60, 300, 900, 3600, 14400)  # fmt: skip
 
-TIERS = ("L1",)  # L1: the device's KV pool; others join when they exist
+TIERS = ("L1", "L2", "L3")  # the device's KV pool, the host tier, the store; a replica without one tells 0
+DEVICE, SIZED, LOWER = TIERS[:1], TIERS[:2], TIERS[1:]
 POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 PHASES = ("prefill", "decode")
 BY_PHASE = "prefill: steps with prompts, running requests in them included; decode: all other steps."
@@ -143,24 +144,45 @@ _REPLICA = [
     Metric(REPLICA, COUNTER, "scheduler_retracted_tokens_total", "Tokens whose K/V was freed by retractions."),
     Metric(REPLICA, COUNTER, "scheduler_finished_requests_total", "Requests that ended in this replica, by outcome.",
             {"outcome": ("finished", "aborted", "error")}),
-    Metric(REPLICA, GAUGE, "kv_pool_capacity_tokens", "Size of the pool in tokens.", {"tier": TIERS}, unit="tokens"),
-    Metric(REPLICA, GAUGE, "kv_pool_capacity_bytes", "Size of the pool in bytes, all ranks.", {"tier": TIERS},
+    Metric(REPLICA, GAUGE, "kv_pool_capacity_tokens", "Size of the pool in tokens.", {"tier": SIZED}, unit="tokens"),
+    Metric(REPLICA, GAUGE, "kv_pool_capacity_bytes", "Size of the pool in bytes, all ranks.", {"tier": SIZED},
             unit="bytes"),
     Metric(REPLICA, GAUGE, "kv_pool_tokens", "Token slots by state; the states sum to the capacity.",
-            {"tier": TIERS, "state": POOL_STATES}, unit="tokens"),
+            {"tier": DEVICE, "state": POOL_STATES}, unit="tokens"),
     Metric(REPLICA, GAUGE, "kv_pool_utilization_ratio",
-            "Share of the pool that a new request cannot take: protected, reserved and quarantined.", {"tier": TIERS},
+            "Share of the pool that a new request cannot take: protected, reserved and quarantined.", {"tier": DEVICE},
             unit="ratio"),
     Metric(REPLICA, COUNTER, "kv_pool_alloc_failures_total", "Allocations that failed even after eviction.",
-            {"tier": TIERS}),
+            {"tier": DEVICE}),
     Metric(REPLICA, COUNTER, "cache_lookup_tokens_total", "Prompt tokens looked up in the prefix cache."),
     Metric(REPLICA, COUNTER, "cache_hit_tokens_total", "Prompt tokens that were reused, by tier.", {"tier": TIERS}),
-    Metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left the prefix cache, by reason.",
-            {"tier": TIERS, "reason": ("capacity", "flush")}),
+    Metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left a tier of the prefix cache, by reason; those "
+            "of L1 may be in L2 then.", {"tier": SIZED, "reason": ("capacity", "flush")}),
     Metric(REPLICA, HISTOGRAM, "cache_evicted_idle_seconds",
             "Time since the last use of nodes evicted for room; small values mean the pool is too small.",
-            {"tier": TIERS}, unit="seconds", buckets=AGE),
-    Metric(REPLICA, GAUGE, "cache_nodes", "Nodes of the prefix tree.", {"tier": TIERS}),
+            {"tier": DEVICE}, unit="seconds", buckets=AGE),
+    Metric(REPLICA, GAUGE, "cache_nodes", "Nodes of the prefix tree.", {"tier": DEVICE}),
+]  # fmt: skip
+
+_TIERS = [
+    Metric(REPLICA, GAUGE, "tier_used_bytes", "Bytes of cached pages under the device pool. L3: of the whole store, "
+            "which replicas may share.", {"tier": LOWER}, unit="bytes"),
+    Metric(REPLICA, GAUGE, "tier_clean_tokens", "Tokens of the device pool that have a copy on the host: evicting "
+            "them costs no copy.", unit="tokens"),
+    Metric(REPLICA, COUNTER, "tier_written_tokens_total", "Tokens copied into a tier: L2 from the device, L3 from the "
+            "host.", {"tier": LOWER}),
+    Metric(REPLICA, COUNTER, "tier_write_seconds_total", "Time spent writing into a tier.", {"tier": LOWER}),
+    Metric(REPLICA, COUNTER, "tier_loaded_tokens_total", "Tokens read from a tier: L2 to the device, L3 to the host; "
+            "what came from L3 and was used is in both.", {"tier": LOWER}),
+    Metric(REPLICA, COUNTER, "tier_load_seconds_total", "Time spent reading from a tier.", {"tier": LOWER}),
+    Metric(REPLICA, COUNTER, "tier_saved_seconds_total", "Time that computing the loaded prompt tokens would have "
+            "taken, less what loading them took."),
+    Metric(REPLICA, COUNTER, "tier_wrong_pages_total", "Pages read back whose digest was not that of what was "
+            "written; they are dropped and computed.", {"tier": LOWER}),
+    Metric(REPLICA, COUNTER, "tier_slow_loads_total", "Prompts that were computed although a tier had them: loading "
+            "was slower, or not over in time."),
+    Metric(REPLICA, COUNTER, "tier_store_errors_total", "Reads and writes of the store that failed."),
+    Metric(REPLICA, GAUGE, "tier_store_up", "0 while the store is configured and cannot be used, else 1."),
 ]  # fmt: skip
 
 _TRANSFER = [
@@ -253,6 +275,6 @@ _OBSERVATORY = [
             unit="seconds", buckets=STAGE),
 ]  # fmt: skip
 
-METRICS: tuple[Metric, ...] = (*_EVERY, *_REPLICA, *_TRANSFER, *_REQUESTS, *_ROUTING, *_OBSERVATORY)
+METRICS: tuple[Metric, ...] = (*_EVERY, *_REPLICA, *_TIERS, *_TRANSFER, *_REQUESTS, *_ROUTING, *_OBSERVATORY)
 CATALOG: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 assert len(CATALOG) == len(METRICS), "a metric is in the catalogue twice"

@@ -115,6 +115,7 @@ class FakeFleet:
             "preallocating": 0, "receiving": running // 4, "handing_off": running // 4,
             "queued_tokens": running * 130, "prefill_tokens_per_s": 1500.0, "decode_step_s": 0.021,
             "report_age_s": draw.choice([0.1, 0.2]), "pools": [{"tier": "L1", "capacity": CAPACITY, **pool}],
+            "tiers": None,
             "cache_nodes": 69, "page_size": 16, "attention": "cpu", "attention_why": "the fast one of this device",
             "rates": {"prefill_tokens_per_s": 820.0 + running, "cached_tokens_per_s": 2400.0,
                       "decode_tokens_per_s": 95.0},

@@ -106,9 +106,9 @@ REUSE = Row("What is reused", (
 
 LOST = Row("What is lost", (
     Panel("Evicted tokens",
-        shows="Tokens that left the caches, by reason; flush: by an operator's request.",
+        shows="Tokens that left the tiers of the caches, by reason; flush: by an operator's request.",
         act="Evictions are normal in a full pool; the panel to the right shows whether they hurt.",
-        queries={"{{reason}}": rate("cache_evicted_tokens_total", by=["reason"])},
+        queries={"{{tier}} {{reason}}": rate("cache_evicted_tokens_total", by=["tier", "reason"])},
         shape=Shape.STACKED, unit=Unit.PER_S,
     ),
     Panel("Idle time of what was evicted",
@@ -146,9 +146,83 @@ LOST = Row("What is lost", (
     ),
 ))  # fmt: skip
 
+LOWER = Row("Tiers", (
+    Panel("Tiers in use",
+        shows="Bytes of cached pages in host memory (L2) and in the store (L3), and the size of the host tiers.",
+        act="L2 far below its size after hours: cache.host_memory_bytes is larger than clients need. Full is normal.",
+        queries={
+            "{{tier}} used": gauge("tier_used_bytes", by=["tier"]),
+            "L2 size": gauge("kv_pool_capacity_bytes", where={"tier": "L2"}),
+        },
+        unit=Unit.BYTES,
+    ),
+    Panel("Reused from lower tiers",
+        shows="Prompt tokens per second that were loaded from host memory (L2) or the store (L3) instead of computed.",
+        act="0 with traffic that repeats: nothing was written (Written into tiers), or loading is slower than "
+            "computing (Loads given up).",
+        queries={"{{tier}}": rate("cache_hit_tokens_total", by=["tier"], where={"tier": "L2|L3"})},
+        shape=Shape.STACKED, unit=Unit.PER_S,
+    ),
+    Panel("Prefill saved by tiers",
+        shows="Seconds of prefill saved in a second, all replicas together: computing less loading.",
+        act="Near 0 while tokens are reused: the tiers are about as slow as computing; see the rates to the right.",
+        queries={"saved": rate("tier_saved_seconds_total")}, unit=Unit.SECONDS,
+    ),
+    Panel("Written into tiers",
+        shows="Tokens copied per second: to host memory (L2) and to the store (L3).",
+        act="Far above what is reused: try cache.write_policy: write_through_selective, or adaptive.",
+        queries={"{{tier}}": rate("tier_written_tokens_total", by=["tier"])}, unit=Unit.PER_S,
+    ),
+    Panel("Speed of loads",
+        shows="Tokens read from each tier in a second of reading.",
+        act="Below the prefill rate of a replica: that tier saves nothing, and is left out by itself.",
+        queries={
+            "{{tier}}": ratio(
+                rate("tier_loaded_tokens_total", by=["tier"]), rate("tier_load_seconds_total", by=["tier"])
+            ),
+        },
+        unit=Unit.PER_S, needs=Needs.EVENT,
+    ),
+    Panel("Time of copies",
+        shows="Seconds that replicas spend copying in a second, by tier and direction. L2 holds up the engine, L3 does "
+              "not.",
+        act="L2 above a few percent: prefer adaptive or write_through_selective (cache.write_policy).",
+        queries={
+            "{{tier}} write": rate("tier_write_seconds_total", by=["tier"]),
+            "{{tier}} load": rate("tier_load_seconds_total", by=["tier"]),
+        },
+        unit=Unit.SECONDS,
+    ),
+    Panel("Wrong pages and failures",
+        shows="Pages whose digest did not fit when they were read back, and reads and writes of the store that failed.",
+        act="Any wrong page: memory or disk of that node is damaged; see the runbook, WrongPages.",
+        queries={
+            "{{replica}} wrong {{tier}}": rate("tier_wrong_pages_total", by=["replica", "tier"]),
+            "{{replica}} store failed": rate("tier_store_errors_total", by=["replica"]),
+        },
+        unit=Unit.PER_S,
+    ),
+    Panel("Loads given up",
+        shows="Prompts per second that were computed although a tier had them, since loading was slower.",
+        act="Often with a fast store: its latency is high, or its thread is busy writing.",
+        queries={"{{replica}}": rate("tier_slow_loads_total", by=["replica"])}, unit=Unit.PER_S,
+    ),
+    Panel("Clean tokens",
+        shows="Tokens of the device pools that have a copy on the host: evicting them takes no time.",
+        act="Near 0 with full pools: replicas find no idle time to copy in; evictions then wait for copies.",
+        queries={NAME: gauge("tier_clean_tokens", by=BY_REPLICA)}, unit=Unit.NUMBER,
+    ),
+    Panel("Stores that fail",
+        shows="Replicas whose store cannot be used at present.",
+        act="See the replica's log, and the runbook, WrongPages: a full or unmounted disk, wrong rights, no network.",
+        queries={"failing": f"{gauge('tier_store_up', over='count')} - {gauge('tier_store_up')}"},
+        shape=Shape.STAT, limits=Thresholds(1, 1), width=4,
+    ),
+))  # fmt: skip
+
 POOL = Board(
     uid="manta-kv",
     title="Manta: KV pool and prefix cache",
     description="What fills the KV pools, what of it is reused, and what is lost.",
-    rows=(FULL, REUSE, LOST),
+    rows=(FULL, REUSE, LOWER, LOST),
 )

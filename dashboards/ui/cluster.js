@@ -1,7 +1,7 @@
 // The cluster: a card for each replica, by role and node, with its pools and load; the routers; transfers (transfers.js).
 
 import { html, useRef } from "./vendor/htm/preact_standalone.js";
-import { count, seconds, shortId } from "./format.js";
+import { bytes, count, seconds, shortId } from "./format.js";
 import { Notice, Panel, once } from "./panel.js";
 import { Legend, PoolBar, STATES } from "./pools.js";
 import { TransferLines, TransferTable } from "./transfers.js";
@@ -38,7 +38,7 @@ export const Cluster = once(({ mode, replicas, routers, links, chosen, onChoose 
 });
 
 const Card = once(({ replica, split, chosen, onChoose }) => {
-  const { rates } = replica;
+  const { rates, tiers } = replica;
   const work = [
     ["running", replica.running_limit ? `${count(replica.running)} / ${count(replica.running_limit)}` : count(replica.running)],
     ["waiting", count(replica.waiting)],
@@ -48,6 +48,8 @@ const Card = once(({ replica, split, chosen, onChoose }) => {
     ["pool tokens", count(replica.pools?.[0]?.capacity)],
     ["computed tok/s", count(rates?.prefill_tokens_per_s)],
     ["reused tok/s", count(rates?.cached_tokens_per_s)],
+    ...(tiers ? [["from host", count(tiers.host_hit_tokens)], ["prefill saved", seconds(tiers.saved_s)]] : []),
+    ...(tiers?.store_bytes != null ? [["from store", count(tiers.store_hit_tokens)], ["in store", bytes(tiers.store_bytes)]] : []),
     ["decoded tok/s", count(rates?.decode_tokens_per_s)],
     ["decode step", seconds(replica.decode_step_s || null)], // 0: none yet
     ["attention", replica.attention ?? "–"],
@@ -55,6 +57,10 @@ const Card = once(({ replica, split, chosen, onChoose }) => {
   const hints = {
     receiving: "receiving K/V, and waiting for pages to receive it in",
     queued: "prompt tokens not computed yet",
+    "from host": "prompt tokens loaded from host memory instead of computed, since the start",
+    "from store": "prompt tokens read from the store instead of computed, since the start",
+    "prefill saved": "what computing the loaded tokens would have taken, less what loading took",
+    "in store": "of all replicas that share it",
     attention: replica.attention_why,
   };
   return html`<li class=${`card ${replica.state}${chosen ? " chosen" : ""}`} data-replica=${replica.id}>
@@ -68,6 +74,8 @@ const Card = once(({ replica, split, chosen, onChoose }) => {
     </div>
     ${replica.error && html`<p class="warn">${replica.error}</p>`}
     ${replica.report_age_s > OLD_REPORT_S && html`<p class="warn">last report ${seconds(replica.report_age_s)} ago</p>`}
+    ${tiers?.wrong_pages > 0 && html`<p class="warn">${count(tiers.wrong_pages)} wrong pages were read back and dropped</p>`}
+    ${tiers?.store_error && html`<p class="warn">the store cannot be used: ${tiers.store_error}</p>`}
     ${replica.pools?.map((pool) => html`<${PoolBar} key=${pool.tier} pool=${pool} />`)}
     ${replica.running == null ? html`<p class="note">no report yet</p>` : html`<dl class="facts">
       ${work.map(([name, value]) => html`<div key=${name} title=${hints[name]}><dt>${name}</dt><dd>${value}</dd></div>`)}

@@ -10,15 +10,16 @@ Thread:    made on any; read on the scrape's.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dashboards.catalog import POOL_STATES, Process
+from dashboards.catalog import POOL_STATES, TIERS, Process
 from deployments.watch.metrics.emitter import Emitter, Identity, Value, emitter_of
 from kvtransfer.types import TransferStats
 from replicas.engine.engine import Engine
-from replicas.types import EngineStats, EngineTallies, PoolStats
+from replicas.types import EngineStats, EngineTallies, PoolStats, TierStats
 from routing.types import Role
 
 Told = tuple[str, Mapping[str, str], Value]
-L1 = {"tier": "L1"}
+L1, L2, L3 = ({"tier": tier} for tier in TIERS)
+NO_TIERS = TierStats(host_pages=0, host_used_pages=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,9 @@ def tell_replica(
         yield from _facts(facts)
         yield from _scheduler(now, seen)
         yield from _pool(now.pool, now, facts)
-        yield from _cache(now, seen)
+        tiers = now.tiers or NO_TIERS
+        yield from _cache(now, tiers, seen)
+        yield from _tiers(tiers, page_size=now.pool.page_size, page_bytes=facts.page_bytes)
         if now.transfer is not None:
             yield from _transfers(now.transfer, seen)
 
@@ -119,13 +122,38 @@ def _pool(pool: PoolStats, stats: EngineStats, facts: ReplicaFacts) -> Iterator[
     yield "kv_pool_alloc_failures_total", L1, stats.alloc_failures
 
 
-def _cache(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
+def _cache(stats: EngineStats, tiers: TierStats, tallies: EngineTallies) -> Iterator[Told]:
+    loaded = tiers.host_hit_tokens + tiers.store_hit_tokens
     yield "cache_lookup_tokens_total", {}, stats.lookup_tokens
-    yield "cache_hit_tokens_total", L1, stats.cached_tokens
+    yield "cache_hit_tokens_total", L1, max(stats.cached_tokens - loaded, 0)  # the two are not counted at one moment
+    yield "cache_hit_tokens_total", L2, tiers.host_hit_tokens
+    yield "cache_hit_tokens_total", L3, tiers.store_hit_tokens
     yield "cache_evicted_tokens_total", {**L1, "reason": "capacity"}, stats.evicted_tokens
     yield "cache_evicted_tokens_total", {**L1, "reason": "flush"}, stats.flushed_tokens
+    yield "cache_evicted_tokens_total", {**L2, "reason": "capacity"}, tiers.host_evicted_tokens
     yield "cache_evicted_idle_seconds", L1, tallies.evicted_idle_s
     yield "cache_nodes", L1, stats.cache_nodes
+
+
+def _tiers(tiers: TierStats, *, page_size: int, page_bytes: int) -> Iterator[Told]:
+    yield "kv_pool_capacity_tokens", L2, tiers.host_pages * page_size
+    yield "kv_pool_capacity_bytes", L2, tiers.host_pages * page_bytes
+    yield "tier_clean_tokens", {}, tiers.clean_pages * page_size
+    by_tier: dict[str, tuple[float, float]] = {  # host, store
+        "tier_used_bytes": (tiers.host_used_pages * page_bytes, tiers.store_bytes),
+        "tier_written_tokens_total": (tiers.host_written_tokens, tiers.store_written_tokens),
+        "tier_write_seconds_total": (tiers.host_write_s, tiers.store_write_s),
+        "tier_loaded_tokens_total": (tiers.host_hit_tokens + tiers.store_hit_tokens, tiers.store_read_tokens),
+        "tier_load_seconds_total": (tiers.host_load_s, tiers.store_read_s),
+        "tier_wrong_pages_total": (tiers.host_wrong_pages, tiers.store_wrong_pages),
+    }
+    for name, (host, store) in by_tier.items():
+        yield name, L2, host
+        yield name, L3, store
+    yield "tier_saved_seconds_total", {}, tiers.saved_s
+    yield "tier_slow_loads_total", {}, tiers.slow_loads
+    yield "tier_store_errors_total", {}, tiers.store_errors
+    yield "tier_store_up", {}, tiers.store_error is None
 
 
 def _transfers(stats: TransferStats, tallies: EngineTallies) -> Iterator[Told]:

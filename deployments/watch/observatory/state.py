@@ -71,6 +71,7 @@ def _bare(replica_id: str, role: str, node: str, state: str) -> dict[str, Any]:
         "error": None,
         **_NOTHING,
         "pools": [],
+        "tiers": None,
         "page_size": None,
         "attention": None,
         "attention_why": None,
@@ -92,10 +93,29 @@ def _reported(report: ReplicaReport, age_s: float) -> dict[str, Any]:
         "prefill_tokens_per_s": short(stats.prefill_tokens_per_s),
         "decode_step_s": short(stats.decode_step_s),
         "report_age_s": round(age_s, 1),
-        "pools": [_pool(stats.pool)],
+        **_tiers(stats),
         "cache_nodes": stats.cache_nodes,
         "page_size": stats.pool.page_size,
     }
+
+
+def _tiers(stats: EngineStats) -> dict[str, Any]:
+    """Return the pools of device and host, and what the lower tiers have done."""
+    tiers, device = stats.tiers, _pool(stats.pool)
+    if tiers is None:
+        return {"pools": [device]}
+    size, used = stats.pool.page_size, tiers.host_used_pages
+    host = {"tier": "L2", **dict.fromkeys(("protected", "reserved", "quarantined"), 0)}
+    host |= {"capacity": tiers.host_pages * size, "free": (tiers.host_pages - used) * size, "evictable": used * size}
+    told = {
+        "host_hit_tokens": tiers.host_hit_tokens,
+        "store_hit_tokens": tiers.store_hit_tokens,
+        "saved_s": short(tiers.saved_s),
+        "wrong_pages": tiers.host_wrong_pages + tiers.store_wrong_pages,
+        "store_bytes": None if tiers.store is None else tiers.store_bytes,
+        "store_error": tiers.store_error,
+    }
+    return {"pools": [device, host], "tiers": told}
 
 
 def _pool(pool: PoolStats) -> dict[str, Any]:

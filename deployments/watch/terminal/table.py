@@ -57,7 +57,7 @@ class Table:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table, left_out = self, []
-        for name in self.spare:  # leave columns out until the table fits
+        for name in filter(self.columns.__contains__, self.spare):  # leave columns out until the table fits
             if Measurement.get(console, options.update(width=PLAIN_WIDTH), table._drawn()).maximum <= options.max_width:
                 break
             table = table._without(name)

@@ -75,12 +75,16 @@ def _heading(state: Mapping[str, Any]) -> str:
 
 
 def _replicas(replicas: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("replica", "role", "node", "state", ">running", ">waiting", "pool", ">hit", ">prefill/s", ">decode/s")
-    spare = ("node", ">hit", ">prefill/s", ">decode/s", "role")
-    return Table(columns=columns, rows=[_replica(each) for each in replicas], spare=spare)
+    lower = any(each.get("tiers") for each in replicas)
+    below = (">host", ">loaded", ">saved") if lower else ()
+    columns = (
+        "replica", "role", "node", "state", ">running", ">waiting", "pool", *below, ">hit", ">prefill/s", ">decode/s",
+    )  # fmt: skip
+    spare = ("node", ">saved", ">hit", ">prefill/s", ">decode/s", "role", ">loaded", ">host")
+    return Table(columns=columns, rows=[_replica(each, lower=lower) for each in replicas], spare=spare)
 
 
-def _replica(each: Mapping[str, Any]) -> list[str | Bar]:
+def _replica(each: Mapping[str, Any], *, lower: bool) -> list[str | Bar]:
     rates = each.get("rates") or {}
     computed, cached = rates.get("prefill_tokens_per_s"), rates.get("cached_tokens_per_s")
     hit = None if computed is None or cached is None else share(cached, cached + computed)
@@ -94,10 +98,22 @@ def _replica(each: Mapping[str, Any]) -> list[str | Bar]:
         f"{count(running)}/{count(limit)}",
         count(_waiting(each)),
         _pool(each.get("pools") or []),
+        *(_lower(each) if lower else ()),
         percent(hit),
         count(computed),
         count(rates.get("decode_tokens_per_s")),
     ]
+
+
+def _lower(each: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return how full the host tier is, the tokens loaded from the lower tiers, and the seconds of prefill saved."""
+    tiers = each.get("tiers")
+    host = next((pool for pool in each.get("pools") or [] if pool["tier"] == "L2"), None)
+    if not tiers or host is None:
+        return "-", "-", "-"
+    wrong = f", {count(tiers['wrong_pages'])} WRONG" if tiers["wrong_pages"] else ""
+    loaded = count(tiers["host_hit_tokens"] + tiers["store_hit_tokens"]) + wrong
+    return percent(share(host["evictable"], host["capacity"])), loaded, seconds(tiers["saved_s"])
 
 
 def _waiting(each: Mapping[str, Any]) -> float | None:

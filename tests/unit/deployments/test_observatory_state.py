@@ -10,6 +10,7 @@ from deployments.watch.observatory.requests import Requests
 from deployments.watch.observatory.scaling import Scaling
 from deployments.watch.observatory.serve_details import ServeDetails, details_of
 from deployments.watch.observatory.state import State
+from replicas.types import TierStats
 from tests.unit.deployments.observed import details, hand_off, listed, row, seen, view
 
 NOBODY = ServeDetails()
@@ -54,6 +55,23 @@ def test_a_pools_states_are_in_tokens_and_sum_to_its_capacity() -> None:
     }  # fmt: skip
     assert state.snapshot["history"] == {"times": [10.0], "used": {"a": [0.3]}}
     assert state.snapshot["totals"]["fullest_pool_ratio"] == 0.3
+    state.check()
+
+
+def test_the_host_tier_is_a_pool_and_what_the_tiers_did_is_told() -> None:
+    state = State()
+    tiers = TierStats(host_pages=20, host_used_pages=5, store="disk", store_bytes=7000, host_hit_tokens=480,
+                      store_hit_tokens=32, saved_s=1.2345, store_wrong_pages=1, store_error="no space")  # fmt: skip
+    state.advance([view("one", seen("a", used_pages=3, tiers=tiers))], NOBODY, 10.0)
+    row = by_id(state)["a"]
+    assert [(pool["tier"], pool["capacity"], pool["free"], pool["evictable"]) for pool in row["pools"]] == [
+        ("L1", 160, 112, 0), ("L2", 320, 240, 80),
+    ]  # fmt: skip
+    assert row["tiers"] == {
+        "host_hit_tokens": 480, "store_hit_tokens": 32, "saved_s": 1.23, "wrong_pages": 1, "store_bytes": 7000,
+        "store_error": "no space",
+    }  # fmt: skip
+    assert state.snapshot["totals"]["fullest_pool_ratio"] == 0.3  # of the devices
     state.check()
 
 

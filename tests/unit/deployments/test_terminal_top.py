@@ -64,6 +64,22 @@ def test_a_state_is_a_block_of_lines() -> None:
     assert top.plain(state()) == BLOCK
 
 
+def test_tiers_are_columns_where_a_replica_has_them() -> None:
+    host = {"tier": "L2", "capacity": 3200, "free": 800, "evictable": 2400, "protected": 0, "reserved": 0,
+            "quarantined": 0}  # fmt: skip
+    tiers = {"host_hit_tokens": 900, "store_hit_tokens": 100, "saved_s": 2.5, "wrong_pages": 0, "store_bytes": None,
+             "store_error": None}  # fmt: skip
+    pools = [L1, host]
+    rows = [replica("abc", pools=pools, tiers=tiers), replica("x", pools=pools, tiers=tiers | {"wrong_pages": 3})]
+    text = top.plain(state(replicas=[*rows, replica("old")])).splitlines()
+    assert [line.split(" of 1.6k")[-1].split() for line in text[4:7]] == [
+        ["75", "%", "1.0k", "2.50", "s", "75", "%", "250", "88"],
+        ["75", "%", "1.0k,", "3", "WRONG", "2.50", "s", "75", "%", "250", "88"],
+        ["-", "-", "-", "75", "%", "250", "88"],
+    ]
+    assert text[3].split()[7:10] == ["host", "loaded", "saved"]
+
+
 def test_what_is_not_known_is_a_dash_and_no_replica_is_explained() -> None:
     starting = replica("s", state="starting", pools=[], rates=None, running=None, running_limit=None, waiting=None)
     line = top.plain(state(replicas=[starting])).splitlines()[4]

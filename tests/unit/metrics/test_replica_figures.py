@@ -9,7 +9,7 @@ from deployments.watch.metrics.emitter import Emitter, Identity
 from deployments.watch.metrics.replica_metrics import ReplicaFacts, tell_replica
 from kvtransfer.types import TransferStats
 from replicas.distributions import Distributions
-from replicas.types import EngineStats, EngineTallies, PoolStats
+from replicas.types import EngineStats, EngineTallies, PoolStats, TierStats
 from tests.harness import ask, fake_engine, finish_all
 from tests.pair import Pair
 from tests.scraped import Scraped
@@ -53,6 +53,36 @@ def test_the_states_of_the_pool_sum_to_its_capacity() -> None:
     assert sum(states.values()) == seen.value("kv_pool_capacity_tokens", tier="L1") == 1600
     assert seen.value("kv_pool_capacity_bytes", tier="L1") == 100_000
     assert seen.value("kv_pool_utilization_ratio", tier="L1") == pytest.approx(0.3)
+
+
+def test_tiers_are_told_with_what_they_hold_and_did() -> None:
+    tiers = TierStats(
+        host_pages=40, host_used_pages=10, clean_pages=3, store="disk", store_bytes=9000, store_items=7,
+        host_hit_tokens=160, store_hit_tokens=32, host_written_tokens=320, host_evicted_tokens=16,
+        store_written_tokens=64, store_read_tokens=48, host_write_s=0.5, host_load_s=0.25, store_write_s=2.0,
+        store_read_s=1.0, saved_s=4.0, host_wrong_pages=1, store_wrong_pages=2, store_errors=5, slow_loads=6,
+        store_error="no space",
+    )  # fmt: skip
+    seen = scrape(dataclasses.replace(stats(), pool=POOL, cached_tokens=200, tiers=tiers))
+    assert seen.values("cache_hit_tokens_total", "tier") == {"L1": 8, "L2": 160, "L3": 32}
+    assert seen.values("kv_pool_capacity_tokens", "tier") == {"L1": 1600, "L2": 640}
+    assert seen.values("kv_pool_capacity_bytes", "tier") == {"L1": 100_000, "L2": 40_000}
+    assert seen.values("tier_used_bytes", "tier") == {"L2": 10_000, "L3": 9000}
+    assert seen.values("tier_written_tokens_total", "tier") == {"L2": 320, "L3": 64}
+    assert seen.values("tier_loaded_tokens_total", "tier") == {"L2": 192, "L3": 48}
+    assert seen.values("tier_write_seconds_total", "tier") == {"L2": 0.5, "L3": 2.0}
+    assert seen.values("tier_load_seconds_total", "tier") == {"L2": 0.25, "L3": 1.0}
+    assert seen.values("tier_wrong_pages_total", "tier") == {"L2": 1, "L3": 2}
+    assert seen.value("cache_evicted_tokens_total", tier="L2", reason="capacity") == 16
+    names = ("clean_tokens", "saved_seconds_total", "slow_loads_total", "store_errors_total", "store_up")
+    assert [seen.value(f"tier_{name}") for name in names] == [48, 4, 6, 5, 0]
+
+
+def test_a_replica_without_tiers_tells_nothing_in_them_and_no_failure() -> None:
+    seen = scrape(dataclasses.replace(stats(), pool=POOL, cached_tokens=200))
+    assert seen.values("cache_hit_tokens_total", "tier") == {"L1": 200, "L2": 0, "L3": 0}
+    assert seen.values("tier_used_bytes", "tier") == {"L2": 0, "L3": 0}
+    assert seen.value("tier_store_up") == 1
 
 
 def test_facts_are_labels_and_unknown_start_times_are_not_told() -> None:
