@@ -156,8 +156,8 @@ _REPLICA = [
             {"tier": DEVICE}),
     Metric(REPLICA, COUNTER, "cache_lookup_tokens_total", "Prompt tokens looked up in the prefix cache."),
     Metric(REPLICA, COUNTER, "cache_hit_tokens_total", "Prompt tokens that were reused, by tier.", {"tier": TIERS}),
-    Metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left a tier of the prefix cache, by reason; those "
-            "of L1 may be in L2 then.", {"tier": SIZED, "reason": ("capacity", "flush")}),
+    Metric(REPLICA, COUNTER, "cache_evicted_tokens_total", "Tokens that left a tier of the prefix cache, by reason; "
+            "those of L1 may be in L2 then.", {"tier": SIZED, "reason": ("capacity", "flush")}),
     Metric(REPLICA, HISTOGRAM, "cache_evicted_idle_seconds",
             "Time since the last use of nodes evicted for room; small values mean the pool is too small.",
             {"tier": DEVICE}, unit="seconds", buckets=AGE),
