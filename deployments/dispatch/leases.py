@@ -12,8 +12,8 @@ Thread:    the router's event loop.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from deployments.channel.channel_server import ChannelAddress, ChannelServer, Stream
@@ -71,6 +71,7 @@ class ReplicaInfo:
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
     moves: MoveAddress | None = None  # where others push cached pages to; None without a host tier
     host_bytes: int = 0  # of the host tier
+    tiers: Mapping[str, str] = field(default_factory=dict)  # with a host tier: its policies, and the store's address
 
 
 class ReplicaCalls(Protocol):

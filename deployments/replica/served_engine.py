@@ -17,6 +17,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from deployments import logs
 from deployments.channel.channel_client import ChannelClient
@@ -28,6 +29,7 @@ from deployments.replica.cache_moves import ReplicaMoves
 from kvtransfer.moves.mover import MoveStats
 from kvtransfer.moves.wire import MoveAddress
 from replicas.cache.tree_view import CacheTree
+from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
 from replicas.errors import EngineDead, MantaError
 from replicas.kernels.simd import instruction_set
@@ -301,4 +303,19 @@ class ServedEngine:
             metrics=self._metrics_address,
             moves=moves,
             host_bytes=config.cache.host_memory_bytes,
+            tiers=_tiers(config.cache),
         )
+
+
+def _tiers(cache: CacheConfig) -> dict[str, str]:
+    """Return the policies of the tiers under the device pool and where the store is, without any key in its URL."""
+    if not cache.host_memory_bytes:
+        return {}
+    facts: dict[str, str] = {
+        "host_eviction": cache.host_eviction, "write_policy": cache.write_policy, "prefetch": cache.prefetch,
+    }  # fmt: skip
+    if cache.store is None:
+        return facts
+    url = urlsplit(cache.store)
+    place = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+    return facts | {"store": place, "store_bytes": str(cache.store_bytes)}
