@@ -441,6 +441,8 @@ class HiRadixCache(RadixCache):
 
     def _give_host_pages(self, node: TreeNode) -> None:
         """Give a node of the device its pages on the host, if they can be had; `_copy` fills them."""
+        if node.num_pages > self.host.num_pages - self.host.coming:
+            return  # others' pages would leave for nothing
         self._room_on_host(node.num_pages)
         if self.host.num_free >= node.num_pages and node.parent is not None:
             node.host = self.host.take(node.num_pages)

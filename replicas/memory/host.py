@@ -144,6 +144,7 @@ class HostKVCache:
         if rows is None:
             for at in np.flatnonzero(ok).tolist():
                 pool.buffer[int(device_pages[at])].copy_(self._tensor(int(host_pages[at]), pool), non_blocking=True)
+            torch.cuda.current_stream(pool.device).synchronize()  # a thread may write the host's pages next
         return ok
 
     def seal(self, page: int) -> None:

@@ -115,10 +115,11 @@ class KvUnderLoad(RuleBasedStateMachine):
         host_len = tiers.match_prefix(req.ids[: len(prompt) - 1], salt).host_len if tiers is not None else 0
         wrong = bool(self.copier.wrong)
         try:
-            loaded = self.kv.load(req, most)
+            loaded, left = self.kv.load(req, most)
         except PagesExhausted:
             return
         assert loaded == min(host_len, most // self.kv.page_size * self.kv.page_size) or wrong
+        assert loaded + left == host_len or wrong
         assert req.computed_len == reused + loaded
         self.compute(req, np.empty(0, dtype=np.int32))  # what is loaded is what the row says
 

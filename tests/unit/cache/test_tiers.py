@@ -185,20 +185,21 @@ def test_a_locked_path_keeps_its_host_pages() -> None:
 
 
 def test_a_victim_without_room_on_the_host_is_forgotten_with_what_hangs_below() -> None:
-    """Both host pages are needed for others' bytes: B, on the host, cannot stay without A."""
+    """Of three host pages two await others' bytes, and one holds C: A and B find no room, and C is nothing without."""
     rig = Rig(3, events=True)
-    rig.put(ids(A, B), 10)
+    rig.put(ids(A, B, C), 10)
     rig.evict(1)
     taken = rig.cache.take_host(2)
     assert taken is not None
-    lock = rig.cache.inc_lock_ref(rig.cache.match_prefix(ids(A), "").node)
-    rig.cache.dec_lock_ref(lock)
-    assert rig.tiers(ids(A, B)) == (1, 1)
-    rig.cache.pin(at(3)) if False else None
-    assert rig.evict(1) == [10]
-    found = rig.tiers(ids(A, B))
-    assert found in ((0, 0), (0, 1))  # B made room for A, or both went: never B without A
+    assert rig.tiers(ids(A, B, C)) == (2, 1)
+    assert rig.evict(2) == [10, 11]
+    assert rig.tiers(ids(A, B, C)) == (0, 0)
+    assert (rig.cache.num_nodes, rig.cache.host.num_free) == (0, 1)
+    assert rig.log is not None
+    a, b, c = page_keys(ids(A, B, C), PS, "", None).tolist()
+    assert [event.keys.tolist() for event in rig.log.drain() if isinstance(event, PagesRemoved)] == [[c], [a, b]]
     rig.cache.give_back(taken)
+    assert rig.cache.host.num_free == 3
     rig.cache.check()
 
 

@@ -92,7 +92,8 @@ def test_what_a_store_brought_is_sealed_for_all_ranks() -> None:
     hosts = ranks_of(pools[0], 2)
     hosts[0].view[1] = np.concatenate([pool.page_rows()[3] for pool in pools])
     assert not hosts[0].intact(1)
-    assert [bool(host.load(pool, pages(1), pages(2))[0]) for pool, host in zip(pools, hosts, strict=True)] == [False] * 2
+    for pool, host in zip(pools, hosts, strict=True):
+        assert host.load(pool, pages(1), pages(2)).tolist() == [False]
     hosts[0].seal(1)
     assert hosts[0].intact(1)
     for pool, host in zip(pools, hosts, strict=True):
