@@ -4,16 +4,21 @@ Owns:      the order of start-up and of its undoing.
 Never:     decides settings (config.resolve) or sizes (memory/sizing); starts followers itself (engine/ranks.py).
 """
 
+import hashlib
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvtransfer.ports.rank_port import RankPort
 from kvtransfer.rooms.kv_transfer import KvTransfer
+from kvtransfer.stores.urls import open_store
 from kvtransfer.types import TransferSettings
 from replicas.cache.kv import KvCache
-from replicas.cache.tiers import HostTier
+from replicas.cache.store_tier import StoreTier
+from replicas.cache.store_worker import Worker
+from replicas.cache.tiers import HiRadixCache, HostTier
 from replicas.config import (
     Attention,
     CacheConfig,
@@ -31,6 +36,7 @@ from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.errors import InvalidConfig
 from replicas.runner.device import measure_hardware
+from replicas.runner.kv_access import RankedCopier
 from replicas.runner.model_files import load_model_config, model_identity
 from replicas.runner.port import MakeAgent, PortSpec
 from replicas.runner.product_choice import choose_products
@@ -115,6 +121,8 @@ def load_engine(
         host=host,
         record_events=record_events,
     )
+    if copier is not None and kv.store.tiers is not None and config.cache.store is not None:
+        kv.store_tier = open_store_tier(config, kv.store.tiers, copier)
     connected = None
     if spec is not None:
         try:
@@ -138,6 +146,27 @@ def load_engine(
     )
     log.info("KV pool: %s", engine.describe())
     return engine
+
+
+def open_store_tier(config: EngineConfig, tiers: HiRadixCache, copier: RankedCopier) -> StoreTier:
+    """Open the store of the settings under the host tier. Raises: InvalidConfig when it cannot be had."""
+    cache, tp = config.cache, config.parallel.tp
+    assert cache.store is not None
+    # pages of all ranks as they lie in host memory: another tp, or heads that ranks share, is another layout
+    fingerprint = f"{kv_layout(config, model_identity(config.model.path, config.model.quantization), tp=1).fingerprint}"
+    fingerprint += f"|tp={tp}|page_bytes={copier.host.memory.page_bytes}|dtype={config.model.dtype}"
+    digest = hashlib.blake2b(fingerprint.encode(), digest_size=8).digest()
+    try:
+        store = open_store(cache.store, layout_digest=digest, capacity_bytes=cache.store_bytes)
+    except ValueError as error:
+        raise InvalidConfig(f"cache.store: {error}") from error
+    shared_by = f"{socket.gethostname()}:" if cache.store.startswith("file:") else ""
+    return StoreTier(
+        tiers,
+        Worker(store, copier.host, fingerprint, cache.page_size),
+        name=shared_by + cache.store.partition("?")[0],
+        policy=cache.prefetch,
+    )
 
 
 def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:

@@ -24,6 +24,7 @@ from replicas.cache.audit import audit
 from replicas.cache.base import Lock, MatchResult
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
+from replicas.cache.store_tier import StoreTier
 from replicas.cache.tiers import HostTier
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest
@@ -63,6 +64,7 @@ class KvCache:
         self._allocator, self._cache = self.store.allocator, self.store.cache
         self._table = ReqToTokenPool(max_requests, context_len)
         self._holders: dict[int, Req] = {}  # by row
+        self.store_tier: StoreTier | None = None  # set once, by who starts the engine
 
     @property
     def capacity_tokens(self) -> int:
@@ -95,6 +97,20 @@ class KvCache:
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
+
+    def ask_store(self, req: Req) -> None:
+        """Look in the store for what the other tiers lack of the prefix of ``req``, which waits to start."""
+        if self.store_tier is not None:
+            self.store_tier.ask(req, self.longest_reuse(req))
+
+    def waits_for_store(self, req: Req, now_s: float) -> bool:
+        """Whether ``req`` should wait for what is read for it; when it should not, it is no longer read for it."""
+        return self.store_tier is not None and self.store_tier.waits(req, now_s)
+
+    def forget_store(self, req: Req) -> None:
+        """Nothing needs to be read for ``req`` any more: it has ended."""
+        if self.store_tier is not None:
+            self.store_tier.forget(req)
 
     def load_budget(self, chunk_size: int) -> int:
         """Count the tokens that a step may load from the host: it takes about as long as to compute ``chunk_size``."""
@@ -279,6 +295,8 @@ class KvCache:
         held = {id(req) for req in self._holders.values()}
         assert held == {id(req) for req in reqs}, f"rows are held by {[req.rid for req in self._holders.values()]}"
         audit(self._allocator, self._table, self._cache, self.store.quarantine, reqs)
+        if self.store_tier is not None:
+            self.store_tier.check()
 
     def _forget(self, req: Req) -> None:
         """Free the row of ``req``; its pages and lock are the caller's to free."""

@@ -44,6 +44,7 @@ class TreeNode:
     hot: bool = False  # used again, be it that it was lost in between: kept by the host tier
     page_keys: PageKeys | None = None  # [n] while events are recorded, or with a host tier
     host: Pages = field(default_factory=lambda: NO_PAGES)  # [n] host pages with a copy (SGLang's host_value); [0]: none
+    stored: bool = False  # a store has them too
     device_children: int = 0  # its children on the device
 
     @staticmethod

@@ -188,7 +188,7 @@ class RadixCache:
                 PagesStored(
                     seq=seq,
                     keys=node.page_keys,
-                    parent_key=_last_key(node.parent),
+                    parent_key=last_key(node.parent),
                     page_size=self.page_size,
                     token_ids=node.key,
                     tier=Tier.DEVICE if node.on_device else Tier.HOST,
@@ -281,7 +281,7 @@ class RadixCache:
         parent.device_children += leaf.on_device
         self._evictable += len(pages)
         if self._names_pages:
-            leaf.page_keys = page_keys(key, self.page_size, leaf.salt, _last_key(parent))
+            leaf.page_keys = page_keys(key, self.page_size, leaf.salt, last_key(parent))
         self._tell_stored(leaf)
         self._file(leaf)
         return leaf
@@ -352,13 +352,13 @@ class RadixCache:
         if self.events is not None:
             assert node.page_keys is not None
             tier = Tier.DEVICE if node.on_device else Tier.HOST
-            self.events.stored(node.page_keys, _last_key(node.parent), self.page_size, node.key, tier)
+            self.events.stored(node.page_keys, last_key(node.parent), self.page_size, node.key, tier)
 
     def _nodes(self) -> Iterator[TreeNode]:
         """Iterate over all nodes except the roots, parents first."""
         return walk(self._roots.values())
 
 
-def _last_key(node: TreeNode | None) -> PageKey | None:
+def last_key(node: TreeNode | None) -> PageKey | None:
     """Return the key of the page before a child of ``node``; None when ``node`` is a root."""
     return int(node.page_keys[-1]) if node is not None and node.page_keys is not None else None

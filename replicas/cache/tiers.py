@@ -24,11 +24,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.pages import Tier
 from replicas.cache.arc import host_queue
 from replicas.cache.base import NO_PAGES, MatchResult
 from replicas.cache.events import EventLog
 from replicas.cache.node import TreeNode, walk
-from replicas.cache.radix import RadixCache
+from replicas.cache.radix import RadixCache, last_key
 from replicas.cache.write_policy import WritePolicy
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 from replicas.types import TierStats, TokenIds
@@ -253,7 +254,7 @@ class HiRadixCache(RadixCache):
         self.host.arrived(len(host_pages))
         self.host.free(host_pages)
 
-    def adopt(self, token_ids: TokenIds, salt: str, host_pages: Pages, first: int) -> int:
+    def adopt(self, token_ids: TokenIds, salt: str, host_pages: Pages, first: int, *, stored: bool = False) -> int:
         """Give the tree ``host_pages`` [n] of `take_host`, sealed: pages [first, first + n) of ``token_ids``.
 
         Returns: how many, the last ones, the tree keeps. The others are freed: the tree has those pages, or lacks a
@@ -274,8 +275,15 @@ class HiRadixCache(RadixCache):
                 node = self._roots[salt] = TreeNode.root(salt)
             key = whole[at * self.page_size :].copy()
             leaf = self._add_leaf(node, key, self._clock(), host=host_pages[len(host_pages) - kept :].copy())
+            leaf.stored = stored
             self.on_copied(leaf)
         return kept
+
+    def tell_tier(self, node: TreeNode, tier: Tier) -> None:
+        """Report that ``tier`` has the node's pages too."""
+        if self.events is not None:
+            assert node.page_keys is not None
+            self.events.stored(node.page_keys, last_key(node.parent), self.page_size, node.key, tier)
 
     def copy_idle(self, most_pages: int, *, to_store: bool) -> int:
         """Copy about ``most_pages`` pages that have no copy yet, oldest first, into host pages that are free.

@@ -153,9 +153,12 @@ class Engine:
         return self.scheduler.has_work or self.steps.under_way
 
     def on_transfer_event(self, call: Callable[[], None]) -> None:
-        """Register ``call``: the transfer thread calls it when a hand-off has news for `step`. It must not block."""
+        """Register ``call``: the threads of transfers and of the store call it when they have news for `step`. It must
+        not block."""
         if self._service is not None:
             self._service.on_event = call
+        if self.kv.store_tier is not None:
+            self.kv.store_tier.on_event(call)
 
     @property
     def transfer_address(self) -> PeerAddress | None:
@@ -164,9 +167,12 @@ class Engine:
 
     @property
     def transfer_error(self) -> EngineDead | None:
-        """Why every hand-off will fail here, or None; any thread may ask."""
+        """Why every hand-off, or every look into the store, will fail here, or None; any thread may ask."""
         error = None if self._service is None else self._service.error
-        return None if error is None else EngineDead(f"the transfer thread has failed: {error!r}")
+        if error is not None:
+            return EngineDead(f"the transfer thread has failed: {error!r}")
+        error = None if self.kv.store_tier is None else self.kv.store_tier.error
+        return None if error is None else EngineDead(f"the thread of the store tier has failed: {error!r}")
 
     @property
     def idle_s(self) -> float | None:
@@ -253,10 +259,14 @@ class Engine:
             return False
         written = tiers.counters
         each_s = written.write_s / written.written_pages if written.written_pages else TIDY_S
-        return tiers.copy_idle(max(1, int(TIDY_S / max(each_s, 1e-9))), to_store=False) > 0
+        most = max(1, int(TIDY_S / max(each_s, 1e-9)))
+        return tiers.copy_idle(most, to_store=self.kv.store_tier is not None) > 0
 
     def poll(self) -> list[TokenDelta]:
-        """Take the events of the transfer service since the last call; microseconds when there are none."""
+        """Take the events of the transfer service and of the store since the last call; microseconds when there are
+        none."""
+        if self.kv.store_tier is not None:
+            self.kv.store_tier.poll()
         return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:
@@ -311,6 +321,8 @@ class Engine:
         """Close the connections to peers and to the other ranks; the engine must not be used afterwards."""
         if self._hand_offs is not None:
             self._hand_offs.close()
+        if self.kv.store_tier is not None:
+            self.kv.store_tier.close()
         self.executor.close()
 
     def _start(self) -> list[TokenDelta]:

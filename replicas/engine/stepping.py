@@ -13,6 +13,7 @@ import collections
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from replicas.cache.kv import KvCache
 from replicas.cache.pages import PageStore
 from replicas.distributions import Distributions
 from replicas.request import ReqState
@@ -110,16 +111,17 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         num_mixed_steps=steps.num_mixed,
         num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),
         longest_step_s=steps.longest_s,
-        tiers=_tier_stats(store, counters),
+        tiers=_tier_stats(scheduler.kv, counters),
     )
 
 
-def _tier_stats(store: PageStore, counters: Counters) -> TierStats | None:
-    if store.tiers is None:
+def _tier_stats(kv: KvCache, counters: Counters) -> TierStats | None:
+    if kv.store.tiers is None:
         return None
-    return replace(
-        store.tiers.stats(), host_hit_tokens=counters.host_tokens, store_hit_tokens=counters.store_tokens
-    )
+    stats = kv.store.tiers.stats()
+    if kv.store_tier is not None:
+        stats = kv.store_tier.stats(stats)
+    return replace(stats, host_hit_tokens=counters.host_tokens, store_hit_tokens=counters.store_tokens)
 
 
 Launch = Callable[[StepPlan], PendingStep]  # starts a plan on all ranks

@@ -41,7 +41,7 @@ class Refusal(enum.Enum):
     MEMORY = "its prompt and reserved output do not fit the pool beside what runs"
     SHARED_PREFIX = "another request is computing its prefix right now"
     OLDER_GRANT = "an older decode leg waits for memory"
-    LOADING = "its cached prefix is on its way from the host"
+    LOADING = "its cached prefix is on its way from the host or the store"
 
 
 PASSING = frozenset({Refusal.SHARED_PREFIX, Refusal.OLDER_GRANT, Refusal.LOADING})  # others behind it may still start
@@ -90,7 +90,7 @@ def next_batch(
         if barrier is not None and req.ranks_from_s > barrier:
             refusal: Refusal | None = Refusal.OLDER_GRANT
         else:
-            refusal = _start(batch, req, queues, kv, ratio, limits, budget)
+            refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
         if refusal is None:
             batch.reserved += _still_needs(req, ratio)
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
@@ -118,6 +118,7 @@ def _start(
     ratio: NewTokenRatio,
     limits: Limits,
     budget: StepBudget,
+    now_s: float,
 ) -> Refusal | None:
     """Start waiting request ``req`` in the batch, or tell why not."""
     num_running = len(limits.in_flight) + len(batch.reqs)
@@ -125,6 +126,8 @@ def _start(
         return Refusal.RUNNING_LIMIT
     if budget.empty or (queues.chunked is not None and queues.chunked is not req):
         return Refusal.STEP_BUDGET
+    if kv.waits_for_store(req, now_s):
+        return Refusal.LOADING
     if _prefix_is_computed(batch, req, kv, limits.share_len):
         return Refusal.SHARED_PREFIX
     reused = kv.admit(req)  # locks the prefix: its pages no longer count as evictable

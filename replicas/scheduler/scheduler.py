@@ -102,6 +102,7 @@ class Scheduler:
         """Accept a request; from here on it ends in exactly one finish."""
         self._accept(req)
         self._wait(req)
+        self.kv.ask_store(req)
 
     def ask_grant(self, req: Req) -> None:
         """Accept a decode leg. It gets row and pages when they fit, and is then among `HandOffQueue.take_granted`."""
@@ -153,6 +154,7 @@ class Scheduler:
                 self.queues.under_way.hold(req, keep=keep)
             else:
                 let_go(req, self.kv, keep=keep)
+        self.kv.forget_store(req)
         self._gate.disturb()
         req.move(ReqState.FINISHED)
         req.finish, req.stamps.ended_s = finish, self._clock()

@@ -1,0 +1,218 @@
+"""StoreTier: pages come from a store (L3) into the host tier before a prompt needs them, and go there from it.
+
+Owns:      what requests want from the store, and what is on its way there; store_worker.py is the thread.
+Never:     delays a request for longer than computing what the store has would take (policy expected); allocates before
+           it knows of a hit.
+Invariant: a host page that the thread fills is taken (`HiRadixCache.take_host`), one that it reads is pinned, until it
+           has said that it is through, however long the store hangs.
+Thread:    the scheduler's.
+
+    ask ─> LOOKING ──found──> READING ─ pages into host memory, adopted in order ─> over ─> loaded as any host hit
+              └─ nothing ──────────────────────────────────────────────────────────> over
+    a node is copied to the host ─> `put` ─> written when the thread has nothing to read ─> event of Tier.STORE
+"""
+
+import collections
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from kvtransfer.pages import Tier
+from replicas.cache.node import TreeNode
+from replicas.cache.store_worker import Fetch, Put, Stage, Worker
+from replicas.cache.tiers import HiRadixCache
+from replicas.request import Req
+from replicas.types import TierStats, TokenIds
+
+LOOK_SHARE = 0.01  # of the time that computing the prompt would take, for a store that never has anything
+SMOOTHING = 0.1  # weight of the newest prompt in the share of prompts that the store has something of
+MAX_PUT_PAGES = 512  # pages that wait to be written; further nodes are written when they have been
+
+
+class StoreTier:
+    """The store under one engine's host tier."""
+
+    def __init__(
+        self,
+        tiers: HiRadixCache,
+        worker: Worker,
+        *,
+        name: str,
+        policy: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts ``worker``. ``name``: equal where replicas share the store."""
+        self.name = name
+        self._tiers = tiers
+        self._policy = policy
+        self._clock = clock
+        self._fetches: dict[Req, Fetch] = {}
+        self._left: list[Fetch] = []  # whose requests no longer wait, and that the thread is not through with
+        self._unwritten: collections.deque[TreeNode] = collections.deque()
+        self._num_putting = 0  # pages
+        self._hit_share = 0.0
+        self._worker = worker
+        self._late = 0  # fetches that came too late, or were slower than computing
+        self._s_per_token = 0.0  # of reads; 0 until measured
+        self._read_pages = self._written_pages = 0
+        tiers.on_copied = self._unwritten.append
+        worker.start()
+
+    def on_event(self, call: Callable[[], None]) -> None:
+        """Register ``call``: the thread calls it when there is news for `poll`. It must not block."""
+        self._worker.on_event = call
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the thread has died; any thread may ask."""
+        return self._worker.error
+
+    @property
+    def num_taken(self) -> int:
+        """Host pages that the thread fills."""
+        return sum(len(fetch.host_pages) - fetch.num_adopted for fetch in [*self._fetches.values(), *self._left])
+
+    def ask(self, req: Req, longest: int) -> None:
+        """Look for what follows what the replica has of the first ``longest`` tokens of ``req``."""
+        ps = self._tiers.page_size
+        ids = req.ids[: longest // ps * ps].copy()
+        first = self._tiers.peek_len(ids, req.salt) // ps
+        if first * ps < len(ids) and self._worker.error is None:
+            fetch = self._fetches[req] = Fetch(ids, req.salt, first, self._clock())
+            self._worker.fetch(fetch)
+
+    def waits(self, req: Req, now_s: float) -> bool:
+        """Whether ``req`` should wait for what is being read for it. When it should not, its fetch is over."""
+        fetch = self._fetches.get(req)
+        if fetch is None:
+            return False
+        dead = self._worker.error is not None
+        if fetch.stage is not Stage.OVER and not dead and now_s < self._wait_until_s(fetch):
+            return True
+        if fetch.stage is not Stage.OVER and fetch.keys:
+            self._late += 1
+        self.forget(req)
+        return False
+
+    def forget(self, req: Req) -> None:
+        """``req`` starts or has ended: what the thread still reads for it is given back when it is through."""
+        fetch = self._fetches.pop(req, None)
+        if fetch is None:
+            return
+        self._take_in(fetch, req)
+        fetch.unwanted = True
+        if fetch.stage is not Stage.OVER or fetch.num_adopted < len(fetch.host_pages):
+            self._left.append(fetch)
+
+    def poll(self) -> None:
+        """Take in what the thread has done since the last call."""
+        for req, fetch in list(self._fetches.items()):
+            self._take_in(fetch, req)
+        for fetch in list(self._left):
+            if fetch.stage is Stage.FOUND:
+                fetch.stage = Stage.OVER
+            if fetch.stage is Stage.OVER:
+                self._take_in(fetch, None)
+                self._left.remove(fetch)
+        for put in self._worker.take_puts():
+            self._tiers.host.unpin(put.host_pages)
+            self._num_putting -= len(put.host_pages)
+            self._written_pages += put.num_stored
+            if put.node.parent is not None and put.node.num_pages <= len(put.host_pages) == put.num_stored:
+                put.node.stored = True
+                self._tiers.tell_tier(put.node, Tier.STORE)
+        while self._unwritten and self._num_putting < MAX_PUT_PAGES:
+            self._put(self._unwritten.popleft())
+
+    def stats(self, of_host: TierStats) -> TierStats:
+        """Add what the store holds and has done to the statistics of the host tier."""
+        counted, ps = self._worker.stats(), self._tiers.page_size
+        return replace(
+            of_host,
+            store=self.name,
+            store_error=None if self.error is None else repr(self.error),
+            store_bytes=counted.bytes,
+            store_items=counted.items,
+            store_written_tokens=self._written_pages * ps,
+            store_read_tokens=self._read_pages * ps,
+            store_write_s=counted.write_s,
+            store_read_s=counted.read_s,
+            store_wrong_pages=counted.corrupt,
+            store_errors=counted.errors,
+            slow_loads=of_host.slow_loads + self._late,
+            store_s_per_token=self._s_per_token,
+            store_latency_s=counted.asked_s / counted.asked if counted.asked else 0.0,
+        )
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def check(self) -> None:
+        """Assert that every host page that is not in the tree has its owner here."""
+        assert self.num_taken <= self._tiers.host.coming, "host pages were taken that nobody counts"
+        assert self._num_putting >= 0
+
+    def _take_in(self, fetch: Fetch, req: Req | None) -> None:
+        """Take host pages for what was found, or give the tree what was read; give back what will not come."""
+        if fetch.stage is Stage.LOOKING:
+            return
+        if fetch.stage is Stage.FOUND:
+            self._hit_share += (bool(fetch.keys) - self._hit_share) * SMOOTHING
+            pages = self._tiers.take_host(len(fetch.keys)) if fetch.keys and not fetch.unwanted else None
+            if pages is None:
+                fetch.keys, fetch.stage = [], Stage.OVER
+            else:
+                fetch.host_pages, fetch.reading_s = pages, self._clock()
+                fetch.stage = Stage.READING
+                self._worker.fetch(fetch)
+            return
+        over = fetch.stage is Stage.OVER  # read before ``num_read``, which is then final
+        first, end = fetch.num_adopted, fetch.num_read
+        if end > first:
+            fetch.num_adopted = end
+            pages = fetch.host_pages[first:end]
+            kept = self._tiers.adopt(fetch.token_ids, fetch.salt, pages, fetch.first + first, stored=True)
+            self._read_pages += end - first
+            if req is not None and kept:
+                req.cached = replace(req.cached, store=req.cached.store + kept * self._tiers.page_size)
+        if over:
+            counted = self._worker.stats()
+            self._s_per_token = counted.read_s / counted.reads / self._tiers.page_size if counted.reads else 0.0
+        if over and fetch.num_adopted < len(fetch.host_pages):
+            self._tiers.give_back(fetch.host_pages[fetch.num_adopted :])
+            fetch.host_pages = fetch.host_pages[: fetch.num_adopted]
+
+    def _wait_until_s(self, fetch: Fetch) -> float:
+        """When a request gives up waiting for ``fetch``."""
+        ps = self._tiers.page_size
+        uncached = len(fetch.token_ids) - fetch.first * ps
+        if self._policy == "best_effort":
+            return float("-inf")
+        if self._policy == "wait_complete":
+            return float("inf")
+        compute_s = self._tiers.compute_s_per_token
+        if self._policy == "timeout" or not compute_s:
+            return fetch.asked_s + min(30.0, 2.0 + 0.1 * len(fetch.token_ids) / 1024)
+        if fetch.stage in (Stage.LOOKING, Stage.FOUND):
+            return fetch.asked_s + uncached * compute_s * max(LOOK_SHARE, self._hit_share)
+        found = len(fetch.keys) * ps
+        left = found - fetch.num_read * ps
+        if left * self._s_per_token > left * compute_s:
+            return float("-inf")
+        return fetch.reading_s + found * compute_s
+
+    def _put(self, node: TreeNode) -> None:
+        """Ask the thread to write a node's host pages, unless they are gone or there already."""
+        if node.parent is None or not node.on_host or node.stored:
+            return
+        path: list[TokenIds] = []
+        step: TreeNode | None = node
+        while step is not None and step.parent is not None:
+            path.append(step.key)
+            step = step.parent
+        self._tiers.host.pin(node.host)
+        self._num_putting += node.num_pages
+        first = node.start // self._tiers.page_size
+        self._worker.put(Put(node, np.concatenate(path[::-1]), first, node.host.copy()))

@@ -1,0 +1,188 @@
+"""The thread between a store (L3) and the host tier: looks, reads and writes, as the store tier asks.
+
+Owns:      the thread "manta-store", its jobs, and the store.
+Never:     takes host pages, or touches the tree; it fills and reads the pages that it was given.
+Invariant: what `Fetch.num_read` counts is whole in host memory, and sealed; a job ends in OVER, or in
+           `Worker.take_puts`, unless the thread has died (`error`).
+Thread:    its own; the scheduler's adds jobs and reads how far they are. Reads go before writes.
+"""
+
+import collections
+import enum
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.stores.items import StoreKey, page_chain, page_chain_keys
+from kvtransfer.stores.store import ReadStatus, Store, StoreStats, WriteStatus
+from replicas.cache.node import NO_PAGES, TreeNode
+from replicas.memory.allocator import Pages
+from replicas.types import TokenIds
+
+CLOSE_S = 5.0  # how long `close` waits for a store that hangs
+
+
+class HostBytes(Protocol):
+    """The host pages as bytes."""
+
+    view: npt.NDArray[np.uint8]  # [num_pages + 1, page_bytes]
+
+    def seal(self, page: int) -> None: ...
+
+    def intact(self, page: int) -> bool: ...
+
+
+class Stage(enum.Enum):
+    """How far a fetch is."""
+
+    LOOKING = "looking"
+    FOUND = "found"  # until host pages are taken for what was found
+    READING = "reading"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """The pages that one prompt wants from the store."""
+
+    token_ids: TokenIds  # the whole pages of the prompt
+    salt: str
+    first: int  # page from which on the replica has nothing
+    asked_s: float
+    stage: Stage = Stage.LOOKING
+    keys: list[StoreKey] = field(default_factory=list)  # of the pages that the store has, from ``first`` on
+    host_pages: Pages = field(default_factory=lambda: NO_PAGES)
+    num_read: int = 0  # of them, good
+    num_adopted: int = 0  # of those
+    unwanted: bool = False  # nobody waits for what is not read yet
+    reading_s: float = 0.0  # when READING began
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """Pages that go to the store; the host pages are pinned."""
+
+    node: TreeNode
+    token_ids: TokenIds  # to the end of the node
+    first: int
+    host_pages: Pages
+    num_stored: int = 0  # the first of them that the store has
+
+
+class Worker:
+    """The thread, and what it has been asked for."""
+
+    def __init__(self, store: Store, memory: HostBytes, fingerprint: str, page_size: int) -> None:
+        """``fingerprint``: of the layout of pages, all ranks'."""
+        self.on_event: Callable[[], None] = lambda: None  # called by the thread when a job is over
+        self.error: BaseException | None = None  # why the thread has died
+        self._store = store
+        self._memory = memory
+        self._fingerprint = fingerprint
+        self._page_size = page_size
+        self._reads: collections.deque[Fetch] = collections.deque()
+        self._puts: collections.deque[Put] = collections.deque()
+        self._done: collections.deque[Put] = collections.deque()
+        self._news = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._main, name="manta-store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Continue ``fetch``: look for it, or read what was found."""
+        with self._news:
+            self._reads.append(fetch)
+            self._news.notify()
+
+    def put(self, put: Put) -> None:
+        with self._news:
+            self._puts.append(put)
+            self._news.notify()
+
+    def take_puts(self) -> list[Put]:
+        """Return the puts that are over since the last call."""
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def stats(self) -> StoreStats:
+        return self._store.stats()
+
+    def close(self) -> None:
+        """End the thread; one that hangs in its store is left behind."""
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._store.close()
+
+    def _main(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                if isinstance(job, Put):
+                    self._write(job)
+                    self._done.append(job)
+                elif job.stage is Stage.LOOKING:
+                    self._look(job)
+                else:
+                    self._read(job)
+                    job.stage = Stage.OVER
+                self.on_event()
+        except BaseException as error:  # noqa: BLE001 - the replica becomes unhealthy
+            self.error = error
+            self.on_event()
+
+    def _next(self) -> Fetch | Put | None:
+        """Wait for a job; the store is tidied meanwhile. Returns: None when the end has come."""
+        busy = True
+        while True:
+            with self._news:
+                if not (self._reads or self._puts or self._closing or busy):
+                    self._news.wait()
+                if self._closing:
+                    return None
+                if self._reads:
+                    return self._reads.popleft()
+                if self._puts:
+                    return self._puts.popleft()
+            busy = self._store.idle()
+
+    def _look(self, fetch: Fetch) -> None:
+        """Count the pages from ``first`` on that the store has without a hole; most often it has none."""
+        keys = self._keys(fetch.token_ids, fetch.salt)[fetch.first :]
+        has = [] if fetch.unwanted else self._store.contains(keys[:1])
+        if has == [True]:
+            has += self._store.contains(keys[1:])
+        fetch.keys = keys[: has.index(False) if False in has else len(has)]
+        fetch.stage = Stage.FOUND
+
+    def _read(self, fetch: Fetch) -> None:
+        for key, page in zip(fetch.keys, fetch.host_pages.tolist(), strict=True):
+            if fetch.unwanted or self._closing:
+                return
+            if self._store.read(key, [self._memory.view[page].data]).status is not ReadStatus.OK:
+                return
+            self._memory.seal(page)
+            fetch.num_read += 1
+
+    def _write(self, put: Put) -> None:
+        """Write each page that is as it was copied; one that is not is found when it is loaded."""
+        keys = self._keys(put.token_ids, put.node.salt)[put.first :]
+        for key, page in zip(keys, put.host_pages.tolist(), strict=True):
+            if self._closing:
+                return
+            if not self._memory.intact(page):
+                return
+            status = self._store.write(key, [self._memory.view[page].data]).status
+            if status not in (WriteStatus.STORED, WriteStatus.PRESENT):
+                return
+            put.num_stored += 1
+
+    def _keys(self, token_ids: TokenIds, salt: str) -> list[StoreKey]:
+        return page_chain_keys(token_ids, self._page_size, page_chain(self._fingerprint, salt))
