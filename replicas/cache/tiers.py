@@ -288,7 +288,8 @@ class HiRadixCache(RadixCache):
     def copy_idle(self, most_pages: int, *, to_store: bool) -> int:
         """Copy about ``most_pages`` pages that have no copy yet, oldest first, into host pages that are free.
 
-        Args:    to_store: all pages, since a store takes them from the host; else as many as the write policy wants.
+        Args:    to_store: all pages, since a store takes them from the host, and into the host pages of what both the
+                 device and the store have too; else as many as the write policy wants.
         Returns: how many were copied; 0 when there is nothing to do.
         """
         wanted = self._evictable * (1.0 if to_store else self._write.idle_fraction)
@@ -297,8 +298,10 @@ class HiRadixCache(RadixCache):
         copied, left = 0, len(self._dirty)
         while left and copied < most_pages:
             node, left = self._dirty.popleft(), left - 1
-            if node.parent is None or not node.on_device or node.on_host:
+            if node.parent is None or not node.on_device or node.on_host or (to_store and node.stored):
                 continue
+            if to_store:
+                self._room_on_host(node.num_pages, spare=lambda other: not (other.on_device and other.stored))
             if self.host.num_free < node.num_pages or node.page_keys is None:
                 self._dirty.append(node)
             elif self._write.admits(hits=node.hit_count, victim_idle_s=None):
