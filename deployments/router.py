@@ -90,7 +90,8 @@ class RouterIngress:
             moves=CacheMoves(
                 leases,
                 fill_s=config.replicas.fill_s,
-                drain_s=config.replicas.push_share * config.replicas.drain_timeout_s,
+                push_s=config.replicas.push_share * config.replicas.drain_timeout_s,
+                drain_s=config.replicas.drain_timeout_s,
             ),
         )
         self._channel = ChannelServer(self._fleet, lost_error=_lost_error)

@@ -139,6 +139,7 @@ class PushCache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     most_s: Seconds
     most_bytes: Count = (1 << 62)
     share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # of the time in which the link may be busy
+    hand_over_s: Seconds | None = None  # after which requests that still run go on elsewhere, with their pages pushed
 
 
 def _to_bytes(ids: Any) -> memoryview:

@@ -155,7 +155,7 @@ class Dispatcher:
             with self._follow(request, arrival, started_s) as following:
                 while True:
                     last = LAST_TRY if tries.is_last_of_several else ""
-                    query = query_of(request, hints, tries.excluded, one_replica=last)
+                    query = query_of(progress.so_far(), hints, tries.excluded, one_replica=last)
                     held_out = self._hold_out.now()
                     decision, since_s = await self._choose(self._bounded(query, held_out), failure)
                     noted = following.decided(decision, held_out, since_s=since_s, failure=failure)

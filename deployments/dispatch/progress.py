@@ -8,6 +8,8 @@ Invariant: an id is delivered once, in order; text follows from ids alone, so th
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
 from deployments.dispatch.rids import with_try
 from replicas.types import GenerateRequest, PdLeg, TokenDelta, Usage
 
@@ -52,6 +54,14 @@ class Progress:
     @property
     def num_delivered(self) -> int:
         return sum(len(ids) for ids in self._ids)
+
+    def so_far(self) -> GenerateRequest:
+        """Return the request with what was delivered as part of its prompt: whoever has that in its cache goes on
+        soonest. As it is, with several choices."""
+        if len(self._ids) > 1 or not self._ids[0]:
+            return self.request
+        ids = np.concatenate((self.request.token_ids, np.array(self._ids[0], dtype=np.int32)))
+        return dataclasses.replace(self.request, token_ids=ids)
 
     def parts(self, *, number: int, deadline_s: float | None) -> list[Part]:
         """Return what is left to ask for in try ``number``; ``deadline_s`` is the time that is left."""

@@ -27,17 +27,19 @@ log = logging.getLogger(__name__)
 BACK_S = 0.2  # within which a replica that only was reconfigured is back; Serve looks for idle ones after 0.5 s
 MOST_TARGETS = 8
 MOST_HOLDERS = 4  # that fill a new replica
+HAND_OVER = 0.8  # of the drain time: what still runs then would be killed
 FILL_SHARE = 0.5  # of a new replica's host tier that is filled
 
 
 class CacheMoves:
     """The pushes that one router orders."""
 
-    def __init__(self, leases: Leases, *, fill_s: float, drain_s: float) -> None:
-        """``fill_s``: how long a new replica is filled; ``drain_s``: how long one that leaves may push. 0: not at
-        all."""
+    def __init__(self, leases: Leases, *, fill_s: float, push_s: float, drain_s: float) -> None:
+        """``fill_s``: how long a new replica is filled; ``push_s``: how long one that leaves may push; 0: not at all.
+        ``drain_s``: after which Serve kills it."""
         self._leases = leases
         self._fill_s = fill_s
+        self._push_s = push_s
         self._drain_s = drain_s
         self._send: Callable[[str, Asked], None] = lambda replica_id, asked: None
         self._leaving: dict[str, asyncio.TimerHandle] = {}
@@ -50,8 +52,10 @@ class CacheMoves:
         """Have ``gone`` push to those of ``stay`` that have least to do, unless they are `back` soon."""
         for info in gone:
             targets = _addresses(info, stay, load)[:MOST_TARGETS]
-            if targets and self._drain_s:
-                order = PushCache(targets=tuple(targets), most_s=self._drain_s)
+            if targets and self._push_s:
+                order = PushCache(
+                    targets=tuple(targets), most_s=self._push_s, hand_over_s=HAND_OVER * self._drain_s
+                )
                 timer = asyncio.get_running_loop().call_later(BACK_S, self._order, info.replica_id, order)
                 self._leaving[info.replica_id] = timer
 

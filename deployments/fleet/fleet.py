@@ -172,7 +172,7 @@ class Fleet:
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.sync = CacheSync(router, leases)
-        self._moves = moves or CacheMoves(leases, fill_s=0.0, drain_s=0.0)
+        self._moves = moves or CacheMoves(leases, fill_s=0.0, push_s=0.0, drain_s=0.0)
 
     def start(
         self,

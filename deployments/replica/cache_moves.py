@@ -7,6 +7,7 @@ Thread:    the replica's event loop.
 
     a router sees this replica leave ──PushCache, over the channel──> push ─┐
     requests end ─> Serve calls the destructor ─> `finish` waits for it ────┴─> the engine stops
+    requests that do not end ─> their pages are pushed, and they are handed over as if the engine had died
     a router sees a new replica ──push_cache, a call──> push to that one ─> the router takes it in
 """
 
@@ -14,6 +15,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+
+import msgspec
 
 from deployments.channel.frames import PushCache
 from kvtransfer.layout import KvLayout
@@ -25,6 +28,7 @@ from replicas.errors import MantaError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+LAST_PUSH = 0.1  # of the time until requests are handed over: how long their pages may take
 
 
 class ReplicaMoves:
@@ -39,6 +43,7 @@ class ReplicaMoves:
         self._mover = Mover(self._visit, layout, host=host)
         self._started: asyncio.Task[MoveAddress] | None = None
         self._pushing: asyncio.Task[MoveStats] | None = None
+        self._handing_over: asyncio.Task[None] | None = None
 
     @property
     def stats(self) -> MoveStats:
@@ -54,17 +59,20 @@ class ReplicaMoves:
         """Push as ``order`` says, unless a push runs: then that one is returned, since it serves as well."""
         if self._pushing is None or self._pushing.done():
             self._pushing = asyncio.create_task(self._push(order))
+        if self._handing_over is None and order.hand_over_s is not None:
+            self._handing_over = asyncio.create_task(self._hand_over(order, order.hand_over_s))
         return self._pushing
 
     async def finish(self) -> None:
-        """Wait for the push that runs, if one does: this replica ends."""
+        """Wait for the push that runs, if one does: this replica has no requests, and ends."""
         if self._pushing is not None:
             await asyncio.wait([self._pushing])
 
     async def stop(self) -> None:
-        if self._pushing is not None:
-            self._pushing.cancel()
-            await asyncio.wait([self._pushing])
+        tasks = [task for task in (self._pushing, self._handing_over) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._mover.stop()
 
     def check(self) -> None:
@@ -87,6 +95,20 @@ class ReplicaMoves:
             100 * after.value_kept,
         )  # fmt: skip
         return after
+
+    async def _hand_over(self, order: PushCache, after_s: float) -> None:
+        """Have the requests that still run after ``after_s`` go on elsewhere, their pages first."""
+        await asyncio.sleep(after_s)
+        await self.finish()
+        if not self._loop.num_open:
+            return
+        try:
+            last = msgspec.structs.replace(order, most_s=LAST_PUSH * after_s, hand_over_s=None)
+            num_open = await self._loop.hand_over(lambda: self.order(last))
+        except MantaError as error:
+            log.warning("no request is handed over: %s", error)
+            return
+        log.info("%d requests ran until the end of the drain time; they go on elsewhere", num_open)
 
     def _visit(self, fn: Callable[[PageHome], T]) -> Awaitable[T]:
         return self._loop.run_on_engine(lambda engine: fn(self._home_of(engine)))

@@ -74,7 +74,7 @@ class MoveStats:
     pushed_bytes: int = 0
     push_s: float = 0.0
     received_tokens: int = 0  # into here, and kept
-    wrong_pages: int = 0  # that came with a wrong digest: not taken
+    wrong_pages: int = 0  # with a wrong digest: not sent, or not taken
     failed: int = 0  # connections
     value_kept: float = 1.0  # of the last push: the share of the expected hits a second, times tokens, others have now
 
@@ -163,6 +163,10 @@ class Mover:
             if run is None:
                 return  # evicted meanwhile
             payload, digests = run
+            if await asyncio.to_thread(num_right, payload, digests) < num:
+                log.error("a page of %d that were to be pushed has a wrong digest; they stay", num)
+                self._count(wrong_pages=1)
+                return
             sent_s = loop.time()
             try:
                 await stream.send(Run(index, first, digests.astype("<u8").tobytes()), payload)

@@ -37,7 +37,7 @@ from replicas.engine.choice import Choice, OpenRequests
 from replicas.engine.stepping import Launch, Stepping, snapshot
 from replicas.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
 from replicas.observer import Observer
-from replicas.request import Req
+from replicas.request import Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
 from replicas.scheduler.tokens import NewToken
 from replicas.text.tokenizer import Tokenizer
@@ -273,6 +273,28 @@ class Engine:
         """End every choice of ``rid``; idempotent. Returns: the final deltas."""
         finish = Finish(reason=FinishReason.ABORT, message=message, http_status=499)
         deltas = [self._end(choice, finish) for choice in self._open.choices(rid)]
+        self._settle()
+        return deltas
+
+    def commit_running(self) -> list[TokenDelta]:
+        """Give the prefix cache what the running requests have computed so far, for others to reuse now. Returns: what
+        the step that was under way added."""
+        deltas = self.land()
+        for rid in self._open.rids:
+            for choice in self._open.choices(rid):
+                if choice.req.state is ReqState.RUNNING and choice.req.leg is None:
+                    self.kv.commit(choice.req)
+        return deltas
+
+    def hand_over(self) -> list[TokenDelta]:
+        """End every choice so that its router goes on with it on another replica. Returns: the final deltas."""
+        finish = Finish(
+            reason=FinishReason.ERROR,
+            message="this replica leaves, and has no more time: another one goes on",
+            http_status=503,
+            retry_as="engine_dead",
+        )
+        deltas = [self._end(choice, finish) for rid in self._open.rids for choice in self._open.choices(rid)]
         self._settle()
         return deltas
 

@@ -14,7 +14,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from replicas.engine.engine import CacheEvents, Engine
@@ -139,6 +139,15 @@ class EngineLoop:
     def abort(self, rid: str) -> None:
         """End a request with FinishReason.ABORT; thread-safe, idempotent, unknown rids are ignored."""
         self._command(lambda engine: self._sinks.deliver(engine.abort(rid)) if engine is not None else None)
+
+    async def hand_over(self, before: Callable[[], Awaitable[object]]) -> int:
+        """Give the cache what running requests have computed, await ``before``, and end them so that their routers go
+        on with them elsewhere. Returns: how many there were. Raises: EngineDead."""
+        await self.run_on_engine(lambda engine: self._sinks.deliver(engine.commit_running()))
+        await before()
+        num_open = self.num_open
+        await self.run_on_engine(lambda engine: self._sinks.deliver(engine.hand_over()))
+        return num_open
 
     async def run_on_engine(self, fn: Callable[[Engine], T]) -> T:
         """Run ``fn`` between two steps and return its result. Raises: EngineDead, also while it waits."""

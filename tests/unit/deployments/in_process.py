@@ -75,9 +75,10 @@ class House:
         always_hand_off: bool = False,
         report_period_s: float = 10.0,
         fill_s: float = 0.0,
+        drain_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock``: of the fleet, which tells who hangs. ``fill_s``: of new replicas."""
+        """``clock``: of the fleet, which tells who hangs. ``fill_s``, ``drain_s``: of `CacheMoves`."""
         self.router = Router(policy, Random(0), time.monotonic, page_size=PAGE_SIZE, always_hand_off=always_hand_off)
         self.router_id = router_id
         self.leases = leases if leases is not None else LocalLeases()
@@ -87,7 +88,7 @@ class House:
             leases=self.leases,
             report_period_s=report_period_s,
             clock=clock,
-            moves=CacheMoves(self.leases, fill_s=fill_s, drain_s=5.0),
+            moves=CacheMoves(self.leases, fill_s=fill_s, push_s=5.0, drain_s=drain_s),
         )
         self.channel = ChannelServer(
             self.fleet, lost_error=lambda replica_id: ReplicaGone(f"replica {replica_id} was lost")

@@ -48,7 +48,7 @@ async def test_a_replica_that_leaves_pushes_to_those_that_stay_the_least_busy_fi
         await until_async(lambda: bool(a.orders))
         house.fleet.check()
     assert names(a) == [["c", "b"]]
-    assert (a.orders[0].most_s, a.orders[0].share) == (5.0, 0.5)
+    assert (a.orders[0].most_s, a.orders[0].share, a.orders[0].hand_over_s) == (5.0, 0.5, 8.0)
     assert not b.orders + c.orders + without.orders
 
 

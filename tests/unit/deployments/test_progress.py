@@ -55,3 +55,13 @@ def test_a_resumed_choice_reports_the_cached_tokens_of_its_first_token() -> None
     first, second = progress.parts(number=1, deadline_s=None)  # the replica died; choice 1 had not begun
     assert progress.accept(told(token(first.request, 0, 1, None), 3), first.choice).usage.cached_tokens == 1
     assert progress.accept(told(token(second.request, 0, 0, None), 3), second.choice).usage.cached_tokens == 3
+
+
+def test_what_was_delivered_counts_as_prompt_where_a_replica_is_chosen() -> None:
+    request = ask(max_new_tokens=8)
+    progress = Progress(request)
+    assert progress.so_far() is request
+    for position in range(3):
+        progress.accept(token(request, 0, position, None), None)
+    assert progress.so_far().token_ids.tolist() == [1, 2, 3, 4, 1000, 1001, 1002]
+    assert Progress(ask(n=2)).so_far().token_ids.tolist() == [1, 2, 3, 4]

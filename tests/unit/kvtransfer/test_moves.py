@@ -64,15 +64,32 @@ async def test_what_a_target_has_stays_away_from_the_others() -> None:
     assert stats.pushed_tokens == 4 * PAGE_SIZE
 
 
-async def test_a_page_with_a_wrong_digest_is_not_taken_nor_what_follows_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_page_that_is_wrong_at_home_is_not_sent_and_the_rest_is(caplog: pytest.LogCaptureFixture) -> None:
     source, target = FakePageHome(HOT, OTHER), FakePageHome()
     source.spoilt.add(("", tuple(range(8))))  # the second page of HOT
     async with movers(source, target) as [(mover, _), (other, address)]:
         stats = await mover.push([address], most_s=5)
+    assert {salt for salt, _ in target.pages} == {"s"}
+    assert (stats.wrong_pages, other.stats.wrong_pages) == (1, 0)
+    assert stats.value_kept == pytest.approx(4 / 34)
+    assert "a page of 3 that were to be pushed has a wrong digest" in caplog.text
+
+
+async def test_a_page_that_is_wrong_on_arrival_is_not_taken_nor_what_follows_it() -> None:
+    source, target = FakePageHome(HOT), FakePageHome()
+    source.spoilt.add(("", tuple(range(8))))
+    async with movers(source, target) as [(mover, _), (other, address)]:
+        assert mover._hello is not None
+        stream = await MoveStream.dial(address, mover._hello)
+        await stream.send(Offer([HOT]))
+        await stream.receive(Have)
+        found = source.read(HOT, 0, 3)
+        assert found is not None
+        await stream.send(Run(0, 0, found[1].tobytes()), found[0])
+        assert (await stream.receive(Kept)).pages == 1
+        stream.close()
+        assert other.stats.wrong_pages == 1
     assert list(target.pages) == [("", (0, 1, 2, 3))]
-    assert other.stats.wrong_pages == 1
-    assert stats.value_kept == 0.0
-    assert "page 1 of 3 that came has a wrong digest" in caplog.text
 
 
 async def test_a_full_target_is_left_and_the_next_one_takes_the_rest() -> None:
