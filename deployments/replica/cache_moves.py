@@ -19,10 +19,9 @@ from typing import TypeVar
 import msgspec
 
 from deployments.channel.frames import PushCache
-from kvtransfer.layout import KvLayout
 from kvtransfer.moves.mover import Mover, MoveStats, PageHome
 from kvtransfer.moves.wire import MoveAddress
-from replicas.engine.engine import Engine
+from replicas.cache.page_home import TieredPageHome
 from replicas.engine.loop import EngineLoop
 from replicas.errors import MantaError
 
@@ -34,13 +33,11 @@ LAST_PUSH = 0.1  # of the time until requests are handed over: how long their pa
 class ReplicaMoves:
     """The mover of one replica, started by its first use."""
 
-    def __init__(
-        self, loop: EngineLoop, home_of: Callable[[Engine], PageHome], layout: KvLayout, *, host: str
-    ) -> None:
-        """``host``: the address of this machine that other replicas reach."""
+    def __init__(self, loop: EngineLoop, home: TieredPageHome, *, host: str) -> None:
+        """``home``: of the engine of ``loop``; ``host``: the address of this machine that other replicas reach."""
         self._loop = loop
-        self._home_of = home_of
-        self._mover = Mover(self._visit, layout, host=host)
+        self._home = home
+        self._mover = Mover(self._visit, home.layout, host=host)
         self._started: asyncio.Task[MoveAddress] | None = None
         self._pushing: asyncio.Task[MoveStats] | None = None
         self._handing_over: asyncio.Task[None] | None = None
@@ -111,4 +108,4 @@ class ReplicaMoves:
         log.info("%d requests ran until the end of the drain time; they go on elsewhere", num_open)
 
     def _visit(self, fn: Callable[[PageHome], T]) -> Awaitable[T]:
-        return self._loop.run_on_engine(lambda engine: fn(self._home_of(engine)))
+        return self._loop.run_on_engine(lambda engine: fn(self._home))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvtransfer.layout import KvLayout
 from kvtransfer.moves.wire import Bytes, Digests, Path, hit_rate
 from replicas.cache.node import TreeNode
 from replicas.cache.tiers import HiRadixCache
@@ -28,9 +29,15 @@ class TieredPageHome:
     """`kvtransfer.moves.mover.PageHome` over a `HiRadixCache` and its host memory."""
 
     def __init__(
-        self, tiers: HiRadixCache, memory: HostMemory, *, clock: Callable[[], float] = time.monotonic
+        self,
+        tiers: HiRadixCache,
+        memory: HostMemory,
+        layout: KvLayout,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock``: that of ``tiers``."""
+        """``layout``: of one rank's part of a page; ``clock``: that of ``tiers``."""
+        self.layout = layout
         self._tiers = tiers
         self._memory = memory
         self._clock = clock

@@ -5,6 +5,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.layout import KvLayout
 from kvtransfer.moves.plan import Shares
 from kvtransfer.moves.wire import Path
 from replicas.cache.page_home import TieredPageHome
@@ -13,6 +14,10 @@ from replicas.memory.allocator import PagedTokenToKVPoolAllocator
 from tests.harness import Clock
 
 PS, TP, PAGE_BYTES = 2, 2, 32
+LAYOUT = KvLayout(
+    model="m", architecture="MHA", num_layers=1, num_kv_heads=2, head_dim=1, dtype="float32", item_bytes=4,
+    page_size=PS, tp=TP,
+)  # fmt: skip
 
 
 def bytes_of(salt: str, ids: np.ndarray) -> np.ndarray:
@@ -32,7 +37,7 @@ class Node:
         self.allocator = PagedTokenToKVPoolAllocator(device, PS)
         tier = HostTier(num_pages=host, copier=self, write=write)
         self.tiers = HiRadixCache(PS, host=tier, clock=self.clock)
-        self.home = TieredPageHome(self.tiers, self, clock=self.clock)
+        self.home = TieredPageHome(self.tiers, self, LAYOUT, clock=self.clock)
 
     def backup(self, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
         self.view[host_pages] = self.device[device_pages]
