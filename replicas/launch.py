@@ -16,6 +16,7 @@ from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.stores.urls import open_store
 from kvtransfer.types import TransferSettings
 from replicas.cache.kv import KvCache
+from replicas.cache.page_home import TieredPageHome
 from replicas.cache.store_tier import StoreTier
 from replicas.cache.store_worker import Worker
 from replicas.cache.tiers import HiRadixCache, HostTier
@@ -35,6 +36,7 @@ from replicas.disagg.rooms import HandOffTerms
 from replicas.engine.engine import Engine, Executor, StartReport
 from replicas.engine.ranks import LocalWorkers, Ranks, WorkerLauncher
 from replicas.errors import InvalidConfig
+from replicas.memory.host import HostKVCache
 from replicas.runner.device import measure_hardware
 from replicas.runner.kv_access import RankedCopier
 from replicas.runner.model_files import load_model_config, model_identity
@@ -135,7 +137,11 @@ def load_engine(
         kv=kv,
         max_running=runner.max_running,
         executor=Executor(
-            launch=ranks.launch, dead_rank=ranks.dead, close=ranks.close, kv_bytes=ranks.kv_bytes(config)
+            launch=ranks.launch,
+            dead_rank=ranks.dead,
+            close=ranks.close,
+            kv_bytes=ranks.kv_bytes(config),
+            page_home=_page_home(config, kv, ranks.host),
         ),
         tokenizer=tokenizer,
         transfer=connected,
@@ -167,6 +173,15 @@ def open_store_tier(config: EngineConfig, tiers: HiRadixCache, copier: RankedCop
         name=shared_by + cache.store.partition("?")[0],
         policy=cache.prefetch,
     )
+
+
+def _page_home(config: EngineConfig, kv: KvCache, host: HostKVCache | None) -> TieredPageHome | None:
+    """Make the home of pages that move between replicas; None without a host tier, or where ranks share KV heads."""
+    tiers = kv.store.tiers
+    if host is None or tiers is None or config.model.num_kv_heads % config.parallel.tp:
+        return None
+    identity = model_identity(config.model.path, config.model.quantization)
+    return TieredPageHome(tiers, host, kv_layout(config, identity))
 
 
 def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:

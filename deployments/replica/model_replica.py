@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments import logs
 from deployments.autoscaling import replica_stats
+from deployments.replica.cache_moves import ReplicaMoves
 from deployments.replica.feasible import num_threads
 from deployments.replica.served_engine import ServedEngine
 from deployments.settings.places import local_path
@@ -59,6 +60,8 @@ class ModelReplica(ServedEngine):
             loop = EngineLoop(engine)
             loop.start()
             undo.callback(loop.stop)
+            home = engine.executor.page_home
+            moves = None if home is None else ReplicaMoves(loop, home, host=ray.util.get_node_ip_address())
             self._metrics = _metrics(config, loop, port, role=Role(role), replica_id=replica_id, node_id=node_id)
             super().__init__(
                 loop,
@@ -67,6 +70,7 @@ class ModelReplica(ServedEngine):
                 report_period_s=config.router.report_period_s,
                 role=Role(role),
                 metrics_address=None if self._metrics is None else self._metrics.target.address,
+                moves=moves,
             )
             undo.pop_all()  # nothing failed: `__del__` ends it
         log.info("%s replica %s serves %s with a KV pool of %s", role, replica_id, config.model.path, engine.describe())

@@ -28,6 +28,7 @@ from kvtransfer.rooms.transfer_service import TransferService
 from kvtransfer.types import PeerAddress
 from replicas.cache.events import CacheEvent, CacheSnapshot
 from replicas.cache.kv import KvCache
+from replicas.cache.page_home import TieredPageHome
 from replicas.cache.tree_view import CacheTree
 from replicas.config import AttentionChoice, EngineConfig, ModelConfig
 from replicas.disagg.hand_offs import HandOffs, require_possible
@@ -55,6 +56,7 @@ class Executor:
     dead_rank: Callable[[], str | None] = lambda: None  # a sentence when another rank is gone; any thread may ask
     close: Callable[[], None] = lambda: None
     kv_bytes: KvBytes | None = None  # reads and writes the pools, for replay and observation
+    page_home: TieredPageHome | None = None  # cached pages as they move between replicas; None: they do not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

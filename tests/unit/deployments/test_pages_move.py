@@ -1,4 +1,4 @@
-"""Two replicas with real engines in one process: what one has computed, the other need not, and answers are the same."""
+"""Two replicas with real engines in one process: what one computed, the other need not; answers are the same."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -24,7 +24,7 @@ CACHE = CacheConfig(max_total_tokens=2_000, host_memory_bytes=64 << 20)
 def loops() -> Iterator[list[EngineLoop]]:
     scheduler = SchedulerConfig(max_running_requests=4)
     found = [
-        EngineLoop(load_engine(MODEL, cache=CACHE, scheduler=scheduler, products="own", num_threads=1, record_events=True))
+        EngineLoop(load_engine(MODEL, cache=CACHE, scheduler=scheduler, num_threads=1, record_events=True))
         for _ in range(2)
     ]
     for loop in found:
@@ -76,7 +76,7 @@ async def test_what_a_leaving_replica_has_computed_is_a_host_hit_where_it_went(r
         await house.ready(second)
         house.leases.replicas.pop("r0")
         house.fleet.set_members(house.leases.replicas)  # it drains; its connection lives
-        await until_async(lambda: second._moves.stats.received_tokens >= 1200)  # type: ignore[union-attr]
+        await until_async(lambda: second._moves.stats.received_tokens >= 1184)  # type: ignore[union-attr]
         await first._moves.finish()  # type: ignore[union-attr]
         after = [await run(house, request(f"b{seed}.0-me", 600, seed=seed)) for seed in range(2)]
     assert [tokens(each) for each in after] == [tokens(each) for each in before]
@@ -90,12 +90,12 @@ async def test_a_new_replica_is_filled_before_its_first_request(replicas: list[S
     async with House(policy="estimated_ttft", report_period_s=0.1, fill_s=10.0) as house:
         await house.ready(first)
         before = await run(house, request("a1.0-me", 600))
-        second.loop._stats = second.loop.engine.stats()
+        second.loop.engine.steps.times.num_extend = second.loop.engine.steps.times.num_decode = 0  # as if it were new
         await house.ready(second)
         house.remove("r0")
         after = await run(house, request("b1.0-me", 600))
     assert tokens(after) == tokens(before)
-    assert after[-1].usage.host_tokens in (592, 0)
+    assert after[-1].usage.host_tokens == 592
 
 
 async def test_a_request_that_outlives_the_drain_time_goes_on_elsewhere_without_computing_its_prompt(
@@ -114,6 +114,7 @@ async def test_a_request_that_outlives_the_drain_time_goes_on_elsewhere_without_
         stream = house.dispatcher.stream(request("c1.0-me", 600, new=96))
         got.append(await anext(stream))
         await house.ready(second)
+        computed = second.loop.engine.stats().prefill_tokens
         house.leases.replicas.pop("r0")
         house.fleet.set_members(house.leases.replicas)
         async with asyncio.timeout(60):
@@ -124,5 +125,4 @@ async def test_a_request_that_outlives_the_drain_time_goes_on_elsewhere_without_
     assert got[-1].finish.reason is FinishReason.LENGTH
     assert retry.replica_id == "r0"
     assert 0 < retry.num_delivered < 96
-    stats = second.loop.engine.stats()
-    print(stats.tiers, stats.prefill_tokens)
+    assert second.loop.engine.stats().prefill_tokens - computed <= 32  # what was made after its pages had been pushed
