@@ -2,7 +2,7 @@
 
 Owns:      the share of the tier that pages used once may have, and the keys of pages that the tier lost lately.
 Never:     frees anything (cache/tiers.py).
-Invariant: pages used once, there and lost lately, are at most the tier's; all together are at most twice the tier's.
+Invariant: pages used once, there and lost lately, are at most the tier's; all that are remembered, at most twice that.
 Thread:    scheduler thread only.
 Source:    Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST'03. What differs: the unit of
            order is a node of the tree, the unit of size its page; only what can go is a candidate; and a page that is
@@ -17,6 +17,8 @@ from kvtransfer.pages import PageKey
 from replicas.cache.evict import EvictionQueue
 from replicas.cache.node import TreeNode
 from replicas.cache.write_policy import LAST, ReuseGaps, WritePolicy
+
+LOST_PER_PAGE = 2  # the paper has 1, for a cache that has none before it
 
 Ghosts = OrderedDict[PageKey, None]  # oldest first
 
@@ -94,7 +96,7 @@ class ArcQueue:
             lost.move_to_end(key)
         while self._lost_cold and self._cold_pages + len(self._lost_cold) > self._num_pages:
             self._lost_cold.popitem(last=False)
-        while len(self._lost_cold) + len(self._lost_hot) > self._num_pages:
+        while len(self._lost_cold) + len(self._lost_hot) > LOST_PER_PAGE * self._num_pages:
             (self._lost_hot or self._lost_cold).popitem(last=False)
 
     def peek(self) -> TreeNode | None:
@@ -129,7 +131,7 @@ class ArcQueue:
         assert cold == self._cold_pages, f"{cold} host pages were used once, {self._cold_pages} are counted"
         assert 0 <= self._cold_share <= self._num_pages, f"a share of {self._cold_share} of {self._num_pages} pages"
         lost = len(self._lost_cold) + len(self._lost_hot)
-        assert lost <= self._num_pages, f"{lost} lost pages are remembered for a tier of {self._num_pages}"
+        assert lost <= LOST_PER_PAGE * self._num_pages, f"{lost} pages are remembered for a tier of {self._num_pages}"
 
     def _queue(self, node: TreeNode) -> EvictionQueue:
         return self._hot if node.hot else self._cold

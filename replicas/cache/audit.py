@@ -91,8 +91,7 @@ def audit_tree(roots: Collection[TreeNode], page_size: int) -> tuple[int, int, i
         assert parent.children[first_page(node.key, page_size)] is node, "a child is filed under a wrong page"
         assert node.salt == parent.salt, "a node left its salt"
         assert parent.parent is None or node.lock_ref <= parent.lock_ref, "a child outlocks its parent"
-        assert node.start == parent.start + len(parent.key), "a node does not begin where its parent ends"
-        assert node.start + len(node.key) <= node.reach, "a node lies beyond all that was inserted through it"
+        assert len(node.key) <= node.ahead, "a node is longer than all that was inserted through it"
         assert node.page_keys is None or len(node.page_keys) == node.num_pages, "a page has no key"
         num_nodes += 1
         protected += len(node.pages) if node.lock_ref else 0

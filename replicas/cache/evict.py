@@ -23,13 +23,13 @@ TAIL_TOKENS = 1024  # tlru: tokens that a next turn may compute again beside its
 def _tail_rank(node: TreeNode) -> Rank:
     """Tail-optimised LRU: what a conversation can lose without its next turn being late goes first.
 
-    A conversation is late if it has to compute more than `TAIL_TOKENS` tokens of its history. So of a history of
-    ``reach`` tokens the first ``reach`` - TAIL_TOKENS are worth keeping; a node that begins after them is not.
+    A conversation is late if it has to compute more than `TAIL_TOKENS` tokens of its history. So a node is worth
+    keeping if the history goes on for more than that from its begin.
 
     Source: Zhang et al. 2025 (arXiv:2510.15152), T-LRU: evict first what is "TEL-safe"; their threshold, less the
             estimate of the next prompt's own length, is our constant. SGLang has it as `tlru`.
     """
-    return (0 if node.start >= node.reach - TAIL_TOKENS else 1, node.last_access)
+    return (int(node.ahead > TAIL_TOKENS), node.last_access)
 
 
 POLICIES: dict[str, Callable[[TreeNode], Rank]] = {

@@ -39,8 +39,7 @@ class TreeNode:
     below_pages: int = 0  # of all nodes below it
     below_nodes: int = 0
     priority: int = 0  # highest of the requests that inserted it
-    start: int = 0  # tokens before it
-    reach: int = 0  # tokens of the longest sequence that was inserted through it
+    ahead: int = 0  # tokens from its first to the end of the longest sequence that was inserted through it
     hot: bool = False  # used again, be it that it was lost in between: kept by the host tier
     page_keys: PageKeys | None = None  # [n] while events are recorded, or with a host tier
     host: Pages = field(default_factory=lambda: NO_PAGES)  # [n] host pages with a copy (SGLang's host_value); [0]: none
@@ -103,7 +102,7 @@ class TreeNode:
 
     def keep(self, start: int, end: int, page_size: int) -> None:
         """Shrink the edge to its pages [start, end)."""
-        self.start += start * page_size
+        self.ahead -= start * page_size
         self.key = _part(self.key, start * page_size, end * page_size)
         self.pages = _part(self.pages, start, end)
         self.host = _part(self.host, start, end)

@@ -60,7 +60,7 @@ class TieredPageHome:
             Path(
                 salt=node.salt,
                 token_ids=token_ids[node],
-                first_page=node.start // ps,
+                first_page=len(token_ids[node]) // (4 * ps) - node.num_pages,
                 parent=-1 if node.parent is None else index.get(node.parent, -1),
                 hits=node.hit_count,
                 idle_s=max(now_s - node.used_s, 0.0),

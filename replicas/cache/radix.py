@@ -112,7 +112,8 @@ class RadixCache:
             # branch; on the host alone, what the sequence has of it comes to the device
             splits = common < child.num_pages and (at < len(pages) or not child.on_device)
             node = self._split_node(child, common) if splits else child
-            node.priority, node.reach = max(node.priority, priority), max(node.reach, len(token_ids))
+            node.priority = max(node.priority, priority)
+            node.ahead = max(node.ahead, len(token_ids) - start * self.page_size)
             self._use(node, now_s, hit=False)
             if node.on_device:
                 length = at
@@ -272,8 +273,7 @@ class RadixCache:
             used_s=now_s,
             host=host,
             priority=priority,
-            start=parent.start + len(parent.key),
-            reach=parent.start + len(parent.key) + len(key),
+            ahead=len(key),
         )
         parent.children[first_page(key, self.page_size)] = leaf
         self._num_nodes += 1

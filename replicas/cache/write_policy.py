@@ -29,7 +29,7 @@ class ReuseGaps:
 
     def dropped(self, keys: PageKeys, used_s: float) -> None:
         """Remember pages that have left every tier and were last used at ``used_s``."""
-        for key in keys.tolist():
+        for key in reversed(keys.tolist()):  # what a run begins with is forgotten last
             self._ghosts[key] = used_s
             self._ghosts.move_to_end(key)
         while len(self._ghosts) > self._capacity:

@@ -25,8 +25,8 @@ class QueueAgainstSearch(RuleBasedStateMachine):
     def node(self, which: int) -> TreeNode | None:
         return self.nodes[which % len(self.nodes)] if self.nodes else None
 
-    @rule(start=st.integers(0, 4), pages=st.integers(1, 4), priority=st.integers(-1, 1))
-    def insert(self, start: int, pages: int, priority: int) -> None:
+    @rule(behind=st.integers(0, 4), pages=st.integers(1, 4), priority=st.integers(-1, 1))
+    def insert(self, behind: int, pages: int, priority: int) -> None:
         self.tick += 1
         key = np.zeros(512 * pages, dtype=np.int32)
         node = TreeNode(
@@ -37,8 +37,7 @@ class QueueAgainstSearch(RuleBasedStateMachine):
             created=self.tick,
             last_access=self.tick,
             priority=priority,
-            start=512 * start,
-            reach=512 * start + len(key),
+            ahead=512 * behind + len(key),
         )
         self.nodes.append(node)
         self.queue.add(node)
@@ -49,7 +48,7 @@ class QueueAgainstSearch(RuleBasedStateMachine):
             self.tick += 1
             node.last_access = self.tick
             node.hit_count += hit
-            node.reach += 512 * longer
+            node.ahead += 512 * longer
             node.priority = max(node.priority, priority)
             self.queue.refile(node)
 
