@@ -177,6 +177,8 @@ _TIERS = [
     Metric(REPLICA, COUNTER, "tier_load_seconds_total", "Time spent reading from a tier.", {"tier": LOWER}),
     Metric(REPLICA, COUNTER, "tier_saved_seconds_total", "Time that computing the loaded prompt tokens would have "
             "taken, less what loading them took."),
+    Metric(REPLICA, COUNTER, "tier_moved_tokens_total", "Tokens that replicas push to the host tiers of others when "
+            "they leave, or when another is new.", {"direction": ("out", "in")}),
     Metric(REPLICA, COUNTER, "tier_wrong_pages_total", "Pages read back whose digest was not that of what was "
             "written; they are dropped and computed.", {"tier": LOWER}),
     Metric(REPLICA, COUNTER, "tier_slow_loads_total", "Prompts that were computed although a tier had them: loading "

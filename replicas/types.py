@@ -402,6 +402,8 @@ class TierStats:
     host_wrong_pages: int = 0  # whose digest did not fit: dropped and computed anew
     store_wrong_pages: int = 0
     store_errors: int = 0
+    pushed_tokens: int = 0  # host pages that went to other replicas
+    received_tokens: int = 0  # that others pushed here, and were kept
     slow_loads: int = 0  # prompts that were computed because loading was slower, or not over in time
     # smoothed; 0 until measured
     host_s_per_token: float = 0.0  # host -> device

@@ -207,6 +207,12 @@ LOWER = Row("Tiers", (
         act="Often with a fast store: its latency is high, or its thread is busy writing.",
         queries={"{{replica}}": rate("tier_slow_loads_total", by=["replica"])}, unit=Unit.PER_S,
     ),
+    Panel("Moved between replicas",
+        shows="Tokens per second that replicas push to others (out) and take from others (in): those that leave to "
+              "those that stay, and those that serve to new ones.",
+        act="Much more out than in: the host tiers of those that stay are full of what is worth more.",
+        queries={"{{direction}}": rate("tier_moved_tokens_total", by=["direction"])}, unit=Unit.PER_S,
+    ),
     Panel("Clean tokens",
         shows="Tokens of the device pools that have a copy on the host: evicting them takes no time.",
         act="Near 0 with full pools: replicas find no idle time to copy in; evictions then wait for copies.",

@@ -91,6 +91,7 @@ class TieredPageHome:
         payload, digests = self._memory.view[host], self._memory.digests[host]  # copies
         if passing is not None:
             tiers.give_back(passing)
+        tiers.counters.pushed_pages += num
         return payload, digests
 
     def write(self, path: Path, first: int, payload: Bytes, digests: Digests) -> int:
@@ -122,4 +123,5 @@ class TieredPageHome:
         leaf = tiers.match_prefix(ids, path.salt, count_hit=False).host_node
         if kept and leaf is not None:
             leaf.hit_count, leaf.used_s = path.hits, now_s - path.idle_s
+        tiers.counters.received_pages += kept
         return have - first + kept

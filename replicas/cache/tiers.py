@@ -112,6 +112,8 @@ class TierCounters:
     """What the two tiers have done; only grows, but for the rate."""
 
     written_pages: int = 0  # device -> host
+    pushed_pages: int = 0  # to other replicas (page_home.py)
+    received_pages: int = 0  # from them
     loaded_pages: int = 0  # host -> device
     evicted_pages: int = 0  # from the host
     wrong_pages: int = 0
@@ -319,6 +321,8 @@ class HiRadixCache(RadixCache):
             clean_pages=self.clean_pages,
             host_written_tokens=counted.written_pages * ps,
             host_evicted_tokens=counted.evicted_pages * ps,
+            pushed_tokens=counted.pushed_pages * ps,
+            received_tokens=counted.received_pages * ps,
             host_write_s=counted.write_s,
             host_load_s=counted.load_s,
             saved_s=counted.saved_s,

@@ -150,6 +150,8 @@ def _tiers(tiers: TierStats, *, page_size: int, page_bytes: int) -> Iterator[Tol
     for name, (host, store) in by_tier.items():
         yield name, L2, host
         yield name, L3, store
+    moved = {"out": tiers.pushed_tokens, "in": tiers.received_tokens}
+    yield from _each("tier_moved_tokens_total", "direction", moved)
     yield "tier_saved_seconds_total", {}, tiers.saved_s
     yield "tier_slow_loads_total", {}, tiers.slow_loads
     yield "tier_store_errors_total", {}, tiers.store_errors

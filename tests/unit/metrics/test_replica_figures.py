@@ -61,7 +61,7 @@ def test_tiers_are_told_with_what_they_hold_and_did() -> None:
         host_hit_tokens=160, store_hit_tokens=32, host_written_tokens=320, host_evicted_tokens=16,
         store_written_tokens=64, store_read_tokens=48, host_write_s=0.5, host_load_s=0.25, store_write_s=2.0,
         store_read_s=1.0, saved_s=4.0, host_wrong_pages=1, store_wrong_pages=2, store_errors=5, slow_loads=6,
-        store_error="no space",
+        store_error="no space", pushed_tokens=80, received_tokens=64,
     )  # fmt: skip
     seen = scrape(dataclasses.replace(stats(), pool=POOL, cached_tokens=200, tiers=tiers))
     assert seen.values("cache_hit_tokens_total", "tier") == {"L1": 8, "L2": 160, "L3": 32}
@@ -73,6 +73,7 @@ def test_tiers_are_told_with_what_they_hold_and_did() -> None:
     assert seen.values("tier_write_seconds_total", "tier") == {"L2": 0.5, "L3": 2.0}
     assert seen.values("tier_load_seconds_total", "tier") == {"L2": 0.25, "L3": 1.0}
     assert seen.values("tier_wrong_pages_total", "tier") == {"L2": 1, "L3": 2}
+    assert seen.values("tier_moved_tokens_total", "direction") == {"out": 80, "in": 64}
     assert seen.value("cache_evicted_tokens_total", tier="L2", reason="capacity") == 16
     names = ("clean_tokens", "saved_seconds_total", "slow_loads_total", "store_errors_total", "store_up")
     assert [seen.value(f"tier_{name}") for name in names] == [48, 4, 6, 5, 0]
