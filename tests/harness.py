@@ -100,6 +100,12 @@ def retract(scheduler: Scheduler, req: Req) -> None:
     decode.retract(req, scheduler.queues, scheduler.kv, scheduler.counters)
 
 
+def to_host(kv: KvCache) -> None:
+    """Have every page that nothing uses leave the device pool, as when pages are short."""
+    store = kv.store
+    store.make_room(store.allocator.num_free + store.cache.evictable_pages, "a test")
+
+
 def model_config(**changes: Any) -> ModelConfig:
     """Make the smallest model, but for vocabulary and context, with ``changes``."""
     model = ModelConfig(

@@ -1,9 +1,10 @@
 """Same answer on every path: SmolLM2's greedy ids and seeded samples do not depend on how the engine got there.
 
-{miss, hit, partial hit} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed,
+{miss, hit, partial hit, hit on the host} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed,
 not} (DESIGN.md section 3): every two of these values meet (tests/pairwise.py). With our own products, and with BLAS for
 steps of 64 rows and more. In a busy batch some of the answer's tokens are made in steps that mix: prompts of others
-come while it is written. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
+come while it is written. What is to be found on the host has left the device pool before the request comes, and again
+when it is retracted. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +40,9 @@ def make_engine(page: int, chunk: int, products: ProductSetting, *, tp: int) -> 
     return load_engine(
         MODEL,
         products=products,
-        cache=CacheConfig(page_size=page, max_total_tokens=4096),
+        cache=CacheConfig(
+            page_size=page, max_total_tokens=4096, host_memory_bytes=HOST_BYTES, write_policy="write_back"
+        ),
         scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=8),
         parallel=ParallelConfig(tp=tp),
         num_threads=1,
@@ -55,7 +58,8 @@ ENGINES: dict[str, tuple[int, int, ProductSetting]] = {
     "page16-chunked-blas": (16, 72, "blas"),
 }
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
-CACHED = ("miss", "partial", "hit")
+CACHED = ("miss", "partial", "hit", "host")
+HOST_BYTES = 32 << 20  # about 700 tokens
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +122,15 @@ Prompts = dict[str, tuple[np.ndarray, SamplingParams]]
 
 
 def run(
-    engine: Engine, prompts: Prompts, *, retract: str | None = None, late: Prompts | None = None
+    engine: Engine,
+    prompts: Prompts,
+    *,
+    retract: str | None = None,
+    late: Prompts | None = None,
+    to_host: bool = False,
 ) -> dict[str, list[int]]:
-    """Output ids by rid; ``retract`` names a request that loses its pages in the middle of its answer, ``late`` come
-    when "asked" has made NUM_EARLY tokens."""
+    """Output ids by rid; ``retract`` names a request that loses its pages in the middle of its answer, and ``to_host``
+    has them leave the device then; ``late`` come when "asked" has made NUM_EARLY tokens."""
     late = dict(late or {})
     made: dict[str, list[int]] = {rid: [] for rid in (*prompts, *late)}
     for rid, (ids, sampling) in prompts.items():
@@ -134,6 +143,8 @@ def run(
             engine.submit(GenerateRequest(rid=rid, token_ids=ids, sampling=sampling))
         if retract is not None and len(made[retract]) == NUM_NEW // 2:
             harness.retract(engine.scheduler, next(r for r in engine.scheduler.queues.running if r.rid == retract))
+            if to_host:
+                harness.to_host(engine.kv)
             retract = None
     assert retract is None, "the request was never in a state to be retracted"
     engine.scheduler.check()
@@ -229,16 +240,36 @@ def check_answer(
     assert engine.flush_cache()
     one = SamplingParams(max_new_tokens=1, temperature=0.0)
     if cached != "miss":
-        run(engine, {"prime": (prompt if cached == "hit" else np.append(prompt[:40], [5, 6, 7]).astype(np.int32), one)})
+        part = np.append(prompt[:40], [5, 6, 7]).astype(np.int32)
+        run(engine, {"prime": (part if cached == "partial" else prompt, one)})
+    on_host = cached == "host"
+    if on_host:
+        harness.to_host(engine.kv)
+        assert engine.stats().pool.evictable_pages == 0
+    tiers = engine.kv.store.tiers
+    assert tiers is not None
     before, requests, late = engine.stats(), {"asked": (prompt, sampling)}, {}
+    loaded_before = tiers.counters.loaded_pages
     if busy:
         requests = {"other0": (prompt[3:50], SEEDED), **requests}
         late = {f"other{i}": (prompt[10 * i : 10 * i + 30], GREEDY if i % 2 else SEEDED) for i in range(1, 4)}
-    made = run(engine, requests, retract="asked" if retracted else None, late=late)
+    made = run(engine, requests, retract="asked" if retracted else None, late=late, to_host=on_host)
     page = engine.config.cache.page_size
-    expected = {"miss": 0, "partial": 40 // page * page, "hit": (len(prompt) - 1) // page * page}[cached]
+    whole = (len(prompt) - 1) // page * page
+    expected = {"miss": 0, "partial": 40 // page * page, "hit": whole, "host": whole}[cached]
     assert engine.stats().cached_tokens - before.cached_tokens == expected
+    loaded = (tiers.counters.loaded_pages - loaded_before) * page
+    if retracted and on_host:
+        assert loaded >= 2 * expected  # once more when it went on
+    else:
+        assert loaded == (expected if on_host else 0)
+    after = engine.stats()
+    assert before.tiers is not None
+    assert after.tiers is not None
+    assert after.tiers.host_hit_tokens - before.tiers.host_hit_tokens == (expected if on_host else 0)
+    assert after.tiers.host_wrong_pages == 0
     assert not busy or engine.stats().num_mixed_steps > before.num_mixed_steps
     assert made["asked"] == (oracles.greedy if sampling is GREEDY else oracles.seeded)
     pool = engine.stats().pool
     assert pool.free_pages + pool.evictable_pages == pool.num_pages
+
