@@ -66,7 +66,7 @@ class Observer:
             rid=req.rid,
             layout=kv_bytes.layout,
             prompt_len=req.prompt_len,
-            cached_prefix_len=req.cached.tokens,
+            cached_prefix_len=req.cached_tokens,
             token_range=(first, req.num_tokens),
             row=req.holding.row,
             slots=self._kv.slots_of(req, first, req.num_tokens),

@@ -214,6 +214,11 @@ class Req:
             raise ValueError(f"request {self.rid}[{self.index}]: illegal move {self.state.value} -> {state.value}")
         self.state = state
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were reused when it was first admitted, from all tiers."""
+        return self.cached.tokens
+
     def append(self, token_id: int) -> None:
         """Add a sampled token (its K/V is not yet computed)."""
         self.ids[self.num_tokens] = token_id

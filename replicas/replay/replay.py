@@ -93,7 +93,7 @@ def extract_from_kvpool(engine: Engine, req: Req, token_range: tuple[int, int]) 
         rid=req.rid,
         layout=port.layout,
         prompt_len=req.prompt_len,
-        cached_prefix_len=req.cached.tokens,
+        cached_prefix_len=req.cached_tokens,
         token_range=token_range,
         row=req.holding.row if req.holding is not None else 0,
         slots=slots,

@@ -96,7 +96,7 @@ def next_batch(
             if req.stamps.admitted_s is None:  # once for each request, however often it is retracted
                 req.stamps.admitted_s = now_s
                 counters.lookup_tokens += req.prompt_len
-                counters.cached_tokens += req.cached.tokens
+                counters.cached_tokens += req.cached_tokens
                 counters.host_tokens += req.cached.host
                 counters.store_tokens += req.cached.store
             continue
