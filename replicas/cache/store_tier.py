@@ -101,8 +101,8 @@ class StoreTier:
         fetch = self._fetches.pop(req, None)
         if fetch is None:
             return
+        fetch.unwanted = True  # what was found, and is not being read, takes no host pages now
         self._take_in(fetch, req)
-        fetch.unwanted = True
         if fetch.stage is not Stage.OVER or fetch.num_adopted < len(fetch.host_pages):
             self._left.append(fetch)
 
@@ -112,6 +112,8 @@ class StoreTier:
             self._take_in(fetch, req)
         for fetch in list(self._left):
             if fetch.stage is Stage.FOUND:
+                if fetch.keys:  # too late, and a reason to wait longer; a look that was called off finds nothing
+                    self._hit_share += (1.0 - self._hit_share) * SMOOTHING
                 fetch.stage = Stage.OVER
             if fetch.stage is Stage.OVER:
                 self._take_in(fetch, None)
@@ -214,5 +216,6 @@ class StoreTier:
             step = step.parent
         self._tiers.host.pin(node.host)
         self._num_putting += node.num_pages
-        first = node.start // self._tiers.page_size
-        self._worker.put(Put(node, np.concatenate(path[::-1]), first, node.host.copy()))
+        token_ids = np.concatenate(path[::-1])
+        first = len(token_ids) // self._tiers.page_size - node.num_pages
+        self._worker.put(Put(node, token_ids, first, node.host.copy()))

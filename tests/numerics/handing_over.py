@@ -23,6 +23,7 @@ NUM_NEW = 6
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, top_p=0.95, top_k=50, seed=7, ignore_eos=True)
 CACHED = ("miss", "decode part", "decode all", "prefill part")
+ON_HOST = " on host"  # what is cached has left the device
 WAIT_TURNS = 200_000
 rooms = itertools.count(1)
 
@@ -34,7 +35,13 @@ def make_engine(
     settings = TransferSettings(host="127.0.0.1", token=TOKEN)
     return load_engine(
         model,
-        cache=CacheConfig(page_size=page, max_total_tokens=2048, kv_dtype=kv_dtype),
+        cache=CacheConfig(
+            page_size=page,
+            max_total_tokens=2048,
+            kv_dtype=kv_dtype,
+            host_memory_bytes=8 << 20,
+            write_policy="write_back",
+        ),
         scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
         num_threads=1,
         context_len=256,

@@ -1,7 +1,7 @@
 """Same answer from two replicas as from one: ids, text, logprobs, usage, the cut into deltas (SPEC H16; DESIGN.md
 section 3). Here by memcpy within one process; test_hand_off_nixl.py compares processes.
 
-{miss, D holds part, D holds all, P holds part} x {one chunk, many} x {page 1, 16} x {greedy, seeded} x tiny {MHA, GQA}
+{miss, D holds part, D holds all, P holds part, on the device or the host} x {one chunk, many} x {page 1, 16} x {greedy,
 models: every two of these values meet (tests/pairwise.py), with prompts of four lengths; and SmolLM2.
 """
 
@@ -19,13 +19,16 @@ from replicas.config import KvDType
 from replicas.engine.engine import Engine
 from replicas.types import FinishReason, GenerateRequest, SamplingParams
 from tests.embedded import MODEL
+from tests.harness import to_host
 from tests.local_agents import LocalFabric
 from tests.numerics.handing_over import (
     CACHED,
     GREEDY,
+    ON_HOST,
     SEEDED,
     alone,
     check_held,
+    held_tokens,
     legs,
     make_engine,
     run,
@@ -89,11 +92,15 @@ def trios(folders: dict[str, Path]) -> Iterator[Callable[..., Trio]]:
 
 def check_pair(of: Trio, prompt: np.ndarray, cached: str, sampling: SamplingParams) -> None:
     of.forget()
+    cached, on_host = cached.removesuffix(ON_HOST), cached.endswith(ON_HOST)
     who, part = warm_part(prompt, cached)
     warm = GenerateRequest(rid="warm", token_ids=part, sampling=replace(GREEDY, max_new_tokens=1))
     for name in who:
         alone(getattr(of, name), warm)
     request = GenerateRequest(rid="asked", token_ids=prompt, sampling=sampling, return_logprobs=True, top_logprobs=3)
+    if on_host:
+        for engine in (of.prefill, of.decode):
+            to_host(engine.kv)
     assert of.prefill.transfer_address is not None
     prefill, decode = legs(request, of.prefill.transfer_address)
     computed = of.decode.stats().prefill_tokens
@@ -104,6 +111,11 @@ def check_pair(of: Trio, prompt: np.ndarray, cached: str, sampling: SamplingPara
     assert of.decode.stats().prefill_tokens == computed, "the decode side computed part of the prompt"
     same(two, alone(of.unified, request))
     check_held(two, prompt, cached, of.decode.kv.page_size)
+    for engine, held in zip((of.prefill, of.decode), held_tokens(prompt, cached, of.decode.kv.page_size), strict=True):
+        tiers = engine.kv.store.tiers
+        assert tiers is not None
+        assert tiers.counters.loaded_pages * engine.kv.page_size == (held if on_host else 0)
+        tiers.counters.loaded_pages = 0
     for engine in (of.prefill, of.decode):
         engine.scheduler.check()
         pool = engine.stats().pool
@@ -111,7 +123,11 @@ def check_pair(of: Trio, prompt: np.ndarray, cached: str, sampling: SamplingPara
 
 
 @cases(
-    model=["mha", "gqa"], page=[1, 16], chunk={"chunked": 16, "whole": 512}, sampling=SAMPLINGS, cached=CACHED
+    model=["mha", "gqa"],
+    page=[1, 16],
+    chunk={"chunked": 16, "whole": 512},
+    sampling=SAMPLINGS,
+    cached=[*CACHED, *(cached + ON_HOST for cached in CACHED[1:])],
 )
 def test_two_tiny_replicas_answer_as_one(
     trios: Callable[..., Trio], model: str, page: int, chunk: int, sampling: SamplingParams, cached: str

@@ -1,10 +1,10 @@
 """Same answer on every path: SmolLM2's greedy ids and seeded samples do not depend on how the engine got there.
 
-{miss, hit, partial hit, hit on the host} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted and resumed,
-not} (DESIGN.md section 3): every two of these values meet (tests/pairwise.py). With our own products, and with BLAS for
-steps of 64 rows and more. In a busy batch some of the answer's tokens are made in steps that mix: prompts of others
-come while it is written. What is to be found on the host has left the device pool before the request comes, and again
-when it is retracted. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
+{miss, hit, partial hit, hit on the host} x {chunked, not} x {page 1, 16} x {TP 1, 3} x {alone, busy batch} x {retracted
+and resumed, not} (DESIGN.md section 3): every two of these values meet (tests/pairwise.py). With our own products, and
+with BLAS for steps of 64 rows and more. In a busy batch some of the answer's tokens are made in steps that mix: prompts
+of others come while it is written. What is to be found on the host has left the device pool before the request comes,
+and again when it is retracted. The greedy oracle is Transformers in fp32; the sampled one is the plainest path of ours.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,0 +1,235 @@
+"""StoreTier: what a request waits for and how long, on an injected clock; faults of the disk. A step takes 10 ms."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replicas.request import Req
+from replicas.scheduler.prefill import Refusal
+from replicas.types import Finish, FinishReason
+from tests.harness import to_host
+from tests.tiered_bench import TieredBench
+
+PROMPT = list(range(40))  # ten pages of 4
+
+
+def filled(root: Path, **kind: object) -> TieredBench:
+    """A bench whose store has the pages of PROMPT, written by another replica that has gone."""
+    first = TieredBench(root)
+    first.submit(PROMPT, max_new_tokens=1)
+    first.run()
+    first.settle()
+    assert first.store.stats().writes == 10
+    first.finish()
+    first.close()
+    return TieredBench(root, **kind)  # type: ignore[arg-type]
+
+
+def ask(bench: TieredBench) -> tuple[Req, int]:
+    """Returns: the request, answered, and the steps until its first token."""
+    req = bench.submit(PROMPT, max_new_tokens=2)
+    steps = 0
+    while not len(req.output_ids):
+        bench.step()
+        steps += 1
+        assert steps < 10_000
+    bench.run()
+    return req, steps
+
+
+def test_what_another_replica_computed_is_read_and_not_computed(tmp_path: Path) -> None:
+    """Of 40 tokens 39 can be reused: 9 pages come, and 4 tokens are computed."""
+    bench = filled(tmp_path)
+    req, _ = ask(bench)
+    assert (req.cached.store, bench.device.num_computed) == (36, 4 + 1)
+    stats = bench.store_tier.stats(bench.tiers.stats())
+    assert (stats.store_read_tokens, stats.store_written_tokens, stats.store_wrong_pages) == (36, 0, 0)
+    bench.finish()
+
+
+def test_a_store_that_never_has_anything_costs_no_step(tmp_path: Path) -> None:
+    """The look is over before the first step, or it is waited for 1 % of what computing takes: 4 ms of 400."""
+    steps = {}
+    for kind in ("none", "missing", "hanging"):
+        bench = TieredBench(tmp_path / kind, policy="expected")
+        bench.hangs = kind == "hanging"
+        if kind == "none":
+            bench.kv.store_tier = None
+        waited_s = 0.0
+        req = bench.submit(PROMPT, max_new_tokens=2)
+        while not len(req.output_ids):
+            if bench.step() is None:
+                waited_s += 0.01
+        steps[kind] = len(bench.plans)
+        assert waited_s <= 0.01, kind  # one turn of an engine that has nothing else to do
+        bench.hangs = False
+        bench.run()
+        assert bench.store.stats().asked <= 1
+    assert steps["none"] == steps["missing"] == steps["hanging"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "least_s", "most_s"),
+    [("best_effort", 0.0, 0.0), ("expected", 0.0, 0.02), ("timeout", 2.0, 2.03)],
+)
+def test_a_hanging_store_delays_a_request_no_longer_than_its_policy_says(
+    tmp_path: Path, policy: str, least_s: float, most_s: float
+) -> None:
+    """timeout: 2 s and 0.1 s for each 1,024 tokens. When the store comes back nothing is left behind."""
+    bench = filled(tmp_path, policy=policy)
+    bench.hangs = True
+    req = bench.submit(PROMPT, max_new_tokens=2)
+    waited_s = 0.0
+    while not bench.plans:
+        if bench.step() is None:
+            waited_s += 0.01
+    assert least_s <= waited_s <= most_s + 1e-6
+    bench.run()
+    assert req.cached.store == 0
+    assert bench.device.num_computed == 41
+    bench.hangs = False
+    bench.finish()
+
+
+def test_a_store_that_hangs_in_the_middle_of_a_read_is_left_when_computing_is_quicker(tmp_path: Path) -> None:
+    """It found nine pages of 36 tokens, which are computed in 0.36 s, and hangs then."""
+    bench = filled(tmp_path, policy="expected")
+    bench.tiers.compute_s_per_token = 0.01
+    bench.store_tier._hit_share = 1.0  # it has had what was asked before
+    req = bench.submit(PROMPT, max_new_tokens=2)
+    bench.step()  # looks, and takes host pages for what was found
+    assert bench.tiers.host.coming == 9
+    bench.hangs = True
+    waited_s = 0.0
+    while not bench.plans:
+        bench.step()
+        waited_s += 0.01
+    assert waited_s == pytest.approx(0.36, abs=0.03)
+    assert bench.tiers.host.coming == 9  # the thread may still write them
+    bench.run()
+    assert req.cached.store == 0
+    assert bench.store_tier.stats(bench.tiers.stats()).slow_loads == 1
+    bench.hangs = False
+    bench.finish()
+
+
+def test_a_late_answer_teaches_that_the_store_has_what_is_asked(tmp_path: Path) -> None:
+    """Each look is over when the request, which has waited 1 % of 2 s for it, has begun. It always finds all."""
+    bench = filled(tmp_path, policy="expected", compute_s_per_token=0.05)
+
+    def begin() -> None:
+        bench.hangs = True
+        while bench.scheduler.has_work:
+            bench.step()
+        bench.hangs = False
+
+    bench.disk.meanwhile = begin
+    for _ in range(7):
+        bench.submit(PROMPT, max_new_tokens=1)
+        bench.step()
+        bench.settle()
+        bench.kv.flush()
+    assert bench.device.num_computed == 7 * 40
+    assert bench.store_tier._hit_share == pytest.approx(1 - 0.9**7)
+    bench.disk.meanwhile = lambda: None
+    bench.finish()
+
+
+def test_a_request_that_gives_up_takes_no_page_from_others(tmp_path: Path) -> None:
+    """The host is full of what others use; the store has answered, and the request has gone: nothing is evicted."""
+    bench = filled(tmp_path, num_host=6)
+    other = [900 + i for i in range(24)]
+    bench.submit(other, max_new_tokens=1)
+    bench.run()
+    to_host(bench.kv)
+    assert bench.tiers.host.num_free == 0
+    req = bench.submit(PROMPT, max_new_tokens=1)
+    bench.worker.turn()  # type: ignore[attr-defined] # it is found, and not taken in yet
+    bench.scheduler.finish(req, Finish(reason=FinishReason.ABORT))
+    assert bench.tiers.peek_len(np.array(other, dtype=np.int32), "") == 24
+    assert bench.tiers.counters.evicted_pages == 0
+    bench.reqs.remove(req)
+    bench.finish()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "gone"])
+def test_a_damaged_file_is_computed_anew_with_all_behind_it(tmp_path: Path, damage: str) -> None:
+    bench = filled(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 10
+    for path in files[::2]:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 4
+        match damage:
+            case "flip":
+                path.write_bytes(data)
+            case "truncate":
+                path.write_bytes(data[: len(data) // 2])
+            case "empty":
+                path.write_bytes(b"")
+            case _:
+                path.unlink()
+    req, _ = ask(bench)
+    assert req.cached.store < 36
+    wrong = bench.store_tier.stats(bench.tiers.stats()).store_wrong_pages
+    assert wrong <= 1  # the first of them ends the read
+    bench.finish()
+    assert (wrong == 0) == (damage == "gone")
+
+
+@pytest.mark.parametrize("fault", ["eio", "full", "slow"])
+def test_a_failing_disk_costs_no_answer_and_is_used_again(tmp_path: Path, fault: str) -> None:
+    bench = TieredBench(tmp_path, policy="expected")
+    bench.disk.fault = fault
+    ask(bench)
+    bench.settle()
+    assert bench.store.stats().writes == (10 if fault == "slow" else 0)
+    bench.kv.flush()
+    bench.disk.fault = ""
+    bench.clock.now_s += 60.0  # the silence after a failure
+    ask(bench)
+    bench.settle()
+    assert bench.store.stats().writes + bench.store.stats().present >= 10
+    bench.finish()
+
+
+def test_a_page_that_went_wrong_on_the_host_is_not_written(tmp_path: Path) -> None:
+    bench = TieredBench(tmp_path)
+    bench.submit(PROMPT, max_new_tokens=1)
+    bench.run()
+    to_host(bench.kv)
+    assert bench.tiers.host.num_free == 14
+    hosts, _ = bench.tiers.where(np.array(PROMPT, dtype=np.int32), "", 0)
+    bench.host.view[hosts[3], 5] ^= 1
+    bench.settle()
+    assert bench.store.stats().writes == 9  # all others
+    req, _ = ask(bench)
+    assert bench.tiers.counters.wrong_pages == 1
+    assert req.cached.host == 12
+    bench.finish()
+
+
+def test_a_dead_thread_makes_the_replica_unhealthy_and_delays_nobody(tmp_path: Path) -> None:
+    bench = filled(tmp_path)
+    bench.hangs = True
+    bench.submit(PROMPT, max_new_tokens=2)
+    for _ in range(50):
+        assert bench.step() is None  # wait_complete
+    bench.worker.error = RuntimeError("it died")
+    assert bench.step() is not None
+    bench.run()
+    assert repr(bench.store_tier.error) == repr(bench.worker.error)
+    assert bench.store_tier.stats(bench.tiers.stats()).store_error == "RuntimeError('it died')"
+
+
+def test_a_request_that_waits_says_so_and_lets_others_pass(tmp_path: Path) -> None:
+    bench = filled(tmp_path)
+    bench.hangs = True
+    waiting = bench.submit(PROMPT, max_new_tokens=1)
+    passing = bench.submit([999, 998], max_new_tokens=1)
+    bench.step()
+    assert bench.scheduler.last.refusals == {(waiting.rid, 0): Refusal.LOADING}
+    assert passing.finish is not None
+    bench.hangs = False
+    bench.finish()
