@@ -33,6 +33,7 @@ from replicas.launch import load_engine
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
 
 POOL_TOKENS = 32_768
+TIER_BYTES = 1 << 30
 FORMATS_TOKENS = 8_192  # for each of several engines
 START = """
 import json, sys, time
@@ -238,6 +239,57 @@ def _load(model: str, threads: int, prefix_cache: Literal["radix", "chunk"] = "r
     return load_engine(model, cache=cache, num_threads=threads)
 
 
+def tier_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure the first token of a prompt of which all but the last tokens lie on the device, the host, in a file store
+    or nowhere; and, on an engine without tiers, of one that lies nowhere."""
+    length, threads = 256 if options.quick else 1040, options.threads
+    found: dict[str, list[float]] = {name: [] for name in ("miss, no tiers", "miss", "device", "host", "file")}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = load_engine(options.model, cache=CacheConfig(max_total_tokens=FORMATS_TOKENS), num_threads=threads)
+        cache = CacheConfig(
+            max_total_tokens=FORMATS_TOKENS,
+            host_memory_bytes=TIER_BYTES,
+            store=f"file://{folder}",
+            write_policy="write_back",
+        )
+        tiered = load_engine(options.model, cache=cache, num_threads=threads, commit_pool=True)
+        store, used = tiered.kv.store, {"host": 0, "file": 0}
+        rounds = rounds_of(options, 7)
+        for round_, prompt in enumerate(driver.prompts(tiered, rounds + 1, length, options.seed)):
+            times = {}
+            for _, name in harness.in_turn(("miss, no tiers", "miss"), 1 + round_ % 2):
+                times.setdefault(name, driver.prefill_s(plain if name == "miss, no tiers" else tiered, prompt))
+            times["device"] = driver.prefill_s(tiered, prompt)
+            store.make_room(store.num_pages, "the benchmark")
+            times["host"] = driver.prefill_s(tiered, prompt)
+            wanted = length // store.page_size - 1
+            deadline_s = time.monotonic() + 60
+            while (store_tier := tiered.stats().tiers) is not None and store_tier.store_items < wanted * (round_ + 1):
+                tiered.poll()
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"of {wanted} pages {store_tier.store_items} are in the store after 60 s")
+                time.sleep(0.01)
+            tiered.flush_cache()
+            times["file"] = driver.prefill_s(tiered, prompt)
+            if round_:  # the first warms up
+                for name, seconds in times.items():
+                    found[name].append(1e3 * seconds)
+        tiers = tiered.stats().tiers
+        assert tiers is not None
+        used["host"], used["file"] = tiers.host_hit_tokens, tiers.store_hit_tokens
+        plain.close()
+        tiered.close()
+    table = Table(f"first token of a prompt of {length} tokens by where its pages lie, {threads} threads")
+    for name, values in found.items():
+        note = f"{used[name]:,} tokens from there in all" if name in used else ""
+        table.add(name, values, "ms", note=note)
+    asked = (("host", "device", "<= 1.15x"), ("file", "miss", "<= 0.3x"), ("miss", "miss, no tiers", "<= 1.01x"))
+    for name, of, target in asked:
+        ratios = [a / b for a, b in zip(found[name], found[of], strict=True)]
+        table.add(f"{name} / {of}", ratios, "x", target=target)
+    return table.rows
+
+
 def start_rows(options: argparse.Namespace) -> list[Row]:
     """Measure a fresh process: the second start by its phases, and the first, which compiles the kernels.
 
@@ -327,6 +379,7 @@ PARTS = {
         about="decode, prefill and the parts of a step, beside Transformers",
         measure=lambda options: speed_rows(options.model, options.threads, _scale(options), options.seed),
     ),
+    "tiers": Part(about="prefixes found on the device, the host and in a store", measure=tier_rows),
     "formats": Part(
         about="decode and prefill by the format of weights, beside float32",
         measure=lambda options: format_rows(options.model, options.threads, _scale(options), options.seed),
