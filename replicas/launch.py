@@ -142,6 +142,7 @@ def load_engine(
             close=ranks.close,
             kv_bytes=ranks.kv_bytes(config),
             page_home=_page_home(config, kv, ranks.host),
+            give_back=ranks.give_back,
         ),
         tokenizer=tokenizer,
         transfer=connected,

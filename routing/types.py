@@ -75,7 +75,8 @@ class ReplicaView:
     decode_step_s: float = 0.0  # 0 until measured
     max_running_requests: int = 0  # 0: no limit was reported
     healthy: bool = True
-    accepting: bool = True  # False while it drains
+    accepting: bool = True  # False while it drains, or has given memory back
+    released: bool = False  # it has
     role: Role = Role.UNIFIED
     page_bytes: int = 0  # of K and V, all ranks; 0: not reported
     host_pages: int = 0  # capacity of its host tier
@@ -92,6 +93,8 @@ class ReplicaView:
     def state(self) -> str:
         if not self.healthy:
             return "unhealthy"
+        if self.released:
+            return "released"
         return "accepting" if self.accepting else "draining"
 
 

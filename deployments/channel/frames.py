@@ -62,6 +62,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     error: str | None  # why it is unhealthy, else None
     num_open: Count  # requests it has accepted and not ended
     age_s: Seconds = 0.0  # how old ``stats`` was when this was sent: a step in progress can be long
+    released: bool = False  # it has given memory back and takes no requests
     step_age_s: Seconds = 0.0  # how long the step in progress had been running then; 0: none was
 
 

@@ -102,6 +102,15 @@ class ReplicaCalls(Protocol):
         """Forget every cached prefix. Waits ``timeout_s`` for requests to end, and returns False if they do not."""
         ...
 
+    async def release_memory(self, tags: tuple[str, ...], timeout_s: float) -> str | None:
+        """Give back the memory of these parts (replicas/engine/occupation.py), once no request runs. Returns: why it
+        was not done; None if it was."""
+        ...
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> str | None:
+        """Use the memory of these parts again. Returns: as `release_memory`."""
+        ...
+
     async def push_cache(self, order: PushCache) -> MoveStats:
         """Push cached pages to other replicas as ``order`` says. Returns: what has been pushed since the start."""
         ...

@@ -167,7 +167,7 @@ def _state_body(info: ReplicaInfo, report: ReplicaReport) -> dict[str, Any]:
 async def flush_cache(request: Request) -> Response:
     """Drop all cached prefixes on all replicas; 400 if one is busy for longer than ``timeout`` seconds."""
     service = service_of(request)
-    wait_s = _timeout_s(request.query_params.get("timeout", "0"))
+    wait_s = wait_of(request)
     return await answer(request, _flush(service, wait_s))
 
 
@@ -187,7 +187,9 @@ async def _flush(service: Service, wait_s: float) -> Response:
     return PlainTextResponse(f"Cache flushed on {len(flushed)} replicas.\n")
 
 
-def _timeout_s(given: str) -> float:
+def wait_of(request: Request) -> float:
+    """Return the seconds in ``timeout``: how long to wait for requests to end. Raises: InvalidRequest."""
+    given = request.query_params.get("timeout", "0")
     try:
         timeout_s = float(given)
     except ValueError:

@@ -221,6 +221,13 @@ class GeneratedBody(AnswerBody):
     generated_text: str | None = None
 
 
+class MemoryBody(AnswerBody):
+    """Memory was given back, or is used again."""
+
+    success: bool
+    num_replicas: int
+
+
 class TokensBody(AnswerBody):
     """The token ids of a text."""
 

@@ -24,6 +24,7 @@ from deployments.http.bodies import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    MemoryRequest,
     NativeRequest,
     TokenizeRequest,
 )
@@ -202,6 +203,7 @@ _EXAMPLES: Mapping[type[BaseModel], dict[str, Any]] = {
     DetokenizeRequest: {"tokens": [19, 20]},
     ExplainRequest: {"prompt": "The capital of France is", "max_tokens": 8},
     AbortRequest: {"rid": "my-request"},
+    MemoryRequest: {"tags": ["kv_cache"]},
 }
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -223,6 +225,10 @@ ROUTES: Mapping[str, Described] = {
     "/get_server_info": _SERVER_INFO,
     "/server_info": _SERVER_INFO,
     "/flush_cache": Described(content=(TEXT,), errors=(*_ALL, 400), query={"timeout": _FLUSH_WAIT}),
+    "/release_memory_occupation": Described(
+        body=MemoryRequest, answer=answers.MemoryBody, errors=(*_BODY, 409, 503), query={"timeout": _FLUSH_WAIT}
+    ),
+    "/resume_memory_occupation": Described(body=MemoryRequest, answer=answers.MemoryBody, errors=(*_BODY, 503)),
     "/abort_request": Described(body=AbortRequest, answer=answers.AbortedBody, errors=_BODY),
     "/health": _HEALTH,
     "/ready": _HEALTH,

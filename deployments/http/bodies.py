@@ -9,7 +9,7 @@ Never:     answers a malformed body with a 422 or a 500: every error in it is an
 
 import asyncio
 import logging
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -312,6 +312,12 @@ class NativeRequest(WireType):
     token_ids_logprob: Any = None
     lora_path: Any = None
     session_params: Any = None
+
+
+class MemoryRequest(WireType):
+    """The body of /release_memory_occupation and /resume_memory_occupation."""
+
+    tags: list[Literal["kv_cache", "weights"]] | None = None  # all if none is named
 
 
 class AbortRequest(WireType):

@@ -9,14 +9,14 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
-from deployments.http import admin, api_document, chat, completions, http_errors, native, routes
+from deployments.http import admin, api_document, chat, completions, http_errors, native, occupation, routes
 from deployments.http.access import BrowserCheck, BrowserRules, KeyCheck
 from deployments.http.arrivals import Arrivals
 from deployments.http.service import Service
 from deployments.http.tracing import Traces, Tracing
 from deployments.settings.keys import NO_KEYS, KeyDigests
 
-ROUTERS = (chat.router, completions.router, native.router, routes.router, admin.router)
+ROUTERS = (chat.router, completions.router, native.router, routes.router, admin.router, occupation.router)
 EXPOSED = ["x-request-id", "x-manta-route", "retry-after"]  # headers that pages may read
 
 

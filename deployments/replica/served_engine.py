@@ -31,7 +31,7 @@ from kvtransfer.moves.wire import MoveAddress
 from replicas.cache.tree_view import CacheTree
 from replicas.config import CacheConfig
 from replicas.engine.loop import EngineLoop
-from replicas.errors import EngineDead, MantaError
+from replicas.errors import EngineDead, InvalidRequest, MantaError
 from replicas.kernels.simd import instruction_set
 from replicas.types import EngineStats, GenerateRequest
 from routing.types import Role
@@ -177,6 +177,35 @@ class ServedEngine:
             if time.monotonic() >= deadline_s:
                 return False
 
+    async def release_memory(self, tags: tuple[str, ...], timeout_s: float) -> str | None:
+        """Give memory back, once no request runs; waits ``timeout_s`` for that. Returns: why it was not done, or None.
+
+        No router sends a request afterwards: each is told before this returns.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while not await self.loop.run_on_engine(lambda engine: engine.release_memory(tags)):
+                if time.monotonic() >= deadline_s:
+                    return "it is busy with requests: try again, or give ?timeout=seconds"
+                await asyncio.sleep(FLUSH_POLL_S)
+        except InvalidRequest as error:
+            return str(error)
+        self._tell_routers()
+        return None
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> str | None:
+        try:
+            await self.loop.run_on_engine(lambda engine: engine.resume_memory(tags))
+        except InvalidRequest as error:
+            return str(error)
+        self._tell_routers()
+        return None
+
+    def _tell_routers(self) -> None:
+        """Report to every router now, not with the next period."""
+        for client in list(self._clients.values()):
+            client.report(encode(self._report(self.loop.stats())))
+
     async def _try_flush(self) -> bool:
         await asyncio.sleep(max(self._flush_again_s - time.monotonic(), 0))
         self._flush_again_s = time.monotonic() + FLUSH_POLL_S
@@ -273,6 +302,7 @@ class ServedEngine:
             num_open=self.loop.num_open,
             age_s=max(time.monotonic() - stats.time_s, 0.0),
             step_age_s=self.loop.step_age_s,
+            released=bool(self.loop.engine.occupation.released),
         )
 
     def _info(self, moves: MoveAddress | None) -> ReplicaInfo:

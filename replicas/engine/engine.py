@@ -19,7 +19,7 @@ them while nothing runs.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvtransfer.replay import observe
@@ -35,6 +35,7 @@ from replicas.disagg.hand_offs import HandOffs, require_possible
 from replicas.disagg.rooms import HandOffTerms
 from replicas.distributions import Distributions
 from replicas.engine.choice import Choice, OpenRequests
+from replicas.engine.occupation import Occupation
 from replicas.engine.stepping import Launch, Stepping, snapshot
 from replicas.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
 from replicas.observer import Observer
@@ -57,6 +58,7 @@ class Executor:
     close: Callable[[], None] = lambda: None
     kv_bytes: KvBytes | None = None  # reads and writes the pools, for replay and observation
     page_home: TieredPageHome | None = None  # cached pages as they move between replicas; None: they do not
+    give_back: Callable[[frozenset[str]], None] = lambda parts: None  # memory of all ranks (occupation.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,9 @@ class Engine:
         self._distributions = Distributions()
         self.steps = Stepping(
             executor.launch, self.scheduler, self._distributions, chunk_size=config.chunked_prefill_size, clock=clock
+        )
+        self.occupation = Occupation(
+            kv, device=config.device, has_transfer=transfer is not None, give_back=executor.give_back
         )
         self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_transfer=transfer is not None)
         self._open = OpenRequests()
@@ -219,6 +224,7 @@ class Engine:
         Raises:  Overloaded when the waiting queue is full; InvalidRequest for a hand-off's room that is open.
         """
         assert request.rid not in self._open, f"request {request.rid} is open"
+        self.occupation.require()
         limit, would_wait = self.config.scheduler.max_queued_requests, self.scheduler.would_wait(request.num_choices)
         if would_wait > limit:
             raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")
@@ -309,6 +315,25 @@ class Engine:
             return False
         self.kv.flush()
         return True
+
+    def release_memory(self, tags: Iterable[str] = ()) -> bool:
+        """Give back the memory of the parts that ``tags`` name, or of all (occupation.py). Until `resume_memory`
+        requests are refused. Returns: False, with nothing done, while requests are open or peers use pages.
+
+        Raises: InvalidRequest, as `Occupation.parts_of`.
+        """
+        parts = self.occupation.parts_of(tags)
+        if len(self._open):
+            return False
+        self.land()
+        if self.kv.in_use:
+            return False
+        self.occupation.release(parts)
+        return True
+
+    def resume_memory(self, tags: Iterable[str] = ()) -> None:
+        """Use again what `release_memory` gave back. Raises: as that."""
+        self.occupation.resume(self.occupation.parts_of(tags))
 
     def drain_cache_events(self) -> CacheEvents:
         """Return what entered and left the prefix cache since the last call; engine thread only."""

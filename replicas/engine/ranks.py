@@ -20,7 +20,7 @@ from replicas.errors import EngineDead, InvalidConfig
 from replicas.kernels.team import PassingThread
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.host import HostKVCache
-from replicas.runner.kv_access import KvOrder, RankedCopier, RankedKvBytes
+from replicas.runner.kv_access import GiveBack, KvOrder, RankedCopier, RankedKvBytes, give_back_parts
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.plan_channel import PlanChannel
 from replicas.runner.port import MakeAgent, PortSpec, make_port
@@ -139,6 +139,13 @@ class Ranks:
         """Give access to the pools of all ranks as bytes."""
         send = self._channel.send if self._channel is not None else _send_nothing
         return RankedKvBytes(config, self.runner.pool, self.runner.tp, send)
+
+    def give_back(self, parts: frozenset[str]) -> None:
+        """Give the memory of ``parts`` back on every rank (occupation.py)."""
+        order = GiveBack(parts)
+        if self._channel is not None:
+            self._channel.send(order)
+        give_back_parts(order, self.runner.pool)
 
     def copier(self) -> RankedCopier | None:
         """Give access to the pages of all ranks' pools and of the host tier; None without one."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 ALIGNMENT = 4096  # bytes; a memory page, what transfer libraries register
 COMMIT_BYTES = 4 << 20  # that `commit` asks the system for at a time
+_MADV_DONTNEED = 4  # private memory is as it was when it was mapped: zero, or the file's
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: memory is there as if it had been written, and what it holds stays
 
 
@@ -60,6 +61,10 @@ class MHATokenToKVPool:
         26 of the 160 ms of a prompt of 256 tokens.
         """
         return populate(self.buffer.data_ptr(), self.buffer.nbytes, most_s)
+
+    def give_back(self) -> None:
+        """Give the memory of a CPU pool back to the system: it is zero again, and comes as it is touched."""
+        give_back(self.buffer.data_ptr(), self.buffer.nbytes)
 
     def storage(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of ``buffer``."""
@@ -146,15 +151,26 @@ class MHATokenToKVPool:
 def populate(address: int, num_bytes: int, most_s: float) -> int:
     """Have the system give memory now, from ``address`` (whole memory pages) on, for at most ``most_s`` seconds.
     Returns: the bytes that were given."""
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     deadline = time.monotonic() + most_s
     for start in range(0, num_bytes, COMMIT_BYTES):
         if time.monotonic() > deadline:
             return start
-        if madvise(address + start, min(COMMIT_BYTES, num_bytes - start), _MADV_POPULATE_WRITE):
+        if _madvise(address + start, min(COMMIT_BYTES, num_bytes - start), _MADV_POPULATE_WRITE):
             return start  # an older system, or no memory is left
     return num_bytes
+
+
+def give_back(address: int, num_bytes: int) -> None:
+    """Give private memory, from ``address`` (whole memory pages) on, back to the system; what is in it is lost."""
+    whole = num_bytes - num_bytes % ALIGNMENT
+    if _madvise(address, whole, _MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), f"the system takes no {whole} bytes back")
+
+
+def _madvise(address: int, num_bytes: int, advice: int) -> int:
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return int(madvise(address, num_bytes, advice))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,7 @@ from replicas.memory.allocator import Pages
 from replicas.memory.host import HostKVCache
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.runner.model_files import model_identity
+from replicas.runner.panel_file import give_back_panels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +50,22 @@ class CopyPages:
     to_host: bool
 
 
-KvOrder = ReadKv | WriteKv | CopyPages
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """An order to every rank: give memory back to the system (engine/occupation.py)."""
+
+    parts: frozenset[str]  # kv_cache, weights
+
+
+KvOrder = ReadKv | WriteKv | CopyPages | GiveBack
+
+
+def give_back_parts(order: GiveBack, pool: MHATokenToKVPool) -> None:
+    """Run this rank's part."""
+    if "kv_cache" in order.parts:
+        pool.give_back()
+    if "weights" in order.parts:
+        give_back_panels()
 
 
 def copy_pages(order: CopyPages, pool: MHATokenToKVPool, host: HostKVCache, tp: TpGroup) -> npt.NDArray[np.bool_]:

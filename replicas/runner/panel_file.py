@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ import torch
 
 from replicas.kernels.panels import Packs, Panels, make
 from replicas.kernels.weight_formats import WeightFormat
+from replicas.memory.pool import give_back
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,19 @@ def panel_file(folder: Path, what: str, meaning: Mapping[str, object]) -> Iterat
             return lambda panels: entries[name].read(data) if name in entries else panels()
 
         yield mapped
+
+
+def give_back_panels() -> int:
+    """Give the memory of all mapped panels of this process back to the system: nobody writes into them, so they are
+    read from their file again when they are used. Returns: the bytes of the mappings."""
+    num_bytes = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, path = line.split(maxsplit=5)
+        if re.search(r"/panels-[^/]*\.(bin|partial)( \(deleted\))?$", path):
+            start, end = (int(each, 16) for each in addresses.split("-"))
+            give_back(start, end - start)
+            num_bytes += end - start
+    return num_bytes
 
 
 def _written(path: Path, what: str) -> Iterator[Keep]:

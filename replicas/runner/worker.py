@@ -16,7 +16,16 @@ from multiprocessing.connection import Client
 from replicas.config import EngineConfig
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.host import HostKVCache, HostMemory
-from replicas.runner.kv_access import CopyPages, KvOrder, ReadKv, WriteKv, copy_pages, run_order
+from replicas.runner.kv_access import (
+    CopyPages,
+    GiveBack,
+    KvOrder,
+    ReadKv,
+    WriteKv,
+    copy_pages,
+    give_back_parts,
+    run_order,
+)
 from replicas.runner.model_runner import ModelRunner
 from replicas.runner.port import PortSpec
 from replicas.runner.remote_port import serve_port
@@ -60,6 +69,8 @@ def run_worker(spec: WorkerSpec) -> None:
         if isinstance(message, CopyPages):
             assert host is not None, "this engine has no host tier"
             copy_pages(message, runner.pool, host, tp)
+        elif isinstance(message, GiveBack):
+            give_back_parts(message, runner.pool)
         elif isinstance(message, ReadKv | WriteKv):
             run_order(message, runner.pool, tp, spec.config.model.num_kv_heads)
         else:

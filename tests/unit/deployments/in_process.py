@@ -275,6 +275,12 @@ class ScriptedReplica:
     async def flush_cache(self, timeout_s: float) -> bool:
         return True
 
+    async def release_memory(self, tags: tuple[str, ...], timeout_s: float) -> str | None:
+        return None
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> str | None:
+        return None
+
     async def push_cache(self, order: PushCache) -> MoveStats:
         self.orders.append(order)
         return MoveStats()
