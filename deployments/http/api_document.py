@@ -169,6 +169,7 @@ class Described:
     """What a route takes and gives."""
 
     body: type[BaseModel] | None = None
+    may_lack_body: bool = False
     answer: type[BaseModel] | None = None  # None: plain text
     many: bool = False  # a list of answers, for several prompts or choices
     event: type[BaseModel] | None = None  # of a stream
@@ -226,9 +227,12 @@ ROUTES: Mapping[str, Described] = {
     "/server_info": _SERVER_INFO,
     "/flush_cache": Described(content=(TEXT,), errors=(*_ALL, 400), query={"timeout": _FLUSH_WAIT}),
     "/release_memory_occupation": Described(
-        body=MemoryRequest, answer=answers.MemoryBody, errors=(*_BODY, 409, 503), query={"timeout": _FLUSH_WAIT}
+        body=MemoryRequest, may_lack_body=True, answer=answers.MemoryBody, errors=(*_BODY, 409, 503),
+        query={"timeout": _FLUSH_WAIT},
     ),
-    "/resume_memory_occupation": Described(body=MemoryRequest, answer=answers.MemoryBody, errors=(*_BODY, 503)),
+    "/resume_memory_occupation": Described(
+        body=MemoryRequest, may_lack_body=True, answer=answers.MemoryBody, errors=(*_BODY, 503)
+    ),
     "/abort_request": Described(body=AbortRequest, answer=answers.AbortedBody, errors=_BODY),
     "/health": _HEALTH,
     "/ready": _HEALTH,
@@ -288,7 +292,7 @@ def _operation(route: APIRoute, method: str, described: Described) -> dict[str, 
     }
     if described.body is not None:
         body = {"schema": _ref(described.body), "example": _EXAMPLES[described.body]}
-        operation["requestBody"] = {"required": True, "content": {JSON: body}}
+        operation["requestBody"] = {"required": not described.may_lack_body, "content": {JSON: body}}
     if method == "HEAD":
         operation["responses"]["200"] = {"description": "As GET answers, without the body"}
     for status in sorted(described.errors):

@@ -101,6 +101,7 @@ async def test_as_soon_as_any_key_exists_what_is_everybodys_asks_for_the_admins(
         asks = [("GET", path, None) for path in OF_THE_ADMIN]
         asks += [("POST", "/flush_cache", None), ("POST", "/route/explain", {"prompt": "x"})]
         asks += [("POST", "/abort_request", {"abort_all": True})]
+        asks += [("POST", f"/{do}_memory_occupation", {"tags": ["kv_cache"]}) for do in ("release", "resume")]
         for method, path, body in asks:
             refused = await http.request(method, path, json=body, headers=bearer(client) if client else {})
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "admin_key_needed"), path
