@@ -19,9 +19,11 @@ def explained(row: Json, roles: dict[str, str]) -> Json:
     attempt = {
         "sentence": told,
         "replica": row["replica"], "policy": row["policy"], "reason": row["reason"], "num_tokens": row["prompt_tokens"],
-        "predicted": {"cached_tokens": row["predicted_tokens"], "ttft_s": 0.12},
+        "predicted": {"cached_tokens": row["predicted_tokens"], "host_tokens": 0, "store_tokens": 0, "load_s": 0.0,
+                      "ttft_s": 0.12},
         "best_overlap": {"replica": best, "cached_tokens": row["best_tokens"], "given_up": 160},
-        "candidates": candidates, "actual": {"cached_tokens": row["cached_tokens"], "ttft_s": row["ttft_s"]},
+        "candidates": candidates, "actual": {"cached_tokens": row["cached_tokens"], "host_tokens": 0,
+                                               "store_tokens": 0, "ttft_s": row["ttft_s"]},
         "outcome": row["outcome"], "failure": None,
     }  # fmt: skip
     if row["prefill"]:
@@ -39,7 +41,9 @@ def _candidate(name: str, role: str, row: Json, index: int) -> Json:
     terms = {"queue_s": 0.015 * index, "own_s": own / 18_000, "load_s": 0.0, "decode_s": 0.021, "pressure_s": 0.0}
     return {
         "replica": name, "role": role, "chosen": name in (row["replica"], row["prefill"]),
-        "cached_tokens": max(0, row["cached_tokens"] - 200 * index), "num_requests": index + 1,
+        "cached_tokens": max(0, row["cached_tokens"] - 200 * index),
+        "device_tokens": max(0, row["cached_tokens"] - 200 * index), "host_tokens": 0, "store_tokens": 0,
+        "num_requests": index + 1,
         "queued_tokens": 130 * index, "own_tokens": own, "prefill_tokens_per_s": 18_000.0,
         "ttft_s": sum(terms.values()), **terms, "behind_s": 0.0, "pool_utilization": 0.17, "report_age_s": 0.08,
     }  # fmt: skip

@@ -151,6 +151,7 @@ _STATUSES = {
     403: "A browser may not ask for this",
     404: "There is no such thing",
     408: "The body did not come in time",
+    409: "A replica is busy, or cannot do this",
     413: "The body is too large",
     415: "The body is not JSON",
     429: "Too much waits; `Retry-After` says for how long",

@@ -237,8 +237,6 @@ def request_row(record: RouteRecord, *, router_id: str) -> dict[str, Any]:
         "prompt_tokens": decision.num_tokens,
         "output_tokens": timeline.num_output,
         "cached_tokens": last.cached_tokens,
-        "host_tokens": last.host_tokens,
-        "store_tokens": last.store_tokens,
         "predicted_tokens": decision.overlap_tokens,
         "best_tokens": decision.best_overlap[1],
         "ttft_s": timeline.ttft_s,
