@@ -26,7 +26,8 @@ from rich.progress import Progress, TimeElapsedColumn
 from benchmarks import harness
 from benchmarks.harness import Part, Row
 from benchmarks.sim_load import BLOCK_TOKENS, SimRequest, read_trace
-from replicas.cache.tiers import HiRadixCache, HostTier
+from replicas.cache.host_pages import HostTier
+from replicas.cache.tiers import HiRadixCache
 from replicas.config import CacheConfig
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 

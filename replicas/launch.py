@@ -15,11 +15,12 @@ from kvtransfer.ports.rank_port import RankPort
 from kvtransfer.rooms.kv_transfer import KvTransfer
 from kvtransfer.stores.urls import open_store
 from kvtransfer.types import TransferSettings
+from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
 from replicas.cache.page_home import TieredPageHome
 from replicas.cache.store_tier import StoreTier
 from replicas.cache.store_worker import Worker
-from replicas.cache.tiers import HiRadixCache, HostTier
+from replicas.cache.tiers import HiRadixCache
 from replicas.config import (
     Attention,
     CacheConfig,

@@ -12,10 +12,10 @@ import numpy as np
 from kvtransfer.stores.file import FileMedium
 from kvtransfer.stores.items import Buffer, StoreKey
 from kvtransfer.stores.store import Store
+from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
 from replicas.cache.store_tier import StoreTier
 from replicas.cache.store_worker import Put, Stage, Worker
-from replicas.cache.tiers import HostTier
 from replicas.config import SchedulerConfig
 from replicas.memory.host import HostKVCache
 from replicas.scheduler.plan import StepPlan

@@ -22,10 +22,10 @@ import numpy as np
 
 from replicas.cache.audit import audit
 from replicas.cache.base import Lock, MatchResult
+from replicas.cache.host_pages import HostTier
 from replicas.cache.pages import PageStore
 from replicas.cache.quarantine import Detained
 from replicas.cache.store_tier import StoreTier
-from replicas.cache.tiers import HostTier
 from replicas.config import CacheConfig
 from replicas.errors import InvalidRequest
 from replicas.memory.allocator import Pages, Slots

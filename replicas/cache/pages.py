@@ -11,9 +11,10 @@ from collections.abc import Callable
 from replicas.cache.base import PrefixCache
 from replicas.cache.chunk import ChunkCache
 from replicas.cache.events import CacheEvent, CacheSnapshot, EventLog
+from replicas.cache.host_pages import HostTier
 from replicas.cache.quarantine import Detained, Quarantine
 from replicas.cache.radix import RadixCache
-from replicas.cache.tiers import HiRadixCache, HostTier
+from replicas.cache.tiers import HiRadixCache
 from replicas.cache.tree_view import CacheTree, empty_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.errors import PagesExhausted

@@ -16,130 +16,25 @@ Pages of a victim that is not worth a copy are forgotten, and with them what han
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtransfer.pages import Tier
 from replicas.cache.arc import host_queue
 from replicas.cache.base import NO_PAGES, MatchResult
 from replicas.cache.events import EventLog
+from replicas.cache.host_pages import HostPages, HostTier, TierCounters
 from replicas.cache.node import TreeNode, walk
 from replicas.cache.radix import RadixCache, last_key
 from replicas.cache.write_policy import WritePolicy
-from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
+from replicas.memory.allocator import Pages
 from replicas.types import TierStats, TokenIds
 
-SMOOTHING = 0.2  # weight of the newest load in the measured rate
 UNMEASURED_RATIO = 8  # tokens loaded in the time of one computed, until both are measured
 MEASURE_EVERY = 32  # of the prefixes that seem quicker to compute, the share that is loaded
 GHOSTS_PER_PAGE = 4  # pages that have left, remembered for each host page
-
-
-class Copier(Protocol):
-    """Copies pages between the device pools and the host memory of all ranks, within the call."""
-
-    def backup(self, device_pages: Pages, host_pages: Pages) -> None: ...
-
-    def load(self, host_pages: Pages, device_pages: Pages) -> npt.NDArray[np.bool_]:
-        """Returns: [n] whether the page on the host was as it had been written, on every rank."""
-        ...
-
-
-class HostPages:
-    """Which pages of the host memory are free; those that somebody reads become free only afterwards."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._allocator = PagedTokenToKVPoolAllocator(num_pages, 1)
-        self._readers: Counter[int] = Counter()
-        self._late: set[int] = set()  # freed while they were read
-        self.coming = 0  # taken, on their way into the tree
-
-    @property
-    def num_pages(self) -> int:
-        return self._allocator.num_pages
-
-    @property
-    def num_free(self) -> int:
-        return self._allocator.num_free
-
-    def take(self, num_pages: int, *, coming: bool = False) -> Pages:
-        """Take free pages; as many are there. ``coming``: their bytes arrive later, told by `arrived`."""
-        self.coming += num_pages if coming else 0
-        return self._allocator.alloc(num_pages, rid="the host tier")
-
-    def arrived(self, num_pages: int) -> None:
-        """Count taken pages that the tree has now, or that are freed next."""
-        assert num_pages <= self.coming, f"{num_pages} host pages arrive, {self.coming} were to come"
-        self.coming -= num_pages
-
-    def free(self, pages: Pages) -> None:
-        read = [page for page in pages.tolist() if page in self._readers] if self._readers else []
-        self._late.update(read)
-        self._allocator.free(np.setdiff1d(pages, np.array(read, dtype=np.int32)) if read else pages)
-
-    def pin(self, pages: Pages) -> None:
-        """Keep the bytes of ``pages``, which a store or a peer reads, until `unpin`."""
-        self._readers.update(pages.tolist())
-
-    def unpin(self, pages: Pages) -> None:
-        self._readers.subtract(pages.tolist())
-        done = [page for page in pages.tolist() if not self._readers[page]]
-        for page in done:
-            del self._readers[page]
-        late = [page for page in done if page in self._late]
-        self._late.difference_update(late)
-        self._allocator.free(np.array(late, dtype=np.int32))
-
-    def check(self, in_tree: Pages) -> None:
-        """Assert that each page is free, in the tree, on its way in, or only read."""
-        self._allocator.check()
-        free = self._allocator.free_pages()
-        assert len(np.unique(in_tree)) == len(in_tree), "a host page is in the tree twice"
-        assert not np.intersect1d(in_tree, free).size, "a host page of the tree is free"
-        held = self.num_pages - len(free)
-        assert held == len(in_tree) + len(self._late) + self.coming, (
-            f"{held} host pages are held: {len(in_tree)} in the tree, {len(self._late)} read, {self.coming} coming"
-        )
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """What the two tiers have done; only grows, but for the rate."""
-
-    written_pages: int = 0  # device -> host
-    pushed_pages: int = 0  # to other replicas (page_home.py)
-    received_pages: int = 0  # from them
-    loaded_pages: int = 0  # host -> device
-    evicted_pages: int = 0  # from the host
-    wrong_pages: int = 0
-    write_s: float = 0.0
-    load_s: float = 0.0
-    saved_s: float = 0.0  # what computing the loaded pages would have taken, less load_s
-    slow_loads: int = 0  # prefixes that were computed because that was quicker
-    load_s_per_page: float = 0.0  # smoothed; 0 until measured
-
-    def loaded(self, num_pages: int, load_s: float, *, num_wrong: int) -> None:
-        """Count a load."""
-        self.loaded_pages += num_pages - num_wrong
-        self.wrong_pages += num_wrong
-        self.load_s += load_s
-        each_s = load_s / num_pages
-        self.load_s_per_page += (each_s - self.load_s_per_page) * (SMOOTHING if self.load_s_per_page else 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTier:
-    """What a cache needs for its host tier."""
-
-    num_pages: int
-    copier: Copier
-    eviction: str = "arc"
-    write: str = "adaptive"
 
 
 class HiRadixCache(RadixCache):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from replicas.cache.evict import POLICIES
+from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
-from replicas.cache.tiers import HostTier
 from replicas.config import CacheConfig
 from replicas.errors import PagesExhausted, RowsExhausted
 from replicas.request import Req

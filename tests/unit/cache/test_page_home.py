@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from kvtransfer.layout import KvLayout
 from kvtransfer.moves.plan import Shares
 from kvtransfer.moves.wire import Path
+from replicas.cache.host_pages import HostTier
 from replicas.cache.page_home import TieredPageHome
-from replicas.cache.tiers import HiRadixCache, HostTier
+from replicas.cache.tiers import HiRadixCache
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
 from tests.harness import Clock
 

@@ -5,7 +5,8 @@ import pytest
 
 from kvtransfer.pages import Tier, page_keys
 from replicas.cache.events import AllCleared, EventLog, PagesRemoved, PagesStored
-from replicas.cache.tiers import MEASURE_EVERY, HiRadixCache, HostTier
+from replicas.cache.host_pages import HostTier
+from replicas.cache.tiers import MEASURE_EVERY, HiRadixCache
 from tests.harness import Clock
 
 PS = 2
