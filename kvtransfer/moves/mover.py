@@ -32,7 +32,7 @@ from kvtransfer.types import PeerAddress
 
 log = logging.getLogger(__name__)
 
-RUN_BYTES = 8 << 20  # of one read or write of the home: 2 ms between two steps
+RUN_BYTES = 32 << 20  # of one read or write of the home: some ms, but each waits for the end of a step
 IDLE_S = 30.0  # between two messages of one that pushes: it rests, or waits for its own engine
 MAX_OPEN = 16  # connections that came in
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class Mover:
     ) -> MoveStats:
         """Send what is worth most to ``targets``, for at most ``most_s``. Returns: `stats`.
 
-        Args: share: of the time in which it may keep the link and its target busy.
+        Args: share: of the time in which it may keep the link busy.
         """
         loop = asyncio.get_running_loop()
         began_s, shares = loop.time(), Shares[MoveStream]((), 1)
@@ -167,9 +167,10 @@ class Mover:
                 log.error("a page of %d that were to be pushed has a wrong digest; they stay", num)
                 self._count(wrong_pages=1)
                 return
-            sent_s = loop.time()
+            sent_s, link_s = loop.time(), 0.0
             try:
                 await stream.send(Run(index, first, digests.astype("<u8").tobytes()), payload)
+                link_s = loop.time() - sent_s  # the rest is the target's wait for its engine
                 kept = min((await stream.receive(Kept)).pages, num)
             except TransferError as error:
                 self._failed(error)
@@ -179,7 +180,7 @@ class Mover:
             if kept < num:  # lost, or full of what is worth more, as it will be for all that follows
                 shares.lose(stream)
                 stream.close()
-            await asyncio.sleep((loop.time() - sent_s) * (1 / share - 1))
+            await asyncio.sleep(link_s * (1 / share - 1))
 
     async def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection that came in, to its end."""

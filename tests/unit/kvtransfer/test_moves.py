@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -237,3 +238,54 @@ def test_a_path_knows_its_rate_and_pages() -> None:
     assert (HOT.num_pages(PAGE_SIZE), CHILD.num_pages(PAGE_SIZE)) == (3, 5)
     assert HOT.rate == pytest.approx(10 / 60)
     assert Path("", np.arange(4, dtype="<i4").tobytes(), 0, hits=1, idle_s=60.0).rate == pytest.approx(2 / 120)
+
+
+class _Mortal:
+    """A writer whose connection dies when all of them have written ``left`` bytes."""
+
+    left = 0
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    def write(self, data: bytes) -> None:
+        part = bytes(data)[: max(_Mortal.left, 0)]
+        _Mortal.left -= len(data)
+        self._writer.write(part)
+        if len(part) < len(data):
+            self._writer.close()
+            raise ConnectionResetError("killed")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._writer, name)
+
+
+async def test_a_connection_that_dies_at_any_of_50_points_costs_no_page_and_the_next_push_mends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    init = MoveStream.__init__
+
+    def mortal(self: MoveStream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        init(self, reader, cast(asyncio.StreamWriter, _Mortal(writer)))
+
+    monkeypatch.setattr(MoveStream, "__init__", mortal)
+    monkeypatch.setattr(module, "RUN_BYTES", 512)  # two pages
+    most, all_pages, num_failed = 10_000, 7, 0
+    _Mortal.left = most
+    source, target = FakePageHome(HOT, CHILD, OTHER), FakePageHome()
+    async with movers(source, target) as [(mover, _), (_, address)]:
+        assert (await mover.push([address], most_s=5)).failed == 0
+    total = most - _Mortal.left
+    assert 3_000 < total < most
+    for point in range(50):
+        source, target = FakePageHome(HOT, CHILD, OTHER), FakePageHome()
+        async with movers(source, target) as [(mover, _), (other, address)]:
+            _Mortal.left = total * point // 50
+            num_failed += (await mover.push([address], most_s=5)).failed
+            while other._open:
+                await asyncio.sleep(0)
+            target.check()
+            _Mortal.left = most
+            assert (await mover.push([address], most_s=5)).value_kept == 1.0
+            assert len(target.pages) == all_pages
+    assert num_failed == 50
