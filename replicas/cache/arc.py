@@ -25,7 +25,7 @@ Ghosts = OrderedDict[PageKey, None]  # oldest first
 
 class ArcQueue:
     """The nodes of a tier of ``num_pages`` pages, with the interface of an `EvictionQueue`. A node is hot once it was
-    used a second time, be it that it was lost in between (`TreeNode.hot`)."""
+    used a second time, be it that it was lost in between."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class ArcQueue:
         self._clock = clock
         self._can_go = can_go
         self._spare = spare
-        self._cold = EvictionQueue("lru", can_go=lambda node: can_go(node) and not node.hot, spare=spare)
-        self._hot = EvictionQueue("lru", can_go=lambda node: can_go(node) and node.hot, spare=spare)
+        self._cold = EvictionQueue("lru", can_go=lambda node: can_go(node) and not node.hit_count, spare=spare)
+        self._hot = EvictionQueue("lru", can_go=lambda node: can_go(node) and node.hit_count > 0, spare=spare)
         self._cold_pages = 0  # of cold nodes in the tier; |T1| of the paper
         self._cold_share = 0.0  # pages; p of the paper: what T1 is to have
         self._lost_cold: Ghosts = OrderedDict()  # B1
@@ -54,19 +54,20 @@ class ArcQueue:
 
     def refile(self, node: TreeNode) -> None:
         """Take note that ``node`` was used, cut in two, or is spare now."""
-        if node.hit_count and not node.hot:
-            self._cold.left(node)
-            self._cold_pages -= len(node.host)
-            node.hot = True
-            if self._can_go(node):
-                self._hot.add(node)
+        if node.hit_count and self._can_go(node):
+            self._hot.add(node)
         else:
             self._queue(node).refile(node)
+
+    def warms(self, node: TreeNode) -> None:
+        """Take note that ``node`` is about to be used a second time."""
+        self._cold.left(node)
+        self._cold_pages -= len(node.host)
 
     def entered(self, node: TreeNode) -> None:
         """Take note that the tier has the pages of ``node`` now: those it lost lately say which share was too small."""
         assert node.page_keys is not None
-        was_hot = node.hot or node.hit_count > 0
+        was_hot = node.hit_count > 0
         for key in node.page_keys.tolist():
             cold, hot = len(self._lost_cold), len(self._lost_hot)
             if key in self._lost_cold:
@@ -77,20 +78,21 @@ class ArcQueue:
                 del self._lost_hot[key]
                 self._cold_share = max(0.0, self._cold_share - max(1.0, cold / hot))
                 was_hot = True
-        self._queue(node).left(node)
-        node.hot = was_hot
-        self._cold_pages += 0 if node.hot else len(node.host)
+        if was_hot:
+            node.hit_count = max(node.hit_count, 1)
+        else:
+            self._cold_pages += len(node.host)
         if self._can_go(node):
             self.add(node)
 
     def left(self, node: TreeNode) -> None:
         """Forget ``node``, whose pages leave the tier, still its own; remember their keys if they are lost thereby."""
         self._queue(node).left(node)
-        self._cold_pages -= 0 if node.hot else len(node.host)
+        self._cold_pages -= 0 if node.hit_count else len(node.host)
         if node.on_device:
             return  # nothing is lost
         assert node.page_keys is not None
-        lost = self._lost_hot if node.hot else self._lost_cold
+        lost = self._lost_hot if node.hit_count else self._lost_cold
         for key in reversed(node.page_keys.tolist()):  # the first pages are worth most: they are forgotten last
             lost[key] = None
             lost.move_to_end(key)
@@ -127,14 +129,14 @@ class ArcQueue:
         nodes = list(tier)
         self._cold.check(nodes)
         self._hot.check(nodes)
-        cold = sum(len(node.host) for node in nodes if not node.hot)
+        cold = sum(len(node.host) for node in nodes if not node.hit_count)
         assert cold == self._cold_pages, f"{cold} host pages were used once, {self._cold_pages} are counted"
         assert 0 <= self._cold_share <= self._num_pages, f"a share of {self._cold_share} of {self._num_pages} pages"
         lost = len(self._lost_cold) + len(self._lost_hot)
         assert lost <= LOST_PER_PAGE * self._num_pages, f"{lost} pages are remembered for a tier of {self._num_pages}"
 
     def _queue(self, node: TreeNode) -> EvictionQueue:
-        return self._hot if node.hot else self._cold
+        return self._hot if node.hit_count else self._cold
 
 
 def host_queue(

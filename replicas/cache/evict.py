@@ -84,6 +84,9 @@ class EvictionQueue:
     def entered(self, node: TreeNode) -> None:
         """Take note that the tier has the pages of ``node`` now."""
 
+    def warms(self, node: TreeNode) -> None:
+        """Take note that ``node`` is about to be used a second time."""
+
     def left(self, node: TreeNode) -> None:
         """Forget ``node``, whose pages leave the tier."""
         self._filed.pop(node, None)

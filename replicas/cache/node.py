@@ -35,12 +35,11 @@ class TreeNode:
     used_s: float = 0.0  # when that was
     children: dict[bytes, "TreeNode"] = field(default_factory=dict)
     lock_ref: int = 0  # requests that pin it; every root has 1 of its own (SPEC E03)
-    hit_count: int = 0
+    hit_count: int = 0  # one more if it was computed again after every tier had lost it
     below_pages: int = 0  # of all nodes below it
     below_nodes: int = 0
     priority: int = 0  # highest of the requests that inserted it
     ahead: int = 0  # tokens from its first to the end of the longest sequence that was inserted through it
-    hot: bool = False  # used again, be it that it was lost in between: kept by the host tier
     page_keys: PageKeys | None = None  # [n] while events are recorded, or with a host tier
     host: Pages = field(default_factory=lambda: NO_PAGES)  # [n] host pages with a copy (SGLang's host_value); [0]: none
     stored: bool = False  # a store has them too

@@ -274,8 +274,10 @@ class HiRadixCache(RadixCache):
         assert not self._copies, "a call has ended before its copies were made"
 
     def _use(self, node: TreeNode, now_s: float, *, hit: bool) -> None:
-        if hit and not node.on_device and not node.hit_count and not node.hot:
-            self._write.gaps.waited(now_s - node.used_s)
+        if hit and not node.hit_count:
+            self._host_queue.warms(node)
+            if not node.on_device:
+                self._write.gaps.waited(now_s - node.used_s)
         super()._use(node, now_s, hit=hit)
 
     def _touched(self, node: TreeNode) -> None:
@@ -311,7 +313,7 @@ class HiRadixCache(RadixCache):
             assert leaf.page_keys is not None
             self._dirty.append(leaf)
             if known := self._write.gaps.computed(leaf.page_keys, now_s):
-                (leaf if known == leaf.num_pages else self._split_node(leaf, known)).hot = True
+                (leaf if known == leaf.num_pages else self._split_node(leaf, known)).hit_count = 1
         else:
             self._host_queue.entered(leaf)
         return leaf
@@ -347,7 +349,7 @@ class HiRadixCache(RadixCache):
         victim = self._host_queue.peek() if self.host.num_free < leaf.num_pages else None
         missed = victim is not None and not victim.on_device
         idle_s = self._clock() - victim.used_s if victim is not None and missed else None
-        return self._write.admits(hits=leaf.hit_count + leaf.hot, victim_idle_s=idle_s)
+        return self._write.admits(hits=leaf.hit_count, victim_idle_s=idle_s)
 
     def _give_host_pages(self, node: TreeNode) -> None:
         """Give a node of the device its pages on the host, if they can be had; `_copy` fills them."""

@@ -44,6 +44,8 @@ class Tier:
     def use(self, number: int) -> None:
         self.now_s += 1.0
         node = self.nodes[number]
+        if not node.hit_count:
+            self.queue.warms(node)
         node.last_access, node.used_s, node.hit_count = int(self.now_s), self.now_s, node.hit_count + 1
         self.queue.refile(node)
         self.queue.check(self.nodes.values())
@@ -96,8 +98,8 @@ def test_a_run_counts_with_its_pages_and_is_remembered_by_them() -> None:
     tier.put(2, 4)
     assert sorted(tier.nodes) == [2]
     tier.put(1, 2)  # the first two pages of the run that left
-    assert tier.nodes[1].hot
-    assert not tier.nodes[2].hot
+    assert tier.nodes[1].hit_count
+    assert not tier.nodes[2].hit_count
     assert tier.evict() == 2
 
 
@@ -130,7 +132,7 @@ def test_what_the_device_has_is_not_lost_when_the_host_drops_it() -> None:
     tier.put(1, on_device=True)
     assert tier.evict() == 1
     tier.put(1)
-    assert not tier.nodes[1].hot
+    assert not tier.nodes[1].hit_count
 
 
 def test_a_locked_run_stays_and_emptied_queues_have_no_victim() -> None:
