@@ -122,6 +122,6 @@ class TieredPageHome:
                 tiers.dec_lock_ref(lock)
         leaf = tiers.match_prefix(ids, path.salt, count_hit=False).host_node
         if kept and leaf is not None:
-            leaf.hit_count, leaf.used_s = path.hits, now_s - path.idle_s
+            self._tiers.credit(leaf, path.hits, now_s - path.idle_s)
         tiers.counters.received_pages += kept
         return have - first + kept

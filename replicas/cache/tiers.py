@@ -182,6 +182,13 @@ class HiRadixCache(RadixCache):
             assert node.page_keys is not None
             self.events.stored(node.page_keys, last_key(node.parent), self.page_size, node.key, tier)
 
+    def credit(self, leaf: TreeNode, hits: int, used_s: float) -> None:
+        """Take over what the peer that sent ``leaf`` knows of its uses."""
+        if hits and not leaf.hit_count:
+            self._host_queue.warms(leaf)
+        leaf.hit_count, leaf.used_s = max(hits, leaf.hit_count), used_s
+        self._touched(leaf)
+
     def copy_idle(self, most_pages: int, *, to_store: bool) -> int:
         """Copy about ``most_pages`` pages that have no copy yet, oldest first, into host pages that are free.
 
