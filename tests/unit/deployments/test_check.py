@@ -336,6 +336,6 @@ def deployments(*args: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_the_projects_files_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the GPUs or the cores that this machine may lack."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    for file in ("serve_config.yaml", "docs/examples/disaggregated.yaml"):
+    for file in ("serve_config.yaml", "docs/examples/disaggregated.yaml", "docs/examples/tiers.yaml"):
         assert list(read(str(ROOT / file))[1]) == ["manta"]
         assert yaml.safe_load((ROOT / file).read_text())

@@ -259,7 +259,7 @@ def test_the_key_comes_from_the_file_or_else_from_the_environment_and_is_not_sho
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("file", ["serve_config.yaml", "docs/examples/disaggregated.yaml"])
+@pytest.mark.parametrize("file", ["serve_config.yaml", "docs/examples/disaggregated.yaml", "docs/examples/tiers.yaml"])
 def test_the_projects_files_hold_it_and_it_must_watch_an_application_of_the_file(file: str, tmp_path: Path) -> None:
     schema, configs = read(str(ROOT / file))
     assert (schema.applications[1].import_path, schema.applications[1].route_prefix) == (
