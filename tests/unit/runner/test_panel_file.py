@@ -118,7 +118,7 @@ def test_of_engines_that_start_together_one_packs(tmp_path: Path) -> None:
     processes = [context.Process(target=_load_in_process, args=(tmp_path, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    packed = sorted(results.get(timeout=60) for _ in processes)
+    packed = sorted(results.get(timeout=180) for _ in processes)
     for process in processes:
         process.join(60)
     assert packed == [[], [], [], ["a", "b"]]
