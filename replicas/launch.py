@@ -109,6 +109,8 @@ def load_engine(
     copier = ranks.copier()
     host = None
     if copier is not None:
+        if commit_pool:
+            copier.host.commit(COMMIT_S)
         host = HostTier(
             num_pages=copier.host.memory.num_pages,
             copier=copier,

@@ -14,6 +14,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import psutil
+
 from kvtransfer.ports.rank_port import RankPort
 from replicas.config import EngineConfig
 from replicas.errors import EngineDead, InvalidConfig
@@ -90,7 +92,7 @@ class Ranks:
         self._channel: PlanChannel | None = None
         self._port_channel: PlanChannel | None = None
         self._handles: WorkerHandles | None = None
-        self.host = _host_tier(config)
+        self.host = host_tier(config)
         if config.parallel.tp == 1:
             self.runner = _load(config, TpGroup(device=config.device))
             return
@@ -194,8 +196,11 @@ def _load(config: EngineConfig, tp: TpGroup) -> ModelRunner:
     return PassingThread(functools.partial(ModelRunner, config, tp), name="manta-load").result()
 
 
-def _host_tier(config: EngineConfig) -> HostKVCache | None:
-    """Make the host tier's memory, for all ranks. Raises: InvalidConfig when it holds less than a page."""
+def host_tier(config: EngineConfig) -> HostKVCache | None:
+    """Make the host tier's memory, for all ranks.
+
+    Raises: InvalidConfig when it holds less than a page, or more than the machine has.
+    """
     cache, tp = config.cache, config.parallel.tp
     if not cache.host_memory_bytes:
         return None
@@ -205,6 +210,12 @@ def _host_tier(config: EngineConfig) -> HostKVCache | None:
         raise InvalidConfig(
             f"cache.host_memory_bytes = {cache.host_memory_bytes:,} holds less than a page of {tp * rank_page_bytes:,} "
             "bytes: give more, or 0"
+        )
+    available = psutil.virtual_memory().available
+    if cache.host_memory_bytes > available:
+        raise InvalidConfig(
+            f"cache.host_memory_bytes = {cache.host_memory_bytes:,}, but {available:,} bytes of memory are available "
+            "on this machine: give less; it is the memory of each replica"
         )
     return HostKVCache.create(num_pages, rank_page_bytes=rank_page_bytes, tp=tp, num_threads=config.num_threads)
 

@@ -13,6 +13,7 @@ from replicas.config import (
     SchedulerConfig,
     resolve,
 )
+from replicas.engine.ranks import host_tier
 from replicas.errors import InvalidConfig
 from tests.harness import model_config
 
@@ -79,3 +80,20 @@ def test_every_setting_that_is_wrong_is_said_at_once() -> None:
         resolve(int8_model(intermediate_size=96), CPU, cache=wrong, parallel=ParallelConfig(tp=5), attention="triton")
     named = [problem.split(" ")[0] for problem in refused.value.problems]
     assert named == ["cache.page_size", "cache.mem_fraction_static", "attention", "parallel.tp"]
+
+
+def with_host(num_bytes: int) -> EngineConfig:
+    """A page of 4 tokens has 4 x 2 x 8 numbers of 4 bytes: 256 bytes."""
+    return resolve(model_config(), CPU, cache=CacheConfig(page_size=4, host_memory_bytes=num_bytes))
+
+
+def test_host_memory_is_counted_in_whole_pages_and_what_cannot_be_is_refused() -> None:
+    host = host_tier(with_host(1000))
+    assert host is not None
+    assert host.memory.num_pages == 3
+    host.close()
+    assert host_tier(with_host(0)) is None
+    with pytest.raises(InvalidConfig, match="host_memory_bytes = 255 holds less than a page of 256 bytes: give more"):
+        host_tier(with_host(255))
+    with pytest.raises(InvalidConfig, match="bytes of memory are available on this machine: give less"):
+        host_tier(with_host(1 << 50))
