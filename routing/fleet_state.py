@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvtransfer.pages import PageKeys, Tier
-from routing.index import pages_of
+from routing.index import TierIndex, pages_of
 from routing.load import Eligible, Load
 from routing.pair import RouteLeg
 from routing.policies import Candidates, estimate, held_tokens
 from routing.runs import Pages
-from routing.tiers import TierIndex
 from routing.types import (
     Decision,
     IndexEvent,

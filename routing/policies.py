@@ -25,7 +25,7 @@ from typing import overload
 
 import numpy as np
 
-from routing.tiers import Reach
+from routing.index import Reach
 from routing.types import Candidate, Floats, Ints, LoadEstimate, Reason, ReplicaView, RouteQuery, Terms
 
 # The next step takes new prompts in: a request waits only for the decode step in progress, on average half of it. Where

@@ -15,7 +15,7 @@ from kvtransfer.stores.store import Store
 from replicas.cache.host_pages import HostTier
 from replicas.cache.kv import KvCache
 from replicas.cache.store_tier import StoreTier
-from replicas.cache.store_worker import Put, Stage, Worker
+from replicas.cache.store_worker import FetchStage, Put, Worker
 from replicas.config import SchedulerConfig
 from replicas.memory.host import HostKVCache
 from replicas.scheduler.plan import StepPlan
@@ -91,11 +91,11 @@ class HandWorker(Worker):
         """Returns: whether there was a job."""
         if self._reads:
             fetch = self._reads.popleft()
-            if fetch.stage is Stage.LOOKING:
+            if fetch.stage is FetchStage.LOOKING:
                 self._look(fetch)
             else:
                 self._read(fetch)
-                fetch.stage = Stage.OVER
+                fetch.stage = FetchStage.OVER
             return True
         if self._puts:
             put: Put = self._puts.popleft()

@@ -42,7 +42,7 @@ class CacheMoves:
         self._push_s = push_s
         self._drain_s = drain_s
         self._send: Callable[[str, Asked], None] = lambda replica_id, asked: None
-        self._leaving: dict[str, asyncio.TimerHandle] = {}
+        self.leaving: dict[str, asyncio.TimerHandle] = {}
 
     def start(self, send: Callable[[str, Asked], None]) -> None:
         """``send``: asks a replica over its channel; raises ReplicaGone."""
@@ -57,12 +57,12 @@ class CacheMoves:
                     targets=tuple(targets), most_s=self._push_s, hand_over_s=HAND_OVER * self._drain_s
                 )
                 timer = asyncio.get_running_loop().call_later(BACK_S, self._order, info.replica_id, order)
-                self._leaving[info.replica_id] = timer
+                self.leaving[info.replica_id] = timer
 
     def back(self, members: Container[str]) -> None:
         """Take back the orders to replicas that are ``members`` again."""
-        for replica_id in [each for each in self._leaving if each in members]:
-            self._leaving.pop(replica_id).cancel()
+        for replica_id in [each for each in self.leaving if each in members]:
+            self.leaving.pop(replica_id).cancel()
 
     async def fill(self, new: ReplicaInfo, others: Sequence[ReplicaInfo], load: Mapping[str, ReplicaView]) -> None:
         """Have the least busy of ``others`` push to ``new``, if it has computed nothing yet; for at most ``fill_s``."""
@@ -85,16 +85,16 @@ class CacheMoves:
             log.info("replica %s is used as far as it is filled: %r", new.replica_id, error)
 
     def stop(self) -> None:
-        for timer in self._leaving.values():
+        for timer in self.leaving.values():
             timer.cancel()
-        self._leaving.clear()
+        self.leaving.clear()
 
     def check(self) -> None:
         """Raises AssertionError if an order waits that was taken back."""
-        assert not any(timer.cancelled() for timer in self._leaving.values())
+        assert not any(timer.cancelled() for timer in self.leaving.values())
 
     def _order(self, replica_id: str, order: PushCache) -> None:
-        del self._leaving[replica_id]
+        del self.leaving[replica_id]
         log.info("replica %s leaves: it pushes its cached prefixes to %d others", replica_id, len(order.targets))
         with contextlib.suppress(ReplicaGone):  # it has died
             self._send(replica_id, order)

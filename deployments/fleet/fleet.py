@@ -195,9 +195,11 @@ class Fleet:
         self._members, now_s = frozenset(members), self._clock()
         self._as_of_s = {each: self._as_of_s.get(each, now_s) for each in self._members}
         self._unheard &= self._members
-        self._moves.back(self._members)
+        if self._moves.leaving:
+            self._moves.back(self._members)
         gone = [info for each, info in self._infos.items() if each not in self._members]
-        self._moves.left(gone, [each for each in self.infos if each not in gone], self._loads())
+        if gone:
+            self._moves.left(gone, [each for each in self.infos if each not in gone], self._loads())
         for replica_id in set(self._infos) | set(self._attaching):
             if replica_id not in self._members:
                 self._forget(replica_id)

@@ -16,8 +16,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import msgspec
-
 from deployments.channel.frames import PushCache
 from kvtransfer.moves.mover import Mover, MoveStats, PageHome
 from kvtransfer.moves.wire import MoveAddress
@@ -100,7 +98,9 @@ class ReplicaMoves:
         if not self._loop.num_open:
             return
         try:
-            last = msgspec.structs.replace(order, most_s=LAST_PUSH * after_s, hand_over_s=None)
+            last = PushCache(
+                targets=order.targets, most_s=LAST_PUSH * after_s, most_bytes=order.most_bytes, share=order.share
+            )
             num_open = await self._loop.hand_over(lambda: self.order(last))
         except MantaError as error:
             log.warning("no request is handed over: %s", error)

@@ -26,7 +26,7 @@ import xxhash
 from kvtransfer.errors import BadMessage, TransferError
 from kvtransfer.layout import KvLayout
 from kvtransfer.moves.plan import Shares, bounded
-from kvtransfer.moves.wire import Bytes, Digests, Have, Kept, MoveAddress, MoveStream, Offer, Path, Run
+from kvtransfer.moves.wire import Bytes, Digests, Have, Kept, MoveAddress, MoveStream, Offer, PageRun, Path
 from kvtransfer.peers.wire import Handshake, PeerHello
 from kvtransfer.types import PeerAddress
 
@@ -169,7 +169,7 @@ class Mover:
                 return
             sent_s, link_s = loop.time(), 0.0
             try:
-                await stream.send(Run(index, first, digests.astype("<u8").tobytes()), payload)
+                await stream.send(PageRun(index, first, digests.astype("<u8").tobytes()), payload)
                 link_s = loop.time() - sent_s  # the rest is the target's wait for its engine
                 kept = min((await stream.receive(Kept)).pages, num)
             except TransferError as error:
@@ -206,11 +206,11 @@ class Mover:
         paths = (await stream.receive(Offer)).paths
         await stream.send(Have(await self._visit(lambda home: home.held(paths))))
         while (message := await stream.next(within_s=IDLE_S)) is not None:
-            if not isinstance(message, Run):
-                raise BadMessage(f"a Run is wanted, {type(message).__name__} came")
+            if not isinstance(message, PageRun):
+                raise BadMessage(f"a PageRun is wanted, {type(message).__name__} came")
             await stream.send(Kept(await self._take(stream, message, paths)))
 
-    async def _take(self, stream: MoveStream, run: Run, paths: Sequence[Path]) -> int:
+    async def _take(self, stream: MoveStream, run: PageRun, paths: Sequence[Path]) -> int:
         """Receive a run's bytes, and keep its pages up to the first wrong one. Returns: how many."""
         tp = self._layout.tp
         num, odd = divmod(len(run.digests), 8 * tp)

@@ -9,9 +9,9 @@ Thread:    one event loop.
     one that pushes                    its target
     Offer(paths) ──────────────────>
                  <────────────────── Have(pages of each)
-    Run(path, digests), bytes ─────>
+    PageRun(path, digests), bytes ─────>
                  <────────────────── Kept(pages)
-    ... one Run after the other; then it hangs up
+    ... one PageRun after the other; then it hangs up
 
 A *path* is a sequence of tokens from the start of a prompt, in whole pages; its *own* pages are those from first_page
 on, the ones before belong to other paths of the same offer, or are not offered.
@@ -93,7 +93,7 @@ class Have(_Message, frozen=True):
     pages: Sequence[Count]
 
 
-class Run(_Message, frozen=True):
+class PageRun(_Message, frozen=True):
     """Pages [first, first + n) of a path; n * page_bytes bytes follow."""
 
     path: Count
@@ -107,7 +107,7 @@ class Kept(_Message, frozen=True):
     pages: Count
 
 
-Message = Offer | Have | Run | Kept
+Message = Offer | Have | PageRun | Kept
 M = TypeVar("M", bound=_Message)
 _ENCODER = Encoder()
 _DECODER: Decoder[Message] = Decoder(Message)
@@ -183,7 +183,7 @@ class MoveStream:
             raise BadMessage(f"not a message of this release: {error}") from None
 
     async def receive_into(self, payload: Bytes) -> None:
-        """Fill ``payload`` with the bytes that follow a Run. Raises: PeerLost."""
+        """Fill ``payload`` with the bytes that follow a PageRun. Raises: PeerLost."""
         flat, at = payload.reshape(-1), 0
         async with _limit("the bytes of a run", PEER_S):
             while at < len(flat):

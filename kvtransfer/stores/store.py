@@ -40,7 +40,7 @@ class ReadStatus(enum.Enum):
 
 
 class WriteStatus(enum.Enum):
-    """How a write ended."""
+    """How a write to a store ended."""
 
     STORED = "stored"
     PRESENT = "present"  # it was there; it counts as used now

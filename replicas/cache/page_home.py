@@ -16,7 +16,7 @@ from replicas.cache.node import TreeNode
 from replicas.cache.tiers import HiRadixCache
 
 
-class HostMemory(Protocol):
+class HostView(Protocol):
     """The bytes of the host tier's pages and the digests of their parts (memory/host.py)."""
 
     @property
@@ -31,7 +31,7 @@ class TieredPageHome:
     def __init__(
         self,
         tiers: HiRadixCache,
-        memory: HostMemory,
+        memory: HostView,
         layout: KvLayout,
         *,
         clock: Callable[[], float] = time.monotonic,

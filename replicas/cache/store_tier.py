@@ -21,7 +21,7 @@ import numpy as np
 
 from kvtransfer.pages import Tier
 from replicas.cache.node import TreeNode
-from replicas.cache.store_worker import Fetch, Put, Stage, Worker
+from replicas.cache.store_worker import Fetch, FetchStage, Put, Worker
 from replicas.cache.tiers import HiRadixCache
 from replicas.request import Req
 from replicas.types import TierStats, TokenIds
@@ -89,9 +89,9 @@ class StoreTier:
         if fetch is None:
             return False
         dead = self._worker.error is not None
-        if fetch.stage is not Stage.OVER and not dead and now_s < self._wait_until_s(fetch):
+        if fetch.stage is not FetchStage.OVER and not dead and now_s < self._wait_until_s(fetch):
             return True
-        if fetch.stage is not Stage.OVER and fetch.keys:
+        if fetch.stage is not FetchStage.OVER and fetch.keys:
             self._late += 1
         self.forget(req)
         return False
@@ -103,7 +103,7 @@ class StoreTier:
             return
         fetch.unwanted = True  # what was found, and is not being read, takes no host pages now
         self._take_in(fetch, req)
-        if fetch.stage is not Stage.OVER or fetch.num_adopted < len(fetch.host_pages):
+        if fetch.stage is not FetchStage.OVER or fetch.num_adopted < len(fetch.host_pages):
             self._left.append(fetch)
 
     def poll(self) -> None:
@@ -111,11 +111,11 @@ class StoreTier:
         for req, fetch in list(self._fetches.items()):
             self._take_in(fetch, req)
         for fetch in list(self._left):
-            if fetch.stage is Stage.FOUND:
+            if fetch.stage is FetchStage.FOUND:
                 if fetch.keys:  # too late, and a reason to wait longer; a look that was called off finds nothing
                     self._hit_share += (1.0 - self._hit_share) * SMOOTHING
-                fetch.stage = Stage.OVER
-            if fetch.stage is Stage.OVER:
+                fetch.stage = FetchStage.OVER
+            if fetch.stage is FetchStage.OVER:
                 self._take_in(fetch, None)
                 self._left.remove(fetch)
         for put in self._worker.take_puts():
@@ -158,19 +158,19 @@ class StoreTier:
 
     def _take_in(self, fetch: Fetch, req: Req | None) -> None:
         """Take host pages for what was found, or give the tree what was read; give back what will not come."""
-        if fetch.stage is Stage.LOOKING:
+        if fetch.stage is FetchStage.LOOKING:
             return
-        if fetch.stage is Stage.FOUND:
+        if fetch.stage is FetchStage.FOUND:
             self._hit_share += (bool(fetch.keys) - self._hit_share) * SMOOTHING
             pages = self._tiers.take_host(len(fetch.keys)) if fetch.keys and not fetch.unwanted else None
             if pages is None:
-                fetch.keys, fetch.stage = [], Stage.OVER
+                fetch.keys, fetch.stage = [], FetchStage.OVER
             else:
                 fetch.host_pages, fetch.reading_s = pages, self._clock()
-                fetch.stage = Stage.READING
+                fetch.stage = FetchStage.READING
                 self._worker.fetch(fetch)
             return
-        over = fetch.stage is Stage.OVER  # read before ``num_read``, which is then final
+        over = fetch.stage is FetchStage.OVER  # read before ``num_read``, which is then final
         first, end = fetch.num_adopted, fetch.num_read
         if end > first:
             fetch.num_adopted = end
@@ -197,7 +197,7 @@ class StoreTier:
         compute_s = self._tiers.compute_s_per_token
         if self._policy == "timeout" or not compute_s:
             return fetch.asked_s + min(30.0, 2.0 + 0.1 * len(fetch.token_ids) / 1024)
-        if fetch.stage in (Stage.LOOKING, Stage.FOUND):
+        if fetch.stage in (FetchStage.LOOKING, FetchStage.FOUND):
             return fetch.asked_s + uncached * compute_s * max(LOOK_SHARE, self._hit_share)
         found = len(fetch.keys) * ps
         left = found - fetch.num_read * ps

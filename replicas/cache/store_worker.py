@@ -36,7 +36,7 @@ class HostBytes(Protocol):
     def intact(self, page: int) -> bool: ...
 
 
-class Stage(enum.Enum):
+class FetchStage(enum.Enum):
     """How far a fetch is."""
 
     LOOKING = "looking"
@@ -53,7 +53,7 @@ class Fetch:
     salt: str
     first: int  # page from which on the replica has nothing
     asked_s: float
-    stage: Stage = Stage.LOOKING
+    stage: FetchStage = FetchStage.LOOKING
     keys: list[StoreKey] = field(default_factory=list)  # of the pages that the store has, from ``first`` on
     host_pages: Pages = field(default_factory=lambda: NO_PAGES)
     num_read: int = 0  # of them, good
@@ -128,11 +128,11 @@ class Worker:
                 if isinstance(job, Put):
                     self._write(job)
                     self._done.append(job)
-                elif job.stage is Stage.LOOKING:
+                elif job.stage is FetchStage.LOOKING:
                     self._look(job)
                 else:
                     self._read(job)
-                    job.stage = Stage.OVER
+                    job.stage = FetchStage.OVER
                 self.on_event()
         except BaseException as error:  # noqa: BLE001 - the replica becomes unhealthy
             self.error = error
@@ -160,7 +160,7 @@ class Worker:
         if has == [True]:
             has += self._store.contains(keys[1:])
         fetch.keys = keys[: has.index(False) if False in has else len(has)]
-        fetch.stage = Stage.FOUND
+        fetch.stage = FetchStage.FOUND
 
     def _read(self, fetch: Fetch) -> None:
         for key, page in zip(fetch.keys, fetch.host_pages.tolist(), strict=True):

@@ -224,7 +224,8 @@ class Engine:
         Raises:  Overloaded when the waiting queue is full; InvalidRequest for a hand-off's room that is open.
         """
         assert request.rid not in self._open, f"request {request.rid} is open"
-        self.occupation.require()
+        if self.occupation.released:
+            self.occupation.require()
         limit, would_wait = self.config.scheduler.max_queued_requests, self.scheduler.would_wait(request.num_choices)
         if would_wait > limit:
             raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")

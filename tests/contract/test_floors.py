@@ -36,6 +36,10 @@ FLOORS: dict[str, set[str]] = {
         "replicas.memory", "replicas.request", "replicas.types", "replicas.errors", "replicas.config",
         "replicas.distributions", "kvtransfer.pages", "kvtransfer.stores",
     },
+    "replicas.cache.page_home": {
+        "replicas.cache", "replicas.request", "replicas.memory", "replicas.types", "kvtransfer.pages",
+        "kvtransfer.layout", "kvtransfer.moves",
+    },
     # a leaf: runner and attention know plans, not the scheduler
     "replicas.scheduler.plan": {"replicas.types"},
     "replicas.scheduler": {
@@ -71,11 +75,11 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.engine.ranks": {
         "replicas.runner", "replicas.kernels", "replicas.layers.tp_group", "replicas.scheduler.plan",
-        "replicas.config", "replicas.errors", "kvtransfer.ports",
+        "replicas.memory.host", "replicas.config", "replicas.errors", "kvtransfer.ports",
     },
     "replicas.launch": {
-        "replicas.engine", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.text", "replicas.config",
-        "replicas.types", "replicas.errors", "kvtransfer",
+        "replicas.engine", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.memory.host",
+        "replicas.text", "replicas.config", "replicas.types", "replicas.errors", "kvtransfer",
     },
     "replicas.replay": {
         "replicas.launch", "replicas.engine", "replicas.config", "replicas.request", "replicas.types",

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from routing import runs
 from routing.fleet_state import Feed
-from routing.index import PrefixIndex
+from routing.index import PrefixIndex, TierIndex
 from routing.policies import POLICIES
 from routing.router import Router
-from routing.tiers import TierIndex
 from routing.types import IndexEvent, IndexSnapshot, KeysCleared, KeysRemoved, KeysStored, ReplicaView, RouteQuery
 
 CAPACITY = 6

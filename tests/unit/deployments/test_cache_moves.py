@@ -70,7 +70,7 @@ async def test_the_last_one_pushes_nowhere() -> None:
         await house.ready(a)
         leave(house, "a")
         house.fleet.check()
-        assert not house.fleet._moves._leaving
+        assert not house.fleet._moves.leaving
 
 
 async def test_a_new_replica_is_filled_before_it_is_used() -> None:

@@ -14,7 +14,7 @@ from kvtransfer.moves import mover as module
 from kvtransfer.moves import wire
 from kvtransfer.moves.mover import Mover
 from kvtransfer.moves.plan import Shares
-from kvtransfer.moves.wire import Have, Kept, MoveAddress, MoveStream, Offer, Path, Run
+from kvtransfer.moves.wire import Have, Kept, MoveAddress, MoveStream, Offer, PageRun, Path
 from kvtransfer.types import PeerAddress
 from tests.fake_page_home import LAYOUT, PAGE_SIZE, FakePageHome, path
 
@@ -86,7 +86,7 @@ async def test_a_page_that_is_wrong_on_arrival_is_not_taken_nor_what_follows_it(
         await stream.receive(Have)
         found = source.read(HOT, 0, 3)
         assert found is not None
-        await stream.send(Run(0, 0, found[1].tobytes()), found[0])
+        await stream.send(PageRun(0, 0, found[1].tobytes()), found[0])
         assert (await stream.receive(Kept)).pages == 1
         stream.close()
         assert other.stats.wrong_pages == 1
@@ -148,8 +148,10 @@ async def test_a_push_ends_when_its_time_is_over() -> None:
     assert not target.pages
 
 
-@pytest.mark.parametrize("lies", [Run(7, 0, b"\0" * 16), Run(0, 2, b"\0" * 32), Run(0, 0, b"\0" * 7), Have([1])])
-async def test_a_run_that_was_not_offered_ends_the_connection(lies: Run | Have) -> None:
+@pytest.mark.parametrize(
+    "lies", [PageRun(7, 0, b"\0" * 16), PageRun(0, 2, b"\0" * 32), PageRun(0, 0, b"\0" * 7), Have([1])]
+)
+async def test_a_run_that_was_not_offered_ends_the_connection(lies: PageRun | Have) -> None:
     target = FakePageHome()
     async with movers(FakePageHome(HOT), target) as [(mover, _), (other, address)]:
         assert mover._hello is not None
@@ -175,7 +177,7 @@ async def test_a_pusher_that_dies_in_a_run_leaves_nothing_behind() -> None:
             found = source.read(HOT, 0, 3)
             assert found is not None
             payload, digests = found
-            await stream.send(Run(0, 0, digests.tobytes()), payload.reshape(-1)[:sent].reshape(1, -1))
+            await stream.send(PageRun(0, 0, digests.tobytes()), payload.reshape(-1)[:sent].reshape(1, -1))
             stream.close()
             while other._open:
                 await asyncio.sleep(0)
@@ -215,7 +217,7 @@ def test_value_is_counted_by_own_pages_and_expected_hits() -> None:
     assert shares.value_kept == pytest.approx(34 / 46)
 
 
-@pytest.mark.parametrize("message", [Offer([HOT, CHILD]), Have([1, 2]), Run(0, 1, b"12345678"), Kept(3)])
+@pytest.mark.parametrize("message", [Offer([HOT, CHILD]), Have([1, 2]), PageRun(0, 1, b"12345678"), Kept(3)])
 async def test_a_message_is_what_was_sent(message: wire.Message) -> None:
     got: list[wire.Message | None] = []
 

@@ -5,8 +5,8 @@ from random import Random
 import numpy as np
 
 from routing.fleet_state import MAX_EARLY, Feed
+from routing.index import TierIndex
 from routing.router import Router
-from routing.tiers import TierIndex
 from routing.types import (
     Decision,
     Ending,

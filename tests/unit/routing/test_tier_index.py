@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.pages import Tier, page_keys
-from routing import tiers
+from routing import index
 from routing.explain import explain
-from routing.index import pages_of
+from routing.index import TierIndex, pages_of
 from routing.router import Router
-from routing.tiers import TierIndex
 from routing.types import (
     Decision,
     IndexSnapshot,
