@@ -233,3 +233,20 @@ def test_a_request_that_waits_says_so_and_lets_others_pass(tmp_path: Path) -> No
     assert passing.finish is not None
     bench.hangs = False
     bench.finish()
+
+
+def test_a_host_that_loads_slower_than_it_computes_is_not_used(tmp_path: Path) -> None:
+    """A page loads in a second, and its four tokens are computed in 0.04 s. Then it loads in 1 ms."""
+    bench = TieredBench(tmp_path)
+    ask(bench)
+    to_host(bench.kv)
+    bench.tiers.counters.load_s_per_page = 1.0
+    slow, _ = ask(bench)
+    assert (slow.cached.host, bench.tiers.counters.slow_loads) == (0, 1)
+    assert bench.device.num_computed == 2 * 41
+    to_host(bench.kv)
+    bench.tiers.counters.load_s_per_page = 0.001
+    quick, _ = ask(bench)
+    assert (quick.cached.host, bench.tiers.counters.slow_loads) == (36, 1)
+    assert bench.device.num_computed == 2 * 41 + 4 + 1
+    bench.finish()
