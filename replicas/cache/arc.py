@@ -79,6 +79,7 @@ class ArcQueue:
                 self._cold_share = max(0.0, self._cold_share - max(1.0, cold / hot))
                 was_hot = True
         if was_hot:
+            self._cold.left(node)  # it may be queued already, as one used once
             node.hit_count = max(node.hit_count, 1)
         else:
             self._cold_pages += len(node.host)

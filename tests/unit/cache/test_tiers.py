@@ -49,12 +49,18 @@ class Rig:
     """A cache with its memory, and what tests ask of both."""
 
     def __init__(
-        self, num_host: int = 8, *, write: str = "write_back", events: bool = False, load_s: float = 0.01
+        self,
+        num_host: int = 8,
+        *,
+        write: str = "write_back",
+        events: bool = False,
+        load_s: float = 0.01,
+        eviction: str = "lru",
     ) -> None:
         self.clock = Clock()
         self.memory = Memory(self.clock, num_host=num_host, load_s=load_s)
         self.log = EventLog() if events else None
-        tier = HostTier(num_pages=num_host, copier=self.memory, write=write)
+        tier = HostTier(num_pages=num_host, copier=self.memory, eviction=eviction, write=write)
         self.cache = HiRadixCache(PS, host=tier, events=self.log, clock=self.clock)
 
     def put(self, token_ids: np.ndarray, first_page: int, salt: str = "") -> int:
@@ -403,3 +409,23 @@ def test_the_hottest_nodes_come_after_their_parents_within_the_bound() -> None:
     chosen = rig.cache.hottest(2)
     assert [node.key.tolist() for node in chosen] == [A, C]
     assert rig.cache.hottest(0) == []
+
+
+def test_a_page_that_was_lost_and_is_brought_back_is_hot_and_queued_once() -> None:
+    """A leaves the host for B, and comes back from a store: arc takes it for used twice."""
+    rig = Rig(2, eviction="arc")
+    rig.put(ids(A), 10)
+    rig.evict(1)
+    rig.put(ids(B, C), 20)
+    rig.cache.match_prefix(ids(B, C), "")  # a hit: what was lost among those used once is remembered
+    rig.evict(2)
+    assert rig.tiers(ids(A)) == (0, 0)
+    taken = rig.cache.take_host(1)
+    assert taken is not None
+    assert rig.cache.adopt(ids(A), "", taken, 0) == 1
+    rig.cache.check()
+    brought = rig.cache.match_prefix(ids(A), "").host_node
+    assert brought is not None
+    assert brought.hit_count == 2
+    rig.load(ids(A), 30)
+    rig.cache.check()
