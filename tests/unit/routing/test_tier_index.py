@@ -101,7 +101,7 @@ def test_a_replica_that_leaves_takes_its_tiers_along_and_not_the_store() -> None
 
 
 def test_a_store_forgets_what_was_reported_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "STORE_PAGES", 3)
+    monkeypatch.setattr("routing.index.STORE_PAGES", 3)
     i = index(replicas=1)
     i.use_store(0, "disk")
     i.stored(0, [1, 2, 3], Tier.STORE)
