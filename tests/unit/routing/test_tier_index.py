@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.pages import Tier, page_keys
-from routing import index
 from routing.explain import explain
 from routing.index import TierIndex, pages_of
 from routing.router import Router
