@@ -27,6 +27,7 @@ from replicas.request import Req
 from replicas.types import TierStats, TokenIds
 
 LOOK_SHARE = 0.01  # of the time that computing the prompt would take, for a store that never has anything
+UNMEASURED_S = 0.2  # that a prompt waits while no prompt has been computed, so that nobody knows how long that takes
 SMOOTHING = 0.1  # weight of the newest prompt in the share of prompts that the store has something of
 MAX_PUT_PAGES = 512  # pages that wait to be written; further nodes are written when they have been
 
@@ -194,9 +195,11 @@ class StoreTier:
             return float("-inf")
         if self._policy == "wait_complete":
             return float("inf")
-        compute_s = self._tiers.compute_s_per_token
-        if self._policy == "timeout" or not compute_s:
+        if self._policy == "timeout":
             return fetch.asked_s + min(30.0, 2.0 + 0.1 * len(fetch.token_ids) / 1024)
+        compute_s = self._tiers.compute_s_per_token
+        if not compute_s:
+            return fetch.asked_s + UNMEASURED_S
         if fetch.stage in (FetchStage.LOOKING, FetchStage.FOUND):
             return fetch.asked_s + uncached * compute_s * max(LOOK_SHARE, self._hit_share)
         found = len(fetch.keys) * ps

@@ -34,6 +34,7 @@ from replicas.types import TierStats, TokenIds
 
 UNMEASURED_RATIO = 8  # tokens loaded in the time of one computed, until both are measured
 MEASURE_EVERY = 32  # of the prefixes that seem quicker to compute, the share that is loaded
+LONG = 4  # a node this many times as long as what is to be copied in idle time is cut
 GHOSTS_PER_PAGE = 4  # pages that have left, remembered for each host page
 
 
@@ -190,7 +191,8 @@ class HiRadixCache(RadixCache):
         self._touched(leaf)
 
     def copy_idle(self, most_pages: int, *, to_store: bool) -> int:
-        """Copy about ``most_pages`` pages that have no copy yet, oldest first, into host pages that are free.
+        """Copy about ``most_pages`` pages that have no copy yet, oldest first, into host pages that are free; a node is
+        copied whole unless it is much longer than that.
 
         Args:    to_store: all pages, since a store takes them from the host, and into the host pages of what both the
                  device and the store have too; else as many as the write policy wants.
@@ -204,6 +206,8 @@ class HiRadixCache(RadixCache):
             node, left = self._dirty.popleft(), left - 1
             if node.parent is None or not node.on_device or node.on_host or (to_store and node.stored):
                 continue
+            if node.num_pages > LONG * most_pages:
+                self._split_node(node, node.num_pages - most_pages)
             if to_store:
                 self._room_on_host(node.num_pages, spare=lambda other: not (other.on_device and other.stored))
             if self.host.num_free < node.num_pages or node.page_keys is None:

@@ -92,6 +92,20 @@ def test_a_hanging_store_delays_a_request_no_longer_than_its_policy_says(
     bench.finish()
 
 
+def test_a_hanging_store_delays_the_first_request_of_a_life_a_fifth_of_a_second(tmp_path: Path) -> None:
+    """Nothing has been computed, so nobody knows how long that would take."""
+    bench = filled(tmp_path, policy="expected")
+    bench.hangs, bench.tiers.compute_s_per_token = True, 0.0
+    bench.submit(PROMPT, max_new_tokens=2)
+    waited_s = 0.0
+    while not bench.plans:
+        if bench.step() is None:
+            waited_s += 0.01
+    assert waited_s == pytest.approx(0.2, abs=0.02)
+    bench.hangs = False
+    bench.finish()
+
+
 def test_a_store_that_hangs_in_the_middle_of_a_read_is_left_when_computing_is_quicker(tmp_path: Path) -> None:
     """It found nine pages of 36 tokens, which are computed in 0.36 s, and hangs then."""
     bench = filled(tmp_path, policy="expected")

@@ -361,6 +361,18 @@ def test_pages_are_copied_in_idle_time_oldest_first_into_free_pages_only() -> No
     rig.cache.check()
 
 
+def test_a_long_node_is_copied_in_idle_time_in_parts_from_its_end() -> None:
+    """A request that comes meanwhile waits for one part."""
+    rig = Rig(16)
+    rig.put(np.arange(10 * PS, dtype=np.int32), 10)
+    copied = []
+    while pages := rig.cache.copy_idle(2, to_store=True):
+        copied.append(pages)
+        rig.cache.check()
+    assert copied == [2, 8]
+    assert rig.memory.backups == [[18, 19], [10, 11, 12, 13, 14, 15, 16, 17]]
+
+
 def test_loading_that_is_slower_than_computing_is_not_worth_it_but_is_measured_again() -> None:
     """A page loads in 10 ms, and is computed in 4 ms, then in 40 ms."""
     rig = Rig()
