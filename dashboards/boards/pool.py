@@ -176,10 +176,10 @@ LOWER = Row("Tiers", (
     Panel("Speed of loads",
         shows="Tokens read from each tier in a second of reading.",
         act="Below the prefill rate of a replica: that tier saves nothing, and is left out by itself.",
+        # not ratio: series must exist while nothing is loaded, with NaN
         queries={
-            "{{tier}}": ratio(
-                rate("tier_loaded_tokens_total", by=["tier"]), rate("tier_load_seconds_total", by=["tier"])
-            ),
+            "{{tier}}": f"({rate('tier_loaded_tokens_total', by=['tier'])} / "
+                        f"{rate('tier_load_seconds_total', by=['tier'])})",
         },
         unit=Unit.PER_S, needs=Needs.EVENT,
     ),
