@@ -217,7 +217,7 @@ def host_tier(config: EngineConfig) -> HostKVCache | None:
             f"cache.host_memory_bytes = {cache.host_memory_bytes:,}, but {available:,} bytes of memory are available "
             "on this machine: give less; it is the memory of each replica"
         )
-    return HostKVCache.create(num_pages, rank_page_bytes=rank_page_bytes, tp=tp, num_threads=config.num_threads)
+    return HostKVCache.create(num_pages, rank_page_bytes=rank_page_bytes, tp=tp)
 
 
 def _send_nothing(order: KvOrder) -> None:

@@ -11,8 +11,6 @@ Source:    SPEC C11; SGLang's HiCache, host pool.
 
 import mmap
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +23,6 @@ from replicas.memory.pool import MHATokenToKVPool, populate
 
 PageIds = npt.NDArray[np.int32]  # [n]
 Ok = npt.NDArray[np.bool_]  # [n]
-COPY_THREADS = 4  # at most; digests and copies run without the GIL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class HostKVCache:
     """The host pages of one replica as one of its ranks sees them: ``view`` [num_pages + 1, page_bytes] uint8, all
     ranks', and ``digests`` [num_pages + 1, tp] uint64."""
 
-    def __init__(self, memory: HostMemory, rank: int, *, num_threads: int = 1) -> None:
+    def __init__(self, memory: HostMemory, rank: int) -> None:
         """Attach to ``memory``; use `create` on rank 0. Raises: InvalidConfig when that is of another machine."""
         self._fd = -1
         try:
@@ -78,18 +75,16 @@ class HostKVCache:
         self.view = whole[memory.digest_bytes :].reshape(memory.num_pages + 1, memory.page_bytes)
         start = rank * memory.rank_page_bytes
         self._own = self.view[:, start : start + memory.rank_page_bytes]
-        workers = min(num_threads, COPY_THREADS)
-        self._threads = ThreadPoolExecutor(workers, "manta-host-copy") if workers > 1 else None
 
     @staticmethod
-    def create(num_pages: int, *, rank_page_bytes: int, tp: int, num_threads: int = 1) -> "HostKVCache":
+    def create(num_pages: int, *, rank_page_bytes: int, tp: int) -> "HostKVCache":
         """Make the memory, on rank 0; the others attach to ``memory`` until `close`. It is given when it is touched."""
         fd = os.memfd_create("manta-host-tier")
         path = f"/proc/{os.getpid()}/fd/{fd}"
         memory = HostMemory(path=path, num_pages=num_pages, rank_page_bytes=rank_page_bytes, tp=tp)
         try:
             os.ftruncate(fd, memory.num_bytes)
-            cache = HostKVCache(memory, 0, num_threads=num_threads)
+            cache = HostKVCache(memory, 0)
         except BaseException:
             os.close(fd)
             raise
@@ -110,37 +105,26 @@ class HostKVCache:
         """Copy this rank's part of ``device_pages`` [n] to ``host_pages`` [n], and take the digests."""
         if pool.device.type == "cpu":
             source = pool.page_rows()
-
-            def copy(at: int) -> None:
-                row, host = source[device_pages[at]], host_pages[at]
-                self._own[host] = row
-                self.digests[host, self._rank] = xxhash.xxh3_64_intdigest(row.data)
-
-        else:
             for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
-                self._tensor(host, pool).copy_(pool.buffer[device], non_blocking=True)
-            torch.cuda.current_stream(pool.device).synchronize()
-
-            def copy(at: int) -> None:
-                host = host_pages[at]
-                self.digests[host, self._rank] = xxhash.xxh3_64_intdigest(self._own[host].data)
-
-        self._each(copy, len(host_pages))
+                self._own[host] = row = source[device]
+                self.digests[host, self._rank] = xxhash.xxh3_64_intdigest(row.data)
+            return
+        for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
+            self._tensor(host, pool).copy_(pool.buffer[device], non_blocking=True)
+        torch.cuda.current_stream(pool.device).synchronize()
+        for host in host_pages.tolist():
+            self.digests[host, self._rank] = xxhash.xxh3_64_intdigest(self._own[host].data)
 
     def load(self, pool: MHATokenToKVPool, host_pages: PageIds, device_pages: PageIds) -> Ok:
         """Copy this rank's part of ``host_pages`` [n] to ``device_pages`` [n]. Returns: [n] whether the digest fits;
         the device's page is not to be read where it does not."""
         ok = np.zeros(len(host_pages), dtype=np.bool_)
         rows = pool.page_rows() if pool.device.type == "cpu" else None
-
-        def copy(at: int) -> None:
-            host = host_pages[at]
+        for at, host in enumerate(host_pages.tolist()):
             row = self._own[host]
             ok[at] = xxhash.xxh3_64_intdigest(row.data) == self.digests[host, self._rank]
             if ok[at] and rows is not None:
                 rows[device_pages[at]] = row
-
-        self._each(copy, len(host_pages))
         if rows is None:
             for at in np.flatnonzero(ok).tolist():
                 pool.buffer[int(device_pages[at])].copy_(self._tensor(int(host_pages[at]), pool), non_blocking=True)
@@ -164,18 +148,9 @@ class HostKVCache:
         )
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def _each(self, copy: Callable[[int], None], count: int) -> None:
-        if self._threads is None or count < 2:
-            for at in range(count):
-                copy(at)
-        else:
-            list(self._threads.map(copy, range(count)))
 
     def _tensor(self, host_page: int, pool: MHATokenToKVPool) -> torch.Tensor:
         """This rank's part of a page, shaped as the pool's pages."""

@@ -55,7 +55,7 @@ def run_worker(spec: WorkerSpec) -> None:
         spec.rank, spec.config.parallel.tp, init_method=spec.init_method, device=spec.config.device
     )
     runner = ModelRunner(spec.config, tp)
-    host = None if spec.host is None else attach_host(spec.host, spec.rank, runner, spec.config)
+    host = None if spec.host is None else attach_host(spec.host, spec.rank, runner)
     if spec.port is not None:
         arguments = (runner.pool, spec.rank, spec.port, spec.port_address, spec.authkey)
         threading.Thread(target=serve_port, args=arguments, name="manta-transfer", daemon=True).start()
@@ -77,9 +77,9 @@ def run_worker(spec: WorkerSpec) -> None:
             runner.forward(message)
 
 
-def attach_host(memory: HostMemory, rank: int, runner: ModelRunner, config: EngineConfig) -> HostKVCache:
+def attach_host(memory: HostMemory, rank: int, runner: ModelRunner) -> HostKVCache:
     """Attach a follower to the host tier. Raises: InvalidConfig when it cannot."""
-    host = HostKVCache(memory, rank, num_threads=config.num_threads)
+    host = HostKVCache(memory, rank)
     if runner.pool.device.type == "cuda":
         host.pin()
     return host

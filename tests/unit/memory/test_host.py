@@ -32,20 +32,19 @@ def random_pool(rank: int, kv_dtype: str = "float32", num_pages: int = 6) -> MHA
     return pool
 
 
-def ranks_of(pool: MHATokenToKVPool, num_pages: int, *, num_threads: int = 1) -> list[HostKVCache]:
+def ranks_of(pool: MHATokenToKVPool, num_pages: int) -> list[HostKVCache]:
     """Rank 0's, and the other ranks attached to it."""
-    first = HostKVCache.create(num_pages, rank_page_bytes=pool.page_bytes, tp=TP, num_threads=num_threads)
-    return [first, *(HostKVCache(first.memory, rank, num_threads=num_threads) for rank in range(1, TP))]
+    first = HostKVCache.create(num_pages, rank_page_bytes=pool.page_bytes, tp=TP)
+    return [first, *(HostKVCache(first.memory, rank) for rank in range(1, TP))]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_pages_come_back_from_the_host_byte_for_byte(kv_dtype: str, num_threads: int) -> None:
+def test_pages_come_back_from_the_host_byte_for_byte(kv_dtype: str) -> None:
     """Device pages 1, 4, 6 of both ranks go to host pages 5, 2, 1, and come back as device pages 3, 2, 5. By one
     thread or two; scales of narrow numbers are part of a page."""
     pools = [random_pool(rank, kv_dtype) for rank in range(TP)]
     before = [pool.page_rows().copy() for pool in pools]
-    hosts = ranks_of(pools[0], 5, num_threads=num_threads)
+    hosts = ranks_of(pools[0], 5)
     for pool, host in zip(pools, hosts, strict=True):
         host.backup(pool, pages(1, 4, 6), pages(5, 2, 1))
     size = pools[0].page_bytes
@@ -102,11 +101,18 @@ def test_what_a_store_brought_is_sealed_for_all_ranks() -> None:
         host.close()
 
 
+def descriptors() -> set[str]:
+    """Those of this process that are a host tier's memory."""
+    folder = Path("/proc/self/fd")
+    return {each.name for each in folder.iterdir() if each.is_symlink() and "manta-host-tier" in os.readlink(each)}
+
+
 def test_the_memory_is_shared_until_the_last_rank_lets_go_and_no_descriptor_is_left() -> None:
     pool = random_pool(0)
     gc.collect()
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = descriptors()
     hosts = ranks_of(pool, 4)
+    assert len(descriptors() - before) > 0
     memory = hosts[0].memory
     assert Path(memory.path).exists()
     assert memory.page_bytes == 2 * pool.page_bytes
@@ -120,7 +126,7 @@ def test_the_memory_is_shared_until_the_last_rank_lets_go_and_no_descriptor_is_l
     assert hosts[0].view[3, 7] == 9  # a thread that still reads sees its memory
     del host, hosts
     gc.collect()
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before  # other tests' engines may have gone meanwhile
 
 
 def test_a_rank_that_cannot_attach_says_what_to_do() -> None:
