@@ -24,8 +24,8 @@ Ghosts = OrderedDict[PageKey, None]  # oldest first
 
 
 class ArcQueue:
-    """The nodes of a tier of ``num_pages`` pages, with the interface of an `EvictionQueue`. A node is hot once it was
-    used a second time, be it that it was lost in between."""
+    """The nodes of a tier of ``num_pages`` pages, with the interface of an `EvictionQueue`. A node is hot after its
+    second use, even if it was lost in between."""
 
     def __init__(
         self,

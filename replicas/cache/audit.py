@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from replicas.cache.base import Lock, PrefixCache
-from replicas.cache.node import TreeNode, first_page, walk
+from replicas.cache.node import TreeNode, first_page, path_to, walk
 from replicas.cache.quarantine import Quarantine
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator, Pages
 from replicas.memory.table import ReqToTokenPool
@@ -44,7 +44,7 @@ def audit(
         assert (slots == expected).all(), f"{req.rid}: its row does not walk through whole pages"
         assert isinstance(holding.lock, Lock)
         assert holding.lock.held, f"{req.rid}: its lock was given back"
-        path = _path(holding.lock.node)
+        path = path_to(holding.lock.node)
         tree = np.concatenate([node.pages for node in path]) if path else pages[:0]
         assert np.array_equal(tree, pages[: holding.prefix_len // ps]), f"{req.rid}: its prefix is not the tree's (B05)"
         if path:
@@ -57,7 +57,7 @@ def audit(
     for detained in quarantine:
         if detained.lock is not None:
             assert detained.lock.held, f"{detained.rid}: the lock of its pages in quarantine was given back"
-            path = _path(detained.lock.node)
+            path = path_to(detained.lock.node)
             locks.update(id(node) for node in path)
             nodes.update((id(node), node) for node in path)
     apart = [detained.pages for detained in quarantine]
@@ -113,13 +113,3 @@ def _audit_sums(roots: Collection[TreeNode]) -> None:
         if node.parent is not None:
             below[id(node.parent)] += 1 + node.below_nodes
             pages_below[id(node.parent)] += node.num_pages + node.below_pages
-
-
-def _path(node: TreeNode) -> list[TreeNode]:
-    """List the nodes from the root's child down to ``node``."""
-    path: list[TreeNode] = []
-    step: TreeNode | None = node
-    while step is not None and step.parent is not None:
-        path.append(step)
-        step = step.parent
-    return path[::-1]

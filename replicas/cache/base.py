@@ -6,11 +6,9 @@ Pages in a cache belong to it until `evict` or `reset` hands their ids back. Len
 from dataclasses import dataclass
 from typing import Protocol
 
-from replicas.cache.node import NO_PAGES, TreeNode
+from replicas.cache.node import TreeNode
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
-
-__all__ = ["NO_PAGES", "Lock", "MatchResult", "PrefixCache"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

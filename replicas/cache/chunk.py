@@ -3,8 +3,8 @@
 A request's pages stay its own from chunk to chunk through its row of the table, and are all freed at its end.
 """
 
-from replicas.cache.base import NO_PAGES, Lock, MatchResult
-from replicas.cache.node import TreeNode
+from replicas.cache.base import Lock, MatchResult
+from replicas.cache.node import NO_PAGES, TreeNode
 from replicas.memory.allocator import Pages
 from replicas.types import TokenIds
 

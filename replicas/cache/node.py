@@ -114,6 +114,15 @@ def first_page(token_ids: TokenIds, page_size: int, at: int = 0) -> bytes:
     return token_ids[at : at + page_size].tobytes()
 
 
+def path_to(node: TreeNode | None, *, below: TreeNode | None = None) -> list[TreeNode]:
+    """List the nodes from the root's child, or the one below ``below``, down to ``node``."""
+    path: list[TreeNode] = []
+    while node is not None and node is not below and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
 def walk(roots: Iterable[TreeNode]) -> Iterator[TreeNode]:
     """Iterate over all nodes below ``roots``, parents before children."""
     stack = [child for root in roots for child in root.children.values()]

@@ -16,10 +16,10 @@ import numpy as np
 
 from kvtransfer.pages import PageKey, Tier, page_keys
 from replicas.cache.audit import audit_tree
-from replicas.cache.base import NO_PAGES, Lock, MatchResult
+from replicas.cache.base import Lock, MatchResult
 from replicas.cache.events import CacheSnapshot, EventLog, PagesStored
 from replicas.cache.evict import EvictionQueue
-from replicas.cache.node import TreeNode, first_page, walk
+from replicas.cache.node import NO_PAGES, TreeNode, first_page, walk
 from replicas.cache.tree_view import CacheTree, cache_tree
 from replicas.distributions import IDLE_S, Tally
 from replicas.memory.allocator import Pages
@@ -189,7 +189,7 @@ class RadixCache:
                 PagesStored(
                     seq=seq,
                     keys=node.page_keys,
-                    parent_key=last_key(node.parent),
+                    parent_key=_last_key(node.parent),
                     page_size=self.page_size,
                     token_ids=node.key,
                     tier=Tier.DEVICE if node.on_device else Tier.HOST,
@@ -281,7 +281,7 @@ class RadixCache:
         parent.device_children += leaf.on_device
         self._evictable += len(pages)
         if self._names_pages:
-            leaf.page_keys = page_keys(key, self.page_size, leaf.salt, last_key(parent))
+            leaf.page_keys = page_keys(key, self.page_size, leaf.salt, _last_key(parent))
         self._tell_stored(leaf)
         self._file(leaf)
         return leaf
@@ -347,18 +347,21 @@ class RadixCache:
             assert leaf.page_keys is not None
             self.events.removed(leaf.page_keys[keep:])
 
-    def _tell_stored(self, node: TreeNode) -> None:
-        """Report the best tier of the node's pages."""
+    def tell_tier(self, node: TreeNode, tier: Tier) -> None:
+        """Report that ``tier`` has the node's pages: the best of its own tiers, or a store too."""
         if self.events is not None:
             assert node.page_keys is not None
-            tier = Tier.DEVICE if node.on_device else Tier.HOST
-            self.events.stored(node.page_keys, last_key(node.parent), self.page_size, node.key, tier)
+            self.events.stored(node.page_keys, _last_key(node.parent), self.page_size, node.key, tier)
+
+    def _tell_stored(self, node: TreeNode) -> None:
+        """Report the best tier of the node's pages."""
+        self.tell_tier(node, Tier.DEVICE if node.on_device else Tier.HOST)
 
     def _nodes(self) -> Iterator[TreeNode]:
         """Iterate over all nodes except the roots, parents first."""
         return walk(self._roots.values())
 
 
-def last_key(node: TreeNode | None) -> PageKey | None:
+def _last_key(node: TreeNode | None) -> PageKey | None:
     """Return the key of the page before a child of ``node``; None when ``node`` is a root."""
     return int(node.page_keys[-1]) if node is not None and node.page_keys is not None else None

@@ -20,15 +20,17 @@ from dataclasses import replace
 import numpy as np
 
 from kvtransfer.pages import Tier
-from replicas.cache.node import TreeNode
+from replicas.cache.node import TreeNode, path_to
 from replicas.cache.store_worker import Fetch, FetchStage, Put, Worker
 from replicas.cache.tiers import HiRadixCache
 from replicas.request import Req
-from replicas.types import TierStats, TokenIds
+from replicas.types import TierStats
 
 LOOK_SHARE = 0.01  # of the time that computing the prompt would take, for a store that never has anything
 UNMEASURED_S = 0.2  # that a prompt waits while no prompt has been computed, so that nobody knows how long that takes
 SMOOTHING = 0.1  # weight of the newest prompt in the share of prompts that the store has something of
+MAX_LEFT = 64  # fetches that nobody wants and the thread has before it: a store that is so far behind is not asked
+MAX_UNWRITTEN = 4096  # nodes that are still to be written; beyond it the oldest are not
 MAX_PUT_PAGES = 512  # pages that wait to be written; further nodes are written when they have been
 
 
@@ -51,7 +53,7 @@ class StoreTier:
         self._clock = clock
         self._fetches: dict[Req, Fetch] = {}
         self._left: list[Fetch] = []  # whose requests no longer wait, and that the thread is not through with
-        self._unwritten: collections.deque[TreeNode] = collections.deque()
+        self._unwritten: collections.deque[TreeNode] = collections.deque(maxlen=MAX_UNWRITTEN)
         self._num_putting = 0  # pages
         self._hit_share = 0.0
         self._worker = worker
@@ -77,6 +79,8 @@ class StoreTier:
 
     def ask(self, req: Req, longest: int) -> None:
         """Look for what follows what the replica has of the first ``longest`` tokens of ``req``."""
+        if len(self._left) >= MAX_LEFT:
+            return
         ps = self._tiers.page_size
         ids = req.ids[: longest // ps * ps].copy()
         first = self._tiers.peek_len(ids, req.salt) // ps
@@ -212,13 +216,8 @@ class StoreTier:
         """Ask the thread to write a node's host pages, unless they are gone or there already."""
         if node.parent is None or not node.on_host or node.stored:
             return
-        path: list[TokenIds] = []
-        step: TreeNode | None = node
-        while step is not None and step.parent is not None:
-            path.append(step.key)
-            step = step.parent
         self._tiers.host.pin(node.host)
         self._num_putting += node.num_pages
-        token_ids = np.concatenate(path[::-1])
+        token_ids = np.concatenate([each.key for each in path_to(node)])
         first = len(token_ids) // self._tiers.page_size - node.num_pages
         self._worker.put(Put(node, token_ids, first, node.host.copy()))

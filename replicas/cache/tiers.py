@@ -21,13 +21,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtransfer.pages import Tier
 from replicas.cache.arc import host_queue
-from replicas.cache.base import NO_PAGES, MatchResult
+from replicas.cache.base import MatchResult
 from replicas.cache.events import EventLog
 from replicas.cache.host_pages import HostPages, HostTier, TierCounters
-from replicas.cache.node import TreeNode, walk
-from replicas.cache.radix import RadixCache, last_key
+from replicas.cache.node import NO_PAGES, TreeNode, path_to, walk
+from replicas.cache.radix import RadixCache
 from replicas.cache.write_policy import WritePolicy
 from replicas.memory.allocator import Pages
 from replicas.types import TierStats, TokenIds
@@ -66,10 +65,11 @@ class HiRadixCache(RadixCache):
 
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         already = super().insert(token_ids, pages, salt, priority=priority)
-        for node, _ in self._path(token_ids, salt):
-            if not node.on_host and self._write.at_insert(node.hit_count):
-                self._give_host_pages(node)
-        self._copy()
+        if not self._write.at_eviction:
+            for node, _ in self._path(token_ids, salt):
+                if not node.on_host and self._write.at_insert(node.hit_count):
+                    self._give_host_pages(node)
+            self._copy()
         return already
 
     def evict(self, num_pages: int) -> Pages:
@@ -96,7 +96,7 @@ class HiRadixCache(RadixCache):
         Returns: how many have come; the rest of ``pages`` stays the caller's. If they are fewer, the page behind them
         is wrong: `drop_host` it when the path is unlocked.
         """
-        path = _path_down(match)
+        path = path_to(match.host_node, below=match.node)
         wanted = np.concatenate([node.host for node in path])[: len(pages)]
         started_s = self._clock()
         ok = self._copier.load(wanted, pages)
@@ -176,12 +176,6 @@ class HiRadixCache(RadixCache):
             leaf.stored = stored
             self.on_copied(leaf)
         return kept
-
-    def tell_tier(self, node: TreeNode, tier: Tier) -> None:
-        """Report that ``tier`` has the node's pages too."""
-        if self.events is not None:
-            assert node.page_keys is not None
-            self.events.stored(node.page_keys, last_key(node.parent), self.page_size, node.key, tier)
 
     def credit(self, leaf: TreeNode, hits: int, used_s: float) -> None:
         """Take over what the peer that sent ``leaf`` knows of its uses."""
@@ -303,11 +297,19 @@ class HiRadixCache(RadixCache):
     def _split_node(self, node: TreeNode, at: int) -> TreeNode:
         head = super()._split_node(node, at)
         if not head.on_host:
-            self._dirty.append(head)
+            self._is_dirty(head)
         if any(each is node for each, _, _ in self._copies):
             self._copies.append((head, NO_PAGES, NO_PAGES))
         self._file(head)
         return head
+
+    def _is_dirty(self, node: TreeNode) -> None:
+        """Queue ``node``, without a copy, for idle time. There may never be any: what is copied or gone leaves when it
+        is more than half."""
+        self._dirty.append(node)
+        if len(self._dirty) > 2 * self._num_nodes + 64:
+            waiting = dict.fromkeys(each for each in self._dirty if each.parent is not None and not each.on_host)
+            self._dirty = deque(waiting)
 
     def _add_leaf(
         self,
@@ -322,7 +324,7 @@ class HiRadixCache(RadixCache):
         leaf = super()._add_leaf(parent, key, now_s, pages=pages, host=host, priority=priority)
         if leaf.on_device:
             assert leaf.page_keys is not None
-            self._dirty.append(leaf)
+            self._is_dirty(leaf)
             if known := self._write.gaps.computed(leaf.page_keys, now_s):
                 (leaf if known == leaf.num_pages else self._split_node(leaf, known)).hit_count = 1
         else:
@@ -421,13 +423,3 @@ class HiRadixCache(RadixCache):
                 self._host_queue.left(node)
             self.host.free(node.host)
             self._remove_leaf(node)
-
-
-def _path_down(match: MatchResult) -> list[TreeNode]:
-    """List the nodes behind the device's part of ``match``, from the top."""
-    path: list[TreeNode] = []
-    step = match.host_node
-    while step is not None and step is not match.node:
-        path.append(step)
-        step = step.parent
-    return path[::-1]

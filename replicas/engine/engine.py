@@ -173,7 +173,7 @@ class Engine:
         return None if self._service is None else self._service.address
 
     @property
-    def transfer_error(self) -> EngineDead | None:
+    def thread_error(self) -> EngineDead | None:
         """Why every hand-off, or every look into the store, will fail here, or None; any thread may ask."""
         error = None if self._service is None else self._service.error
         if error is not None:

@@ -89,7 +89,7 @@ class EngineLoop:
     @property
     def fault(self) -> EngineDead | None:
         """Why this engine should be replaced: it is dead, or every hand-off will fail."""
-        return self.error or self.engine.transfer_error
+        return self.error or self.engine.thread_error
 
     @property
     def step_age_s(self) -> float:

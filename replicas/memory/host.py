@@ -133,24 +133,21 @@ class HostKVCache:
 
     def seal(self, page: int) -> None:
         """Take the digests of ``page`` [all ranks], which its owner has just written and verified otherwise."""
-        size = self.memory.rank_page_bytes
-        for rank in range(self.memory.tp):
-            part = self.view[page, rank * size : (rank + 1) * size]
-            self.digests[page, rank] = xxhash.xxh3_64_intdigest(part.data)
+        self.digests[page] = self._digests_of(page)
 
     def intact(self, page: int) -> bool:
         """Whether the digests of all ranks' parts of ``page`` fit: before it leaves for a store or a peer."""
-        size = self.memory.rank_page_bytes
-        parts = [self.view[page, rank * size : (rank + 1) * size] for rank in range(self.memory.tp)]
-        return all(
-            xxhash.xxh3_64_intdigest(part.data) == digest
-            for part, digest in zip(parts, self.digests[page].tolist(), strict=True)
-        )
+        return bool(np.array_equal(self._digests_of(page), self.digests[page]))
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _digests_of(self, page: int) -> npt.NDArray[np.uint64]:
+        """[tp] the digests of the bytes that are there."""
+        parts = self.view[page].reshape(self.memory.tp, -1)
+        return np.array([xxhash.xxh3_64_intdigest(part.data) for part in parts], dtype=np.uint64)
 
     def _tensor(self, host_page: int, pool: MHATokenToKVPool) -> torch.Tensor:
         """This rank's part of a page, shaped as the pool's pages."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from replicas.cache.store_tier import MAX_LEFT
 from replicas.request import Req
 from replicas.scheduler.prefill import Refusal
 from replicas.types import Finish, FinishReason
@@ -104,6 +105,18 @@ def test_a_hanging_store_delays_the_first_request_of_a_life_a_fifth_of_a_second(
     assert waited_s == pytest.approx(0.2, abs=0.02)
     bench.hangs = False
     bench.finish()
+
+
+def test_a_store_that_hangs_for_long_is_asked_for_a_bounded_number_of_prompts(tmp_path: Path) -> None:
+    bench = filled(tmp_path, policy="best_effort")
+    bench.hangs = True
+    for number in range(MAX_LEFT + 20):
+        bench.submit([100 + number, *PROMPT[1:]], max_new_tokens=1)
+        bench.run()
+    assert len(bench.store_tier._left) == MAX_LEFT
+    bench.hangs = False
+    bench.finish()
+    assert not bench.store_tier._left
 
 
 def test_a_store_that_hangs_in_the_middle_of_a_read_is_left_when_computing_is_quicker(tmp_path: Path) -> None:

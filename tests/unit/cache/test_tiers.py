@@ -373,6 +373,17 @@ def test_a_long_node_is_copied_in_idle_time_in_parts_from_its_end() -> None:
     assert rig.memory.backups == [[18, 19], [10, 11, 12, 13, 14, 15, 16, 17]]
 
 
+@pytest.mark.parametrize("write", ["write_back", "adaptive"])
+def test_a_replica_that_is_never_idle_remembers_no_node_that_is_gone(write: str) -> None:
+    """500 prompts of a page through a pool of one; nothing asks for idle copies."""
+    rig = Rig(4, write=write)
+    for number in range(500):
+        rig.put(np.arange(number * PS, (number + 1) * PS, dtype=np.int32), 10)
+        rig.evict(1)
+    assert rig.cache.num_nodes <= 4
+    assert len(rig.cache._dirty) <= 2 * 5 + 64 + 1
+
+
 def test_loading_that_is_slower_than_computing_is_not_worth_it_but_is_measured_again() -> None:
     """A page loads in 10 ms, and is computed in 4 ms, then in 40 ms."""
     rig = Rig()
