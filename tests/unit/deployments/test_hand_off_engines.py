@@ -23,7 +23,7 @@ from tests.local_agents import LocalAgent, LocalFabric
 from tests.unit.deployments.in_process import House
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
-SETTINGS = TransferSettings(host="127.0.0.1", token=b"a token of this test", heartbeat_s=0.5, call_timeout_s=2.0)
+SETTINGS = TransferSettings(host="127.0.0.1", token=b"a token of this test", heartbeat_s=5.0, call_timeout_s=10.0)
 
 
 @dataclass(frozen=True, kw_only=True)
