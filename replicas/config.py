@@ -5,8 +5,8 @@ Never: reads files or devices; `replicas/runner/weights.py` reads the model's fo
        `replicas/hf_config.py` how others spell a model's shape.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from kvtransfer.layout import KvLayout, scale_bytes
@@ -26,6 +26,13 @@ BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
     "cpu": ("cpu", "torch_native"),
     "cuda": ("flashinfer", "triton", "torch_native"),
 }
+# what of an AttentionKind each backend serves
+SERVED_KINDS: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset(),
+    "flashinfer": frozenset(),
+    "triton": frozenset(),
+    "torch_native": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
+}
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1}  # of a number, beside its scale
 FP8_TENSOR = "fp8_tensor"  # what "fp8" is on a GPU: one scale for all K and one for all V, as FlashInfer takes them
@@ -36,13 +43,67 @@ class RopeConfig:
     """Rotary position embedding. ``scaling`` holds the parameters of ``kind`` under their Hugging Face names."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"] = "default"
     scaling: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """What the attention of one layer does beside plain causal attention with a scale of head_dim ** -0.5."""
+
+    scale: float | None = None  # what products of query and key are multiplied by; None: head_dim ** -0.5
+    window: int | None = None  # a token sees the last so many tokens, itself among them
+    chunk: int | None = None  # a token sees from the last multiple of this position on (Llama 4)
+    soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap) (Gemma 2)
+    sinks: bool = False  # each head has one more score, of no token, in its softmax (GPT-OSS)
+
+    @property
+    def special(self) -> frozenset[str]:
+        """The names of what it does."""
+        plain = AttentionKind()
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name))
+
+
+def unserved_kinds(backend: str, kinds: Iterable[AttentionKind]) -> str | None:
+    """Say what attention ``backend`` lacks for layers of these kinds, in words that follow its name; None: nothing."""
+    lacking = sorted(frozenset().union(*(kind.special for kind in kinds)) - SERVED_KINDS[backend])
+    return f"serves no attention with {', '.join(lacking)}, which this model has" if lacking else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what the cache holds of a token is one latent and
+    one rotated key that all heads share. Dimensions of a head, but for the ranks."""
+
+    kv_lora_rank: int  # numbers of the latent
+    q_lora_rank: int | None  # None: queries are projected at once (V2-Lite)
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts: which experts compute a token, and how their results are summed."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    intermediate_size: int  # of one expert
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = False  # the chosen experts' weights are divided by their sum
+    scaling: float = 1.0  # and then multiplied by this
+    num_groups: int = 1  # experts lie in so many groups, and
+    top_groups: int = 1  # are chosen from so many of them
+    group_score: Literal["max", "top2"] = "max"  # a group's score: its best expert (V2), or its best two (V3)
+    score_bias: bool = False  # the choice alone, not the weights, adds a learned bias (V3)
+    shared_intermediate_size: int = 0  # of the expert that computes every token; 0: none
+    shared_gate: bool = False  # whose result is multiplied by a sigmoid gate (Qwen2-MoE)
+    dense_layers: tuple[int, ...] = ()  # layers with an MLP of ModelConfig.intermediate_size instead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a dense decoder-only model; names follow Hugging Face's config.json."""
+    """The shape of a decoder-only model; names follow Hugging Face's config.json."""
 
     path: str  # folder that Transformers can load
     architecture: str  # e.g. "LlamaForCausalLM"
@@ -65,6 +126,10 @@ class ModelConfig:
     dtype: DType  # of the weights; on a GPU of the activations too, which are fp32 on a CPU
     # int8: weights and activations of products, a scale for 32 of either; int4: weights alone, Q4_1
     quantization: Quantization = "none"
+    implementation: Literal["manta", "transformers"] = "manta"  # whose code runs it
+    attention_kinds: tuple[AttentionKind, ...] = ()  # of each layer; empty: all are plain
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -386,6 +451,8 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
         )
     if attention != "auto" and attention not in BACKENDS[device]:
         yield f"attention = {attention!r} does not run on {device}; allowed there: auto, {', '.join(BACKENDS[device])}"
+    elif attention != "auto" and (lacks := unserved_kinds(attention, model.attention_kinds)):
+        yield f"attention = {attention!r} {lacks}; set attention: auto"
 
 
 def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:

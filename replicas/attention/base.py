@@ -55,10 +55,12 @@ class AttentionBackend(Protocol):
         """Prepare for a step; called once before its first layer."""
         ...
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store ``k``, ``v`` [T, K, D] of the new tokens at ``out_slots`` of ``layer``; attend causally.
 
-        Args:    q: [T, H, D], rotary already applied to q and k; scale is D ** -0.5.
+        Args:    q: [T, H, D], rotary already applied to q and k. The scale, and what tokens are seen, is the layer's
+                 `AttentionKind`.
+                 sinks: [H] the scores of no token, where the layer's kind has them.
         Returns: [T, H * D]; may be a buffer that the next call overwrites.
         """
         ...

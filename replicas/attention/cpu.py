@@ -230,7 +230,7 @@ class CpuAttention:
         if self._num_decode:
             self._begin_decode(batch, size - self._num_decode)
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         for x in (q, k, v):
             assert x.dtype == torch.float32, f"kernels read float32, got {x.dtype}"
             assert x.stride()[1:] == (self._heads.dim, 1), f"heads must lie in a row, strides are {x.stride()}"

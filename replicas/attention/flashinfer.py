@@ -113,7 +113,7 @@ class FlashInferAttention:
         self._plan_decode(batch.table, batch.rows, batch.on_host()[1], None)
         self._copied.mark()
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self.forward_rotating(layer, q, k, v, None)
 
     def forward_rotating(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None) -> Tensor:

@@ -8,14 +8,14 @@ import importlib
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.attention.torch_native import TorchNativeAttention
-from replicas.config import AttentionChoice
+from replicas.config import AttentionChoice, AttentionKind, unserved_kinds
 from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.scheduler.plan import PrefixGroup
@@ -34,6 +34,7 @@ def make_attention(
     num_kv_heads: int,
     head_dim: int,
     num_threads: int,
+    kinds: Sequence[AttentionKind] = (),
     graph_rows: int = 0,
 ) -> tuple[AttentionBackend, AttentionChoice]:
     """Make the backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, else
@@ -41,15 +42,19 @@ def make_attention(
 
     Args:   dtype: of the queries; the pool may have another.
             num_heads, num_kv_heads: of this rank.
+            kinds: of each layer; none: all are plain.
             graph_rows: of the largest decode step in a CUDA graph.
     Raises: InvalidConfig for a backend asked for by name that cannot serve here; EngineDead when the GPU has failed.
     """
     on_cpu = pool.device.type == "cpu"
     make = functools.partial(
         _make, pool=pool, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        num_threads=num_threads, graph_rows=graph_rows,
+        num_threads=num_threads, kinds=kinds, graph_rows=graph_rows,
     )  # fmt: skip
     if name != "auto":
+        lacks = unserved_kinds(name, kinds)
+        if lacks is not None:
+            raise InvalidConfig(f"attention: {name} {lacks}; set attention: auto")
         if name in ("flashinfer", "triton"):
             if on_cpu:
                 raise InvalidConfig(
@@ -62,23 +67,27 @@ def make_attention(
     elif on_cpu:
         from replicas.attention import cpu
 
-        reason = cpu.why_not(pool, dtype=dtype, head_dim=head_dim)
+        reason = cpu.why_not(pool, dtype=dtype, head_dim=head_dim) or unserved_kinds("cpu", kinds)
         name = "cpu" if reason is None else "torch_native"
         backend, why = make(name), "the fast one of this device" if reason is None else f"slow: cpu {reason}"
     else:
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        backend, name, why = _first_that_runs(make, pool, dtype, heads)
+        backend, name, why = _first_that_runs(make, pool, dtype, heads, kinds)
     log.info("attention: %s, %s", name, why)
     return backend, AttentionChoice(name=name, why=why)
 
 
 def _first_that_runs(
-    make: Callable[[str], AttentionBackend], pool: MHATokenToKVPool, dtype: torch.dtype, heads: Mapping[str, int]
+    make: Callable[[str], AttentionBackend],
+    pool: MHATokenToKVPool,
+    dtype: torch.dtype,
+    heads: Mapping[str, int],
+    kinds: Sequence[AttentionKind],
 ) -> tuple[AttentionBackend, str, str]:
     """Return the first of ON_A_GPU whose trial step runs, its name, and the reason. Raises: EngineDead."""
     failed: list[str] = []
     for name in ON_A_GPU:
-        reason = _why_not(name, pool, dtype, heads["head_dim"])
+        reason = unserved_kinds(name, kinds) or _why_not(name, pool, dtype, heads["head_dim"])
         if reason is None:
             try:
                 backend = make(name)
@@ -99,6 +108,7 @@ def _make(
     pool: MHATokenToKVPool,
     dtype: torch.dtype,
     num_threads: int,
+    kinds: Sequence[AttentionKind],
     graph_rows: int,
     num_heads: int,
     num_kv_heads: int,
@@ -119,7 +129,7 @@ def _make(
         from replicas.attention.triton_paged import TritonAttention
 
         return TritonAttention(pool, **shape)
-    return TorchNativeAttention(pool)
+    return TorchNativeAttention(pool, kinds)
 
 
 def _why_not(name: str, pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: int) -> str | None:

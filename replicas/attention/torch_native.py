@@ -1,23 +1,31 @@
 """The plain backend: gathers each request's K and V and calls PyTorch's attention. Slow, short, and the oracle.
 
 Owns:      nothing but the current step's lengths.
-Invariant: token at position p attends to positions [0, p], its own K and V included.
+Invariant: token at position p attends to positions [0, p], its own K and V included; of them those that the layer's
+           `AttentionKind` lets it see.
 Thread:    the thread that runs the model.
 Source:    attention backend extend/decode of SGLang (SPEC F15); paged attention, Kwon et al. 2023 (arXiv:2309.06180).
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.attention.base import BatchMeta, KvPool
+from replicas.config import AttentionKind
+
+PLAIN = AttentionKind()
 
 
 class TorchNativeAttention:
-    """AttentionBackend over a KvPool, any device and dtype."""
+    """AttentionBackend over a KvPool, any device, dtype and kind."""
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: KvPool, kinds: Sequence[AttentionKind] = ()) -> None:
+        """``kinds``: of each layer; none: all are plain."""
         self._pool = pool
+        self._kinds = kinds
         self._batch: BatchMeta | None = None
         self._slots: list[Tensor] = []  # per request, [seq_len] its slots in order of position
         self._bounds: list[int] = []  # [B + 1] request b owns q[bounds[b] : bounds[b + 1]]
@@ -28,14 +36,16 @@ class TorchNativeAttention:
         rows, seq_lens = batch.rows.tolist(), batch.seq_lens.tolist()
         self._slots = [batch.table[row, :n].long() for row, n in zip(rows, seq_lens, strict=True)]
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         assert self._batch is not None, "begin() comes before forward()"
+        kind = self._kinds[layer] if self._kinds else PLAIN
+        assert kind.sinks == (sinks is not None), f"layer {layer} is {kind}"
         self._pool.set_kv_buffer(layer, self._batch.out_slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
         for b, slots in enumerate(self._slots):
             span = slice(self._bounds[b], self._bounds[b + 1])
             k_seen, v_seen = self._pool.read_kv(layer, slots)
-            out[span] = attend(q[span], k_seen.to(q.dtype), v_seen.to(q.dtype))
+            out[span] = attend(q[span], k_seen.to(q.dtype), v_seen.to(q.dtype), kind, sinks)
         return out.flatten(1)
 
 
@@ -44,19 +54,49 @@ def gather(buffer: Tensor, slots: Tensor, page_size: int) -> Tensor:
     return buffer[slots // page_size, :, slots % page_size]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = PLAIN, sinks: Tensor | None = None) -> Tensor:
     """Compute causal attention of the last E tokens of a sequence of n.
 
-    Args:    q: [E, H, D]; k, v: [n, K, D], H a multiple of K, n >= E.
+    Args:    q: [E, H, D]; k, v: [n, K, D], H a multiple of K, n >= E. sinks: [H], for a kind that has them.
     Returns: [E, H, D].
     """
     num_new, seq_len = q.shape[0], k.shape[0]
+    first = seq_len - num_new
+    if kind.window is not None or kind.chunk is not None:  # what no token sees is left out
+        seen = _first_seen(torch.tensor([first]), kind).item()
+        k, v = k[seen:], v[seen:]
+    else:
+        seen = 0
     mask = None
     if num_new > 1:
-        position = torch.arange(seq_len, device=q.device)
-        mask = position <= position[seq_len - num_new :].unsqueeze(1)  # [E, n]
+        position = torch.arange(seen, seq_len, device=q.device)
+        query = position[first - seen :].unsqueeze(1)
+        mask = (position <= query) & (position >= _first_seen(query, kind))  # [E, n - seen]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, tokens, D]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    if kind.soft_cap is None and sinks is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kind.scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q.float() @ k.float().transpose(2, 3) * (q.shape[-1] ** -0.5 if kind.scale is None else kind.scale)
+    if kind.soft_cap is not None:
+        scores = torch.tanh(scores / kind.soft_cap) * kind.soft_cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(1, -1, num_new, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype)
+    return (weights @ v)[0].transpose(0, 1)
+
+
+def _first_seen(position: Tensor, kind: AttentionKind) -> Tensor:
+    """Return the first position that each token sees."""
+    first = torch.zeros_like(position)
+    if kind.window is not None:
+        first = (position - kind.window + 1).clamp_min(0)
+    if kind.chunk is not None:
+        first = torch.maximum(first, position - position % kind.chunk)
+    return first
 
 
 def paged_attention_forward(

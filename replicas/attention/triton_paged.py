@@ -105,7 +105,7 @@ class TritonAttention:
         self._batch, self._num_decode = batch, batch.rows.shape[0]
         self._tiles = self._groups = None
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self.forward_rotating(layer, q, k, v, None)
 
     def forward_rotating(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None) -> Tensor:

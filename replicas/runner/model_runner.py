@@ -83,6 +83,7 @@ class ModelRunner:
             num_heads=config.model.num_heads // tp.size,
             num_kv_heads=self.pool.num_kv_heads,
             head_dim=config.model.head_dim,
+            kinds=config.model.attention_kinds,
             num_threads=config.num_threads,
             graph_rows=set_aside.graph_rows(config),
         )
@@ -246,8 +247,8 @@ class _LateAttention:
         if batch is not self.begun:
             self.ready.begin(batch)
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.ready.forward(layer, q, k, v)
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self.ready.forward(layer, q, k, v, sinks)
 
     @property
     def rotates(self) -> bool:

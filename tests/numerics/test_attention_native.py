@@ -1,10 +1,12 @@
 """The oracle backend against attention written out by hand."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.torch_native import TorchNativeAttention, attend, paged_attention_forward
+from replicas.config import AttentionKind
 from replicas.memory.pool import MHATokenToKVPool
 
 
@@ -83,3 +85,35 @@ def test_extend_and_decode_read_the_pool_through_the_table() -> None:
     step({0: 1})
     step({0: 2, 2: 3})
     step({2: 1, 0: 1})
+
+
+@pytest.mark.parametrize("num_new", [1, 9])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AttentionKind(window=4),
+        AttentionKind(chunk=5),
+        AttentionKind(scale=0.3),
+        AttentionKind(soft_cap=1.5, window=6),
+        AttentionKind(sinks=True, window=3),
+        AttentionKind(scale=1.0, soft_cap=2.0, chunk=4, sinks=True),
+    ],
+)
+def test_each_kind_is_what_its_formula_says(kind: AttentionKind, num_new: int) -> None:
+    """Token by token and head by head, over the keys that the token sees."""
+    gen = torch.Generator().manual_seed(1)
+    q = torch.randn(num_new, 4, 8, generator=gen)
+    k, v = torch.randn(17, 2, 8, generator=gen), torch.randn(17, 2, 8, generator=gen)
+    sinks = torch.randn(4, generator=gen) if kind.sinks else None
+    out = attend(q, k, v, kind, sinks)
+    for i in range(num_new):
+        at = 17 - num_new + i
+        in_window = {p for p in range(at + 1) if kind.window is None or p > at - kind.window}
+        seen = sorted(p for p in in_window if kind.chunk is None or p // kind.chunk == at // kind.chunk)
+        for head in range(4):
+            scores = k[seen, head // 2] @ q[i, head] * (8**-0.5 if kind.scale is None else kind.scale)
+            if kind.soft_cap is not None:
+                scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+            weights = scores.exp()
+            total = weights.sum() + (sinks[head].exp() if sinks is not None else 0)
+            torch.testing.assert_close(out[i, head], (weights / total) @ v[seen, head // 2])

@@ -59,7 +59,9 @@ class Began:
     def begin_graph(self, batch: BatchMeta) -> None:
         self.metas.append(batch)
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         raise AssertionError("nothing runs here")
 
 
