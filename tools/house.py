@@ -223,7 +223,7 @@ def _svg(width: float, height: float, parts: list[str]) -> str:
 def ways() -> Mapping[str, list[str]]:
     """The files that a chat request runs, and those that a hand-off adds, in the order of their first call."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.way"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "tests.way"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
     )
     found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
     return found
