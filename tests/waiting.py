@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """Look until ``condition`` holds. Raises: AssertionError after ``within_s``."""
     deadline_s = time.monotonic() + within_s
     while not condition():
@@ -14,7 +14,7 @@ def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
         threading.Event().wait(0.005)
 
 
-async def until_async(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until_async(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """The same for what another task of this event loop does. Raises: TimeoutError."""
     async with asyncio.timeout(within_s):
         while not condition():

@@ -17,7 +17,7 @@ WHOLE = {"model": "", "mode": "", "period_s": 1.0, "routers": [], "links": [], "
 
 def test_the_pages_pure_modules_under_node() -> None:
     node = program("node", "nodejs")
-    done = subprocess.run([node, "--test", str(HERE / "pure.test.mjs")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([node, "--test", str(HERE / "pure.test.mjs")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
 
 

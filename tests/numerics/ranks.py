@@ -28,7 +28,7 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any, meet: Path) -> li
         return [pickle.loads(begin.recv_bytes()) for begin, _ in pipes]
     finally:
         for rank in ranks:
-            rank.join(timeout=10)
+            rank.join(timeout=60)
             rank.kill()
 
 

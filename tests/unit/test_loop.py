@@ -68,7 +68,7 @@ def test_a_caller_whose_event_loop_has_closed_does_no_harm_to_the_engine() -> No
 
     def slow(_engine: object) -> None:
         asked.set()
-        assert closed.wait(5)
+        assert closed.wait(60)
         answered.set()
 
     async def ask_and_leave() -> None:
@@ -79,7 +79,7 @@ def test_a_caller_whose_event_loop_has_closed_does_no_harm_to_the_engine() -> No
     with running() as loop:
         asyncio.run(ask_and_leave())  # closes its event loop
         closed.set()
-        assert answered.wait(5)
+        assert answered.wait(60)
         got: list[TokenDelta] = []
         loop.submit(ask("a", PROMPT), got.extend)
         until(lambda: loop.num_open == 0)

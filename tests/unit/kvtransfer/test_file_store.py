@@ -248,7 +248,7 @@ def test_a_file_limit_is_an_error_of_the_kernel_and_leaves_nothing(tmp_path: Pat
         "print([store.write(key_of(n), views(run_of_pages(n, seed=n))).status.value for n in (2, 4)])\n"
         "print(store.stats().errors)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert run.stdout.split("\n")[:2] == ["['stored', 'error']", "1"], run.stderr
     assert [path.name for path in tmp_path.glob("*/*")] == [file_of(tmp_path, 2).name]
 

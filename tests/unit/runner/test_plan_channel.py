@@ -36,7 +36,7 @@ def test_strangers_delay_no_follower_and_leave_no_thread_behind(channel: PlanCha
         ours: list[Connection] = []
         connect = started(lambda: ours.append(Client(channel.address, authkey=KEY)))
         channel.accept(1, timeout_s=10, dead=no_one)
-        connect.join(timeout=10)
+        connect.join(timeout=60)
         assert not set(threading.enumerate()) - before
         silent.settimeout(10)
         with suppress(ConnectionResetError):
@@ -61,7 +61,7 @@ def test_a_follower_whose_thread_has_yet_to_end_is_not_hung_up(channel: PlanChan
     ours: list[Connection] = []
     connect = started(lambda: ours.append(Client(channel.address, authkey=KEY)))
     channel.accept(1, timeout_s=10, dead=no_one)
-    connect.join(timeout=10)
+    connect.join(timeout=60)
     channel.connections[0].send("a plan")
     assert ours[0].recv() == "a plan"
     channel.close()
@@ -95,6 +95,6 @@ def test_a_wait_ends_when_a_follower_dies_or_the_channel_is_closed(channel: Plan
     waiting = started(wait)
     assert asked.wait(10)
     other.close()
-    waiting.join(timeout=10)
+    waiting.join(timeout=60)
     assert len(errors) == 1
     assert "the ranks' channel was closed before all had connected" in errors[0]
