@@ -40,11 +40,22 @@ FP8_TENSOR = "fp8_tensor"  # what "fp8" is on a GPU: one scale for all K and one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding. ``scaling`` holds the parameters of ``kind`` under their Hugging Face names."""
+    """Rotary position embedding. ``scaling`` holds the parameters of ``kind`` under their Hugging Face names; of yarn,
+    dynamic and longrope, ``factor`` and ``original_max_position_embeddings`` are always there."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"] = "default"
     scaling: Mapping[str, float] = field(default_factory=dict)
+    short_factor: tuple[float, ...] = ()  # [D / 2] of longrope, up to the original context
+    long_factor: tuple[float, ...] = ()  # [D / 2] of longrope, beyond it
+
+    def fitted_len(self, context_len: int) -> int:
+        """Return the context that frequencies are made for, where they follow the served one: of dynamic the longer of
+        it and the original, of longrope 0 up to the original and 1 beyond; else 0."""
+        if self.kind not in ("dynamic", "longrope"):
+            return 0
+        original = int(self.scaling["original_max_position_embeddings"])
+        return max(context_len, original) if self.kind == "dynamic" else int(context_len > original)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,8 +313,9 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
             tp: another than the engine's: 1 for bytes that hold all heads.
     Raises: ValueError when the ranks share KV heads (more ranks than heads): such pages cannot be cut by heads.
     """
+    fitted = config.model.rope.fitted_len(config.model.context_len)
     return KvLayout(
-        model=model,
+        model=f"{model}@{fitted}" if fitted else model,
         architecture="MHA",
         num_layers=config.model.num_layers,
         num_kv_heads=config.model.num_kv_heads,

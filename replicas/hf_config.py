@@ -5,10 +5,12 @@ Never: reads files (`replicas/runner/weights.py` does).
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from replicas.config import DType, ModelConfig, RopeConfig
 from replicas.errors import InvalidConfig
+
+ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
 
 
 def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int, ...], dtype: DType) -> ModelConfig:
@@ -39,7 +41,7 @@ def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int
         head_dim=int(hf.get("head_dim") or int(hf["hidden_size"]) // heads),
         rms_norm_eps=float(hf["rms_norm_eps"]),
         rope=_rope_from_hf(path, hf),
-        context_len=int(hf["max_position_embeddings"]),
+        context_len=contexts(hf)[0],
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         attention_bias=qwen2 or bool(hf.get("attention_bias", False)),
         output_bias=not qwen2 and bool(hf.get("attention_bias", False)),
@@ -50,11 +52,48 @@ def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int
     )
 
 
-def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
+def contexts(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the context that a model is served with by default, and the longest that settings may ask for.
+
+    YaRN's is ``factor`` times the original. Dynamic scaling is off up to the original context, the default, and made
+    for the served context beyond it (replicas/layers/rope_scaling.py).
+    Raises: KeyError, TypeError or ValueError where config.json has no number for it.
+    """
+    own = int(hf["max_position_embeddings"])
+    raw = _rope_parameters(hf)
+    kind, factor = raw.get("rope_type"), raw.get("factor")
+    if kind == "yarn" and factor is not None:
+        own = max(own, int(factor * _original_context(hf, raw)))
+    return own, int(own * factor) if kind == "dynamic" and factor is not None else own
+
+
+def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``rope_parameters`` (Transformers 5), or ``rope_scaling``; the kind's name is under ``rope_type``."""
     raw = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = float(raw.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
-    kind = str(raw.pop("rope_type", None) or raw.pop("type", None) or "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise InvalidConfig(f"{path}: rope type {kind!r} is not supported; supported: default, linear, llama3")
-    scaling = {k: float(v) for k, v in raw.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return RopeConfig(theta=theta, kind=kind, scaling=scaling)  # type: ignore[arg-type]
+    older = raw.pop("type", None)
+    raw["rope_type"] = str(raw.get("rope_type") or older or "default")
+    return raw
+
+
+def _original_context(hf: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
+    """Return the context of the first training: beside the parameters (Phi-3), among them, or the model's own."""
+    given = hf.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    return int(given or hf["max_position_embeddings"])
+
+
+def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
+    raw = _rope_parameters(hf)
+    kind, theta = raw.pop("rope_type"), float(raw.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
+    if kind not in ROPE_KINDS or any(isinstance(value, Mapping) for value in raw.values()):
+        found = f"type {kind!r}" if kind not in ROPE_KINDS else "parameters by kind of layer"
+        raise InvalidConfig(f"{path}: rope {found} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    partial = raw.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise InvalidConfig(f"{path}: partial_rotary_factor {partial} is not supported; supported: 1.0")
+    scaling = {k: float(v) for k, v in raw.items() if isinstance(v, int | float)}
+    if kind in ("yarn", "dynamic", "longrope"):
+        original = hf["max_position_embeddings"] if kind == "dynamic" else _original_context(hf, raw)
+        scaling["original_max_position_embeddings"] = float(original)
+        scaling.setdefault("factor", int(hf["max_position_embeddings"]) / original)
+    short, long = (tuple(float(x) for x in raw.get(key) or ()) for key in ("short_factor", "long_factor"))
+    return RopeConfig(theta=theta, kind=kind, scaling=scaling, short_factor=short, long_factor=long)

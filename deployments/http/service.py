@@ -31,6 +31,7 @@ from deployments.http.http_errors import Busy
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidConfig, PromptTooLong
+from replicas.hf_config import contexts
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import TokenIds
 
@@ -194,7 +195,7 @@ def read_face(model: ModelSettings) -> ModelFace:
     """
     config = _config_json(model)
     try:
-        longest, vocab_size = int(config["max_position_embeddings"]), int(config["vocab_size"])
+        (own, longest), vocab_size = contexts(config), int(config["vocab_size"])
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidConfig(f"model.path = {model.path!r}: its config.json has no number for {error}") from error
     if model.context_len is not None and model.context_len > longest:
@@ -204,7 +205,7 @@ def read_face(model: ModelSettings) -> ModelFace:
         name=model.name,
         path=shown,
         tokenizer_path=shown,
-        context_len=model.context_len or longest,
+        context_len=model.context_len or own,
         vocab_size=vocab_size,
         architectures=tuple(config.get("architectures") or ()),
         model_type=str(config.get("model_type", "")),

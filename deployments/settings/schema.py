@@ -43,7 +43,8 @@ class ModelSettings(Settings):
     quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"
     # float32 products on a CPU: own kernels, BLAS in steps of 64 tokens and more, or by measurement
     products: ProductSetting = "auto"
-    # longest prompt and output together, in tokens; by default the model's
+    # longest prompt and output together, in tokens; by default the model's. With dynamic rope scaling up to its factor
+    # times that
     context_len: int | None = Field(default=None, ge=1)
 
     @property

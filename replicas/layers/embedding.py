@@ -7,10 +7,9 @@ Invariant: embeddings and logits are the same on all ranks.
 
 Positions are in Hugging Face's layout: dimension i of a head turns together with i + D / 2. The angles of a step are
 made once and used by every layer; a table of all positions would be as large as a layer for a context of 128 K.
-Source:    Su et al. 2021 (arXiv:2104.09864); ``llama3`` scaling as in Transformers' ``modeling_rope_utils``.
+Source:    Su et al. 2021 (arXiv:2104.09864).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replicas.config import Products
+from replicas.config import Products, RopeConfig
 from replicas.kernels import elementwise
 from replicas.kernels.panels import PLAIN, Packs, make
 from replicas.kernels.weight_formats import WeightFormat, table_format
@@ -159,38 +158,31 @@ class RotaryEmbedding:
     """The table of angles, from which a step's rotation is made by its positions."""
 
     def __init__(
-        self,
-        head_dim: int,
-        *,
-        theta: float,
-        kind: str,
-        scaling: Mapping[str, float],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, head_dim: int, rope: RopeConfig, *, context_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)  # [D / 2]
-        if kind == "linear":
-            inv_freq = inv_freq / scaling["factor"]
-        elif kind == "llama3":
-            inv_freq = _llama3(inv_freq, scaling)
-        elif kind != "default":
-            raise ValueError(f"rope kind {kind!r} is not known; wanted default, linear or llama3")
-        self._inv_freq = inv_freq.to(device)
+        """``context_len``: longest prompt and output that the engine serves; some scalings follow it."""
+        self._factor = 1.0  # of cosines and sines: attention's temperature in a scaled context
+        if rope.kind == "default":
+            inv_freq = plain_frequencies(rope.theta, head_dim)
+        else:
+            from replicas.layers.rope_scaling import frequencies
+
+            inv_freq, self._factor = frequencies(rope, head_dim, context_len)
+        self._inv_freq = inv_freq.to(device)  # [D / 2]
         self._dtype = dtype
 
     def at(self, positions: Tensor) -> Rotation:
         """Make the rotation of positions [T] int64; angles in fp32, their cosines in the model's dtype."""
         angles = positions.float().unsqueeze(1) * self._inv_freq  # [T, D / 2]
         cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
         return Rotation(
             torch.cat((cos, cos), dim=-1).to(self._dtype).unsqueeze(1),
             torch.cat((-sin, sin), dim=-1).to(self._dtype).unsqueeze(1),
         )
 
 
-def _llama3(inv_freq: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """Slow long wavelengths by ``factor``, keep short ones, blend those between."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # in the original context
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * inv_freq + (1.0 - keep) * inv_freq / scaling["factor"]
+def plain_frequencies(theta: float, head_dim: int) -> Tensor:
+    """Return the angles [D / 2] fp32 by which a position turns each pair of a head's dimensions."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)

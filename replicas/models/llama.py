@@ -108,9 +108,8 @@ class Llama(Layer):
         self.head = ParallelLMHead(config.vocab_size, tp=tp, tied=self.embed if config.tie_embeddings else None)
         self.rope = RotaryEmbedding(
             config.head_dim,
-            theta=config.rope.theta,
-            kind=config.rope.kind,
-            scaling=config.rope.scaling,
+            config.rope,
+            context_len=config.context_len,
             dtype=computes_in(tp.device, getattr(torch, config.dtype)),
             device=tp.device,
         )

@@ -21,7 +21,7 @@ import xxhash
 
 from replicas.config import Device, DType, ModelConfig, Quantization
 from replicas.errors import InvalidConfig
-from replicas.hf_config import model_config_from_hf
+from replicas.hf_config import contexts, model_config_from_hf
 from replicas.kernels.weight_formats import RULES
 from replicas.models.registry import model_class
 
@@ -68,7 +68,7 @@ def load_model_config(
 
     Args:    revision: of a hub id; None is its main branch.
              dtype: to compute in; None takes float32 on CPU (bfloat16 is slower there) and the checkpoint's on CUDA.
-             context_len: a shorter context than the model's own; None takes the model's.
+             context_len: another context than the model's own, mostly shorter; None takes the model's.
              device: for the default dtype; None is CUDA where there is one.
              quantization: of the weights, as they are loaded.
     Raises:  InvalidConfig (UnsupportedModel for architectures that replicas/models lacks), naming the file.
@@ -89,7 +89,7 @@ def load_model_config(
         dtype=dtype or _default_dtype(folder, hf, device or ("cuda" if torch.cuda.is_available() else "cpu")),
     )
     config = replace(config, quantization=quantization)
-    return config if context_len is None else _shorten(config, context_len)
+    return config if context_len is None else _with_context(config, context_len, longest=contexts(hf)[1])
 
 
 def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:
@@ -112,9 +112,9 @@ def _default_dtype(folder: Path, hf: dict[str, Any], device: Device) -> DType:
     raise InvalidConfig(f"model: {folder} is stored in {name}; set dtype to one of {', '.join(get_args(DType))}")
 
 
-def _shorten(config: ModelConfig, context_len: int) -> ModelConfig:
-    if not 1 <= context_len <= config.context_len:
-        raise InvalidConfig(f"model.context_len = {context_len}; {config.path} allows 1 to {config.context_len} tokens")
+def _with_context(config: ModelConfig, context_len: int, *, longest: int) -> ModelConfig:
+    if not 1 <= context_len <= longest:
+        raise InvalidConfig(f"model.context_len = {context_len}; {config.path} allows 1 to {longest} tokens")
     return replace(config, context_len=context_len)
 
 

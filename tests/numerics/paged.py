@@ -127,9 +127,10 @@ def open_model(
     products: ProductSetting = "own",
     dtype: DType = "float32",
     quantization: Quantization = "none",
+    context_len: int | None = None,
 ) -> PagedModel:
     """The model in ``folder``, on one rank."""
-    config = load_model_config(str(folder), dtype=dtype, quantization=quantization)
+    config = load_model_config(str(folder), dtype=dtype, quantization=quantization, context_len=context_len)
     return PagedModel(
         config,
         TpGroup(device="cpu"),
