@@ -1,8 +1,10 @@
 """What the bytes of a KV page mean, and which of them two ranks share.
 
 Owns:      the description of a pool's pages that two engines compare before one writes into the other's memory.
-Invariant: one rank's page is [L, 2, K / tp, page_size, D] of one dtype, contiguous (replicas/memory/pool.py); where
-           numbers are scaled, a head's page_size scales follow its numbers (replicas/memory/scaled_pool.py).
+Invariant: one rank's page is contiguous and of one dtype, [L, 2, K / tp, page_size, D] for "MHA"
+           (replicas/memory/pool.py) and [L, page_size, D] for "MLA" (replicas/memory/latent_pool.py): a latent vector
+           that is K and V of all heads, so every rank has the same. Where numbers are scaled, a head's page_size scales
+           follow its numbers (replicas/memory/scaled_pool.py).
 """
 
 import hashlib
@@ -13,6 +15,7 @@ from kvtransfer.errors import IncompatibleLayout
 MAX_COUNT = 2**31  # page ids are int32
 SCALED = frozenset({"int8", "fp8"})
 MAY_DIFFER = frozenset({"tp"})  # heads are sliced then
+MHA, MLA = "MHA", "MLA"  # architectures (SPEC H12)
 
 
 def scale_bytes(dtype: str) -> int:
@@ -34,10 +37,10 @@ class KvLayout:
     """Pages of one model instance."""
 
     model: str  # identity of config and weights, not a path: equal on every node that serves the same model
-    architecture: str  # "MHA"; how K and V lie in a page
+    architecture: str  # MHA or MLA; how K and V lie in a page
     num_layers: int
-    num_kv_heads: int  # of all ranks together
-    head_dim: int
+    num_kv_heads: int  # of all ranks together; 1 for MLA
+    head_dim: int  # for MLA kv_lora_rank + rope_dim; V is the first kv_lora_rank numbers of K
     dtype: str  # "float32", "bfloat16", ...; it says whether numbers are scaled
     item_bytes: int  # of one number
     page_size: int  # tokens
@@ -47,12 +50,24 @@ class KvLayout:
         for field in ("num_layers", "num_kv_heads", "head_dim", "item_bytes", "page_size", "tp"):
             if not 0 < getattr(self, field) < MAX_COUNT:
                 raise ValueError(f"{field} = {getattr(self, field)}: more than 0 and less than {MAX_COUNT} is wanted")
-        if self.num_kv_heads % self.tp:
+        if self.architecture not in (MHA, MLA) or (self.architecture == MLA and self.num_kv_heads != 1):
+            raise ValueError(f"{self.architecture} of {self.num_kv_heads} KV heads: MHA, or MLA of one, is wanted")
+        if self.num_kv_heads % self.num_parts:
             raise ValueError(f"{self.num_kv_heads} KV heads do not split by tp = {self.tp}")
 
     @property
+    def num_parts(self) -> int:
+        """The parts of a page that differ: one of each rank, or one that every rank has (MLA)."""
+        return 1 if self.architecture == MLA else self.tp
+
+    @property
+    def vectors(self) -> int:
+        """The vectors of a token in one layer and head: K and V, or the latent one that is both."""
+        return 1 if self.architecture == MLA else 2
+
+    @property
     def heads_per_rank(self) -> int:
-        return self.num_kv_heads // self.tp
+        return self.num_kv_heads // self.num_parts
 
     @property
     def token_bytes(self) -> int:
@@ -67,7 +82,7 @@ class KvLayout:
     @property
     def page_bytes(self) -> int:
         """One rank's page."""
-        return self.num_layers * 2 * self.heads_per_rank * self.head_bytes
+        return self.num_layers * self.vectors * self.heads_per_rank * self.head_bytes
 
     @property
     def fingerprint(self) -> str:
@@ -91,7 +106,7 @@ class KvLayout:
                 f"KV pages cannot be exchanged: {differing}. Serve the same model with the same model.dtype, "
                 "model.quantization, cache.kv_dtype and cache.page_size on prefill and decode replicas"
             )
-        if max(self.tp, theirs.tp) % min(self.tp, theirs.tp):
+        if self.architecture != MLA and max(self.tp, theirs.tp) % min(self.tp, theirs.tp):
             raise IncompatibleLayout(
                 f"tp = {self.tp} here and {theirs.tp} there: one must be a multiple of the other, so that heads map"
             )
@@ -100,7 +115,10 @@ class KvLayout:
 def head_slices(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> tuple[PageSlice, ...]:
     """The parts of a page that rank ``src_rank`` of ``src`` has and rank ``dst_rank`` of ``dst`` wants, as few runs
     as possible: the whole page when tp is equal, else one run of heads for each layer's K and V; () when they share
-    no head."""
+    no head. Of MLA's equal pages each rank of ``dst`` gets one whole, from one rank of ``src``."""
+    if src.architecture == MLA:
+        writer = dst_rank % src.tp
+        return (PageSlice(src_offset=0, dst_offset=0, num_bytes=src.page_bytes),) if src_rank == writer else ()
     low = max(src_rank * src.heads_per_rank, dst_rank * dst.heads_per_rank)
     high = min((src_rank + 1) * src.heads_per_rank, (dst_rank + 1) * dst.heads_per_rank)
     if low >= high:

@@ -160,9 +160,9 @@ def load_engine(
 
 def open_store_tier(config: EngineConfig, tiers: HiRadixCache, copier: RankedCopier) -> StoreTier:
     """Open the store of the settings under the host tier. Raises: InvalidConfig when it cannot be had."""
-    cache, tp = config.cache, config.parallel.tp
+    cache, tp = config.cache, config.num_kv_parts
     assert cache.store is not None
-    # pages of all ranks as they lie in host memory: another tp, or heads that ranks share, is another layout
+    # pages of all ranks as they lie in host memory: other parts, or heads that ranks share, are another layout
     fingerprint = f"{kv_layout(config, model_identity(config.model.path, config.model.quantization), tp=1).fingerprint}"
     fingerprint += f"|tp={tp}|page_bytes={copier.host.memory.page_bytes}|dtype={config.model.dtype}"
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=8).digest()
@@ -182,7 +182,7 @@ def open_store_tier(config: EngineConfig, tiers: HiRadixCache, copier: RankedCop
 def _page_home(config: EngineConfig, kv: KvCache, host: HostKVCache | None) -> TieredPageHome | None:
     """Make the home of pages that move between replicas; None without a host tier, or where ranks share KV heads."""
     tiers = kv.store.tiers
-    if host is None or tiers is None or config.model.num_kv_heads % config.parallel.tp:
+    if host is None or tiers is None or config.model.num_kv_heads % config.num_kv_parts:
         return None
     identity = model_identity(config.model.path, config.model.quantization)
     return TieredPageHome(tiers, host, kv_layout(config, identity))

@@ -87,7 +87,7 @@ class Mover:
         self.stats = MoveStats()
         self._visit = visit
         self._layout = layout
-        self._page_bytes = layout.tp * layout.page_bytes
+        self._page_bytes = layout.num_parts * layout.page_bytes
         self._run_pages = max(RUN_BYTES // self._page_bytes, 1)
         self._host = host
         self._token = secrets.token_hex(16)
@@ -212,15 +212,15 @@ class Mover:
 
     async def _take(self, stream: MoveStream, run: PageRun, paths: Sequence[Path]) -> int:
         """Receive a run's bytes, and keep its pages up to the first wrong one. Returns: how many."""
-        tp = self._layout.tp
-        num, odd = divmod(len(run.digests), 8 * tp)
+        parts = self._layout.num_parts
+        num, odd = divmod(len(run.digests), 8 * parts)
         path = paths[run.path] if run.path < len(paths) else None
         end = 0 if path is None else path.num_pages(self._layout.page_size)
         if path is None or odd or not 0 < num <= self._run_pages or run.first + num > end:
             raise BadMessage(f"{num} pages from {run.first} on of path {run.path}, which has {end}")
         payload = np.empty((num, self._page_bytes), dtype=np.uint8)
         await stream.receive_into(payload)
-        digests = np.frombuffer(run.digests, dtype="<u8").astype(np.uint64).reshape(num, tp)
+        digests = np.frombuffer(run.digests, dtype="<u8").astype(np.uint64).reshape(num, parts)
         right = await asyncio.to_thread(num_right, payload, digests)
         if right < num:
             log.error("page %d of %d that came has a wrong digest; it is not taken", right, num)
@@ -238,7 +238,7 @@ class Mover:
 
 
 def num_right(payload: Bytes, digests: Digests) -> int:
-    """Count the pages [n, page_bytes] before the first of which a rank's part does not fit its digest [n, tp]."""
+    """Count the pages [n, page_bytes] before the first of which a part does not fit its digest [n, parts]."""
     parts = payload.reshape(*digests.shape, -1)
     for at in range(len(digests)):
         if any(xxhash.xxh3_64_intdigest(part.data) != want for part, want in zip(parts[at], digests[at], strict=True)):

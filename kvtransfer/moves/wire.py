@@ -29,6 +29,7 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from kvtransfer.errors import BadMessage, IncompatibleLayout, PeerLost
+from kvtransfer.layout import MAY_DIFFER, MLA
 from kvtransfer.peers.wire import MAX_STRANGER_BYTES, Handshake, PeerHello, decode, encode, framed
 from kvtransfer.types import Count, PeerAddress
 
@@ -38,7 +39,7 @@ BUFFER_BYTES = 1 << 20
 PRIOR_S = 60.0  # what was used once just now is expected again after so long
 
 Bytes = npt.NDArray[np.uint8]  # [pages, page_bytes] of all ranks, as in the host tier
-Digests = npt.NDArray[np.uint64]  # [pages, tp] XXH3-64 of each rank's part
+Digests = npt.NDArray[np.uint64]  # [pages, parts] XXH3-64 of each rank's part (`KvLayout.num_parts`)
 
 
 def hit_rate(hits: int, idle_s: float) -> float:
@@ -98,7 +99,7 @@ class PageRun(_Message, frozen=True):
 
     path: Count
     first: Count
-    digests: bytes  # [n * tp] u64, little endian
+    digests: bytes  # [n * parts] u64, little endian
 
 
 class Kept(_Message, frozen=True):
@@ -147,7 +148,8 @@ class MoveStream:
                 for message in handshake.heard(decode(body)):
                     self._writer.write(encode(message))
             await self._writer.drain()
-        if differing := ours.layout.differences(handshake.peer.layout, may_differ=frozenset()):
+        may_differ = MAY_DIFFER if ours.layout.architecture == MLA else frozenset[str]()  # ranks' parts are equal then
+        if differing := ours.layout.differences(handshake.peer.layout, may_differ=may_differ):
             raise IncompatibleLayout(f"cached pages cannot move between these replicas: {differing}")
 
     async def send(self, message: Message, payload: Bytes | None = None) -> None:

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from kvtransfer.errors import IncompatibleLayout, PeerLost
-from kvtransfer.layout import PageSlice, head_slices
+from kvtransfer.layout import MAX_COUNT, PageSlice, head_slices
 from kvtransfer.ports.memory import KvMemory, Spans, destination_spans, page_digests, source_spans
 from kvtransfer.ports.notifications import Note, NotificationInbox, Source, num_digests, pack
 from kvtransfer.ports.rank_port import (
@@ -127,12 +127,10 @@ class AgentPort:
         layout.require_compatible(theirs)
         destinations = []
         for info in peer.ranks:
-            slices = head_slices(layout, rank, theirs, info.rank)
-            if not slices:
-                continue
-            destinations.append(_Destination(info=info, slices=slices, spans=source_spans(slices)))
-            incoming = destination_spans(head_slices(theirs, info.rank, layout, rank))
-            self._inbox.add_source(info.agent, Source(incarnation=peer.incarnation, rank=info.rank, spans=incoming))
+            if slices := head_slices(layout, rank, theirs, info.rank):
+                destinations.append(_Destination(info=info, slices=slices, spans=source_spans(slices)))
+            if incoming := destination_spans(head_slices(theirs, info.rank, layout, rank)):
+                self._inbox.add_source(info.agent, Source(incarnation=peer.incarnation, rank=info.rank, spans=incoming))
         self._peers[peer.incarnation] = _Peer(ranks=peer, destinations=tuple(destinations))
 
     def disconnect(self, incarnation: str) -> None:
@@ -160,7 +158,7 @@ class AgentPort:
         if len(order.src_pages) != len(order.dst_pages):
             raise ValueError(f"{len(order.src_pages)} pages go to {len(order.dst_pages)}: one for each is wanted")
         self._memory.require_pages(order.src_pages)
-        limit = min(to.info.num_pages for to in peer.destinations)
+        limit = min((to.info.num_pages for to in peer.destinations), default=MAX_COUNT)
         if len(order.dst_pages) and not 0 <= int(order.dst_pages.min()) <= int(order.dst_pages.max()) < limit:
             self._refuse(order, f"peer {order.incarnation} wants pages that its pool of {limit} does not have")
         elif (reason := self._broken.get(order.incarnation) or self._add_to_agent(peer)) is not None:

@@ -16,7 +16,7 @@ from kvtransfer.errors import IncompatibleLayout
 from kvtransfer.layout import KvLayout
 
 # uint8 [L, 2, n, K, token_bytes]: for each layer its K, then its V, of n tokens in order (SPEC H10); where the layout's
-# dtype is scaled, the scale of each token and head follows its own numbers
+# dtype is scaled, the scale of each token and head follows its own numbers. MLA: [L, 1, n, 1, token_bytes]
 Payload = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int32]  # [n] KV slots: page * page_size + offset
 
@@ -67,8 +67,8 @@ class PayloadMeta:
 
 
 def payload_shape(layout: KvLayout, num_tokens: int) -> tuple[int, int, int, int, int]:
-    """Return the shape [L, 2, n, K, token_bytes] of a payload, all heads included."""
-    return layout.num_layers, 2, num_tokens, layout.num_kv_heads, layout.token_bytes
+    """Return the shape of a payload, all heads included."""
+    return layout.num_layers, layout.vectors, num_tokens, layout.num_kv_heads, layout.token_bytes
 
 
 def require_same_meaning(here: KvLayout, there: KvLayout) -> None:

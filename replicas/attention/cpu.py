@@ -173,6 +173,7 @@ class _Heads:
     num: int
     num_kv: int
     dim: int
+    value_dim: int  # of V, which has fewer numbers than K where a latent vector is both
 
     @property
     def group(self) -> int:
@@ -195,7 +196,8 @@ class CpuAttention:
             raise InvalidConfig(f"attention: cpu {reason}; set attention: torch_native")
         self._pool = pool
         self._team = Team(num_threads)
-        self._heads = _Heads(num=num_heads, num_kv=num_kv_heads, dim=head_dim)
+        value_dim = pool.get_value_buffer(0).shape[-1]
+        self._heads = _Heads(num=num_heads, num_kv=num_kv_heads, dim=head_dim, value_dim=value_dim)
         self._layers: list[tuple[int, int]] = []  # per layer: addresses of its first key and value
         self._batch: BatchMeta | None = None  # its memory is what the kernels read
         self._num_extend_tokens = self._num_decode = 0
@@ -220,7 +222,7 @@ class CpuAttention:
     def begin(self, batch: BatchMeta) -> None:
         self._batch = batch
         if self._out.shape[0] < batch.num_tokens:
-            self._out = torch.empty(batch.num_tokens, self._heads.num * self._heads.dim)
+            self._out = torch.empty(batch.num_tokens, self._heads.num * self._heads.value_dim)
         self._out_rows = self._out[: batch.num_tokens]
         size = batch.rows.shape[0]
         self._num_decode = size if batch.is_decode else batch.num_decode
@@ -275,6 +277,7 @@ class CpuAttention:
         arguments.scales_at = page_size * self._heads.dim
         heads = self._heads
         arguments.num_kv_heads, arguments.head_dim, arguments.group = heads.num_kv, heads.dim, heads.group
+        arguments.value_dim = heads.value_dim
         arguments.counter = self._counters.ctypes.data
         arguments.scale = self._heads.dim**-0.5
 
@@ -299,7 +302,8 @@ class CpuAttention:
         arguments.qo_indptr, arguments.prefix_lens = batch.qo_indptr.data_ptr(), batch.prefix_lens.data_ptr()
         arguments.tile_rows = most * group
         self._set_part(arguments, batch, first_request=0, first_token=0, num_tokens=self._num_extend_tokens)
-        self._set_scratch(arguments, cpu_extend.scratch_floats(most * group, self._heads.dim))
+        heads = self._heads
+        self._set_scratch(arguments, cpu_extend.scratch_floats(most * group, heads.dim, heads.value_dim))
 
     def _begin_decode(self, batch: BatchMeta, first: int) -> None:
         """Set the arguments of the requests from ``first`` on, which decode."""
@@ -313,20 +317,21 @@ class CpuAttention:
         few = 1 < len(cut.tasks) < self._team.num_threads  # a single task would only make the others wait for its parts
         arguments.part_heads = 1 if few else self._heads.num_kv
         arguments.members, arguments.first_partial = cut.members.ctypes.data, cut.first_partial.ctypes.data
-        floats = int(cut.first_partial[-1]) * cpu_decode.partial_floats(self._heads.num, self._heads.dim)
+        floats = int(cut.first_partial[-1]) * cpu_decode.partial_floats(self._heads.num, self._heads.value_dim)
         self._partial = _grown(self._partial, floats)
         arguments.partial = self._partial.data_ptr()
         arguments.seq_lens = batch.seq_lens.data_ptr() + 4 * first
         first_token = self._num_extend_tokens
         self._set_part(arguments, batch, first_request=first, first_token=first_token, num_tokens=self._num_decode)
-        self._set_scratch(arguments, cpu_decode.scratch_floats(self._heads.num, self._heads.group, self._heads.dim))
+        heads = self._heads
+        self._set_scratch(arguments, cpu_decode.scratch_floats(heads.num, heads.group, heads.dim, heads.value_dim))
 
     def _set_part(
         self, arguments: ctypes.Structure, batch: BatchMeta, *, first_request: int, first_token: int, num_tokens: int
     ) -> None:
         arguments.table, arguments.table_stride = batch.table.data_ptr(), 4 * batch.table.stride(0)
         arguments.rows = batch.rows.data_ptr() + 4 * first_request
-        arguments.out_stride = 4 * self._heads.num * self._heads.dim
+        arguments.out_stride = 4 * self._heads.num * self._heads.value_dim
         arguments.out = self._out.data_ptr() + first_token * arguments.out_stride
         arguments.out_slots, arguments.num_tokens = batch.out_slots.data_ptr() + 8 * first_token, num_tokens
 

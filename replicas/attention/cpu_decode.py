@@ -51,14 +51,14 @@ DecodeArgs = struct(
 )
 
 
-def partial_floats(num_heads: int, head_dim: int) -> int:
+def partial_floats(num_heads: int, value_dim: int) -> int:
     """Count the floats of one chunk's result: each head's weighted values, then each head's maximum and sum, padded."""
-    return num_heads * head_dim + math.ceil(2 * num_heads / W) * W
+    return num_heads * value_dim + math.ceil(2 * num_heads / W) * W
 
 
-def scratch_floats(num_heads: int, group: int, head_dim: int) -> int:
+def scratch_floats(num_heads: int, group: int, head_dim: int, value_dim: int) -> int:
     """Count the floats of a thread: a block of K or V, scores; for several requests also queries, results and sums."""
-    return BLOCK * head_dim + max(num_heads * CHUNK, max(group, SHARED_ROWS) * (CHUNK + 2 * head_dim + 2))
+    return BLOCK * head_dim + max(num_heads * CHUNK, max(group, SHARED_ROWS) * (CHUNK + head_dim + value_dim + 2))
 
 
 def max_members(group: int) -> int:
@@ -72,14 +72,14 @@ def attend_chunk(
     rows: int, work: int, result: int, statistics: int,
 ) -> None:
     """Positions [start, end) of ``heads`` KV heads from ``kv_head`` on: weighted values of queries [heads, rows, D]
-    into ``result`` [heads, rows, D], maxima and sums of exp(score - maximum) into ``statistics`` [heads, rows, 2].
+    into ``result`` [heads, rows, value_dim], maxima and sums of exp(score - maximum) into ``statistics`` [heads, rows, 2].
     Block by block, all heads of each: in a page they lie one behind the other.
 
     Reading in place fetches the next block, where the hardware would not look: after the last keys the first values,
     after the last values the first keys of task ``following``. Where blocks are copied, reading keys fetches the values
     of the same tokens, and reading values the keys of that task.
     """
-    vector_bytes = a.head_dim * 4
+    vector_bytes, value_bytes = a.head_dim * 4, a.value_dim * 4
     head_bytes, score_bytes = rows * vector_bytes, rows * CHUNK * 4
     keys, values = a.keys + kv_head * a.head_stride, a.values + kv_head * a.head_stride
     block, scores = work, work + BLOCK * vector_bytes
@@ -107,9 +107,9 @@ def attend_chunk(
                 a, value, row, start, position, length, end, block, next_key, next_row, shift, next_end
             )
             weights, keep = scores + h * score_bytes + 4 * (position - start), 0 if position == start else 1
-            target = result + h * head_bytes
+            target = result + h * rows * value_bytes
             outer_fetch(
-                rows, a.head_dim, length, weights, CHUNK * 4, at, vector_bytes, target, vector_bytes, keep, distance
+                rows, a.value_dim, length, weights, CHUNK * 4, at, vector_bytes, target, value_bytes, keep, distance
             )
         position += length
 
@@ -153,18 +153,18 @@ def attend(
 
     One request's queries and results are used where they are; those of several are brought together for it.
     """
-    vector_bytes, group_bytes = a.head_dim * 4, a.group * a.head_dim * 4
+    vector_bytes, group_bytes, result_bytes = a.head_dim * 4, a.group * a.head_dim * 4, a.group * a.value_dim * 4
     request, rows = load_i32(a.members + 4 * first), members * a.group
     start = chunk * CHUNK
     end = min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
     if members == 1:
         partial = partial_of(a, request, chunk)
-        queries, result = a.q + request * a.q_stride + kv_head * group_bytes, partial + kv_head * group_bytes
+        queries, result = a.q + request * a.q_stride + kv_head * group_bytes, partial + kv_head * result_bytes
         statistics = statistics_of(a, partial, kv_head)
     else:
         queries = work + BLOCK * vector_bytes + rows * CHUNK * 4
         result = queries + rows * vector_bytes
-        statistics = result + rows * vector_bytes
+        statistics = result + rows * a.value_dim * 4
         for i in range(members):
             member = load_i32(a.members + 4 * (first + i))
             copy_floats(a.q + member * a.q_stride + kv_head * group_bytes, queries + i * group_bytes, group_bytes)
@@ -173,7 +173,7 @@ def attend(
     if members > 1:
         for i in range(members):
             partial = partial_of(a, load_i32(a.members + 4 * (first + i)), chunk)
-            copy_floats(result + i * group_bytes, partial + kv_head * group_bytes, group_bytes)
+            copy_floats(result + i * result_bytes, partial + kv_head * result_bytes, result_bytes)
             target = statistics_of(a, partial, kv_head)
             for g in range(2 * a.group):
                 store1(target + 4 * g, load1(statistics + 4 * (2 * i * a.group + g)))
@@ -190,7 +190,7 @@ def copy_floats(src: int, dst: int, num_bytes: int) -> None:
 def partial_stride(a: Any) -> int:
     """Return the bytes of one chunk's result: see `partial_floats`."""
     num_heads = a.num_kv_heads * a.group
-    return int(4 * (num_heads * a.head_dim + (2 * num_heads + W - 1) // W * W))
+    return int(4 * (num_heads * a.value_dim + (2 * num_heads + W - 1) // W * W))
 
 
 @inlined
@@ -202,7 +202,7 @@ def partial_of(a: Any, request: int, chunk: int) -> int:
 @inlined
 def statistics_of(a: Any, partial: int, kv_head: int) -> int:
     """Return the address of the maxima and sums of a head's group in a chunk's result."""
-    return int(partial + a.num_kv_heads * a.group * a.head_dim * 4 + 8 * kv_head * a.group)
+    return int(partial + a.num_kv_heads * a.group * a.value_dim * 4 + 8 * kv_head * a.group)
 
 
 @inlined
@@ -226,7 +226,7 @@ def softmax_row(scores: int, count: int, scale: float, result: int) -> None:
 @inlined
 def merge_chunks(a: Any, request: int) -> None:
     """Merge the results of a request's chunks, in order, into out[request]."""
-    vector_bytes, partial_bytes = a.head_dim * 4, partial_stride(a)
+    vector_bytes, partial_bytes = a.value_dim * 4, partial_stride(a)
     num_heads = a.num_kv_heads * a.group
     first, last = load_i32(a.first_partial + 4 * request), load_i32(a.first_partial + 4 * request + 4)
     for head in range(num_heads):

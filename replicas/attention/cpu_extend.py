@@ -52,9 +52,9 @@ ExtendArgs = struct(
 )
 
 
-def scratch_floats(tile_rows: int, head_dim: int) -> int:
+def scratch_floats(tile_rows: int, head_dim: int, value_dim: int) -> int:
     """Count a thread's floats: queries, results, scores, maxima, sums of a tile; K, K transposed, V of a block."""
-    return tile_rows * (2 * head_dim + BLOCK + 2) + 3 * BLOCK * head_dim + W
+    return tile_rows * (head_dim + value_dim + BLOCK + 2) + 3 * BLOCK * head_dim + W
 
 
 @inlined
@@ -70,8 +70,8 @@ def load_queries(a: Any, kv_head: int, first: int, tokens: int, target: int) -> 
 
 @inlined
 def store_results(a: Any, kv_head: int, first: int, tokens: int, acc: int, statistics: int) -> None:
-    """Divide acc [rows, D] by the rows' sums into out [T, H * D]."""
-    vector_bytes = a.head_dim * 4
+    """Divide acc [rows, value_dim] by the rows' sums into out [T, H * value_dim]."""
+    vector_bytes = a.value_dim * 4
     for t in range(tokens):
         for g in range(a.group):
             row = t * a.group + g
@@ -86,11 +86,12 @@ def load_block(
     a: Any, row: int, kv_head: int, start: int, end: int, last: int, keys: int, keys_t: int, values: int
 ) -> None:
     """Keys [start, end) of ``last`` of a head, transposed into keys_t [D, 64], and its values [64, D]; missing rows
-    are zero."""
+    are zero. ``values`` is ``keys`` where a latent vector is both."""
     offset = kv_head * a.head_stride
     key, value = a.keys + offset, a.values + offset
     read_block(a, key, row, start, end, keys, value, row, 0, last)
-    read_block(a, value, row, start, end, values, key, row, BLOCK, last)
+    if values != keys:
+        read_block(a, value, row, start, end, values, key, row, BLOCK, last)
     for i in range((end - start) * a.head_dim, BLOCK * a.head_dim, W):
         store(keys + 4 * i, splat(0.0))
         store(values + 4 * i, splat(0.0))
@@ -128,38 +129,40 @@ def online_softmax(scores: int, visible: int, width: int, acc: int, head_dim: in
 def attend_block(a: Any, scratch: int, first: int, rows: int, start: int, end: int, position: int) -> None:
     """Rows [first, first + rows) of the tile over the loaded keys [start, end); the first row is of the token at
     ``position``."""
-    vector_bytes = a.head_dim * 4
+    vector_bytes, value_bytes = a.head_dim * 4, a.value_dim * 4
     acc = scratch + a.tile_rows * vector_bytes
-    scores = acc + a.tile_rows * vector_bytes
+    scores = acc + a.tile_rows * value_bytes
     statistics = scores + a.tile_rows * BLOCK * 4
-    keys_t = statistics + a.tile_rows * 8 + BLOCK * vector_bytes
-    values = keys_t + BLOCK * vector_bytes
+    keys = statistics + a.tile_rows * 8
+    keys_t = keys + BLOCK * vector_bytes
+    values = keys if a.values == a.keys else keys_t + BLOCK * vector_bytes
     part = rows if position + 1 >= end else DIAGONAL_TOKENS * a.group
     for low in range(first, first + rows, part):
         count = min(part, first + rows - low)
         seen = min(position + 1 + (low + count - 1 - first) // a.group, end) - start  # by the last of them
         if seen > 0:
             width = (seen + W - 1) // W * W
-            at, result = scores + low * BLOCK * 4, acc + low * vector_bytes
+            at, result = scores + low * BLOCK * 4, acc + low * value_bytes
             queries = scratch + low * vector_bytes
             outer(count, width, a.head_dim, queries, vector_bytes, keys_t, BLOCK * 4, at, BLOCK * 4, 0)
             for row in range(low, low + count):
                 visible = min(position + 1 + (row - first) // a.group - start, seen)
                 online_softmax(
-                    scores + row * BLOCK * 4, visible, width, acc + row * vector_bytes, a.head_dim, statistics + 8 * row
+                    scores + row * BLOCK * 4, visible, width, acc + row * value_bytes, a.value_dim, statistics + 8 * row
                 )
-            outer(count, a.head_dim, seen, at, BLOCK * 4, values, vector_bytes, result, vector_bytes, 1)
+            outer(count, a.value_dim, seen, at, BLOCK * 4, values, vector_bytes, result, value_bytes, 1)
 
 
 @inlined
 def attend_tile(a: Any, first: int, num_pieces: int, kv_head: int, shared: int, scratch: int) -> None:
     """Attend to all keys that the tokens of pieces [first, first + num_pieces) see; the first ``shared`` blocks are the
     same for all of them."""
-    vector_bytes = a.head_dim * 4
+    vector_bytes, value_bytes = a.head_dim * 4, a.value_dim * 4
     acc = scratch + a.tile_rows * vector_bytes
-    statistics = acc + a.tile_rows * (vector_bytes + BLOCK * 4)
+    statistics = acc + a.tile_rows * (value_bytes + BLOCK * 4)
     keys = statistics + a.tile_rows * 8
-    keys_t, values = keys + BLOCK * vector_bytes, keys + 2 * BLOCK * vector_bytes
+    keys_t = keys + BLOCK * vector_bytes
+    values = keys if a.values == a.keys else keys_t + BLOCK * vector_bytes
     total = 0
     for i in range(first, first + num_pieces):
         piece = a.pieces + PIECE_BYTES * i
@@ -170,8 +173,8 @@ def attend_tile(a: Any, first: int, num_pieces: int, kv_head: int, shared: int, 
     for row in range(total):
         store1(statistics + 8 * row, -1e30)
         store1(statistics + 8 * row + 4, 0.0)
-        for d in range(0, vector_bytes, 4 * W):
-            store(acc + row * vector_bytes + d, splat(0.0))
+        for d in range(0, value_bytes, 4 * W):
+            store(acc + row * value_bytes + d, splat(0.0))
     done = shared * BLOCK
     table_row = load_i32(a.rows + 4 * load_i32(a.pieces + PIECE_BYTES * first))
     for start in range(0, done, BLOCK):
@@ -189,7 +192,7 @@ def attend_tile(a: Any, first: int, num_pieces: int, kv_head: int, shared: int, 
             load_block(a, table_row, kv_head, start, end, last, keys, keys_t, values)
             attend_block(a, scratch, row, tokens * a.group, start, end, position)
         token = load_i32(a.qo_indptr + 4 * request) + offset
-        store_results(a, kv_head, token, tokens, acc + row * vector_bytes, statistics + 8 * row)
+        store_results(a, kv_head, token, tokens, acc + row * value_bytes, statistics + 8 * row)
         row += tokens * a.group
 
 

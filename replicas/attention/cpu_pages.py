@@ -46,9 +46,11 @@ FLOAT32, BFLOAT16, INT8, FP8 = range(4)  # what a pool's numbers are
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
 
 # One layer of the pool and of the batch, the part of the arguments that decode and extend share. Strides in bytes;
-# page_shift is log2 of the page size, or -1.
+# page_shift is log2 of the page size, or -1. Latent vectors (memory/latent_pool.py) are keys whose first value_dim
+# numbers are the values: ``values`` is ``keys`` then, and V is not stored a second time.
 POOL_FIELDS = (
     "keys values page_stride head_stride token_bytes scales_at kind page_size page_shift num_kv_heads head_dim "
+    "value_dim "
     "table table_stride rows "
 )
 BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots num_tokens "
@@ -90,7 +92,8 @@ def store_new(a: Any, first: int, last: int) -> None:
         for h in range(a.num_kv_heads):
             block = page * a.page_stride + h * a.head_stride
             store_vector(a, a.k + t * a.k_stride + h * a.head_dim * 4, a.keys + block, offset)
-            store_vector(a, a.v + t * a.v_stride + h * a.head_dim * 4, a.values + block, offset)
+            if a.values != a.keys:
+                store_vector(a, a.v + t * a.v_stride + h * a.head_dim * 4, a.values + block, offset)
 
 
 @inlined

@@ -201,14 +201,15 @@ def host_tier(config: EngineConfig) -> HostKVCache | None:
 
     Raises: InvalidConfig when it holds less than a page, or more than the machine has.
     """
-    cache, tp = config.cache, config.parallel.tp
+    cache, parts = config.cache, config.num_kv_parts
     if not cache.host_memory_bytes:
         return None
-    rank_page_bytes = cache.page_size * config.model.kv_cell_bytes(tp=tp, kv_dtype=config.kv_dtype)
-    num_pages = cache.host_memory_bytes // (tp * rank_page_bytes)
+    cell_bytes = config.model.kv_cell_bytes(tp=config.parallel.tp, kv_dtype=config.kv_dtype)
+    rank_page_bytes = cache.page_size * cell_bytes
+    num_pages = cache.host_memory_bytes // (parts * rank_page_bytes)
     if num_pages < 1:
         raise InvalidConfig(
-            f"cache.host_memory_bytes = {cache.host_memory_bytes:,} holds less than a page of {tp * rank_page_bytes:,} "
+            f"cache.host_memory_bytes = {cache.host_memory_bytes:,} holds less than a page of {parts * rank_page_bytes:,} "
             "bytes: give more, or 0"
         )
     available = psutil.virtual_memory().available
@@ -217,7 +218,7 @@ def host_tier(config: EngineConfig) -> HostKVCache | None:
             f"cache.host_memory_bytes = {cache.host_memory_bytes:,}, but {available:,} bytes of memory are available "
             "on this machine: give less; it is the memory of each replica"
         )
-    return HostKVCache.create(num_pages, rank_page_bytes=rank_page_bytes, tp=tp)
+    return HostKVCache.create(num_pages, rank_page_bytes=rank_page_bytes, tp=parts)
 
 
 def _send_nothing(order: KvOrder) -> None:

@@ -3,7 +3,7 @@
 Owns:      the memory, and the digest of each rank's part of each page.
 Never:     knows which pages are in use (cache/tiers.py).
 Invariant: a page is the parts of all ranks one after the other, each byte for byte as in that rank's device pool;
-           ``digests`` hold XXH3-64 of what `backup` or the tier's owner put there, and `load` gives the device nothing
+           where all ranks have the same bytes (`KvLayout.num_parts` is 1) it is that of rank 0. ``digests`` hold XXH3-64 of what `backup` or the tier's owner put there, and `load` gives the device nothing
            else. Page 0 is not used, as in the device pool.
 Thread:    the runner's for `backup` and `load`. Others read and write pages that are theirs (store, peers).
 Source:    SPEC C11; SGLang's HiCache, host pool.
@@ -32,7 +32,7 @@ class HostMemory:
     path: str  # of the mapping, while the process that made it lives
     num_pages: int
     rank_page_bytes: int  # of one rank's part
-    tp: int
+    tp: int  # parts of a page: of ranks 0 to tp - 1; every other rank has what rank 0 has
 
     @property
     def page_bytes(self) -> int:
@@ -68,12 +68,13 @@ class HostKVCache:
         finally:
             os.close(fd)
         self.memory = memory
-        self._rank = rank
+        self._writes = rank < memory.tp
+        self._part = part = rank if self._writes else 0
         whole = np.frombuffer(self._map, dtype=np.uint8)
         num_digests = (memory.num_pages + 1) * memory.tp
         self.digests = whole[: 8 * num_digests].view(np.uint64).reshape(memory.num_pages + 1, memory.tp)
         self.view = whole[memory.digest_bytes :].reshape(memory.num_pages + 1, memory.page_bytes)
-        start = rank * memory.rank_page_bytes
+        start = part * memory.rank_page_bytes
         self._own = self.view[:, start : start + memory.rank_page_bytes]
 
     @staticmethod
@@ -102,18 +103,21 @@ class HostKVCache:
             raise InvalidConfig(f"cache.host_memory_bytes: the GPU's driver cannot pin the memory (status {status})")
 
     def backup(self, pool: MHATokenToKVPool, device_pages: PageIds, host_pages: PageIds) -> None:
-        """Copy this rank's part of ``device_pages`` [n] to ``host_pages`` [n], and take the digests."""
+        """Copy this rank's part of ``device_pages`` [n] to ``host_pages`` [n], and take the digests; a rank whose part
+        is another's does nothing."""
+        if not self._writes:
+            return
         if pool.device.type == "cpu":
             source = pool.page_rows()
             for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
                 self._own[host] = row = source[device]
-                self.digests[host, self._rank] = xxhash.xxh3_64_intdigest(row.data)
+                self.digests[host, self._part] = xxhash.xxh3_64_intdigest(row.data)
             return
         for device, host in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
             self._tensor(host, pool).copy_(pool.buffer[device], non_blocking=True)
         torch.cuda.current_stream(pool.device).synchronize()
         for host in host_pages.tolist():
-            self.digests[host, self._rank] = xxhash.xxh3_64_intdigest(self._own[host].data)
+            self.digests[host, self._part] = xxhash.xxh3_64_intdigest(self._own[host].data)
 
     def load(self, pool: MHATokenToKVPool, host_pages: PageIds, device_pages: PageIds) -> Ok:
         """Copy this rank's part of ``host_pages`` [n] to ``device_pages`` [n]. Returns: [n] whether the digest fits;
@@ -122,7 +126,7 @@ class HostKVCache:
         rows = pool.page_rows() if pool.device.type == "cpu" else None
         for at, host in enumerate(host_pages.tolist()):
             row = self._own[host]
-            ok[at] = xxhash.xxh3_64_intdigest(row.data) == self.digests[host, self._rank]
+            ok[at] = xxhash.xxh3_64_intdigest(row.data) == self.digests[host, self._part]
             if ok[at] and rows is not None:
                 rows[device_pages[at]] = row
         if rows is None:

@@ -30,6 +30,7 @@ class MHATokenToKVPool:
     that a masked one cannot bring a NaN into attention.
     """
 
+    vectors = 2  # of a token, layer and head: K and V
     k_scale = v_scale = 1.0  # what every number of K, of V, is multiplied by when it is read
 
     def __init__(
@@ -116,13 +117,13 @@ class MHATokenToKVPool:
         return self.buffer[torch.as_tensor(pages, dtype=torch.int64, device=self.device)]
 
     def read_slots(self, slots: npt.NDArray[np.int32]) -> Tensor:
-        """Copy ``slots`` [n], token by token: [L, 2, n, K, D] (SPEC H10, H17)."""
+        """Copy ``slots`` [n], token by token: [L, 2, n, K, D], 1 for 2 where ``vectors`` is (SPEC H10, H17)."""
         page, offset = self._places(slots)
         return self._by_token()[:, :, page, offset]
 
     def write_slots(self, slots: npt.NDArray[np.int32], data: Tensor) -> None:
         """Undo `read_slots`, bit for bit, whatever the page size of the pool that was read."""
-        shape = (self.num_layers, 2, len(slots), self.num_kv_heads, self.head_dim)
+        shape = (self.num_layers, self.vectors, len(slots), self.num_kv_heads, self.head_dim)
         if data.shape != shape or data.dtype != self.buffer.dtype:
             raise ValueError(
                 f"{shape} {self.buffer.dtype} is wanted for {len(slots)} slots, got {tuple(data.shape)} {data.dtype}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvtransfer.layout import scale_bytes
 from replicas.config import FP8_TENSOR
+from replicas.memory.latent_pool import MLATokenToKVPool
 from replicas.memory.pool import MHATokenToKVPool
 
 KV_DTYPES = {
@@ -132,7 +133,13 @@ def kv_pool(
     num_kv_heads: int,
     head_dim: int,
     device: torch.device | str,
+    kv_lora_rank: int | None = None,
 ) -> MHATokenToKVPool:
-    """Make the pool for the setting ``cache.kv_dtype``."""
+    """Make the pool for the setting ``cache.kv_dtype``; ``kv_lora_rank``: of a model with latent attention."""
+    if kv_lora_rank is not None:
+        rope_dim = head_dim - kv_lora_rank
+        return MLATokenToKVPool(
+            num_pages, page_size, num_layers, kv_lora_rank, rope_dim, KV_DTYPES[kv_dtype], device
+        )
     kind = ScaledKVPool if scale_bytes(kv_dtype) else Fp8KVPool if kv_dtype == FP8_TENSOR else MHATokenToKVPool
     return kind(num_pages, page_size, num_layers, num_kv_heads, head_dim, KV_DTYPES[kv_dtype], device)
