@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
-from kvtransfer.layout import KvLayout, scale_bytes
+from kvtransfer.layout import MHA, MLA, KvLayout, scale_bytes
 from replicas.errors import InvalidConfig
 from replicas.kernels.weight_formats import NUMBER_BYTES, RULES, WeightFormat, cut_by, table_format
 
@@ -123,8 +123,8 @@ class ModelConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # that attention sees: 1 with ``mla``, whose
+    head_dim: int  # queries and keys are kv_lora_rank + qk_rope_head_dim numbers
     rms_norm_eps: float
     rope: RopeConfig
     context_len: int  # longest prompt + output
@@ -153,10 +153,25 @@ class ModelConfig:
         return NUMBER_BYTES[self.weight_format], NUMBER_BYTES[table_format(self.weight_format)]
 
     def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
-        """Bytes of one token's K and V on one rank, all layers, scales included (SPEC A06, MHA); heads are replicated
-        if tp > heads."""
-        heads = max(1, self.num_kv_heads // tp)
-        return heads * self.num_layers * 2 * (self.head_dim * kv_item_bytes(kv_dtype) + scale_bytes(kv_dtype))
+        """Bytes of one token's K and V on one rank, all layers, scales included (SPEC A06); heads are replicated
+        if tp > heads, and a latent vector on all ranks."""
+        heads, vectors = max(1, self.num_kv_heads // tp), 2 if self.mla is None else 1
+        return heads * self.num_layers * vectors * (self.head_dim * kv_item_bytes(kv_dtype) + scale_bytes(kv_dtype))
+
+    @property
+    def attended_size(self) -> int:
+        """The length of what attention's last product reads, all ranks together."""
+        return self.num_heads * (self.head_dim if self.mla is None else self.mla.v_head_dim)
+
+    def attention_products(self, tp: int) -> list[tuple[int, int]]:
+        """List the shapes (out, in) of the products around a block's attention, on one of ``tp`` ranks."""
+        heads, after, mla = self.num_heads // tp, (self.hidden_size, self.attended_size // tp), self.mla
+        if mla is None:
+            return [((heads + 2 * max(1, self.num_kv_heads // tp)) * self.head_dim, self.hidden_size), after]
+        down = mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)
+        query = (heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.q_lora_rank or self.hidden_size)
+        to_keys, to_values = (mla.kv_lora_rank, mla.qk_nope_head_dim), (mla.v_head_dim, mla.kv_lora_rank)
+        return [(down, self.hidden_size), query, *[to_keys] * heads, *[to_values] * heads, after]
 
     def tp_sizes(self) -> list[int]:
         """Tensor-parallel sizes that split the heads evenly: divisors of the query heads that divide, or are
@@ -301,6 +316,11 @@ class EngineConfig:
         return self.model.quantization == "int8" or (self.device == "cpu" and self.kv_dtype != "float32")
 
     @property
+    def num_kv_parts(self) -> int:
+        """The parts of a page that differ among the ranks (`KvLayout.num_parts`)."""
+        return self.parallel.tp if self.model.mla is None else 1
+
+    @property
     def chunked_prefill_size(self) -> int:
         assert self.scheduler.chunked_prefill_size is not None
         return self.scheduler.chunked_prefill_size
@@ -316,7 +336,7 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
     fitted = config.model.rope.fitted_len(config.model.context_len)
     return KvLayout(
         model=f"{model}@{fitted}" if fitted else model,
-        architecture="MHA",
+        architecture=MHA if config.model.mla is None else MLA,
         num_layers=config.model.num_layers,
         num_kv_heads=config.model.num_kv_heads,
         head_dim=config.model.head_dim,
@@ -451,6 +471,11 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
             f"cache.kv_dtype = {cache.kv_dtype!r} needs a head_dim that is a multiple of 4, this model has "
             f"{model.head_dim}: leave cache.kv_dtype out"
         )
+    if model.mla is not None and (scaled or cache.kv_dtype == FP8_TENSOR):
+        yield (
+            f"cache.kv_dtype = {cache.kv_dtype!r} with latent attention (MLA): a latent vector of so few bits is every "
+            "head's K and V, and no kernel here reads one; leave cache.kv_dtype out, or set bfloat16"
+        )
     if model.quantization != "none" and device != "cpu":
         yield (
             f"model.quantization = {model.quantization!r} on {device}: such products are made on the CPU alone; leave "
@@ -475,7 +500,7 @@ def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
             f"and an MLP of {model.intermediate_size} evenly; sizes that work for this model: {model.tp_sizes()}"
         )
         return
-    shared = (model.num_heads * model.head_dim, model.intermediate_size)
+    shared = (model.attended_size, model.intermediate_size)
 
     def served(ranks: int) -> bool:
         return not any(cut_by(inputs, ranks) for inputs in shared)

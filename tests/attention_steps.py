@@ -84,16 +84,19 @@ def make_step(
     num_decode: int | None = None,
     shared: Sequence[tuple[list[int], int]] = (),
     kv_dtype: str | None = None,
+    kv_lora_rank: int | None = None,
 ) -> Step:
     """A step of requests given as (prefix_len, new tokens); K and V of the prefixes are in the pool, pages shuffled.
 
     Mixed when it says that its last ``num_decode`` requests decode. ``shared``: which requests have the same first
     tokens, and how many, whole pages; all of a group decode, or all extend. Without ``kv_dtype`` the pool is a
-    SmallPool, whose numbers a test can set.
+    SmallPool, whose numbers a test can set. ``kv_lora_rank``: K and V are one latent vector, with a ``kv_dtype``.
     """
     random = torch.Generator().manual_seed(seed)
     num_pages = [-(-(prefix + new) // page_size) for prefix, new in lengths]
     shape = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
+    if kv_lora_rank is not None:
+        shape["kv_lora_rank"] = kv_lora_rank
     pool = filled_pool(sum(num_pages), shape, kv_dtype, random)
     pages = torch.randperm(sum(num_pages), generator=random) + 1
     table = torch.zeros(len(lengths) + 1, max(num_pages) * page_size, dtype=torch.int32)
@@ -116,6 +119,7 @@ def make_step(
     num_tokens = int(new_lens.sum())
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=random)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    v = v if kv_lora_rank is None else k[..., :kv_lora_rank]
     is_decode = num_decode is None and bool((new_lens == 1).all())
     first_decode = 0 if is_decode else len(lengths) - (num_decode or 0)
     batch = BatchMeta(

@@ -67,7 +67,8 @@ def impossible(config: AppConfig, *, available_bytes: int = ANY_MEMORY) -> list[
         model = _model(config)
         read_face(config.model)
     with collected():
-        check_ranks(config, num_kv_heads=None if model is None else model.num_kv_heads)
+        heads = None if model is None else model.num_kv_heads
+        check_ranks(config, num_kv_heads=heads, latent=model is not None and model.mla is not None)
     for role in roles_of(config) if model is not None else ():
         try:
             check_budget(engine_of(config, role, available_bytes=available_bytes))

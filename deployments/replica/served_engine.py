@@ -328,7 +328,7 @@ class ServedEngine:
             num_threads=config.num_threads,
             pool=engine.describe(),
             role=self._role,
-            page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
+            page_bytes=config.cache.page_size * config.num_kv_parts * cell_bytes,
             transfer=engine.transfer_address,
             metrics=self._metrics_address,
             moves=moves,

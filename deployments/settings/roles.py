@@ -46,14 +46,15 @@ def config_of(config: AppConfig, role: Role) -> AppConfig:
     )
 
 
-def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None) -> None:
+def check_ranks(config: AppConfig, *, num_kv_heads: int | None = None, latent: bool = False) -> None:
     """Check that the ranks of both roles can hand pages to each other: each rank has whole KV heads, and all heads of a
     rank on the side with more ranks belong to one rank of the other side.
 
     Args:   num_kv_heads: of the model; None where it is not known yet.
+            latent: whether all ranks have the same pages (MLA): then any sizes will do.
     Raises: InvalidConfig.
     """
-    if config.mode == "unified":
+    if config.mode == "unified" or latent:
         return
     prefill, decode = (config_of(config, role).parallel.tp for role in (Role.PREFILL, Role.DECODE))
     if max(prefill, decode) % min(prefill, decode):

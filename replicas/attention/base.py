@@ -61,7 +61,7 @@ class AttentionBackend(Protocol):
         Args:    q: [T, H, D], rotary already applied to q and k. The scale, and what tokens are seen, is the layer's
                  `AttentionKind`.
                  sinks: [H] the scores of no token, where the layer's kind has them.
-        Returns: [T, H * D]; may be a buffer that the next call overwrites.
+        Returns: [T, H * D of V]; may be a buffer that the next call overwrites.
         """
         ...
 

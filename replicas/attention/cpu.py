@@ -351,8 +351,9 @@ def why_not(pool: KvPool, *, dtype: torch.dtype, head_dim: int) -> str | None:
     if keys.dtype not in cpu_pages.KINDS or keys.device.type != "cpu":
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in cpu_pages.KINDS)
         return f"works on pools of {kinds} in memory, this one holds {keys.dtype} on {keys.device}"
-    if head_dim % 16:
-        return f"needs a head_dim that is a multiple of 16, got {head_dim}"
+    value_dim = pool.get_value_buffer(0).shape[-1]
+    if head_dim % 16 or value_dim % 16:
+        return f"needs a head_dim that is a multiple of 16, got {head_dim if head_dim % 16 else value_dim}"
     return None
 
 

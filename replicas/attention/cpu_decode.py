@@ -72,7 +72,8 @@ def attend_chunk(
     rows: int, work: int, result: int, statistics: int,
 ) -> None:
     """Positions [start, end) of ``heads`` KV heads from ``kv_head`` on: weighted values of queries [heads, rows, D]
-    into ``result`` [heads, rows, value_dim], maxima and sums of exp(score - maximum) into ``statistics`` [heads, rows, 2].
+    into ``result`` [heads, rows, value_dim], maxima and sums of exp(score - maximum) into ``statistics`` [heads, rows,
+    2].
     Block by block, all heads of each: in a page they lie one behind the other.
 
     Reading in place fetches the next block, where the hardware would not look: after the last keys the first values,

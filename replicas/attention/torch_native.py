@@ -41,7 +41,7 @@ class TorchNativeAttention:
         kind = self._kinds[layer] if self._kinds else PLAIN
         assert kind.sinks == (sinks is not None), f"layer {layer} is {kind}"
         self._pool.set_kv_buffer(layer, self._batch.out_slots, k, v)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
+        out = q.new_empty(*q.shape[:2], v.shape[-1])  # [T, H, D of V]
         for b, slots in enumerate(self._slots):
             span = slice(self._bounds[b], self._bounds[b + 1])
             k_seen, v_seen = self._pool.read_kv(layer, slots)

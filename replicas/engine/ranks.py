@@ -209,8 +209,8 @@ def host_tier(config: EngineConfig) -> HostKVCache | None:
     num_pages = cache.host_memory_bytes // (parts * rank_page_bytes)
     if num_pages < 1:
         raise InvalidConfig(
-            f"cache.host_memory_bytes = {cache.host_memory_bytes:,} holds less than a page of {parts * rank_page_bytes:,} "
-            "bytes: give more, or 0"
+            f"cache.host_memory_bytes = {cache.host_memory_bytes:,} holds less than a page of "
+            f"{parts * rank_page_bytes:,} bytes: give more, or 0"
         )
     available = psutil.virtual_memory().available
     if cache.host_memory_bytes > available:

@@ -3,8 +3,9 @@
 Owns:      the memory, and the digest of each rank's part of each page.
 Never:     knows which pages are in use (cache/tiers.py).
 Invariant: a page is the parts of all ranks one after the other, each byte for byte as in that rank's device pool;
-           where all ranks have the same bytes (`KvLayout.num_parts` is 1) it is that of rank 0. ``digests`` hold XXH3-64 of what `backup` or the tier's owner put there, and `load` gives the device nothing
-           else. Page 0 is not used, as in the device pool.
+           where all ranks have the same bytes (`KvLayout.num_parts` is 1) it is that of rank 0. ``digests`` hold
+           XXH3-64 of what `backup` or the tier's owner put there, and `load` gives the device nothing else. Page 0 is
+           not used, as in the device pool.
 Thread:    the runner's for `backup` and `load`. Others read and write pages that are theirs (store, peers).
 Source:    SPEC C11; SGLang's HiCache, host pool.
 """

@@ -1,5 +1,5 @@
-"""The KV pool of models with multi-head latent attention (MLA): one vector of a token and layer, which is K and V of all
-its heads.
+"""The KV pool of models with multi-head latent attention (MLA): one vector for each token and layer, K and V of all
+heads.
 
 Owns:      the bytes: a token's latent vector, normalised, and behind it the part of its key that was rotated, shared by
            all heads. V is the latent vector: the first ``value_dim`` columns.

@@ -62,12 +62,11 @@ def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> i
 def weight_bytes(model: ModelConfig, tp: int) -> int:
     """Count the bytes of the weights on each of ``tp`` ranks, by the model's shape alone: an upper bound on a CPU,
     where an embedding that is a view of the file is not held."""
-    hidden, inner = model.hidden_size, model.num_heads // tp * model.head_dim
-    kv = max(1, model.num_kv_heads // tp) * model.head_dim
+    hidden, attention = model.hidden_size, model.attention_products(tp)
     mlp, vocab = model.intermediate_size // tp, -(-model.vocab_size // tp)
-    products = [(inner + 2 * kv, hidden), (hidden, inner), (2 * mlp, hidden), (hidden, mlp)]  # (out, in), of a block
+    products = [*attention, (2 * mlp, hidden), (hidden, mlp)]  # (out, in), of a block
     tables = [(vocab, hidden)] * (1 if model.tie_embeddings else 2)
-    biases = model.attention_bias * (inner + 2 * kv) + model.output_bias * hidden + model.mlp_bias * (2 * mlp + hidden)
+    biases = model.attention_bias * attention[0][0] + model.output_bias * hidden + model.mlp_bias * (2 * mlp + hidden)
     vectors = model.num_layers * (biases + 2 * hidden + model.qk_norm * 2 * model.head_dim) + hidden
     of_products, of_tables = model.weight_number_bytes
     blocks = model.num_layers * sum(rows * row for rows, row in products)

@@ -204,6 +204,7 @@ class ModelRunner:
             num_kv_heads=max(1, model.num_kv_heads // self.tp.size),
             head_dim=model.head_dim,
             device=self.device,
+            kv_lora_rank=None if model.mla is None else model.mla.kv_lora_rank,
         )
 
     def _warm_up(self) -> float:

@@ -72,12 +72,10 @@ def blas_products(model: ModelConfig, tp: int) -> Products:
 
 
 def product_shapes(model: ModelConfig, tp: int) -> list[Shape]:
-    """List the shapes of the weights that a rank multiplies by: QKV, o, gate and up, down, the head."""
-    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    """List the shapes of the weights that a rank multiplies by: around attention, gate and up, down, the head."""
     inner, hidden = model.intermediate_size // tp, model.hidden_size
     return [
-        ((heads + 2 * kv_heads) * model.head_dim, hidden),
-        (hidden, heads * model.head_dim),
+        *dict.fromkeys(model.attention_products(tp)),
         (2 * inner, hidden),
         (hidden, inner),
         (-(-model.vocab_size // tp), hidden),

@@ -205,7 +205,7 @@ def replica_emitter(
         accelerator=config.device,
         attention=engine.started.attention.name,
         tp=config.parallel.tp,
-        page_bytes=config.cache.page_size * config.parallel.tp * cell_bytes,
+        page_bytes=config.cache.page_size * config.num_kv_parts * cell_bytes,
         page_size=config.cache.page_size,
         kv_dtype=config.kv_dtype,
         transfer_backend="nixl" if has_transfer else "none",

@@ -1,4 +1,4 @@
-"""Pages of latent attention (MLA): every rank has the same, and engines of any two sizes exchange them (SPEC C03, H12)."""
+"""Pages of latent attention (MLA): all ranks have the same, and engines of any two sizes exchange them (SPEC H12)."""
 
 import uuid
 from dataclasses import replace
