@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvtransfer.layout import scale_bytes
 from replicas.config import FP8_TENSOR
-from replicas.memory.latent_pool import MLATokenToKVPool
 from replicas.memory.pool import MHATokenToKVPool
 
 KV_DTYPES = {
@@ -137,6 +136,8 @@ def kv_pool(
 ) -> MHATokenToKVPool:
     """Make the pool for the setting ``cache.kv_dtype``; ``kv_lora_rank``: of a model with latent attention."""
     if kv_lora_rank is not None:
+        from replicas.memory.latent_pool import MLATokenToKVPool
+
         rope_dim = head_dim - kv_lora_rank
         return MLATokenToKVPool(
             num_pages, page_size, num_layers, kv_lora_rank, rope_dim, KV_DTYPES[kv_dtype], device

@@ -127,7 +127,7 @@ ONLY: dict[str, set[str]] = {
     "gguf": set(),
     "torch": {
         "kvtransfer.ports.agent", "tests.local_agents", "kvtransfer.ports.memory", "replicas.memory.pool",
-        "replicas.memory.scaled_pool",
+        "replicas.memory.scaled_pool", "replicas.memory.latent_pool",
         "replicas.memory.host",
         "replicas.kernels", "replicas.layers", "replicas.attention", "replicas.models",
         "replicas.runner", "replicas.launch",
