@@ -6,6 +6,7 @@ Invariant: weights are put once, as whole tensors; each layer keeps its rank's s
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from replicas.kernels.weight_formats import WeightFormat
 Put = Callable[[Tensor], None]  # takes a whole weight as it lies in the checkpoint
 
 
+class Whole(NamedTuple):
+    """One tensor of a checkpoint that holds several weights of a layer."""
+
+    put: Put
+    fills: tuple[str, ...]  # their names among the layer's slots
+
+
 class Layer:
     """A node of the tree. Leaves have ``slots``; nodes above have ``parts``. Inference only: no gradients anywhere."""
 
@@ -26,6 +34,10 @@ class Layer:
 
     def slots(self) -> Mapping[str, Put]:
         """Return this layer's own weights: name in the checkpoint -> the function that takes the tensor."""
+        return {}
+
+    def wholes(self) -> Mapping[str, Whole]:
+        """Return the tensors that a checkpoint may have instead of some of ``slots``: name -> what takes it."""
         return {}
 
     def multiply_by(self, products: Products, format_: WeightFormat) -> None:
@@ -48,6 +60,14 @@ class Layer:
     def weights(self) -> dict[str, Put]:
         """Return every weight of the tree under its full name in the checkpoint."""
         return {full_name(prefix, name): put for prefix, layer in self.walk() for name, put in layer.slots().items()}
+
+    def stacked_weights(self) -> dict[str, Whole]:
+        """Return every tensor that may stand for several of ``weights``, under its full name, with their full names."""
+        return {
+            full_name(prefix, name): Whole(whole.put, tuple(full_name(prefix, each) for each in whole.fills))
+            for prefix, layer in self.walk()
+            for name, whole in layer.wholes().items()
+        }
 
 
 def computes_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -32,6 +32,13 @@ from replicas.layers.tp_group import TpGroup
 OWN = Products()
 
 
+def pack_as(weight: Tensor, format_: WeightFormat) -> Panels:
+    """Pack a weight [out, in] for the kernel that multiplies by ``format_`` on this CPU."""
+    if format_ == "int8" and int8.serves(weight.shape[1]):
+        return int8.pack(*round_int8(weight))
+    return pack(weight, format_)
+
+
 class Matmul:
     """The product ``x @ weight.T + bias``. Activations are fp32 on a CPU, whatever the weight's format."""
 
@@ -48,7 +55,7 @@ class Matmul:
 
         ``weight``: reads it, of any float dtype; not called where ``packs`` has its panels and BLAS does not need it.
         """
-        panels = packs(lambda: self._pack(weight()))
+        panels = packs(lambda: pack_as(weight(), self._format))
         self._shape = panels.n, panels.k
         threads = team(torch.get_num_threads())
         if self._format == "int8" and int8.serves(panels.k):
@@ -61,11 +68,6 @@ class Matmul:
     def keep(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take the final weight and bias as PyTorch multiplies by them: on a GPU."""
         self.weight, self.bias, self._shape = weight, bias, (weight.shape[0], weight.shape[1])
-
-    def _pack(self, weight: Tensor) -> Panels:
-        if self._format == "int8" and int8.serves(weight.shape[1]):
-            return int8.pack(*round_int8(weight))
-        return pack(weight, self._format)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [T, in] into a fresh tensor [T, out]."""
@@ -168,7 +170,7 @@ class ColumnParallelLinear(_Linear):
         self._tp = tp
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
-        rows = _share(tensor.shape[0], self._tp.size, name)
+        rows = share(tensor.shape[0], self._tp.size, name)
         return tensor.narrow(0, self._tp.rank * rows, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -185,13 +187,13 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, tp: TpGroup, bias: bool) -> None:
         super().__init__(("q_proj", "k_proj", "v_proj"), tp=tp, bias=bias)
-        self.num_heads = _share(num_heads, tp.size, "query heads")
+        self.num_heads = share(num_heads, tp.size, "query heads")
         self.num_kv_heads = max(1, num_kv_heads // tp.size)
         self.head_dim = head_dim
         if tp.size > num_kv_heads:
-            _share(tp.size, num_kv_heads, "ranks over KV heads")
+            share(tp.size, num_kv_heads, "ranks over KV heads")
         else:
-            _share(num_kv_heads, tp.size, "KV heads")
+            share(num_kv_heads, tp.size, "KV heads")
         self._first_kv_head = tp.rank * num_kv_heads // tp.size
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
@@ -217,27 +219,32 @@ class RowParallelLinear(_Linear):
     def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
         if name == "bias":
             return tensor if self._tp.rank == 0 else None  # added once
-        columns = _share(tensor.shape[1], self._tp.size, name)
+        columns = share(tensor.shape[1], self._tp.size, name)
         return tensor.narrow(1, self._tp.rank * columns, columns)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [T, in / tp] into [T, out]."""
-        part = self.matmul(x)
-        if self._tp.size == 1 or not self.matmul.one_order:
-            return self._tp.all_reduce(part)
-        # An all-reduce adds each piece of its buffer in an order of its own, so a row's bits hang on its place among
-        # others; where numbers are rounded afterwards, the last bit may become a step, and change the answer
-        total, *others = torch.split(self._tp.all_gather(part, dim=0), len(part))
-        for other in others:
-            total += other
-        return total
+        return add_over_ranks(self.matmul(x), self._tp, one_order=self.matmul.one_order)
+
+
+def add_over_ranks(part: Tensor, tp: TpGroup, *, one_order: bool) -> Tensor:
+    """Sum the ranks' parts [T, out], in place or afresh; in ``one_order``: of ranks, whatever a row's place."""
+    if tp.size == 1 or not one_order:
+        return tp.all_reduce(part)
+    # An all-reduce adds each piece of its buffer in an order of its own, so a row's bits hang on its place among
+    # others; where numbers are rounded afterwards, or experts chosen, the last bit may change the answer
+    total, *others = torch.split(tp.all_gather(part, dim=0), len(part))
+    for other in others:
+        total += other
+    return total
 
 
 def _key(name: str, kind: str) -> str:
     return f"{name}.{kind}" if name else kind
 
 
-def _share(total: int, size: int, what: str) -> int:
+def share(total: int, size: int, what: str) -> int:
+    """Split ``total`` evenly. Raises: ValueError that names ``what`` cannot be split."""
     if total % size:
         raise ValueError(f"{total} ({what}) cannot be split evenly over {size}")
     return total // size

@@ -45,7 +45,7 @@ def load_weights(
     Raises:  InvalidConfig that lists the missing and unexpected weights.
     """
     folder = Path(config.path)
-    wanted = model.weights()
+    wanted, stacked = model.weights(), model.stacked_weights()
     found: set[str] = set()
     num_bytes: dict[str, int] = {}  # by name, as it lies in the checkpoint
     for file in safetensors_files(folder):
@@ -55,7 +55,12 @@ def load_weights(
                 tensor = tensors.get_tensor(name)  # a view of the mapped file; nothing is read yet
                 num_bytes[name] = tensor.nbytes
                 wanted[name](tensor)
-        found |= names
+            for name in names & stacked.keys():
+                tensor = tensors.get_tensor(name)
+                num_bytes[name] = tensor.nbytes
+                stacked[name].put(tensor)
+                found.update(stacked[name].fills)
+        found |= names - stacked.keys()
     _check_names(folder, wanted.keys(), found, tied=config.tie_embeddings)
     layers = list(model.walk())
     for _, layer in layers:
@@ -65,7 +70,7 @@ def load_weights(
     with bar as advance, _kept(config, tp) as keep:
         for done, (prefix, layer) in enumerate(layers, start=1):
             layer.finalize(tp.device, getattr(torch, config.dtype), keep(prefix))
-            loaded.add(sum(num_bytes.get(full_name(prefix, name), 0) for name in layer.slots()))
+            loaded.add(sum(num_bytes.get(full_name(prefix, name), 0) for name in (*layer.slots(), *layer.wholes())))
             advance(done, len(layers))
 
 

@@ -1,0 +1,98 @@
+"""A mixture of experts on a GPU: gate and up, SiLU, down, and the sum of a token's experts.
+
+Owns:      how a step's choices become tiles of rows, each of one expert; the sizes of tiles.
+Never:     waits for the GPU where Triton runs: the number of tiles is a bound that the shapes give, so a step can be
+           captured in a CUDA graph. PyTorch's way, where Triton cannot be used, must know which experts have rows.
+Invariant: a token's sum runs in the order of its choices. On a GPU the bits of a product may depend on the number of
+           rows, as those of the dense products do.
+State:     never run on a GPU by us (triton_grouped.py).
+Thread:    the one that runs the model.
+Source:    tiles of one expert, as in Gale et al. 2022 (MegaBlocks, arXiv:2211.15841).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replicas.kernels import gpu
+
+FEW_ROWS, MANY_ROWS = 16, 64  # of a tile: tensor cores take 16 at least
+BLOCK_N, BLOCK_K, SUM_BLOCK, WARPS = 64, 64, 1024, 4
+
+
+class Tiles(NamedTuple):
+    """The choices of a step in tiles, each of rows of one expert."""
+
+    choices: Tensor  # [tiles, rows] int32: t * top_k + j, or T * top_k where a tile has no more
+    experts: Tensor  # [tiles] int32; -1 where a tile has no rows
+
+
+def tiles_of(ids: Tensor, number: int, rows: int) -> Tiles:
+    """Cut the choices ids [T, top_k] of ``number`` experts into tiles of ``rows``; without waiting for a GPU."""
+    flat = ids.flatten()
+    total, device = len(flat), ids.device
+    bound = min(total, total // rows + number)  # experts that have rows may each have one tile that is not full
+    counts = torch.zeros(number, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    tiles = (counts + rows - 1) // rows
+    ends, first = tiles.cumsum(0), counts.cumsum(0) - counts
+    sorted_ids, order = flat.sort(stable=True)
+    within = torch.arange(total, device=device) - first[sorted_ids]
+    place = (ends - tiles)[sorted_ids] * rows + within
+    choices = torch.full((bound * rows,), total, dtype=torch.int32, device=device)
+    choices.scatter_(0, place, order.int())
+    experts = torch.searchsorted(ends, torch.arange(bound, device=device), right=True)
+    return Tiles(choices.view(bound, rows), torch.where(experts < number, experts, -1).int())
+
+
+def gated_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Sum what the experts ``ids`` [T, top_k] make of x [T, H], times ``weights`` [T, top_k] fp32.
+
+    Args:    gate_up: [E, 2 I, H]; down: [E, H, I]; contiguous, of x's dtype.
+    Returns: [T, H] of x's dtype; the sum is in fp32.
+    """
+    if gpu.kernels() is None:
+        return _by_pytorch(x, ids, weights, gate_up, down)
+    top_k, number = ids.shape[1], len(gate_up)
+    tiles = tiles_of(ids, number, FEW_ROWS if ids.numel() <= FEW_ROWS * number else MANY_ROWS)
+    made = _product(x, gate_up, tiles, x.dtype, rows=ids.numel(), shared=top_k)
+    made = _product(gpu.silu_mul(made), down, tiles, torch.float32, rows=ids.numel(), shared=1)
+    return _summed(made, weights, x.dtype)
+
+
+def _product(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype, *, rows: int, shared: int) -> Tensor:
+    from replicas.kernels.experts import triton_grouped
+
+    _, outputs, inputs = weight.shape
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    if rows:
+        triton_grouped.grouped_product[(len(tiles.experts), -(-outputs // BLOCK_N))](
+            x, weight, out, tiles.choices, tiles.experts, rows, outputs, inputs, x.stride(0), SHARED=shared,
+            BLOCK_M=tiles.choices.shape[1], BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def _summed(made: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    from replicas.kernels.experts import triton_grouped
+
+    (tokens, top_k), size = weights.shape, made.shape[1]
+    out = torch.empty(tokens, size, dtype=dtype, device=made.device)
+    if tokens:
+        triton_grouped.sum_choices[(tokens, -(-size // SUM_BLOCK))](
+            made, weights.contiguous(), out, size, made.stride(0), TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=WARPS
+        )
+    return out
+
+
+def _by_pytorch(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Multiply expert by expert."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in torch.unique(ids).tolist():  # type: ignore[no-untyped-call]
+        tokens, choice = torch.where(ids == expert)
+        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+        made = F.linear(F.silu(gate).mul_(up), down[expert])
+        out.index_add_(0, tokens, made.float() * weights[tokens, choice].unsqueeze(1))  # a token once an expert
+    return out.to(x.dtype)
