@@ -21,6 +21,7 @@ from torch import Tensor
 from replicas.config import MoEConfig, Products
 from replicas.kernels import int8
 from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, stack, weighted_sum
+from replicas.kernels.experts.routing import TINY, route
 from replicas.kernels.panels import Packs, Panels, make
 from replicas.kernels.team import team
 from replicas.kernels.weight_formats import WeightFormat
@@ -28,15 +29,11 @@ from replicas.layers.layer import Layer, Put, Whole
 from replicas.layers.linear import GatedMLP, Matmul, add_over_ranks, pack_as, share, silu_mul
 from replicas.layers.tp_group import TpGroup
 
-TINY = 1e-20  # beside a sum of weights that may be 0: sigmoids can
+GATE = MoEConfig(num_experts=1, top_k=1, intermediate_size=0, scoring="sigmoid")  # the choice of one, with its weight
 
 
 def choose(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, by descending score.
-
-    Args:    logits: [T, E] fp32; bias: [E] fp32, added to the scores for the choice alone.
-    Returns: ids [T, top_k] int64, and their weights [T, top_k] fp32.
-    """
+    """Choose each token's experts, as `route` (kernels/experts/routing.py) does on a CPU, on any device."""
     scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
     ranked = scores if bias is None else scores + bias
     if config.top_groups < config.num_groups:
@@ -107,8 +104,11 @@ class Router(ExactLinear):
         return super().num_bytes + (0 if self._bias is None else self._bias.nbytes)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the experts of x [T, H], as `choose` returns them."""
-        return choose(self(x), self._bias, self._config)
+        """Choose the experts of x [T, H]: ids [T, top_k] int64, and their weights [T, top_k] fp32."""
+        logits = self(x)
+        if logits.device.type == "cpu":
+            return route(logits, self._bias, self._config)
+        return choose(logits, self._bias, self._config)
 
 
 class ExpertsLinear(Layer):
@@ -205,7 +205,7 @@ class MoE(Layer):
         self.gate_up = ExpertsLinear("", ("gate_proj", "up_proj"), "gate_up_proj", dim=0, number=number, tp=tp)
         self.down = ExpertsLinear("experts.", ("down_proj",), "down_proj", dim=1, number=number, tp=tp)
         self.shared = GatedMLP(tp=tp, bias=False) if config.shared_intermediate_size else None
-        self.shared_gate = ExactLinear() if config.shared_gate else None
+        self.shared_gate = Router(GATE) if config.shared_gate else None
         self._tp = tp
         self._one_order = False
 
@@ -226,7 +226,7 @@ class MoE(Layer):
         if self.shared is not None:
             of_all = self.shared.down.matmul(silu_mul(self.shared.gate_up(x)))
             if self.shared_gate is not None:
-                of_all = of_all * self.shared_gate(x).sigmoid().to(of_all.dtype)
+                of_all = of_all * self.shared_gate.route(x)[1].to(of_all.dtype)
             part += of_all
         return add_over_ranks(part, self._tp, one_order=self._one_order)
 

@@ -90,7 +90,7 @@ def _summed(made: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
 def _by_pytorch(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Multiply expert by expert."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(ids).tolist():  # type: ignore[no-untyped-call]
+    for expert in torch.unique(ids).tolist():
         tokens, choice = torch.where(ids == expert)
         gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
         made = F.linear(F.silu(gate).mul_(up), down[expert])
