@@ -29,7 +29,7 @@ from replicas.layers.layer import Layer, Put, Whole
 from replicas.layers.linear import GatedMLP, Matmul, add_over_ranks, pack_as, share, silu_mul
 from replicas.layers.tp_group import TpGroup
 
-GATE = MoEConfig(num_experts=1, top_k=1, intermediate_size=0, scoring="sigmoid")  # the choice of one, with its weight
+ALWAYS = MoEConfig(num_experts=1, top_k=1, intermediate_size=0, scoring="sigmoid")  # the choice of one, with its weight
 
 
 def choose(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class ExactLinear(Layer):
         return self._matmul(x.float())
 
 
-class Router(ExactLinear):
+class Gate(ExactLinear):
     """The scores of the experts, and the choice by them."""
 
     def __init__(self, config: MoEConfig) -> None:
@@ -201,11 +201,11 @@ class MoE(Layer):
 
     def __init__(self, config: MoEConfig, tp: TpGroup) -> None:
         number = config.num_experts
-        self.router = Router(config)
+        self.gate = Gate(config)
         self.gate_up = ExpertsLinear("", ("gate_proj", "up_proj"), "gate_up_proj", dim=0, number=number, tp=tp)
         self.down = ExpertsLinear("experts.", ("down_proj",), "down_proj", dim=1, number=number, tp=tp)
         self.shared = GatedMLP(tp=tp, bias=False) if config.shared_intermediate_size else None
-        self.shared_gate = Router(GATE) if config.shared_gate else None
+        self.shared_gate = Gate(ALWAYS) if config.shared_gate else None
         self._tp = tp
         self._one_order = False
 
@@ -215,14 +215,14 @@ class MoE(Layer):
             shared["shared_experts" if self.shared_gate is None else "shared_expert"] = self.shared
         if self.shared_gate is not None:
             shared["shared_expert_gate"] = self.shared_gate
-        return {"gate": self.router, "experts": self.gate_up, "": self.down, **shared}
+        return {"gate": self.gate, "experts": self.gate_up, "": self.down, **shared}
 
     def multiply_by(self, products: Products, format_: WeightFormat) -> None:
         self._one_order = products.one_order
 
     def __call__(self, x: Tensor) -> Tensor:
         """Run the experts on [T, hidden]."""
-        part = self._routed(x, *self.router.route(x))
+        part = self._routed(x, *self.gate.route(x))
         if self.shared is not None:
             of_all = self.shared.down.matmul(silu_mul(self.shared.gate_up(x)))
             if self.shared_gate is not None:
