@@ -33,7 +33,28 @@ ALWAYS = MoEConfig(num_experts=1, top_k=1, intermediate_size=0, scoring="sigmoid
 
 
 def choose(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, as `route` (kernels/experts/routing.py) does on a CPU, on any device."""
+    """Choose each token's experts, by descending score.
+
+    Args:    logits: [T, E] fp32; bias: [E] fp32, added to the scores for the choice alone.
+    Returns: ids [T, top_k] int64, and their weights [T, top_k] fp32.
+    """
+    if logits.device.type != "cpu":
+        return choose_by_pytorch(logits, bias, config)
+    return route(
+        logits,
+        bias,
+        top_k=config.top_k,
+        groups=config.num_groups,
+        top_groups=config.top_groups,
+        two=config.group_score == "top2",
+        sigmoid=config.scoring == "sigmoid",
+        normalize=config.normalize,
+        scaling=config.scaling,
+    )
+
+
+def choose_by_pytorch(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor]:
+    """Choose as `choose` does, on any device; the last bit of a score may depend on the number of rows."""
     scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
     ranked = scores if bias is None else scores + bias
     if config.top_groups < config.num_groups:
@@ -105,10 +126,7 @@ class Gate(ExactLinear):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of x [T, H]: ids [T, top_k] int64, and their weights [T, top_k] fp32."""
-        logits = self(x)
-        if logits.device.type == "cpu":
-            return route(logits, self._bias, self._config)
-        return choose(logits, self._bias, self._config)
+        return choose(self(x), self._bias, self._config)
 
 
 class ExpertsLinear(Layer):

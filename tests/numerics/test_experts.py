@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from replicas.config import MoEConfig, Products
-from replicas.kernels.experts.routing import route
 from replicas.kernels.weight_formats import WeightFormat
-from replicas.layers.moe import MoE, choose
+from replicas.layers.moe import MoE, choose, choose_by_pytorch
 from replicas.layers.tp_group import TpGroup
 from tests.numerics.ranks import run_ranks
 
@@ -142,7 +141,7 @@ def test_two_ranks_have_half_of_every_expert_and_say_what_one_says(tmp_path: Any
         assert num_bytes < 0.52 * all_bytes  # the router is whole on both
 
 
-BOTH = pytest.mark.parametrize("chosen", [choose, route])  # PyTorch's operations, and one kernel
+BOTH = pytest.mark.parametrize("chosen", [choose, choose_by_pytorch])  # on a CPU, and elsewhere
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -150,7 +149,9 @@ def test_the_cpus_kernel_chooses_as_pytorchs_operations_do(family: str) -> None:
     settings, generator = FAMILIES[family][2], torch.Generator().manual_seed(2)
     logits = torch.randn(300, EXPERTS, generator=generator)
     bias = torch.randn(EXPERTS, generator=generator) if settings.score_bias else None
-    (ids, weights), (wanted_ids, wanted) = route(logits, bias, settings), choose(logits, bias, settings)
+    (ids, weights), (wanted_ids, wanted) = (
+        chosen(logits, bias, settings) for chosen in (choose, choose_by_pytorch)
+    )
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(weights, wanted)
 
@@ -177,5 +178,5 @@ def test_a_bias_changes_the_choice_and_not_the_weights(chosen: Any) -> None:
 
 
 def test_of_equal_experts_the_first_are_taken() -> None:
-    ids, weights = route(torch.zeros(2, 6), None, MoEConfig(num_experts=6, top_k=2, intermediate_size=1))
+    ids, weights = choose(torch.zeros(2, 6), None, MoEConfig(num_experts=6, top_k=2, intermediate_size=1))
     assert (ids.tolist(), weights.tolist()) == ([[0, 1]] * 2, [[pytest.approx(1 / 6)] * 2] * 2)

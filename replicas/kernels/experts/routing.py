@@ -15,7 +15,6 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from replicas.config import MoEConfig
 from replicas.kernels.simd import load1, store1, store_i64
 from replicas.kernels.team import inlined, kernel, struct, team_for, team_size, thread_id
 
@@ -108,23 +107,26 @@ def route_rows(pointer: Any) -> None:
             store1(weights + j, load1(weights + j) * factor)
 
 
-def route(logits: Tensor, bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, by descending score.
+def route(
+    logits: Tensor, bias: Tensor | None, *, top_k: int, groups: int, top_groups: int, two: bool, sigmoid: bool,
+    normalize: bool, scaling: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Choose each token's experts, by descending score: the softmax of its logits, or their ``sigmoid``.
 
     Args:    logits: [T, E] fp32, contiguous, on the CPU; bias: [E] fp32, added to the scores for the choice alone.
+             groups: in which experts lie, and top_groups: of which they are chosen, by their best expert or their best
+             ``two``. normalize: the weights of the chosen sum to 1, before they are multiplied by ``scaling``.
     Returns: ids [T, top_k] int64, and their weights [T, top_k] fp32.
     """
     tokens, experts = logits.shape
-    work = torch.empty(2 * tokens * (experts + config.num_groups))
-    ids = torch.empty(tokens, config.top_k, dtype=torch.int64)
-    weights = torch.empty(tokens, config.top_k)
+    work = torch.empty(2 * tokens * (experts + groups))
+    ids, weights = torch.empty(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k)
     scores = work.data_ptr()
     arguments = RouteArgs(
         logits=logits.data_ptr(), bias=0 if bias is None else bias.data_ptr(), scores=scores,
         ranked=scores + 4 * tokens * experts, best=scores + 8 * tokens * experts, ids=ids.data_ptr(),
-        weights=weights.data_ptr(), tokens=tokens, experts=experts, top_k=config.top_k, groups=config.num_groups,
-        top_groups=config.top_groups, two=int(config.group_score == "top2"), sigmoid=int(config.scoring == "sigmoid"),
-        normalize=int(config.normalize), scaling=config.scaling,
+        weights=weights.data_ptr(), tokens=tokens, experts=experts, top_k=top_k, groups=groups,
+        top_groups=top_groups, two=int(two), sigmoid=int(sigmoid), normalize=int(normalize), scaling=scaling,
     )  # fmt: skip
     team_for(logits.numel(), LOGITS_OF_TEAM).run(route_rows, arguments)
     return ids, weights
