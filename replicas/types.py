@@ -7,8 +7,9 @@ import dataclasses
 import enum
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +141,23 @@ class SamplingParams:
         _check("bad_words", left, "each token that is allowed ends one of them: allow one more")
 
 
+def to_token_ids(raw: Sequence[Any] | npt.NDArray[Any], *, param: str) -> TokenIds:
+    """Convert a sequence of ints (a list, a tuple, an array or a tensor of a CPU) to an array [n]; n may be 0.
+
+    Raises: InvalidRequest, which names ``param``, for what is no such sequence, or holds ids that no model can have.
+    """
+    try:
+        ids = np.asarray(raw)
+    except (TypeError, ValueError, RuntimeError):  # rows of unequal length; a tensor of a GPU
+        ids = np.empty((), np.object_)
+    if ids.size == 0 and ids.ndim == 1:
+        return np.empty(0, np.int32)
+    ints = ids.ndim == 1 and (ids.dtype.kind in "iu" or all(isinstance(token, int) for token in ids.tolist()))
+    _check(param, ints and ids.dtype.kind != "b", f"must be a sequence of ints, got {type(raw).__name__}: {raw!r:.60}")
+    _check(param, ids.min() >= 0 and ids.max() < 2**31, "token ids must be in [0, 2**31)")
+    return ids.astype(np.int32)
+
+
 def check_prompt_logprobs(num_logprobs: int) -> None:
     """Raise InvalidRequest if ``num_logprobs`` is more than one answer may hold."""
     _check(
@@ -207,7 +225,7 @@ class GenerateRequest:
     """One tokenised request. Made once, in the router; the engine never sees text of the prompt."""
 
     rid: str
-    token_ids: TokenIds  # [L] the prompt, L >= 1
+    token_ids: TokenIds  # [L] the prompt, L >= 1; made from any sequence of ints (`to_token_ids`)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""  # requests with different salts never share a page
     priority: int = 0  # higher runs first
@@ -217,6 +235,12 @@ class GenerateRequest:
     prompt_logprobs_from: int | None = None  # also prompt logprobs for positions >= this; None: none
     resumed_ids: tuple[int, ...] = ()  # output already delivered by a replica that died; continue after it
     hand_off: HandOff | None = None  # None: this replica does all of it
+
+    def __post_init__(self) -> None:
+        """Raises: InvalidRequest, as `to_token_ids`."""
+        ids = self.token_ids
+        if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1):
+            object.__setattr__(self, "token_ids", to_token_ids(ids, param="token_ids"))
 
     @property
     def num_choices(self) -> int:

@@ -11,12 +11,10 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from deployments.http.bodies import MAX_PROMPTS, NativeSampling, SamplingFields, WireType
 from deployments.http.service import Service
 from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
-from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs
+from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs, to_token_ids
 
 T = TypeVar("T")
 MAX_BAD_WORDS = 256  # of one request
@@ -228,13 +226,7 @@ def to_ids(raw: Sequence[Any], *, param: str) -> TokenIds:
     """Convert token ids to an array. Raises: InvalidRequest for ids that no model can have."""
     if not raw:
         raise InvalidRequest(f"{param}: is empty; give at least one token", param=param)
-    try:
-        ids = np.asarray(raw, dtype=np.int64)
-    except OverflowError:
-        ids = np.array([-1])
-    if ids.min() < 0 or ids.max() >= 2**31:
-        raise InvalidRequest(f"{param}: token ids must be in [0, 2**31)", param=param)
-    return ids.astype(np.int32)
+    return to_token_ids(raw, param=param)
 
 
 async def prompts_of_ids(

@@ -1,13 +1,15 @@
 """The engine over real pools, scheduler and tokenizer, and a fake device."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from replicas.errors import InvalidRequest, Overloaded, PromptTooLong
 from replicas.scheduler.plan import BROKEN, StepPlan, StepResult
-from replicas.types import Finish, FinishReason, GenerateRequest
+from replicas.types import Finish, FinishReason, GenerateRequest, SamplingParams, TokenIds
 from tests.fakes import continuation
 from tests.harness import ask, at_once, fake_engine, finish_all
 
@@ -117,6 +119,36 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind() -> None:
         engine.submit(ask("b", PROMPT, n=10))  # beside "a", 7 of 8 may run
     assert engine.open_rids == ["a"]
     finish_all(engine)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda ids: np.array(ids, np.int64), torch.tensor])
+def test_a_prompt_is_any_sequence_of_ints(kind: Callable[[list[int]], TokenIds]) -> None:
+    request = GenerateRequest(rid="a", token_ids=kind([3, 1, 2]), sampling=SamplingParams(max_new_tokens=4))
+    assert request.token_ids.dtype == np.int32
+    assert request.token_ids.tolist() == [3, 1, 2]
+    engine, _ = fake_engine()
+    engine.submit(request)
+    assert [token for delta in finish_all(engine) for token in delta.token_ids] == continuation([3, 1, 2], 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("Hello", "must be a sequence of ints, got str: 'Hello'"),
+        ([1, 2.5], r"must be a sequence of ints, got list: \[1, 2.5\]"),
+        ([[1, 2], [3, 4]], "must be a sequence of ints, got list"),
+        ([[1, 2], [3]], "must be a sequence of ints, got list"),
+        (None, "must be a sequence of ints, got NoneType"),
+        ([True], "must be a sequence of ints"),
+        ([1, -1], r"token ids must be in \[0, 2\*\*31\)"),
+        ([2**31], r"token ids must be in \[0, 2\*\*31\)"),
+        ([2**70], r"token ids must be in \[0, 2\*\*31\)"),
+    ],
+)
+def test_what_is_no_sequence_of_ints_is_refused_by_name(prompt: TokenIds, wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"token_ids: {wanted}") as error:
+        GenerateRequest(rid="a", token_ids=prompt)
+    assert error.value.param == "token_ids"
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
