@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from benchmarks.sim_cluster import ORACLE, Cluster, Record, Setup, Split
 from benchmarks.sim_load import SimRequest, copies, jittered, of_workload, read_trace
 from benchmarks.sim_replica import Speed
 from benchmarks.sim_routers import SOONEST, Apart, Limits
+from replicas.config import QueuePolicy
 from routing.policies import POLICIES
 from routing.router import Router
 from routing.types import Decision, Ending, IndexEvent, KeysRemoved, KeysStored, ReplicaView, RouteOutcome, RouteQuery
@@ -113,7 +114,7 @@ def summary(
     decided = ", ".join(f"{reason} {count:,}" for reason, count in reasons)
     add("hit", 100 * sum(record.cached_tokens for record in records) / prompt_tokens, "%", decided)
     add("TTFT mean", sum(ttfts) / len(ttfts), "s")
-    for q in (50, 90, 99):
+    for q in (50, 90, 95, 99):
         add(f"TTFT p{q}", percentile(ttfts, q), "s")
     add(f"within {objective_s:g} s", sum(each <= objective_s for each in ttfts) / took_s, "1/s")
     add("skew", max(computed.values()) * num_replicas / computed.total())
@@ -142,6 +143,8 @@ def _setup(options: argparse.Namespace) -> Setup:
         page_size=options.page_size,
         speed=Speed(
             prefill_tokens_per_s=options.prefill_rate,
+            queue=options.queue,
+            ageing_s=options.ageing,
             decode_base_s=base_s,
             decode_per_request_s=per_request_s,
             rate_error=options.rate_error,
@@ -296,6 +299,8 @@ def _options(parse: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--rate", 1.0, "of a trace: times as fast; of a workload: requests/s a replica", type=positive)
     add("--copies", 1, "groups of users that do the same, a little later each")
+    add("--queue", "fcfs", "order of a replica's queue, a scheduler.policy", choices=get_args(QueuePolicy))
+    add("--ageing", 5.0, "s after which a waiting request goes first, whatever the order", type=_number(0))
     add("--think", 10.0, "s between an answer and the next turn")
     add("--jitter", 0.0, "requests come later at random, by this many s at most", type=_number(0))
     add("--replicas", 8, "simulated replicas")

@@ -2,9 +2,9 @@
 
 Owns:      what the replica does, and what it reports of itself.
 Never:     sees another replica or the router.
-Invariant: first come, first served; every job is started once and ended once. Cached + private == used <= capacity; a
-           page in use is never evicted, and a page is evicted before the page in front of it: what is cached is
-           prefixes.
+Invariant: prompts start in the order of the queue's policy; every job is started once and ended once. Cached + private
+           == used <= capacity; a page in use is never evicted, and a page is evicted before the page in front of it:
+           what is cached is prefixes.
 
     submit ──> waiting ──(pages for prompt and answer are free)──> prefill ──started──> decode ──ended──> released
                                                                       └─(it only prefills)──hand_off──> released
@@ -22,6 +22,8 @@ from random import Random
 
 from benchmarks.sim_load import Events, SimRequest
 from kvtransfer.pages import PageKey, page_keys
+from replicas.scheduler.orders import Candidate, sort_keys
+from replicas.scheduler.queues import LOOK_UP
 from routing.types import ReplicaView
 
 Change = tuple[bool, tuple[PageKey, ...]]  # stored (else removed), keys in order
@@ -170,12 +172,15 @@ SMOOTHING = 0.2  # weight of the newest measurement of the prefill rate: the las
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast a replica is, and how well it knows."""
+    """How fast a replica is, and how well it knows; which prompt it takes next."""
 
     prefill_tokens_per_s: float
     chunk_tokens: int = 2048  # progress within a prompt shows in reports at this grain
     decode_base_s: float = 0.02  # a decode step of a small model on one GPU
     decode_per_request_s: float = 0.0002  # and what each request of the batch adds
+    queue: str = "fcfs"  # order of the waiting queue, a scheduler.policy
+    lpm_max_queue: int = 128  # and what goes with it
+    ageing_s: float = 5.0
     max_running: int = 256
     rate_error: float = 1.0  # the replica measures its prefill rate this many times too high
     rate_noise: float = 0.1  # and each measurement varies by this share
@@ -184,7 +189,7 @@ class Speed:
 class SimJob:
     """A request at a simulated replica."""
 
-    __slots__ = ("cached_tokens", "keys", "num_pages", "num_prompt_pages", "request", "uncached_seen")
+    __slots__ = ("cached_tokens", "came_s", "keys", "num_pages", "num_prompt_pages", "request", "uncached_seen")
 
     def __init__(self, request: SimRequest, page_size: int) -> None:
         self.request = request
@@ -194,6 +199,12 @@ class SimJob:
         self.num_pages = -(-len(tokens) // page_size)
         self.cached_tokens = 0  # once started
         self.uncached_seen = 0  # prompt tokens that no page held when it came
+        self.came_s = 0.0
+
+    @property
+    def routing_key(self) -> str:
+        """What stands for its session: the second page of its prompt. The first is the same system prompt for many."""
+        return str(self.keys[1]) if self.num_prompt_pages > 1 else ""
 
     def reusable(self, page_size: int) -> Sequence[PageKey]:
         """Return the keys of the prompt's pages that a cache may serve: the last token of a prompt must always run."""
@@ -232,6 +243,8 @@ class SimReplica:
         self._hand_off = hand_off
         self._num_leaving = 0  # prompts computed and not handed off
         self._waiting: deque[SimJob] = deque()
+        self._running: dict[SimJob, None] = {}  # that this replica decodes
+        self._shuffle = Random(0)
         self._waiting_uncached = 0  # sum of uncached_seen
         self._prefilling: SimJob | None = None
         self._prefill_began_s = 0.0
@@ -251,6 +264,7 @@ class SimReplica:
             )
         matched = self.pool.match_len(job.reusable(self._page_size))
         job.uncached_seen = job.request.input_len - matched * self._page_size
+        job.came_s = self._events.now_s
         self._waiting.append(job)
         self._waiting_uncached += job.uncached_seen
         self._start_next()
@@ -297,12 +311,12 @@ class SimReplica:
     def _start_next(self) -> None:
         if self._prefilling is not None or not self._waiting or self.num_running >= self._speed.max_running:
             return
-        job = self._waiting[0]
+        job = self._next()
         keys = job.reusable(self._page_size)
         matched = self.pool.match_len(keys)
         if not self.pool.take(keys[:matched], self._num_pages(job) - matched):
             return  # until a request ends
-        self._waiting.popleft()
+        self._waiting.remove(job)
         self._waiting_uncached -= job.uncached_seen
         job.cached_tokens = matched * self._page_size
         self._prefilling, self._prefill_began_s = job, self._events.now_s
@@ -320,6 +334,7 @@ class SimReplica:
         else:
             self._started(job)
             if job.request.output_len > 1:
+                self._running[job] = None
                 self._decode.join(job.request.output_len - 1, lambda: self._finish(job))
             else:
                 self._finish(job)
@@ -335,7 +350,32 @@ class SimReplica:
         """Return the pages that ``job`` takes at this replica."""
         return job.num_pages if self._hand_off is None else -(-job.request.input_len // self._page_size)
 
+    def _next(self) -> SimJob:
+        """Return the waiting job that is tried next, as replicas/scheduler/queues.py orders them."""
+        speed, first = self._speed, self._waiting[0]
+        now_s, looks = self._events.now_s, speed.queue in LOOK_UP
+        if speed.queue == "fcfs" or now_s - first.came_s >= speed.ageing_s:
+            return first
+        if looks and len(self._waiting) > speed.lpm_max_queue:
+            return first
+        found = [self.pool.match_len(job.reusable(self._page_size)) if looks else 0 for job in self._waiting]
+        if speed.queue == "lpm":
+            return self._waiting[max(range(len(found)), key=lambda at: (found[at], -at))]
+        waiting = [
+            Candidate(
+                waited_s=now_s - job.came_s,
+                output_len=job.request.output_len,
+                routing_key=job.routing_key,
+                uncached_len=job.request.input_len - matched * self._page_size,
+                path=job.keys[:matched],
+            )
+            for job, matched in zip(self._waiting, found, strict=True)
+        ]
+        keys = sort_keys(speed.queue, waiting, [job.routing_key for job in self._running], self._shuffle)
+        return self._waiting[min(range(len(keys)), key=lambda at: (keys[at], at))]
+
     def _finish(self, job: SimJob) -> None:
+        self._running.pop(job, None)
         self.pool.store(job.keys[job.num_prompt_pages :])
         self.pool.release(job.keys, job.num_pages - len(job.keys))
         self._ended(self, job)

@@ -19,6 +19,7 @@ Quantization = Literal["none", "int8", "int4"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 ProductSetting = Literal["auto", "own", "blas"]
 Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native"]
+QueuePolicy = Literal["lpm", "dfs-weight", "hrrn", "fcfs", "lof", "random", "routing-key"]
 HostEviction = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru", "arc"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back", "adaptive"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout", "expected"]
@@ -235,8 +236,10 @@ class CacheConfig:
 class SchedulerConfig:
     """Settings of admission, chunking and queueing."""
 
-    # order of the waiting queue: longest cached prefix first, or order of arrival
-    policy: Literal["lpm", "fcfs"] = "lpm"
+    # order of the waiting queue: longest cached prefix first; requests of one part of the prefix tree together; highest
+    # ratio of time waited to tokens to compute; order of arrival; longest output first; random; sessions that run most
+    # first (docs/routing.md)
+    policy: QueuePolicy = "lpm"
     # requests that run at once; by default 64 on a CPU, what the pool allows on a GPU
     max_running_requests: int | None = None
     max_queued_requests: int = 1024  # requests that wait beside those that run; more are answered with 503
@@ -249,7 +252,7 @@ class SchedulerConfig:
     cascade_saves: int | None = None
     # launch a decode step before the tokens of the last one are known; auto: on a GPU
     overlap: Literal["auto", "on", "off"] = "auto"
-    lpm_max_queue: int = 128  # a longer queue is taken in order of arrival
+    lpm_max_queue: int = 128  # lpm, dfs-weight, hrrn: a longer queue is taken in order of arrival
     ageing_s: float = 5.0  # a request that has waited this long goes before any better match
     # on: a point of a request's priority is worth ageing_s of waiting; off: the field is ignored
     priorities: Literal["off", "on"] = "off"

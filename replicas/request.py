@@ -139,6 +139,7 @@ class Req:
     ids: TokenIds  # [prompt_len + max_new_tokens] buffer
     num_tokens: int
     eos_ids: frozenset[int]  # ids that end it; empty with ignore_eos (stop_token_ids are in sampling)
+    routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
     num_resumed: int = 0  # leading output tokens that another replica already delivered
     ranks_from_s: float = 0.0  # its rank in queues: arrival_s, less what its priority is worth; set by the scheduler
     return_logprobs: bool = False
@@ -173,6 +174,7 @@ class Req:
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
+            routing_key=request.routing_key,
             num_resumed=len(resumed),
             eos_ids=frozenset() if sampling.ignore_eos else eos_ids,
             return_logprobs=request.return_logprobs,

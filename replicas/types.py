@@ -235,6 +235,7 @@ class GenerateRequest:
     prompt_logprobs_from: int | None = None  # also prompt logprobs for positions >= this; None: none
     resumed_ids: tuple[int, ...] = ()  # output already delivered by a replica that died; continue after it
     hand_off: HandOff | None = None  # None: this replica does all of it
+    routing_key: str = ""  # scheduler.policy: routing-key starts requests of the keys that run most; "" for none
 
     def __post_init__(self) -> None:
         """Raises: InvalidRequest, as `to_token_ids`."""

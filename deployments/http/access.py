@@ -99,7 +99,8 @@ def scoped(request: GenerateRequest, caller: Caller, *, isolates: bool) -> Gener
     if not caller.name:
         return request
     salt = f"\0{caller.name}\0{request.cache_salt}" if isolates else request.cache_salt  # clients cannot send NUL
-    return replace(request, rid=owned(request.rid, caller.name), cache_salt=salt)
+    key = owned(request.routing_key, caller.name) if request.routing_key else ""
+    return replace(request, rid=owned(request.rid, caller.name), cache_salt=salt, routing_key=key)
 
 
 ANY = "*"

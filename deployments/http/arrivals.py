@@ -17,6 +17,7 @@ Thread:    the router's event loop; pure ASGI, so that streams pass through unto
 
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -132,6 +133,7 @@ class Generations:
 
     def stream(self, request: GenerateRequest, straight: StraightWay | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Start ``request`` for this caller. Returns: its deltas, but those that ``straight`` takes."""
+        request = replace(request, routing_key=self._hints.session_id) if self._hints.session_id else request
         request = scoped(request, self._caller, isolates=self._service.isolates_keys)
         self.rids.append(request.rid)
         return self._service.dispatcher.stream(request, self._hints, self._arrival, straight)

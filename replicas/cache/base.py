@@ -41,6 +41,10 @@ class PrefixCache(Protocol):
         """Return the length of that prefix in tokens; change nothing."""
         ...
 
+    def peek_path(self, token_ids: TokenIds, salt: str) -> list[int]:
+        """Return numbers that name its nodes, from the root on, until the cache changes; change nothing."""
+        ...
+
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         """Give the cache the pages of ``token_ids`` [n * page_size], which a request of ``priority`` computed.
 

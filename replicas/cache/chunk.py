@@ -21,6 +21,9 @@ class ChunkCache:
     def peek_len(self, token_ids: TokenIds, salt: str) -> int:
         return 0
 
+    def peek_path(self, token_ids: TokenIds, salt: str) -> list[int]:
+        return []
+
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         return 0
 

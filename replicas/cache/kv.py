@@ -78,6 +78,10 @@ class KvCache:
         """Count the tokens of that prefix; change nothing, so that ordering the queue does not keep pages alive."""
         return self._cache.peek_len(token_ids, salt)
 
+    def peek_path(self, token_ids: TokenIds, salt: str) -> list[int]:
+        """Return numbers that name the nodes of that prefix, from the root on, until the cache changes."""
+        return self._cache.peek_path(token_ids, salt)
+
     def admit(self, req: Req, *, reuse: bool = True, whole: bool = False) -> int:
         """Take a row for ``req`` and lock its longest cached prefix; none without ``reuse``.
 

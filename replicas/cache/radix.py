@@ -92,6 +92,10 @@ class RadixCache:
         """Count the tokens that `match_prefix` would find, on the device or the host; change nothing."""
         return sum(common for _, common in self._path(token_ids, salt)) * self.page_size
 
+    def peek_path(self, token_ids: TokenIds, salt: str) -> list[int]:
+        """Return numbers that name its nodes, from the root on, until the cache changes; change nothing."""
+        return [id(node) for node, _ in self._path(token_ids, salt)]
+
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         """Keep ``pages`` as the K/V of ``token_ids`` [n * page_size], which a request of ``priority`` computed.
 

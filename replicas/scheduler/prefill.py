@@ -86,7 +86,7 @@ def next_batch(
     batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
     batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
     barrier = queues.prealloc.barrier
-    for req in queues.waiting.ordered(now_s) if len(queues.waiting) else ():
+    for req in queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else ():
         if barrier is not None and req.ranks_from_s > barrier:
             refusal: Refusal | None = Refusal.OLDER_GRANT
         else:

@@ -10,13 +10,20 @@ Thread:    scheduler thread only.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
 
 from replicas.request import Req, ReqState
 from replicas.types import TokenIds
 
+if TYPE_CHECKING:
+    from replicas.scheduler.orders import Candidate
+
+LOOK_UP = ("lpm", "dfs-weight", "hrrn")  # policies that look at the cached prefix of each request
 PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
+PeekPath = Callable[[TokenIds, str], list[int]]  # and what names the nodes of that prefix
 
 
 class ReqQueue:
@@ -48,28 +55,55 @@ class WaitingQueue(ReqQueue):
     ageing crosses priorities: a request that arrives more than ``ageing_s`` per point of difference later ranks behind.
     ``lpm`` tries the longest cached prefix first (SPEC F03, "SGLang longest prefix match"), because a prefix in use is
     not evicted meanwhile. Ageing bounds the wait of requests without any prefix. Queues longer than ``lpm_max_queue``
-    are taken by rank: peeking at every prompt would cost more than it gains.
+    are taken by rank where the policy looks at prefixes: peeking at every prompt would cost more than it gains. The
+    other policies are in orders.py.
     """
 
-    def __init__(self, *, policy: str, lpm_max_queue: int, ageing_s: float, peek_len: PeekLen) -> None:
+    def __init__(
+        self, *, policy: str, lpm_max_queue: int, ageing_s: float, peek_len: PeekLen, peek_path: PeekPath
+    ) -> None:
         super().__init__()
         self._policy = policy
         self._lpm_max_queue = lpm_max_queue
         self._ageing_s = ageing_s
         self._peek_len = peek_len
+        self._peek_path = peek_path
+        self._random = Random(0)
 
-    def ordered(self, now_s: float) -> list[Req]:
-        """List the requests in the order in which to try them. Stable: ties keep their rank."""
+    def ordered(self, now_s: float, running: Iterable[Req] = ()) -> list[Req]:
+        """List the requests in the order in which to try them. Stable: ties keep their rank.
+
+        Args: running: requests that run; ``routing-key`` goes by theirs.
+        """
         reqs = sorted(self._reqs, key=lambda req: req.ranks_from_s)
-        if self._policy == "fcfs" or len(reqs) > self._lpm_max_queue:
+        if self._policy == "fcfs" or (self._policy in LOOK_UP and len(reqs) > self._lpm_max_queue):
             return reqs
+        aged = [req for req in reqs if now_s - req.ranks_from_s >= self._ageing_s]
+        young = reqs[len(aged) :]
+        if self._policy == "lpm":
+            return aged + sorted(young, key=lambda req: (-req.priority, -self._cached_len(req)))
+        from replicas.scheduler import orders
 
-        def key(req: Req) -> tuple[int, int, int]:
-            if now_s - req.ranks_from_s >= self._ageing_s:
-                return (0, 0, 0)
-            return (1, -req.priority, -self._cached_len(req))
+        keys = orders.sort_keys(
+            self._policy,
+            [self._candidate(req, now_s) for req in young],
+            [req.routing_key for req in running],
+            self._random,
+        )
+        order = sorted(range(len(young)), key=lambda at: (-young[at].priority, keys[at]))
+        return aged + [young[at] for at in order]
 
-        return sorted(reqs, key=key)
+    def _candidate(self, req: Req, now_s: float) -> "Candidate":
+        from replicas.scheduler.orders import Candidate
+
+        looks, ids = self._policy in LOOK_UP, req.ids[: req.num_tokens - 1]
+        return Candidate(
+            waited_s=now_s - req.stamps.arrival_s,
+            output_len=req.max_remaining,
+            routing_key=req.routing_key,
+            uncached_len=req.num_tokens - self._peek_len(ids, req.salt) if looks else 1,
+            path=self._peek_path(ids, req.salt) if looks else (),
+        )
 
     def uncached_tokens(self) -> int:
         """Count the tokens to compute if every request started now; an upper bound for long queues."""

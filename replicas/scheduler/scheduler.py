@@ -63,6 +63,7 @@ class Scheduler:
                 lpm_max_queue=config.lpm_max_queue,
                 ageing_s=config.ageing_s,
                 peek_len=kv.peek_len,
+                peek_path=kv.peek_path,
             )
         )
         self.counters = Counters()

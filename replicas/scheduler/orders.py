@@ -1,0 +1,78 @@
+"""Orders of the waiting queue beside `lpm` and `fcfs`, which queues.py has itself (SPEC F03; names and meaning are
+those of SGLang's schedule policies).
+
+Owns:      what a waiting request shows to an order, and the sort key that each order makes of it.
+Never:     knows requests, trees or clocks: the engine's queue and benchmarks/sim_replica.py call it.
+Invariant: a key depends on the requests that wait and run now alone (``random`` on its generator too). Keys of one call
+           are comparable; equal ones keep the order of arrival.
+Thread:    any.
+
+    dfs-weight    requests of one part of the prefix tree together, the part that most requests wait for first, and in
+                  it those with the longest cached prefix: all use what is cached before it may be evicted
+    hrrn          highest response ratio first: (waited + needed) / needed, where the time needed is proportional to the
+                  tokens to compute: short prompts first, and none starves (Brinch Hansen 1971)
+    lof           longest output first: what runs longest starts first
+    random        shuffled anew at each look
+    routing-key   requests of the routing keys that most running requests have first
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Candidate:
+    """What an order reads of a waiting request; some need no prefix."""
+
+    waited_s: float
+    output_len: int  # tokens that it may still make
+    routing_key: str = ""
+    uncached_len: int = 1  # tokens to compute before its next one, >= 1
+    path: Sequence[int] = ()  # numbers that name the nodes of the prefix tree that it would reuse, from the root on
+
+
+Key = tuple[Any, ...]
+
+
+def sort_keys(policy: str, waiting: Sequence[Candidate], running_keys: Iterable[str], random: Random) -> list[Key]:
+    """Return the sort key of each of ``waiting``; the least goes first.
+
+    Args:   running_keys: the routing key of each running request, "" for none.
+    Raises: KeyError for a policy that is none of these.
+    """
+    return ORDERS[policy](waiting, Counter(key for key in running_keys if key), random)
+
+
+def _dfs_weight(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+    """A walk of the tree, children before the node's own requests, the child with most requests below it first."""
+    weights = Counter(node for each in waiting for node in each.path)  # in order of first sight
+    first_seen = {node: at for at, node in enumerate(weights)}
+    return [(*((0, -weights[node], first_seen[node]) for node in each.path), (1,)) for each in waiting]
+
+
+def _hrrn(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+    return [(-each.waited_s / each.uncached_len, each.uncached_len) for each in waiting]
+
+
+def _longest_output(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+    return [(-each.output_len,) for each in waiting]
+
+
+def _random(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+    return [(random.random(),) for _ in waiting]
+
+
+def _routing_key(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+    return [(-running[each.routing_key], each.routing_key if running[each.routing_key] else "") for each in waiting]
+
+
+ORDERS: Mapping[str, Callable[[Sequence[Candidate], Counter[str], Random], list[Key]]] = {
+    "dfs-weight": _dfs_weight,
+    "hrrn": _hrrn,
+    "lof": _longest_output,
+    "random": _random,
+    "routing-key": _routing_key,
+}
