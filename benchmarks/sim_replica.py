@@ -22,7 +22,7 @@ from random import Random
 
 from benchmarks.sim_load import Events, SimRequest
 from kvtransfer.pages import PageKey, page_keys
-from replicas.scheduler.orders import Candidate, sort_keys
+from replicas.scheduler.orders import QueueEntry, sort_keys
 from replicas.scheduler.queues import LOOK_UP
 from routing.types import ReplicaView
 
@@ -362,7 +362,7 @@ class SimReplica:
         if speed.queue == "lpm":
             return self._waiting[max(range(len(found)), key=lambda at: (found[at], -at))]
         waiting = [
-            Candidate(
+            QueueEntry(
                 waited_s=now_s - job.came_s,
                 output_len=job.request.output_len,
                 routing_key=job.routing_key,

@@ -105,6 +105,14 @@ class Stamps:
     ended_s: float | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Rank:
+    """What puts a request before others in queues, beside its priority."""
+
+    from_s: float = 0.0  # arrival_s, less what its priority is worth; set by the scheduler
+    routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
+
+
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
     """Prompt tokens that were reused instead of computed, and where their K/V lay."""
@@ -139,9 +147,8 @@ class Req:
     ids: TokenIds  # [prompt_len + max_new_tokens] buffer
     num_tokens: int
     eos_ids: frozenset[int]  # ids that end it; empty with ignore_eos (stop_token_ids are in sampling)
-    routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
     num_resumed: int = 0  # leading output tokens that another replica already delivered
-    ranks_from_s: float = 0.0  # its rank in queues: arrival_s, less what its priority is worth; set by the scheduler
+    rank: Rank = field(default_factory=Rank)
     return_logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs_from: int | None = None
@@ -174,7 +181,7 @@ class Req:
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
-            routing_key=request.routing_key,
+            rank=Rank(routing_key=request.routing_key),
             num_resumed=len(resumed),
             eos_ids=frozenset() if sampling.ignore_eos else eos_ids,
             return_logprobs=request.return_logprobs,

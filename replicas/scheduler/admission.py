@@ -127,8 +127,8 @@ def grant(queues: Queues, kv: KvCache, ratio: NewTokenRatio, room: Room, *, now_
         return False
     limit = room.max_receiving - len(queues.away.in_state(ReqState.RECEIVING))
     num_granted, reserved, alone = 0, room.reserved, room.alone
-    for req in sorted(prealloc, key=lambda req: req.ranks_from_s):
-        if num_granted >= limit or (room.barrier is not None and req.ranks_from_s > room.barrier):
+    for req in sorted(prealloc, key=lambda req: req.rank.from_s):
+        if num_granted >= limit or (room.barrier is not None and req.rank.from_s > room.barrier):
             break
         if num_granted >= room.num_rows or not _take(req, kv, ratio, reserved=reserved, alone=alone):
             prealloc.short = req

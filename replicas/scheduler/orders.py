@@ -24,7 +24,7 @@ from typing import Any
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Candidate:
+class QueueEntry:
     """What an order reads of a waiting request; some need no prefix."""
 
     waited_s: float
@@ -37,7 +37,7 @@ class Candidate:
 Key = tuple[Any, ...]
 
 
-def sort_keys(policy: str, waiting: Sequence[Candidate], running_keys: Iterable[str], random: Random) -> list[Key]:
+def sort_keys(policy: str, waiting: Sequence[QueueEntry], running_keys: Iterable[str], random: Random) -> list[Key]:
     """Return the sort key of each of ``waiting``; the least goes first.
 
     Args:   running_keys: the routing key of each running request, "" for none.
@@ -46,30 +46,30 @@ def sort_keys(policy: str, waiting: Sequence[Candidate], running_keys: Iterable[
     return ORDERS[policy](waiting, Counter(key for key in running_keys if key), random)
 
 
-def _dfs_weight(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+def _dfs_weight(waiting: Sequence[QueueEntry], running: Counter[str], random: Random) -> list[Key]:
     """A walk of the tree, children before the node's own requests, the child with most requests below it first."""
     weights = Counter(node for each in waiting for node in each.path)  # in order of first sight
     first_seen = {node: at for at, node in enumerate(weights)}
     return [(*((0, -weights[node], first_seen[node]) for node in each.path), (1,)) for each in waiting]
 
 
-def _hrrn(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+def _hrrn(waiting: Sequence[QueueEntry], running: Counter[str], random: Random) -> list[Key]:
     return [(-each.waited_s / each.uncached_len, each.uncached_len) for each in waiting]
 
 
-def _longest_output(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+def _longest_output(waiting: Sequence[QueueEntry], running: Counter[str], random: Random) -> list[Key]:
     return [(-each.output_len,) for each in waiting]
 
 
-def _random(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+def _random(waiting: Sequence[QueueEntry], running: Counter[str], random: Random) -> list[Key]:
     return [(random.random(),) for _ in waiting]
 
 
-def _routing_key(waiting: Sequence[Candidate], running: Counter[str], random: Random) -> list[Key]:
+def _routing_key(waiting: Sequence[QueueEntry], running: Counter[str], random: Random) -> list[Key]:
     return [(-running[each.routing_key], each.routing_key if running[each.routing_key] else "") for each in waiting]
 
 
-ORDERS: Mapping[str, Callable[[Sequence[Candidate], Counter[str], Random], list[Key]]] = {
+ORDERS: Mapping[str, Callable[[Sequence[QueueEntry], Counter[str], Random], list[Key]]] = {
     "dfs-weight": _dfs_weight,
     "hrrn": _hrrn,
     "lof": _longest_output,

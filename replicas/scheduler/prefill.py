@@ -87,7 +87,7 @@ def next_batch(
     batch.reserved += sum(_still_needs(req, ratio) for req in batch.reqs)
     barrier = queues.prealloc.barrier
     for req in queues.waiting.ordered(now_s, queues.running) if len(queues.waiting) else ():
-        if barrier is not None and req.ranks_from_s > barrier:
+        if barrier is not None and req.rank.from_s > barrier:
             refusal: Refusal | None = Refusal.OLDER_GRANT
         else:
             refusal = _start(batch, req, queues, kv, ratio, limits, budget, now_s)
@@ -102,7 +102,7 @@ def next_batch(
             continue
         batch.refusals[(req.rid, req.index)] = refusal
         if refusal in NO_ROOM:
-            batch.barrier = req.ranks_from_s
+            batch.barrier = req.rank.from_s
             batch.short = req if refusal is Refusal.MEMORY else None
         batch.whole_only |= refusal is Refusal.SHARED_PREFIX
         if refusal not in PASSING:

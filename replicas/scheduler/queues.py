@@ -19,7 +19,7 @@ from replicas.request import Req, ReqState
 from replicas.types import TokenIds
 
 if TYPE_CHECKING:
-    from replicas.scheduler.orders import Candidate
+    from replicas.scheduler.orders import QueueEntry
 
 LOOK_UP = ("lpm", "dfs-weight", "hrrn")  # policies that look at the cached prefix of each request
 PeekLen = Callable[[TokenIds, str], int]  # cached prefix length of (token ids, salt), without side effects
@@ -51,7 +51,7 @@ class ReqQueue:
 class WaitingQueue(ReqQueue):
     """Requests that hold nothing yet: aged requests are tried first; then highest priority; then by policy.
 
-    A request ranks by ``Req.ranks_from_s``: its arrival, earlier by ``ageing_s`` for each point of its priority. So
+    A request ranks by ``Req.rank``: its arrival, earlier by ``ageing_s`` for each point of its priority. So
     ageing crosses priorities: a request that arrives more than ``ageing_s`` per point of difference later ranks behind.
     ``lpm`` tries the longest cached prefix first (SPEC F03, "SGLang longest prefix match"), because a prefix in use is
     not evicted meanwhile. Ageing bounds the wait of requests without any prefix. Queues longer than ``lpm_max_queue``
@@ -75,10 +75,10 @@ class WaitingQueue(ReqQueue):
 
         Args: running: requests that run; ``routing-key`` goes by theirs.
         """
-        reqs = sorted(self._reqs, key=lambda req: req.ranks_from_s)
+        reqs = sorted(self._reqs, key=lambda req: req.rank.from_s)
         if self._policy == "fcfs" or (self._policy in LOOK_UP and len(reqs) > self._lpm_max_queue):
             return reqs
-        aged = [req for req in reqs if now_s - req.ranks_from_s >= self._ageing_s]
+        aged = [req for req in reqs if now_s - req.rank.from_s >= self._ageing_s]
         young = reqs[len(aged) :]
         if self._policy == "lpm":
             return aged + sorted(young, key=lambda req: (-req.priority, -self._cached_len(req)))
@@ -86,21 +86,21 @@ class WaitingQueue(ReqQueue):
 
         keys = orders.sort_keys(
             self._policy,
-            [self._candidate(req, now_s) for req in young],
-            [req.routing_key for req in running],
+            [self._entry(req, now_s) for req in young],
+            [req.rank.routing_key for req in running],
             self._random,
         )
         order = sorted(range(len(young)), key=lambda at: (-young[at].priority, keys[at]))
         return aged + [young[at] for at in order]
 
-    def _candidate(self, req: Req, now_s: float) -> "Candidate":
-        from replicas.scheduler.orders import Candidate
+    def _entry(self, req: Req, now_s: float) -> "QueueEntry":
+        from replicas.scheduler.orders import QueueEntry
 
         looks, ids = self._policy in LOOK_UP, req.ids[: req.num_tokens - 1]
-        return Candidate(
+        return QueueEntry(
             waited_s=now_s - req.stamps.arrival_s,
             output_len=req.max_remaining,
-            routing_key=req.routing_key,
+            routing_key=req.rank.routing_key,
             uncached_len=req.num_tokens - self._peek_len(ids, req.salt) if looks else 1,
             path=self._peek_path(ids, req.salt) if looks else (),
         )
@@ -136,7 +136,7 @@ class PreallocQueue(ReqQueue):
     @property
     def barrier(self) -> float | None:
         """The rank after which local requests must wait, because the head needs the memory that they would take."""
-        return None if self.short is None else self.short.ranks_from_s
+        return None if self.short is None else self.short.rank.from_s
 
     def older_than(self, time_s: float) -> list[Req]:
         """List the legs that arrived by ``time_s``."""

@@ -233,7 +233,7 @@ class Scheduler:
         """Give ``req`` its rank in the queues. With priorities off, its priority is ignored."""
         if self._config.priorities == "off":
             req.priority = 0
-        req.ranks_from_s = req.stamps.arrival_s - req.priority * self._config.ageing_s
+        req.rank.from_s = req.stamps.arrival_s - req.priority * self._config.ageing_s
         self.deadlines.add(req)
 
     def _wait(self, req: Req) -> None:
