@@ -16,6 +16,7 @@ from replicas.kernels.weight_formats import NUMBER_BYTES, RULES, WeightFormat, c
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
+Implementation = Literal["auto", "manta", "transformers"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 ProductSetting = Literal["auto", "own", "blas"]
 Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native"]
@@ -142,6 +143,9 @@ class ModelConfig:
     attention_kinds: tuple[AttentionKind, ...] = ()  # of each layer; empty: all are plain
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    # of a model that Transformers runs, which only its own module can tell (models/outline.py):
+    num_weights: int = 0  # numbers in the weights; 0: they follow from the sizes above
+    outlined_tp_sizes: tuple[int, ...] = ()  # numbers of ranks that it can be split over; empty: `tp_sizes` counts them
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -176,7 +180,9 @@ class ModelConfig:
 
     def tp_sizes(self) -> list[int]:
         """Tensor-parallel sizes that split the heads evenly: divisors of the query heads that divide, or are
-        multiples of, the KV heads."""
+        multiples of, the KV heads; those that a module of Transformers can be split over."""
+        if self.outlined_tp_sizes:
+            return list(self.outlined_tp_sizes)
         return [
             tp
             for tp in range(1, self.num_heads + 1)
@@ -497,6 +503,12 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
 
 def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
     """Of products that ranks share by inputs too, with scales: after attention, and at the end of the MLP."""
+    if tp not in model.tp_sizes() and model.implementation == "transformers":
+        yield (
+            f"parallel.tp = {tp}: {model.architecture} runs through Transformers, whose plan for it splits over "
+            f"{model.tp_sizes()} ranks"
+        )
+        return
     if tp not in model.tp_sizes():
         yield (
             f"parallel.tp = {tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads "

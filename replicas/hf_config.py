@@ -5,10 +5,13 @@ Never: reads files (`replicas/runner/weights.py` does).
 """
 
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from replicas.config import DType, ModelConfig, RopeConfig
-from replicas.errors import InvalidConfig
+from replicas.config import AttentionKind, DType, ModelConfig, RopeConfig
+from replicas.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from replicas.models.outline import Outline
 
 ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
 
@@ -16,7 +19,7 @@ ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
 def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int, ...], dtype: DType) -> ModelConfig:
     """Build it from a Transformers config as a dict (``AutoConfig.to_dict()``, which has defaults filled in).
 
-    Raises: InvalidConfig for features that the dense models here do not have (sliding windows, other rope kinds).
+    Raises: UnsupportedModel for features that the dense models here do not have (sliding windows, other rope kinds).
     """
     architectures = hf.get("architectures") or ["?"]
     architecture = str(architectures[0])
@@ -24,7 +27,7 @@ def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int
     if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
         window, longest = int(hf["sliding_window"]), int(hf["max_position_embeddings"])
         if window < longest:
-            raise InvalidConfig(
+            raise UnsupportedModel(
                 f"{path}: attention with a sliding window of {window} tokens is not supported; set \"sliding_window\": "
                 f'null and "max_position_embeddings": {window} in its config.json to serve it with a shorter context'
             )
@@ -86,10 +89,10 @@ def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
     kind, theta = raw.pop("rope_type"), float(raw.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
     if kind not in ROPE_KINDS or any(isinstance(value, Mapping) for value in raw.values()):
         found = f"type {kind!r}" if kind not in ROPE_KINDS else "parameters by kind of layer"
-        raise InvalidConfig(f"{path}: rope {found} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        raise UnsupportedModel(f"{path}: rope {found} is not supported; supported: {', '.join(ROPE_KINDS)}")
     partial = raw.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise InvalidConfig(f"{path}: partial_rotary_factor {partial} is not supported; supported: 1.0")
+        raise UnsupportedModel(f"{path}: partial_rotary_factor {partial} is not supported; supported: 1.0")
     scaling = {k: float(v) for k, v in raw.items() if isinstance(v, int | float)}
     if kind in ("yarn", "dynamic", "longrope"):
         original = hf["max_position_embeddings"] if kind == "dynamic" else _original_context(hf, raw)
@@ -97,3 +100,50 @@ def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
         scaling.setdefault("factor", int(hf["max_position_embeddings"]) / original)
     short, long = (tuple(float(x) for x in raw.get(key) or ()) for key in ("short_factor", "long_factor"))
     return RopeConfig(theta=theta, kind=kind, scaling=scaling, short_factor=short, long_factor=long)
+
+
+CONTEXTS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "n_ctx", "seq_length")
+
+
+def model_config_from_outline(
+    path: str,
+    hf: Mapping[str, Any],
+    outline: "Outline",
+    *,
+    architecture: str,
+    eos_ids: tuple[int, ...],
+    dtype: DType,
+) -> ModelConfig:
+    """Build it for a model that Transformers' own module runs: sizes are the outline's, which hold for any family.
+
+    Args:   hf: the config of the model's text part, as a dict.
+    Raises: UnsupportedModel if it has no context length.
+    """
+    context_len = next((hf[key] for key in CONTEXTS if isinstance(hf.get(key), int) and hf[key] > 0), None)
+    if context_len is None:
+        raise UnsupportedModel(f"{path}: its config.json has no context length, which is one of {', '.join(CONTEXTS)}")
+    return ModelConfig(
+        path=path,
+        architecture=architecture,
+        vocab_size=outline.vocab_size,
+        hidden_size=outline.hidden_size,
+        intermediate_size=int(hf.get("intermediate_size") or 4 * outline.hidden_size),
+        num_layers=outline.num_calls,
+        num_heads=outline.num_heads,
+        num_kv_heads=outline.num_kv_heads,
+        head_dim=outline.head_dim,
+        rms_norm_eps=float(hf.get("rms_norm_eps") or 1e-6),
+        rope=RopeConfig(),
+        context_len=context_len,
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        attention_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        eos_ids=eos_ids,
+        dtype=dtype,
+        implementation="transformers",
+        attention_kinds=() if all(kind == AttentionKind() for kind in outline.kinds) else outline.kinds,
+        num_weights=outline.num_weights,
+        outlined_tp_sizes=outline.tp_sizes,
+    )

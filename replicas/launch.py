@@ -26,6 +26,7 @@ from replicas.config import (
     CacheConfig,
     DType,
     EngineConfig,
+    Implementation,
     ParallelConfig,
     ProductSetting,
     Quantization,
@@ -63,6 +64,7 @@ def load_engine(
     revision: str | None = None,
     dtype: DType | None = None,
     quantization: Quantization = "none",
+    implementation: Implementation = "auto",
     context_len: int | None = None,
     workers: WorkerLauncher | None = None,
     record_events: bool = False,
@@ -74,6 +76,7 @@ def load_engine(
 
     Args: revision: of a hub id: branch, tag or commit.
           products: for fp32 on a CPU: ours, PyTorch's BLAS for steps of many rows, or the faster of them here.
+          implementation: whose code runs the model: ours, Transformers' module, or ours where there is one.
           record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
           transfer: for an engine that takes part in hand-offs; its peers reach it at ``transfer_address``.
           make_agent: another transfer library than NIXL; for one rank.
@@ -84,7 +87,12 @@ def load_engine(
     """
     started_s = time.monotonic()
     model_config = load_model_config(
-        model, revision=revision, dtype=dtype, context_len=context_len, quantization=quantization
+        model,
+        revision=revision,
+        dtype=dtype,
+        context_len=context_len,
+        quantization=quantization,
+        implementation=implementation,
     )
     config = resolve(
         model_config,

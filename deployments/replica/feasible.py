@@ -140,6 +140,7 @@ def _model(config: AppConfig) -> ModelConfig:
             context_len=config.model.context_len,
             device=device_of(config),
             quantization=config.model.quantization,
+            implementation=config.model.implementation,
         )
     except UnsupportedModel as error:
         raise InvalidConfig(f"model.path = {config.model.path!r}: {error}") from error

@@ -90,6 +90,7 @@ class ModelReplica(ServedEngine):
             dtype=config.model.dtype,
             quantization=config.model.quantization,
             products=config.model.products,
+            implementation=config.model.implementation,
             context_len=config.model.context_len,
             workers=_workers(config),
             record_events=True,

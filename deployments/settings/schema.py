@@ -24,7 +24,16 @@ from deployments.settings.groups import (
 )
 from deployments.settings.keys import SECRET, KeyDigests, read_keys
 from deployments.settings.settings_file import nearest, sentences, setting_of
-from replicas.config import Attention, CacheConfig, DType, ParallelConfig, ProductSetting, Quantization, SchedulerConfig
+from replicas.config import (
+    Attention,
+    CacheConfig,
+    DType,
+    Implementation,
+    ParallelConfig,
+    ProductSetting,
+    Quantization,
+    SchedulerConfig,
+)
 from replicas.errors import InvalidConfig
 from routing.policies import POLICIES
 
@@ -43,6 +52,9 @@ class ModelSettings(Settings):
     quantization: Annotated[Quantization, QUANTIZATION_NAMES] = "none"
     # float32 products on a CPU: own kernels, BLAS in steps of 64 tokens and more, or by measurement
     products: ProductSetting = "auto"
+    # whose code runs the model: our own for the families that it has, Transformers' modules for others that can be
+    # served so (docs/models.md); auto: our own where there is one
+    implementation: Implementation = "auto"
     # longest prompt and output together, in tokens; by default the model's. With dynamic rope scaling up to its factor
     # times that
     context_len: int | None = Field(default=None, ge=1)

@@ -61,7 +61,9 @@ def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> i
 
 def weight_bytes(model: ModelConfig, tp: int) -> int:
     """Count the bytes of the weights on each of ``tp`` ranks, by the model's shape alone: an upper bound on a CPU,
-    where an embedding that is a view of the file is not held."""
+    where an embedding that is a view of the file is not held, and of a model that Transformers runs."""
+    if model.num_weights:
+        return model.num_weights * DTYPE_BYTES[model.dtype]  # an upper bound: ranks hold some of them whole
     hidden, attention = model.hidden_size, model.attention_products(tp)
     mlp, vocab = model.intermediate_size // tp, -(-model.vocab_size // tp)
     products = [*attention, (2 * mlp, hidden), (hidden, mlp)]  # (out, in), of a block

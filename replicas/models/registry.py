@@ -1,8 +1,14 @@
-"""The class that runs each architecture of Hugging Face's config.json."""
+"""The class that runs a model: ours, by the architecture of Hugging Face's config.json, or Transformers' own module."""
 
+from typing import TYPE_CHECKING
+
+from replicas.config import ModelConfig
 from replicas.errors import UnsupportedModel
 from replicas.models.llama import Llama
 from replicas.models.qwen import Qwen2, Qwen3
+
+if TYPE_CHECKING:
+    from replicas.models.transformers import TransformersModel
 
 MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
@@ -12,8 +18,17 @@ MODELS: dict[str, type[Llama]] = {
 }
 
 
-def model_class(architecture: str) -> type[Llama]:
-    """Return the class that runs ``architecture``. Raises UnsupportedModel, listing those that can be run."""
+def model_class(config: ModelConfig) -> "type[Llama] | type[TransformersModel]":
+    """Return the class that runs ``config``. Raises UnsupportedModel, listing those that can be run."""
+    if config.implementation == "transformers":
+        from replicas.models.transformers import TransformersModel
+
+        return TransformersModel
+    return native_class(config.architecture)
+
+
+def native_class(architecture: str) -> type[Llama]:
+    """Return our class for ``architecture``. Raises UnsupportedModel, listing those that there are."""
     if architecture not in MODELS:
         raise UnsupportedModel(
             f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(MODELS))}. Serve a model of "

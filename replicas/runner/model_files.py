@@ -19,11 +19,11 @@ from typing import Any, get_args
 import torch
 import xxhash
 
-from replicas.config import Device, DType, ModelConfig, Quantization
-from replicas.errors import InvalidConfig
-from replicas.hf_config import contexts, model_config_from_hf
+from replicas.config import Device, DType, Implementation, ModelConfig, Quantization
+from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.hf_config import contexts, model_config_from_hf, model_config_from_outline
 from replicas.kernels.weight_formats import RULES
-from replicas.models.registry import model_class
+from replicas.models.registry import native_class
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -63,6 +63,7 @@ def load_model_config(
     context_len: int | None = None,
     device: Device | None = None,
     quantization: Quantization = "none",
+    implementation: Implementation = "auto",
 ) -> ModelConfig:
     """Read the config of a model's folder or hub id.
 
@@ -71,25 +72,68 @@ def load_model_config(
              context_len: another context than the model's own, mostly shorter; None takes the model's.
              device: for the default dtype; None is CUDA where there is one.
              quantization: of the weights, as they are loaded.
+             implementation: whose code runs the model; auto: ours where it can, else Transformers' module.
     Raises:  InvalidConfig (UnsupportedModel for architectures that replicas/models lacks), naming the file.
     """
     folder = model_folder(path_or_hub_id, revision=revision)
     if not (folder / "config.json").is_file():
         raise InvalidConfig(f"model: {folder} has no config.json; there is: {listing(folder)}. Give a model's folder")
-    model_class(architecture_of(folder))  # first: Transformers says less about an unknown architecture
+    if implementation not in get_args(Implementation):
+        raise InvalidConfig(
+            f"model.implementation = {implementation!r} is unknown; allowed: {', '.join(get_args(Implementation))}"
+        )
+    name = str(path_or_hub_id) if folder == Path(path_or_hub_id) else str(folder)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if implementation == "transformers":
+        config, longest = _outlined(name, folder, dtype, device)
+    else:
+        try:
+            config, longest = _ours(name, folder, dtype, device)
+        except UnsupportedModel as error:
+            if implementation == "manta":
+                raise
+            try:
+                config, longest = _outlined(name, folder, dtype, device)
+            except UnsupportedModel as other:
+                raise UnsupportedModel(f"{error}. {other}") from other
+    config = replace(config, quantization=quantization)
+    return config if context_len is None else _with_context(config, context_len, longest=longest)
+
+
+def _ours(name: str, folder: Path, dtype: DType | None, device: Device) -> tuple[ModelConfig, int]:
+    """Read the config of a model that a file in replicas/models runs, and its longest context.
+
+    Raises: UnsupportedModel for others.
+    """
+    native_class(architecture_of(folder))  # first: Transformers says less about an unknown architecture
     hf = read_config(folder)
     if hf.get("hidden_act", "silu") != "silu":
-        raise InvalidConfig(f"model: {folder}/config.json has hidden_act {hf['hidden_act']!r}; supported: 'silu'")
+        raise UnsupportedModel(f"model: {folder}/config.json has hidden_act {hf['hidden_act']!r}; supported: 'silu'")
     if hf.get("quantization_config"):
         raise InvalidConfig(f"model: {folder} is quantized; supported: weights in float32, bfloat16 or float16")
-    config = model_config_from_hf(
-        str(path_or_hub_id) if folder == Path(path_or_hub_id) else str(folder),
+    dtype = dtype or _default_dtype(folder, hf, device)
+    return model_config_from_hf(name, hf, eos_ids=_eos_ids(folder, hf), dtype=dtype), contexts(hf)[1]
+
+
+def _outlined(name: str, folder: Path, dtype: DType | None, device: Device) -> tuple[ModelConfig, int]:
+    """Read the config of a model that Transformers' own module runs, and its longest context.
+
+    Raises: UnsupportedModel with the reason.
+    """
+    from replicas.models.outline import outline, read
+
+    config = read(folder)
+    hf = config.to_dict() | config.get_text_config(decoder=True).to_dict()
+    architecture = architecture_of(folder)
+    made = model_config_from_outline(
+        name,
         hf,
+        outline(config, architecture),
+        architecture=architecture,
         eos_ids=_eos_ids(folder, hf),
-        dtype=dtype or _default_dtype(folder, hf, device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        dtype=dtype or _default_dtype(folder, hf, device),
     )
-    config = replace(config, quantization=quantization)
-    return config if context_len is None else _with_context(config, context_len, longest=contexts(hf)[1])
+    return made, contexts(hf | {"max_position_embeddings": made.context_len})[1]
 
 
 def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class ModelRunner:
         self._reserve_bytes = int(free_before * (1.0 - config.cache.mem_fraction_static))
         self._attention = _LateAttention()
         started_s = time.monotonic()
-        self._model = model_class(config.model.architecture)(config.model, tp, self._attention)
+        self._model = model_class(config.model)(config.model, tp, self._attention)
         load_weights(self._model, config.model, tp, products=config.products)
         self.weight_bytes = weight_bytes(self._model)
         load_s = time.monotonic() - started_s
@@ -282,7 +282,7 @@ def pack_weights(path: str) -> None:
     Raises: InvalidConfig for a folder that holds no such model.
     """
     config, tp = load_model_config(path, device="cpu"), TpGroup(device="cpu")
-    model = model_class(config.architecture)(config, tp, _LateAttention())
+    model = model_class(config)(config, tp, _LateAttention())
     load_weights(model, config, tp, products=Products())
 
 

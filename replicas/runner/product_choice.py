@@ -58,6 +58,8 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
     if config.rounds or model.weight_format != "float32":
         order = f"; in one order, for K and V rounded to {config.kv_dtype}" if config.rounds else ""
         return Products(one_order=config.rounds), f"own, {model.weight_format} weights in fp32 arithmetic{order}"
+    if model.implementation == "transformers":
+        return Products(), "own, in the place of Transformers' Linears"
     if setting == "own":
         return Products(), "own, as set"
     if setting == "blas":

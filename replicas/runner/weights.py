@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -21,11 +22,14 @@ from replicas.config import ModelConfig, Products
 from replicas.errors import InvalidConfig
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.panels import make
-from replicas.layers.layer import full_name
+from replicas.layers.layer import Layer, full_name
 from replicas.layers.tp_group import TpGroup
 from replicas.models.llama import Llama
 from replicas.runner.model_files import listing, model_identity
 from replicas.runner.panel_file import Keep, panel_file
+
+if TYPE_CHECKING:
+    from replicas.models.transformers import TransformersModel
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +39,12 @@ DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 def load_weights(
-    model: Llama, config: ModelConfig, tp: TpGroup, *, products: Products, progress: Progress | None = None
+    model: "Llama | TransformersModel",
+    config: ModelConfig,
+    tp: TpGroup,
+    *,
+    products: Products,
+    progress: Progress | None = None,
 ) -> None:
     """Fill ``model`` from the safetensors of ``config.path``: this rank's slices, on its device, in ``config.dtype``.
 
@@ -44,6 +53,9 @@ def load_weights(
              each tenth, with the bytes of the checkpoint.
     Raises:  InvalidConfig that lists the missing and unexpected weights.
     """
+    if not isinstance(model, Layer):
+        model.load(products)
+        return
     folder = Path(config.path)
     wanted, stacked = model.weights(), model.stacked_weights()
     found: set[str] = set()
@@ -117,8 +129,10 @@ class LoadLog:
         )
 
 
-def weight_bytes(model: Llama) -> int:
+def weight_bytes(model: "Llama | TransformersModel") -> int:
     """Count the bytes of the weights on this rank; a tied head counts once."""
+    if not isinstance(model, Layer):
+        return model.num_bytes
     return sum(layer.num_bytes for _, layer in model.walk())
 
 

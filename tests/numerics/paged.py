@@ -9,10 +9,9 @@ from torch import Tensor
 
 from replicas.attention.base import BatchMeta
 from replicas.attention.registry import make_attention
-from replicas.config import DType, ModelConfig, Products, ProductSetting, Quantization
+from replicas.config import DType, Implementation, ModelConfig, Products, ProductSetting, Quantization
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.runner.model_files import load_model_config
 from replicas.runner.product_choice import blas_products
@@ -53,9 +52,10 @@ class PagedModel:
             num_heads=config.num_heads // tp.size,
             num_kv_heads=heads,
             head_dim=config.head_dim,
+            kinds=config.attention_kinds,
             num_threads=torch.get_num_threads(),
         )
-        self.model: Llama = model_class(config.architecture)(config, tp, backend)
+        self.model = model_class(config)(config, tp, backend)
         load_weights(self.model, config, tp, products=products or Products(), progress=lambda done, total: None)
         self.table = torch.zeros(num_rows, page_size * num_pages, dtype=torch.int32)
         self.lens = [0] * num_rows
@@ -127,10 +127,13 @@ def open_model(
     products: ProductSetting = "own",
     dtype: DType = "float32",
     quantization: Quantization = "none",
+    implementation: Implementation = "auto",
     context_len: int | None = None,
 ) -> PagedModel:
     """The model in ``folder``, on one rank."""
-    config = load_model_config(str(folder), dtype=dtype, quantization=quantization, context_len=context_len)
+    config = load_model_config(
+        str(folder), dtype=dtype, quantization=quantization, implementation=implementation, context_len=context_len
+    )
     return PagedModel(
         config,
         TpGroup(device="cpu"),

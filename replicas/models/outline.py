@@ -1,0 +1,294 @@
+"""What a model of Transformers asks of the engine, told by the model itself: its module is made on the meta device and
+run once, without weights, and what its attention is called with is written down.
+
+Owns:      which of Transformers' causal models can be served, and the words that refuse the others.
+Never:     loads a weight, or runs code that comes with a checkpoint (``auto_map``).
+Invariant: each call of attention in a forward pass has K and V of its own in the pool, in order of the calls; a model
+           that gives a token's K and V more than once (shared layers, two halves of a head) is thus served as it is.
+           What the outline cannot tell for certain is refused: a mask that is not one of AttentionKind's, an argument
+           of attention that is not known here, a state that is no K and V.
+"""
+
+import inspect
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import AttentionMaskInterface
+
+from replicas.config import AttentionKind
+from replicas.errors import UnsupportedModel
+from replicas.layers.tp_group import TpGroup
+from replicas.models.sharding import NoPlan, shard, widths
+
+log = logging.getLogger(__name__)
+
+OUTLINED = "manta_outlined"  # the attention function, and the mask function, of a model that is being outlined
+TOKENS = 5  # of the forward pass
+# arguments of attention functions that change nothing at inference
+IGNORED = frozenset({
+    "dropout", "use_cache", "position_ids", "cache_position", "output_attentions", "output_hidden_states", "layer_idx",
+    "output_router_logits", "logits_to_keep", "return_dict", "deterministic", "num_items_in_batch", "is_training",
+})  # fmt: skip
+KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
+MASKS = {"causal_mask_function", "sliding_window_overlay", "chunked_overlay"}
+
+
+class _Refused(Exception):
+    """Why the model is not served, in words that follow its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A model's shape as the engine needs it. Heads are those of all ranks."""
+
+    num_calls: int  # of attention in a forward pass: the pool's layers
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # the widest of keys and values; narrower ones are filled with zeros
+    kinds: tuple[AttentionKind, ...]  # one per call
+    vocab_size: int  # rows of logits
+    hidden_size: int
+    num_weights: int  # numbers in the weights; tied ones count once
+    tp_sizes: tuple[int, ...]  # numbers of ranks that it can be split over
+
+
+@dataclass(slots=True, eq=False)
+class _Calls:
+    """What attention was called with, in order; every module of the outlined model points to it."""
+
+    shapes: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)  # of q, k, v
+    kinds: list[AttentionKind] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """What a mask lets a token see, beside that it is causal."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a config that describes its language model."""
+    return config.get_text_config(decoder=True)
+
+
+def read(folder: Path) -> PreTrainedConfig:
+    """Read the config of ``folder``. Raises: UnsupportedModel where Transformers has no code of its own for it."""
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        given = json.loads((folder / "config.json").read_text())
+        if given.get("auto_map"):
+            reason = "its code comes with the checkpoint (auto_map), and such code is never run here"
+        else:
+            reason = " ".join(str(error).split())[:200]
+        raise UnsupportedModel(f"{folder} cannot be served through Transformers: {reason}") from error
+
+
+def outline(config: PreTrainedConfig, name: str) -> Outline:
+    """Run the model of ``config`` on the meta device and tell its shape. ``name``: of its architecture, for errors.
+
+    Raises: UnsupportedModel with the reason, for what cannot be served through Transformers.
+    """
+    try:
+        reason = _refused_by_config(config)
+        if reason is None:
+            return _outlined(config)
+    except _Refused as refused:
+        reason = str(refused)
+    except Exception as error:  # noqa: BLE001 - of any model's code, which may fail in any way when it has no weights
+        said = " ".join(str(error).split())[:200]
+        reason = f"its forward pass cannot be traced without weights: {type(error).__name__}: {said}"
+    raise UnsupportedModel(f"{name} cannot be served through Transformers: {reason}")
+
+
+def _refused_by_config(config: PreTrainedConfig) -> str | None:
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder; what is served here has a decoder alone"
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return "Transformers has no causal language model for it"
+    state = [kind for kind in getattr(text_config(config), "layer_types", None) or () if not kind.endswith("attention")]
+    state += [kind for kind in getattr(text_config(config), "layer_types", None) or () if "linear" in kind]
+    if state:
+        return f"{len(state)} of its layers are {', '.join(sorted(set(state)))}: they keep a state that is no K and V"
+    return None
+
+
+def _outlined(config: PreTrainedConfig) -> Outline:
+    model, calls = _made(config), _Calls()
+    logits = _run(model, calls)
+    heads = _heads(calls)
+    plain = heads["head_dim"] ** -0.5
+    return Outline(
+        **heads,
+        num_calls=len(calls.shapes),
+        kinds=tuple(replace(kind, scale=None) if kind.scale == plain else kind for kind in calls.kinds),
+        vocab_size=logits.shape[-1],
+        hidden_size=text_config(config).hidden_size,
+        num_weights=sum(parameter.numel() for parameter in model.parameters()),
+        tp_sizes=_tp_sizes(config, heads),
+    )
+
+
+def _made(config: PreTrainedConfig) -> PreTrainedModel:
+    """Make the module of a config on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=OUTLINED, dtype=torch.bfloat16).eval()
+    silence_padding(model)
+    return model
+
+
+def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
+    """Run a prompt of TOKENS; fills ``calls``. Returns: logits of one row. Raises: _Refused."""
+    for module in model.modules():
+        module._manta = calls
+    state = DynamicCache(config=model.config)
+    _require_kv(state)
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise _Refused("its forward pass makes logits of every token: it has no logits_to_keep")
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        out = model(ids, position_ids=ids, past_key_values=state, use_cache=True, logits_to_keep=ids[0, :1])
+    if not calls.shapes:
+        raise _Refused(f"its attention is its own code{_position_bias(model.config)}, and takes no attention function")
+    _require_kv(state)
+    logits: Tensor = out.logits
+    return logits
+
+
+def _require_kv(state: DynamicCache) -> None:
+    """Raise _Refused if a layer's state is more than K and V."""
+    other = sorted({type(layer).__name__ for layer in state.layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
+    if other:
+        raise _Refused(f"its layers keep a state that is no K and V ({', '.join(other)})")
+
+
+def _tp_sizes(config: PreTrainedConfig, heads: dict[str, int]) -> tuple[int, ...]:
+    """Return the numbers of ranks whose trial run has the rank's share of the heads."""
+    try:
+        cut = math.gcd(heads["num_heads"], heads["num_kv_heads"], *widths(_made(config)))
+        sizes = [size for size in range(1, cut + 1) if cut % size == 0]
+        if len(sizes) > 1:
+            ranks, calls = TpGroup(0, sizes[1], device="meta"), _Calls()
+            model = _made(config)
+            shard(model, ranks)
+            _run(model, calls)
+            if _heads(calls)["num_kv_heads"] * ranks.size != heads["num_kv_heads"]:
+                raise NoPlan("its plan leaves attention whole")
+    except (NoPlan, _Refused, RuntimeError, ValueError, TypeError) as error:
+        log.debug("%s: one rank, %s", type(config).__name__, error)
+        return (1,)
+    return tuple(sizes)
+
+
+def silence_padding(model: PreTrainedModel) -> None:
+    """Keep a model from looking for padding in its input, which waits for the device: a packed batch has none."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _no_warning
+
+
+def _no_warning(*_: object) -> None:
+    """Say nothing."""
+
+
+def _position_bias(config: PreTrainedConfig) -> str:
+    text = text_config(config)
+    biased = config.model_type in ("bloom", "mpt") or getattr(text, "alibi", False)
+    return " with a bias for each position (ALiBi)" if biased else ""
+
+
+def _heads(calls: _Calls) -> dict[str, int]:
+    """Return the heads that all calls have. Raises: _Refused where they differ in number."""
+    heads = {(q[1], k[1]) for q, k, _ in calls.shapes}
+    if len(heads) > 1:
+        raise _Refused(f"its layers differ in heads, {sorted(heads)} of queries and of K and V; a pool has one shape")
+    ((num_heads, num_kv_heads),) = heads
+    if num_heads % num_kv_heads:
+        raise _Refused(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    head_dim = max(size for shapes in calls.shapes for size in (shapes[0][3], shapes[2][3]))
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, None]:
+    """Write down a call. Returns: what has the shape of attention's result, [1, T, H, D of values]."""
+    calls: _Calls = module._manta  # type: ignore[assignment]
+    shapes = tuple(tuple(x.shape) for x in (query, key, value))
+    if any(len(shape) != 4 or shape[0] != 1 or shape[2] != TOKENS for shape in shapes) or shapes[0][3] != shapes[1][3]:
+        raise _Refused(f"its attention is over something else than the tokens' own K and V: shapes {shapes}")
+    calls.shapes.append(shapes)
+    calls.kinds.append(_kind(module, attention_mask, query.shape[3], arguments))
+    return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
+
+
+def _kind(module: nn.Module, mask: Tensor | None, head_dim: int, arguments: dict[str, Any]) -> AttentionKind:
+    unknown = sorted(name for name, value in arguments.items() if name not in KNOWN and value not in (None, False))
+    if unknown:
+        raise _Refused(f"its attention takes {', '.join(unknown)}, which no backend here has")
+    if mask is None:
+        causal = arguments.get("is_causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            raise _Refused("its tokens see those that come after them")
+        seen = _Mask(window=arguments.get("sliding_window"))
+    else:
+        marked: _Mask | None = getattr(mask, "_manta", None)
+        if marked is None:
+            raise _Refused("it computes the mask of its attention itself, beyond causal, windowed or chunked")
+        seen = marked
+    scale, soft_cap = arguments.get("scaling"), arguments.get("softcap")
+    if isinstance(scale, Tensor) or isinstance(soft_cap, Tensor):
+        raise _Refused("the scale of its attention is computed in each step")
+    return AttentionKind(
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        window=seen.window,
+        chunk=seen.chunk,
+        soft_cap=soft_cap,
+        sinks=arguments.get("s_aux") is not None,
+    )
+
+
+def _mask(*_: object, mask_function: Callable[..., Any], q_length: int, kv_length: int, **__: Any) -> Tensor:
+    """Make a mask without numbers that says what the one of ``mask_function`` would let a token see."""
+    window = chunk = None
+    for name, values in _conditions(mask_function):
+        if name == "bidirectional_mask_function":
+            raise _Refused("its tokens see those that come after them")
+        if name not in MASKS:
+            raise _Refused(f"its mask has a condition of its own ({name}), beyond causal, windowed or chunked")
+        window, chunk = values.get("sliding_window", window), values.get("chunk_size", chunk)
+    mask = torch.empty(1, 1, q_length, kv_length, device="meta", dtype=torch.bool)
+    mask._manta = _Mask(window, chunk)  # type: ignore[attr-defined]
+    return mask
+
+
+def _conditions(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the conditions that a mask joins by "and": the name of each function and the values that it holds."""
+    name, values = function.__qualname__.split(".")[0], dict(inspect.getclosurevars(function).nonlocals)
+    if name != "and_masks":
+        yield name, values
+        return
+    for part in values["mask_functions"]:
+        yield from _conditions(part)
+
+
+AttentionInterface.register(OUTLINED, _attention)
+AttentionMaskInterface.register(OUTLINED, _mask)

@@ -1,0 +1,212 @@
+"""Serves a causal model through Transformers' own module, with the engine's attention, pool and packed batch.
+
+Owns:      how such a model is loaded (by Transformers' loader, in the served dtype, one copy of each weight), what of
+           it is replaced (products of a CPU by ours, weight by weight), and its forward pass.
+Never:     decides whether a model can be served so (models/outline.py does, before weights are read), or runs code that
+           comes with a checkpoint.
+Invariant: attention is called as often, and in the order, that the outline says: the n-th call reads and writes layer n
+           of the pool. A batch is [1, T], packed, with each token's own position; a token's K and V come from the pool
+           alone, so the module has no cache and no mask. Rotary frequencies never depend on the batch: those that
+           follow the longest sequence are set for the longest that is served.
+Unrun:     on a GPU: the module runs there in the served dtype; its decode steps are not captured.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from replicas.attention.base import AttentionBackend, BatchMeta
+from replicas.config import ModelConfig, Products
+from replicas.errors import InvalidConfig
+from replicas.layers.layer import computes_in
+from replicas.layers.linear import Matmul
+from replicas.layers.tp_group import TpGroup
+from replicas.models.outline import silence_padding
+from replicas.models.sharding import shard
+
+SERVED = "manta"  # the attention function of a served model; there is no mask function of this name, so no mask is made
+
+
+class TransformersModel:
+    """One rank's part of a model that Transformers has a module for."""
+
+    def __init__(self, config: ModelConfig, tp: TpGroup, attention: AttentionBackend) -> None:
+        self.config = config
+        self._tp = tp
+        self._attention = attention
+        self._module: PreTrainedModel | None = None
+        self._calls = 0  # of attention in the forward pass that runs
+        self._dtype = computes_in(tp.device, getattr(torch, config.dtype))  # of activations
+
+    def load(self, products: Products) -> None:
+        """Read the weights from the config's folder. Raises: InvalidConfig if some are missing or do not fit."""
+        config, device = self.config, self._tp.device
+        with _quiet():
+            module, told = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=SERVED,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        lacking = sorted([*told["missing_keys"], *(str(key) for key in told["mismatched_keys"])])
+        if lacking:
+            raise InvalidConfig(
+                f"model: the weights in {config.path} do not fit its config.json: {len(lacking)} are missing or of "
+                f"another shape ({', '.join(lacking[:5])}{', ...' if len(lacking) > 5 else ''}): fetch the folder again"
+            )
+        module.eval().requires_grad_(requires_grad=False)
+        silence_padding(module)
+        if self._tp.size > 1:
+            shard(module, self._tp)
+        module.to(device)
+        _freeze_rope(module, config.context_len)
+        if device.type == "cpu":
+            _use_own_products(module, config, products)
+        for part in module.modules():
+            part._manta = self
+        self._module = module
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's weights; tied ones count once."""
+        assert self._module is not None, "load() comes first"
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        own = [part.matmul.num_bytes for part in self._module.modules() if isinstance(part, _Product)]
+        return sum([tensor.nbytes for tensor in tensors] + own)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, meta: BatchMeta, logits_rows: Tensor | None = None) -> Tensor:
+        """Run one step; stores the K and V of its tokens through the attention backend.
+
+        Args:    input_ids: [T] on the model's device, packed as ``meta`` says.
+                 logits_rows: [S] int64, the packed tokens that need logits; None: all T.
+        Returns: [S, V] fp32, the same on every rank.
+        """
+        assert self._module is not None, "load() comes before the first step"
+        self._attention.begin(meta)
+        self._calls = 0
+        out = self._module(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=meta.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=0 if logits_rows is None else logits_rows,
+        )
+        assert self._calls == self.config.num_layers, f"{self._calls} calls of attention"
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """Run the next call of attention. query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv]: [1, T, H, Dv]."""
+        size, value_size = self.config.head_dim, value.shape[3]
+        q, k, v = (_packed(x, size, self._dtype) for x in (query, key, value))
+        layer, self._calls = self._calls, self._calls + 1
+        out = self._attention.forward(layer, q, k, v, sinks=sinks)
+        heads = out.view(1, q.shape[0], q.shape[1], size)
+        if value_size < size:
+            heads = heads[..., :value_size]
+        return heads.to(query.dtype, copy=True, memory_format=torch.contiguous_format)  # the next call overwrites it
+
+
+def _packed(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Bring [1, heads, T, D] into [T, heads, size], heads in a row, filled with zeros."""
+    x = x[0].transpose(0, 1).to(dtype)
+    return F.pad(x, (0, size - x.shape[2])) if x.shape[2] < size else x.contiguous()
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, None]:
+    """Transformers' attention function. Scale, window and the like are the outline's; the backend has them."""
+    served: TransformersModel = module._manta  # type: ignore[assignment]
+    return served.attend(query, key, value, arguments.get("s_aux")), None
+
+
+AttentionInterface.register(SERVED, _attend)
+
+
+class _Product(nn.Module):
+    """A Linear whose product is ours; its weight lies in panels alone."""
+
+    def __init__(self, linear: nn.Linear, matmul: Matmul) -> None:
+        super().__init__()
+        self.matmul = matmul
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight, bias = linear.weight, linear.bias
+        matmul.prepare(lambda: weight, None if bias is None else bias.float())
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in], read back from the panels: for the few modules that look at it."""
+        return self.matmul.rows(torch.arange(self.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matmul(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class _Rows(nn.Module):
+    """An embedding that is tied to the head: it reads the rows of the head's panels."""
+
+    def __init__(self, head: _Product) -> None:
+        super().__init__()
+        self._head = [head]  # in a list: the head's own place in the module is enough
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self._head[0].matmul.rows(ids.flatten()).view(*ids.shape, -1)
+
+
+def _use_own_products(module: PreTrainedModel, config: ModelConfig, products: Products) -> None:
+    """Put our products in the place of Linears, one by one, and compute the rest in fp32."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    own_rows = tied and type(embedding) is nn.Embedding and type(head) is nn.Linear
+    for name, part in list(module.named_modules()):
+        if type(part) is not nn.Linear or (part is head and tied and not own_rows):
+            continue
+        product = _Product(part, Matmul(products, config.weight_format))
+        if part is head and own_rows:
+            module.set_input_embeddings(_Rows(product))
+            embedding.weight = None
+        module.set_submodule(name, product)
+        part.weight = part.bias = None
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+
+
+def _freeze_rope(module: nn.Module, context_len: int) -> None:
+    """Set rotary frequencies that follow the longest sequence for ``context_len``, for every batch."""
+    for part in module.modules():
+        kinds: Any = getattr(part, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+                continue
+            last = torch.tensor([[context_len - 1]], device=next(part.buffers()).device)
+            part(last.float(), last, **({} if layer_type is None else {"layer_type": layer_type}))
+            if layer_type is None:
+                part.__dict__["rope_type"] = "default"
+            else:
+                kinds[layer_type] = "default"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Transformers' bar and its report of what it loads out of a server's log."""
+    from transformers.utils import logging
+
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
