@@ -127,7 +127,7 @@ def test_only_safetensors_are_read(llama: Path) -> None:
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported: 'silu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantized; supported: weights in float32"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ],
 )
 def test_what_the_models_here_cannot_do_is_refused(llama: Path, change: dict[str, Any], message: str) -> None:
