@@ -5,13 +5,11 @@ Never: reads files (`replicas/runner/weights.py` does).
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
 
 from replicas.config import AttentionKind, DType, ModelConfig, RopeConfig
 from replicas.errors import UnsupportedModel
-
-if TYPE_CHECKING:
-    from replicas.models.outline import Outline
 
 ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
 
@@ -102,13 +100,28 @@ def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
     return RopeConfig(theta=theta, kind=kind, scaling=scaling, short_factor=short, long_factor=long)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A model's shape as the engine needs it. Heads are those of all ranks."""
+
+    num_calls: int  # of attention in a forward pass: the pool's layers
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # the widest of keys and values; narrower ones are filled with zeros
+    kinds: tuple[AttentionKind, ...]  # one per call
+    vocab_size: int  # rows of logits
+    hidden_size: int
+    num_weights: int  # numbers in the weights; tied ones count once
+    tp_sizes: tuple[int, ...]  # numbers of ranks that it can be split over
+
+
 CONTEXTS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "n_ctx", "seq_length")
 
 
 def model_config_from_outline(
     path: str,
     hf: Mapping[str, Any],
-    outline: "Outline",
+    outline: Outline,
     *,
     architecture: str,
     eos_ids: tuple[int, ...],

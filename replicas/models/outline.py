@@ -33,6 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from replicas.config import AttentionKind
 from replicas.errors import UnsupportedModel
+from replicas.hf_config import Outline
 from replicas.layers.tp_group import TpGroup
 from replicas.models.sharding import NoPlan, shard, widths
 
@@ -51,21 +52,6 @@ MASKS = {"causal_mask_function", "sliding_window_overlay", "chunked_overlay"}
 
 class _Refused(Exception):
     """Why the model is not served, in words that follow its name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
-    """A model's shape as the engine needs it. Heads are those of all ranks."""
-
-    num_calls: int  # of attention in a forward pass: the pool's layers
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # the widest of keys and values; narrower ones are filled with zeros
-    kinds: tuple[AttentionKind, ...]  # one per call
-    vocab_size: int  # rows of logits
-    hidden_size: int
-    num_weights: int  # numbers in the weights; tied ones count once
-    tp_sizes: tuple[int, ...]  # numbers of ranks that it can be split over
 
 
 @dataclass(slots=True, eq=False)
