@@ -51,7 +51,7 @@ FLOORS: dict[str, set[str]] = {
         "replicas.scheduler.plan", "replicas.kernels", "replicas.memory", "replicas.errors", "replicas.config",
     },
     "replicas.models": {
-        "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config",
+        "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config", "replicas.hf_config",
     },
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
@@ -122,7 +122,10 @@ ONLY: dict[str, set[str]] = {
     "triton": {"replicas.attention", "replicas.kernels"},
     "numba": {"replicas.kernels", "replicas.attention", "replicas.layers"},
     "llvmlite": {"replicas.kernels"},
-    "transformers": {"replicas.text.tokenizer", "replicas.runner.model_files"},
+    "transformers": {
+        "replicas.text.tokenizer", "replicas.runner.model_files", "replicas.models.transformers",
+        "replicas.models.outline", "replicas.models.sharding",
+    },
     "safetensors": {"replicas.runner.weights"},
     "gguf": set(),
     "torch": {
