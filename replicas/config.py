@@ -30,7 +30,7 @@ BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
 }
 # what of an AttentionKind each backend serves
 SERVED_KINDS: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset(),
+    "cpu": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
     "flashinfer": frozenset(),
     "triton": frozenset(),
     "torch_native": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
@@ -146,6 +146,13 @@ class ModelConfig:
     # of a model that Transformers runs, which only its own module can tell (models/outline.py):
     num_weights: int = 0  # numbers in the weights; 0: they follow from the sizes above
     outlined_tp_sizes: tuple[int, ...] = ()  # numbers of ranks that it can be split over; empty: `tp_sizes` counts them
+
+    @property
+    def window(self) -> int | None:
+        """The most tokens that any layer sees; None: some layers see all."""
+        windows = [kind.window for kind in self.attention_kinds]
+        seen = [window for window in windows if window is not None]
+        return max(seen) if seen and len(seen) == len(windows) else None
 
     @property
     def weight_format(self) -> WeightFormat:

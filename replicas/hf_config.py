@@ -17,18 +17,11 @@ ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
 def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int, ...], dtype: DType) -> ModelConfig:
     """Build it from a Transformers config as a dict (``AutoConfig.to_dict()``, which has defaults filled in).
 
-    Raises: UnsupportedModel for features that the dense models here do not have (sliding windows, other rope kinds).
+    Raises: UnsupportedModel for features that the dense models here do not have (other rope kinds).
     """
     architectures = hf.get("architectures") or ["?"]
     architecture = str(architectures[0])
     heads = int(hf["num_attention_heads"])
-    if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
-        window, longest = int(hf["sliding_window"]), int(hf["max_position_embeddings"])
-        if window < longest:
-            raise UnsupportedModel(
-                f"{path}: attention with a sliding window of {window} tokens is not supported; set \"sliding_window\": "
-                f'null and "max_position_embeddings": {window} in its config.json to serve it with a shorter context'
-            )
     qwen2 = architecture.startswith("Qwen2")
     return ModelConfig(
         path=path,
@@ -50,7 +43,25 @@ def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int
         qk_norm=architecture.startswith("Qwen3"),
         eos_ids=eos_ids,
         dtype=dtype,
+        attention_kinds=_kinds_from_hf(architecture, hf),
     )
+
+
+def _kinds_from_hf(architecture: str, hf: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
+    """Return what each layer's attention does; none, if all of it is plain: a window as long as any text is no window.
+
+    Llama's modelling knows no window, whatever its config.json says.
+    """
+    window, num_layers = int(hf.get("sliding_window") or 0), int(hf["num_hidden_layers"])
+    used = window and hf.get("use_sliding_window", True) and not architecture.startswith("Llama")
+    if not used or window >= contexts(hf)[1]:
+        return ()
+    types = ["sliding_attention"] * num_layers
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM"):
+        first = int(hf.get("max_window_layers", 28))  # Transformers' default
+        types = hf.get("layer_types") or (["full_attention"] * first + types)[:num_layers]
+    kinds = tuple(AttentionKind(window=window if each == "sliding_attention" else None) for each in types)
+    return kinds if any(kind.special for kind in kinds) else ()
 
 
 def contexts(hf: Mapping[str, Any]) -> tuple[int, int]:

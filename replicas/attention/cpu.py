@@ -3,21 +3,24 @@
 A mixed step runs as two parts, one after the other: the requests that extend, then those that decode. Decode attention
 of every layer is also available as stages of a program, so a whole decode step can be one.
 
-Threads take a step's tasks one by one: chunks of a decode batch, tiles of an extend batch.
+Threads take a step's tasks one by one: chunks of a decode batch, tiles of an extend batch. Layers that see the same
+tokens (all, a window, a chunk of positions) share their tasks.
 
 Owns:      how a step is cut into tasks; the buffers that kernels write (results, partial results, scratch): grown when
            a step is larger than all before, never shrunk. One `DecodeArgs` per layer for the stages.
 Never:     gathers K and V into tensors, or does arithmetic in Python.
 Invariant: a request's decode result never depends on the rest of the batch, nor on whether others extend beside it. The
-           stages run the same kernel with the same arguments, so they give the same bits. A request's chunks are cut
+           stages run the same kernel with the same arguments, so they give the same bits; layers with sinks, which
+           come with each call, are not in stages. A request's chunks are cut
            at multiples of 128 of itself, whatever else is in the batch. A step's memory (its tasks, partial results)
            stays until the next `begin`.
 Thread:    the thread that runs the model; kernels run on torch's OpenMP threads (replicas/kernels/team.py).
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +30,7 @@ from torch import Tensor
 from replicas.attention import cpu_decode, cpu_extend, cpu_pages
 from replicas.attention.base import BatchMeta, KvPool
 from replicas.attention.cpu_decode import CHUNK
+from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
 from replicas.kernels.program import Stage
 from replicas.kernels.team import Kernel, Team
@@ -42,28 +46,35 @@ TASKS_PER_THREAD = 4  # tiles shrink until there are this many, so threads end t
 class DecodeTasks:
     """The tasks of a decode step as `cpu_decode.decode` reads them; each is for all KV heads."""
 
-    tasks: Ints  # [N, 4] (first member, members, chunk, 0), those of several requests first
+    tasks: Ints  # [N, 4] (first member, members, chunk, tokens left out of it), those of several requests first
     members: Ints  # [M] requests
     first_partial: Ints  # [B + 1] results of a request's chunks: [first_partial[b], first_partial[b + 1])
+    chunk_zero: Ints  # [B] the place of the result of chunk 0, or where it would be: it may be before all
 
 
-def decode_tasks(seq_lens: Ints, groups: Sequence[PrefixGroup], *, first: int, max_members: int) -> DecodeTasks:
+def decode_tasks(
+    seq_lens: Ints, groups: Sequence[PrefixGroup], *, first: int, max_members: int, first_seen: Ints | None = None
+) -> DecodeTasks:
     """Make one task per chunk; a whole chunk that a group shares is one task, or a few of at most ``max_members``.
 
-    Args: seq_lens: [B]. first: the request from which the groups count.
+    Args: seq_lens: [B]. first: the request from which the groups count. first_seen: [B] the first position that each
+          request's token sees; what is before is in no task.
     """
-    num_chunks = -(-seq_lens // CHUNK)  # [B]
-    shared = np.zeros_like(num_chunks)  # [B] chunks that are read together with others
-    parts: list[tuple[Ints, int]] = []  # members, chunks
+    begin = np.zeros_like(seq_lens) if first_seen is None else first_seen // CHUNK  # [B] first chunk
+    num_chunks = -(-seq_lens // CHUNK) - begin  # [B]
+    shared_from, shared = np.zeros_like(num_chunks), np.zeros_like(num_chunks)  # [B] chunks that are read with others
+    parts: list[tuple[Ints, range]] = []  # members, chunks
     for group in groups:
         if group.length >= CHUNK and max_members > 1:
             members = group.members - np.int32(first)
-            shared[members] = group.length // CHUNK
+            low = 0 if first_seen is None else -(-int(first_seen[members].max()) // CHUNK)
+            chunks = range(low, max(low, group.length // CHUNK))
+            shared_from[members], shared[members] = low, len(chunks)
             num_parts = -(-len(members) // max_members)
-            parts += [(part, group.length // CHUNK) for part in np.array_split(members, num_parts)]
+            parts += [(part, chunks) for part in np.array_split(members, num_parts)]
     together, num_together = [], 0
     for part, chunks in parts:
-        together += [(num_together, len(part), chunk, 0) for chunk in range(chunks)]
+        together += [(num_together, len(part), chunk, 0) for chunk in chunks]
         num_together += len(part)
     alone = num_chunks - shared
     request = np.repeat(np.arange(len(seq_lens), dtype=np.int32), alone)
@@ -72,11 +83,16 @@ def decode_tasks(seq_lens: Ints, groups: Sequence[PrefixGroup], *, first: int, m
     tasks[: len(together)] = np.array(together, np.int32).reshape(-1, 4)
     tasks[len(together) :, 0] = num_together + request
     tasks[len(together) :, 1] = 1
-    tasks[len(together) :, 2] = np.arange(len(request), dtype=np.int32) - (ends - alone - shared)[request]
+    chunk = np.arange(len(request), dtype=np.int32) - (ends - alone - begin)[request]
+    chunk += np.where(chunk >= shared_from[request], shared[request], 0)
+    tasks[len(together) :, 2] = chunk
+    if first_seen is not None:
+        tasks[len(together) :, 3] = np.where(chunk == begin[request], first_seen[request] % CHUNK, 0)
     everyone = np.arange(len(seq_lens), dtype=np.int32)
     first_partial = np.zeros(len(num_chunks) + 1, np.int32)
     np.cumsum(num_chunks, out=first_partial[1:])
-    return DecodeTasks(tasks, np.concatenate([*(part for part, _ in parts), everyone]), first_partial)
+    members = np.concatenate([*(part for part, _ in parts), everyone])
+    return DecodeTasks(tasks, members, first_partial, first_partial[:-1] - begin)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,27 +158,35 @@ class DecodeStage:
 class DecodeStages:
     """The decode attention of all layers as stages, over one set of activations."""
 
-    def __init__(self, layers: Sequence[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def __init__(
+        self,
+        layers: Sequence[tuple[int, int]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        kinds: Mapping[str, Sequence[float]],
+    ) -> None:
         """``layers``: addresses of their first keys and values. q [T, H, D], k, v [T, K, D] and out [T, H * D] are the
-        same memory for all of them."""
+        same memory for all of them. ``kinds``: arguments that each layer has of its own."""
         self._array = np.zeros(len(layers), np.dtype(cpu_decode.DecodeArgs))
         memory = self._array.view(np.uint8).data
         self.stages = tuple(
             DecodeStage(cpu_decode.DecodeArgs.from_buffer(memory, i * _SIZE)) for i in range(len(layers))
         )
-        self._layers = np.array(layers, np.int64).reshape(-1, 2)
-        self._shared = {"out": out.data_ptr(), "out_stride": 4 * out.stride(0)}
+        addresses = np.array(layers, np.int64).reshape(-1, 2)
+        self._fixed: dict[str, Any] = {"out": out.data_ptr(), "out_stride": 4 * out.stride(0), **kinds}
+        self._fixed |= {"keys": addresses[:, 0], "values": addresses[:, 1]}
         for name, x in (("q", q), ("k", k), ("v", v)):
-            self._shared |= {name: x.data_ptr(), f"{name}_stride": 4 * x.stride(0)}
+            self._fixed |= {name: x.data_ptr(), f"{name}_stride": 4 * x.stride(0)}
 
-    def set(self, step: ctypes.Structure) -> None:
-        """Enter a step's arguments; the counters stay those of the program."""
+    def set(self, steps: Sequence[ctypes.Structure]) -> None:
+        """Enter a step's arguments, of each layer or one for all; the counters stay those of the program."""
         array = self._array
         counters = array["counter"].copy()
-        array[:] = np.frombuffer(bytes(step), array.dtype)
-        for name, value in self._shared.items():
+        array[:] = np.frombuffer(b"".join(map(bytes, steps)), array.dtype)
+        for name, value in self._fixed.items():
             array[name] = value
-        array["keys"], array["values"] = self._layers.T
         array["counter"], array["merge_counter"] = counters, counters + 8
 
 
@@ -181,6 +205,25 @@ class _Heads:
         return self.num // self.num_kv
 
 
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """A step as layers that see the same tokens run it: the kernels' arguments, and the memory that those name."""
+
+    window: int  # 0: none
+    chunk: int  # 0: none
+    decode: ctypes.Structure
+    extend: ctypes.Structure
+    decode_tasks: DecodeTasks | None = None
+    extend_tasks: tuple[Ints, Ints] | None = None
+
+    def first_seen(self, positions: Ints) -> Ints | None:
+        """Return the first position that each of the tokens at ``positions`` sees; None: all see all before them."""
+        if not self.window and not self.chunk:
+            return None
+        first = np.maximum(positions - self.window + 1, 0) if self.window else np.zeros_like(positions)
+        return np.maximum(first, positions - positions % self.chunk) if self.chunk else first
+
+
 class CpuAttention:
     """AttentionBackend over a KvPool in memory whose numbers are one of `cpu_pages.KINDS`; queries are fp32.
 
@@ -189,8 +232,17 @@ class CpuAttention:
     """
 
     def __init__(
-        self, pool: KvPool, *, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
+        self,
+        pool: KvPool,
+        *,
+        dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_threads: int,
+        kinds: Sequence[AttentionKind] = (),
     ) -> None:
+        """``kinds``: of each layer; none: all are plain."""
         reason = why_not(pool, dtype=dtype, head_dim=head_dim)
         if reason is not None:
             raise InvalidConfig(f"attention: cpu {reason}; set attention: torch_native")
@@ -201,17 +253,14 @@ class CpuAttention:
         self._layers: list[tuple[int, int]] = []  # per layer: addresses of its first key and value
         self._batch: BatchMeta | None = None  # its memory is what the kernels read
         self._num_extend_tokens = self._num_decode = 0
-        self._extend_tasks: tuple[Ints, Ints] | None = None  # what the kernels read, too
-        self._decode_tasks: DecodeTasks | None = None
         self._out, self._out_rows = torch.empty(0), torch.empty(0)
         self._stages: DecodeStages | None = None
         self._partial, self._scratch = torch.empty(0), torch.empty(0)
         self._counters = np.zeros(2 * 8, np.int64)  # next task, next request to merge; each in a cache line
-        self._decode, self._extend = cpu_decode.DecodeArgs(), cpu_extend.ExtendArgs()
-        for arguments in (self._decode, self._extend):
-            self._set_pool(arguments)
-        self._decode.in_place = int(self._decode.kind == cpu_pages.FLOAT32 and pool.page_size >= cpu_decode.BLOCK)
-        self._decode.merge_counter = self._counters.ctypes.data + 64
+        self._kinds = tuple(kinds)
+        sights = [(kind.window or 0, kind.chunk or 0) for kind in self._kinds] or [(0, 0)]
+        plans = {sight: self._new_plan(*sight) for sight in sorted(set(sights))}
+        self._plans = [plans[sight] for sight in sights]  # of each layer; one where all are plain
         for kernel in (cpu_decode.decode, cpu_extend.extend):
             assert kernel.address  # compile now, not in the first request
 
@@ -227,31 +276,49 @@ class CpuAttention:
         size = batch.rows.shape[0]
         self._num_decode = size if batch.is_decode else batch.num_decode
         self._num_extend_tokens = batch.num_tokens - self._num_decode
-        if self._num_extend_tokens:
-            self._begin_extend(batch, size - self._num_decode)
-        if self._num_decode:
-            self._begin_decode(batch, size - self._num_decode)
+        plans = list({id(plan): plan for plan in self._plans}.values())
+        for plan in plans:
+            if self._num_extend_tokens:
+                self._begin_extend(plan, batch, size - self._num_decode)
+            if self._num_decode:
+                self._begin_decode(plan, batch, size - self._num_decode)
+        for plan in plans:  # the buffers that all of them write are as large as any needs only now
+            plan.decode.partial = self._partial.data_ptr()
+            plan.decode.scratch = plan.extend.scratch = self._scratch.data_ptr()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         for x in (q, k, v):
             assert x.dtype == torch.float32, f"kernels read float32, got {x.dtype}"
             assert x.stride()[1:] == (self._heads.dim, 1), f"heads must lie in a row, strides are {x.stride()}"
+        plan = self._plans[layer if self._kinds else 0]
+        if self._kinds:
+            kind = self._kinds[layer]
+            assert kind.sinks == (sinks is not None), f"layer {layer} is {kind}"
+            sinks = None if sinks is None else sinks.float().contiguous()
+            for part in (plan.extend, plan.decode):
+                part.scale, part.soft_cap = self._scale(kind), kind.soft_cap or 0.0
+                part.sinks = 0 if sinks is None else sinks.data_ptr()
         if self._num_extend_tokens:
-            self._run(cpu_extend.extend, self._extend, layer, q, k, v, first_token=0)
+            self._run(cpu_extend.extend, plan.extend, layer, q, k, v, first_token=0)
         if self._num_decode:
-            self._run(cpu_decode.decode, self._decode, layer, q, k, v, first_token=self._num_extend_tokens)
+            self._run(cpu_decode.decode, plan.decode, layer, q, k, v, first_token=self._num_extend_tokens)
         return self._out_rows
 
     def decode_stages(self, num_layers: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Sequence[Stage]:
         """Make one stage per layer that does what `forward` does in a decode step: read q, k, v, write ``out``."""
-        self._stages = DecodeStages([self._layer(i) for i in range(num_layers)], q, k, v, out)
+        kinds: dict[str, Sequence[float]] = {}
+        if self._kinds:
+            kinds["scale"] = [self._scale(kind) for kind in self._kinds]
+            kinds["soft_cap"] = [kind.soft_cap or 0.0 for kind in self._kinds]
+        self._stages = DecodeStages([self._layer(i) for i in range(num_layers)], q, k, v, out, kinds)
         return self._stages.stages
 
     def set_stages(self) -> bool:
-        """Prepare the last `decode_stages` for the step that has begun; False if the step holds more than decode."""
-        if self._stages is None or self._num_extend_tokens:
+        """Prepare the last `decode_stages` for the step that has begun; False if the step holds more than decode, or
+        layers have sinks."""
+        if self._stages is None or self._num_extend_tokens or any(kind.sinks for kind in self._kinds):
             return False
-        self._stages.set(self._decode)
+        self._stages.set([plan.decode for plan in self._plans])
         return True
 
     def _run(
@@ -265,6 +332,14 @@ class CpuAttention:
         arguments.v, arguments.v_stride = v.data_ptr() + first_token * v_stride, v_stride
         self._counters[:] = 0
         self._team.run(kernel, arguments)
+
+    def _new_plan(self, window: int, chunk: int) -> _Plan:
+        plan = _Plan(window, chunk, cpu_decode.DecodeArgs(), cpu_extend.ExtendArgs(window=window, chunk=chunk))
+        for arguments in (plan.decode, plan.extend):
+            self._set_pool(arguments)
+        in_place = plan.decode.kind == cpu_pages.FLOAT32 and self._pool.page_size >= cpu_decode.BLOCK
+        plan.decode.in_place, plan.decode.merge_counter = int(in_place), self._counters.ctypes.data + 64
+        return plan
 
     def _set_pool(self, arguments: ctypes.Structure) -> None:
         keys = self._pool.get_key_buffer(0)
@@ -281,23 +356,27 @@ class CpuAttention:
         arguments.counter = self._counters.ctypes.data
         arguments.scale = self._heads.dim**-0.5
 
+    def _scale(self, kind: AttentionKind) -> float:
+        return self._heads.dim**-0.5 if kind.scale is None else kind.scale
+
     def _layer(self, layer: int) -> tuple[int, int]:
         while len(self._layers) <= layer:
             i = len(self._layers)
             self._layers.append((self._pool.get_key_buffer(i).data_ptr(), self._pool.get_value_buffer(i).data_ptr()))
         return self._layers[layer]
 
-    def _begin_extend(self, batch: BatchMeta, size: int) -> None:
+    def _begin_extend(self, plan: _Plan, batch: BatchMeta, size: int) -> None:
         """Set the arguments of the first ``size`` requests, which extend."""
-        arguments = self._extend
+        arguments = plan.extend
         counts, prefix_lens = np.diff(batch.qo_indptr.numpy()[: size + 1]), batch.prefix_lens.numpy()[:size]
+        groups = () if plan.window or plan.chunk else batch.prompt_groups
         num_kv, group = self._heads.num_kv, self._heads.group
         most, wanted = max(MIN_TILE_TOKENS, TILE_ROWS // group), TASKS_PER_THREAD * self._team.num_threads
-        tiles = extend_tiles(counts, prefix_lens, batch.prompt_groups, most=most)
+        tiles = extend_tiles(counts, prefix_lens, groups, most=most)
         while most > MIN_TILE_TOKENS and len(tiles) * num_kv < wanted:
             most = max(MIN_TILE_TOKENS, most // 2)
-            tiles = extend_tiles(counts, prefix_lens, batch.prompt_groups, most=most)
-        self._extend_tasks = tasks, pieces = extend_tasks(tiles, num_kv)
+            tiles = extend_tiles(counts, prefix_lens, groups, most=most)
+        plan.extend_tasks = tasks, pieces = extend_tasks(tiles, num_kv)
         arguments.tasks, arguments.num_tasks, arguments.pieces = tasks.ctypes.data, len(tasks), pieces.ctypes.data
         arguments.qo_indptr, arguments.prefix_lens = batch.qo_indptr.data_ptr(), batch.prefix_lens.data_ptr()
         arguments.tile_rows = most * group
@@ -305,21 +384,20 @@ class CpuAttention:
         heads = self._heads
         self._set_scratch(arguments, cpu_extend.scratch_floats(most * group, heads.dim, heads.value_dim))
 
-    def _begin_decode(self, batch: BatchMeta, first: int) -> None:
+    def _begin_decode(self, plan: _Plan, batch: BatchMeta, first: int) -> None:
         """Set the arguments of the requests from ``first`` on, which decode."""
-        arguments = self._decode
-        group = cpu_decode.max_members(self._heads.group)
-        cut = decode_tasks(
-            batch.seq_lens.numpy()[first:], batch.prefix_groups, first=first, max_members=group
+        arguments = plan.decode
+        group, seq_lens = cpu_decode.max_members(self._heads.group), batch.seq_lens.numpy()[first:]
+        plan.decode_tasks = cut = decode_tasks(
+            seq_lens, batch.prefix_groups, first=first, max_members=group, first_seen=plan.first_seen(seq_lens - 1)
         )
-        self._decode_tasks = cut
         arguments.tasks, arguments.num_tasks = cut.tasks.ctypes.data, len(cut.tasks)
         few = 1 < len(cut.tasks) < self._team.num_threads  # a single task would only make the others wait for its parts
         arguments.part_heads = 1 if few else self._heads.num_kv
         arguments.members, arguments.first_partial = cut.members.ctypes.data, cut.first_partial.ctypes.data
+        arguments.chunk_zero = cut.chunk_zero.ctypes.data
         floats = int(cut.first_partial[-1]) * cpu_decode.partial_floats(self._heads.num, self._heads.value_dim)
         self._partial = _grown(self._partial, floats)
-        arguments.partial = self._partial.data_ptr()
         arguments.seq_lens = batch.seq_lens.data_ptr() + 4 * first
         first_token = self._num_extend_tokens
         self._set_part(arguments, batch, first_request=first, first_token=first_token, num_tokens=self._num_decode)
@@ -337,9 +415,7 @@ class CpuAttention:
 
     def _set_scratch(self, arguments: ctypes.Structure, floats: int) -> None:
         stride = -(-floats // 16 + 1) * 16 + 16  # a cache line between threads
-        self._scratch = _grown(self._scratch, stride * self._team.num_threads)
-        for part in (self._extend, self._decode):  # they run one after the other
-            part.scratch = self._scratch.data_ptr()
+        self._scratch = _grown(self._scratch, stride * self._team.num_threads)  # parts run one after the other
         arguments.scratch_stride = 4 * stride
 
 

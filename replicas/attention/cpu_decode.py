@@ -6,7 +6,8 @@ Method:    each request's tokens are cut into chunks of 128 (flash decoding, Dao
            requests (cascade attention, Ye et al. 2024).
 Invariant: chunks begin at multiples of 128 of the request itself and merge in order, and a product of many rows adds up
            like one of few: a request's result is the same bit for bit whatever else is in the batch, whether its
-           chunks are read for it alone or for many, and however many threads there are.
+           chunks are read for it alone or for many, and however many threads there are. Tokens before the first that
+           it sees (a window, a chunk of positions) are not read; its first chunk is then a part of one.
 Thread:    all of the team; tasks are taken one by one, so that ragged batches and busy cores balance.
 """
 
@@ -15,7 +16,17 @@ from typing import Any
 
 from numba import carray
 
-from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, read_block, run_length, store_new, token_offset
+from replicas.attention.cpu_pages import (
+    BATCH_FIELDS,
+    KIND_FLOATS,
+    POOL_FIELDS,
+    cap_scores,
+    read_block,
+    run_length,
+    share_of,
+    store_new,
+    token_offset,
+)
 from replicas.kernels.simd import (
     W,
     add,
@@ -39,15 +50,15 @@ from replicas.kernels.tiles import dot, outer_fetch
 CHUNK = 128  # tokens; a multiple of BLOCK. Scores of a chunk stay in L1
 BLOCK = 16  # tokens that are copied at a time where K and V are not read in place
 SHARED_ROWS = 48  # queries of a task at most, when it has more than one request: what L1 holds
-TASK_BYTES = 16  # (first member, members, chunk, 0) as four int32; a member is a request
+TASK_BYTES = 16  # (first member, members, chunk, tokens left out of it) as four int32; a member is a request
 
 DecodeArgs = struct(
     "DecodeArgs",
     POOL_FIELDS
     + BATCH_FIELDS
-    + "seq_lens in_place members tasks num_tasks part_heads first_partial partial scratch scratch_stride "
+    + "seq_lens in_place members tasks num_tasks part_heads first_partial chunk_zero partial scratch scratch_stride "
     + "counter merge_counter",
-    floats="scale",
+    floats=KIND_FLOATS,
 )
 
 
@@ -95,7 +106,11 @@ def attend_chunk(
             dot(rows, length, a.head_dim, query, vector_bytes, at, vector_bytes, target, CHUNK * 4, distance)
         position += length
     for i in range(heads * rows):
-        softmax_row(scores + i * CHUNK * 4, end - start, a.scale, statistics + 8 * i)
+        if a.soft_cap > 0.0:
+            cap_scores(scores + i * CHUNK * 4, (end - start + W - 1) // W * W, a.scale, a.soft_cap)
+            softmax_row(scores + i * CHUNK * 4, end - start, 1.0, statistics + 8 * i)
+        else:
+            softmax_row(scores + i * CHUNK * 4, end - start, a.scale, statistics + 8 * i)
     next_keys = a.keys + next_head * a.head_stride
     next_row, next_start, next_end = place_of(a, following)
     shift = next_start - start
@@ -120,7 +135,8 @@ def place_of(a: Any, task: int) -> tuple[int, int, int]:
     """Return the row, the first position and the end of a task's chunk."""
     at = a.tasks + task * TASK_BYTES
     request, start = load_i32(a.members + 4 * load_i32(at)), load_i32(at + 8) * CHUNK
-    return load_i32(a.rows + 4 * request), start, min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
+    end = min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
+    return load_i32(a.rows + 4 * request), start + load_i32(at + 12), end
 
 
 @inlined
@@ -147,17 +163,18 @@ def fetch(
 
 @inlined
 def attend(
-    a: Any, first: int, members: int, kv_head: int, heads: int, chunk: int, following: int, next_head: int, work: int
+    a: Any, first: int, members: int, kv_head: int, heads: int, chunk: int, skip: int, following: int, next_head: int,
+    work: int,
 ) -> None:
-    """A chunk of request members[first], which the ``members`` requests from there on have in common; ``heads`` is 1
-    where they are several.
+    """A chunk of request members[first], but for ``skip`` tokens, which the ``members`` requests from there on have in
+    common; ``heads`` is 1 where they are several.
 
     One request's queries and results are used where they are; those of several are brought together for it.
     """
     vector_bytes, group_bytes, result_bytes = a.head_dim * 4, a.group * a.head_dim * 4, a.group * a.value_dim * 4
     request, rows = load_i32(a.members + 4 * first), members * a.group
-    start = chunk * CHUNK
-    end = min(start + CHUNK, load_i32(a.seq_lens + 4 * request))
+    end = min(chunk * CHUNK + CHUNK, load_i32(a.seq_lens + 4 * request))
+    start = chunk * CHUNK + skip
     if members == 1:
         partial = partial_of(a, request, chunk)
         queries, result = a.q + request * a.q_stride + kv_head * group_bytes, partial + kv_head * result_bytes
@@ -196,8 +213,8 @@ def partial_stride(a: Any) -> int:
 
 @inlined
 def partial_of(a: Any, request: int, chunk: int) -> int:
-    """Return the address of the result of a request's chunk."""
-    return int(a.partial + (load_i32(a.first_partial + 4 * request) + chunk) * partial_stride(a))
+    """Return the address of the result of a request's chunk. ``chunk_zero``: where chunk 0's is, or would be."""
+    return int(a.partial + (load_i32(a.chunk_zero + 4 * request) + chunk) * partial_stride(a))
 
 
 @inlined
@@ -241,7 +258,7 @@ def merge_chunks(a: Any, request: int) -> None:
             weight = exp(splat(load1(at) - peak))
             total = add(total, mul(weight, splat(load1(at + 4))))
             store1(at, hsum(weight) * (1.0 / W))  # all lanes are equal
-        share = W / hsum(total)
+        share = share_of(a, head, peak, hsum(total) * (1.0 / W))
         target = a.out + request * a.out_stride + head * vector_bytes
         for d in range(0, vector_bytes, W * 4):
             value = splat(0.0)
@@ -257,15 +274,15 @@ def run_part(a: Any, part: int, following: int, work: int) -> None:
     parts = a.num_kv_heads // a.part_heads
     task, head = part // parts, part % parts * a.part_heads
     at = a.tasks + task * TASK_BYTES
-    first, members, chunk = load_i32(at), load_i32(at + 4), load_i32(at + 8)
+    first, members, chunk, skip = load_i32(at), load_i32(at + 4), load_i32(at + 8), load_i32(at + 12)
     heads = a.part_heads if members == 1 else 1
     last = head + a.part_heads - heads
     for kv_head in range(head, last + 1, heads):
         if kv_head < last:
-            attend(a, first, members, kv_head, heads, chunk, task, kv_head + 1, work)
+            attend(a, first, members, kv_head, heads, chunk, skip, task, kv_head + 1, work)
         else:
             next_head = following % parts * a.part_heads
-            attend(a, first, members, kv_head, heads, chunk, following // parts, next_head, work)
+            attend(a, first, members, kv_head, heads, chunk, skip, following // parts, next_head, work)
 
 
 @kernel(DecodeArgs)

@@ -8,7 +8,8 @@ Method:    a task is (KV head, tile of queries); its rows are the tile's tokens 
            that copying it costs 1-3 %; all of a task's data lies in L2. Of a block on the diagonal, 16 tokens at a time
            are multiplied with the keys that the last of them sees.
 Invariant: key blocks begin at multiples of 64 of the request itself: a row's result depends neither on how the prompt
-           is chunked, nor on the tile, nor on the batch, nor on whether its prefix is read with others.
+           is chunked, nor on the tile, nor on the batch, nor on whether its prefix is read with others. Keys that no
+           token of a tile sees (a window, a chunk of positions) are not read; tiles of such layers have one request.
 Thread:    all of the team; tasks are taken one by one, those with the most keys first.
 """
 
@@ -16,7 +17,15 @@ from typing import Any
 
 from numba import carray
 
-from replicas.attention.cpu_pages import BATCH_FIELDS, POOL_FIELDS, read_block, store_new
+from replicas.attention.cpu_pages import (
+    BATCH_FIELDS,
+    KIND_FLOATS,
+    POOL_FIELDS,
+    cap_scores,
+    read_block,
+    share_of,
+    store_new,
+)
 from replicas.kernels.register_tiles import transpose16
 from replicas.kernels.simd import (
     W,
@@ -47,14 +56,21 @@ ExtendArgs = struct(
     "ExtendArgs",
     POOL_FIELDS
     + BATCH_FIELDS
-    + "qo_indptr prefix_lens tasks num_tasks pieces scratch scratch_stride tile_rows counter",
-    floats="scale",
+    + "qo_indptr prefix_lens tasks num_tasks pieces scratch scratch_stride tile_rows counter window chunk",
+    floats=KIND_FLOATS,
 )
 
 
 def scratch_floats(tile_rows: int, head_dim: int, value_dim: int) -> int:
     """Count a thread's floats: queries, results, scores, maxima, sums of a tile; K, K transposed, V of a block."""
     return tile_rows * (head_dim + value_dim + BLOCK + 2) + 3 * BLOCK * head_dim + W
+
+
+@inlined
+def first_seen(a: Any, position: int) -> int:
+    """Return the first position that the token at ``position`` sees; ``window`` and ``chunk`` are 0 without one."""
+    first = max(position - a.window + 1, 0) if a.window > 0 else 0
+    return int(max(first, position - position % a.chunk) if a.chunk > 0 else first)
 
 
 @inlined
@@ -75,23 +91,28 @@ def store_results(a: Any, kv_head: int, first: int, tokens: int, acc: int, stati
     for t in range(tokens):
         for g in range(a.group):
             row = t * a.group + g
-            share = splat(1.0 / load1(statistics + 8 * row + 4))
-            target = a.out + (first + t) * a.out_stride + (kv_head * a.group + g) * vector_bytes
+            head = kv_head * a.group + g
+            share = splat(share_of(a, head, load1(statistics + 8 * row), load1(statistics + 8 * row + 4)))
+            target = a.out + (first + t) * a.out_stride + head * vector_bytes
             for d in range(0, vector_bytes, 4 * W):
                 store(target + d, mul(load(acc + row * vector_bytes + d), share))
 
 
 @inlined
 def load_block(
-    a: Any, row: int, kv_head: int, start: int, end: int, last: int, keys: int, keys_t: int, values: int
+    a: Any, row: int, kv_head: int, start: int, seen: int, end: int, last: int, keys: int, keys_t: int, values: int
 ) -> None:
-    """Keys [start, end) of ``last`` of a head, transposed into keys_t [D, 64], and its values [64, D]; missing rows
-    are zero. ``values`` is ``keys`` where a latent vector is both."""
+    """Keys [seen, end) of ``last`` of a head in the block from ``start`` on, transposed into keys_t [D, 64], and its
+    values [64, D]; missing rows are zero. ``values`` is ``keys`` where a latent vector is both."""
     offset = kv_head * a.head_stride
     key, value = a.keys + offset, a.values + offset
-    read_block(a, key, row, start, end, keys, value, row, 0, last)
+    missing = (seen - start) * a.head_dim
+    for i in range(0, missing, W):
+        store(keys + 4 * i, splat(0.0))
+        store(values + 4 * i, splat(0.0))
+    read_block(a, key, row, seen, end, keys + 4 * missing, value, row, 0, last)
     if values != keys:
-        read_block(a, value, row, start, end, values, key, row, BLOCK, last)
+        read_block(a, value, row, seen, end, values + 4 * missing, key, row, BLOCK, last)
     for i in range((end - start) * a.head_dim, BLOCK * a.head_dim, W):
         store(keys + 4 * i, splat(0.0))
         store(values + 4 * i, splat(0.0))
@@ -101,8 +122,19 @@ def load_block(
 
 
 @inlined
-def online_softmax(scores: int, visible: int, width: int, acc: int, head_dim: int, statistic: int) -> None:
-    """Turn a row of scores, of which the first ``visible`` count, into weights; scale acc to the new maximum."""
+def online_softmax(
+    scores: int, unseen: int, visible: int, width: int, acc: int, head_dim: int, statistic: int
+) -> None:
+    """Turn a row of scores, of which [unseen, visible) count, into weights; scale acc to the new maximum.
+
+    A row that sees none of them may have seen nothing yet, and has no maximum: its weights are 0.
+    """
+    if unseen >= max(visible, 1):
+        for j in range(0, width, W):
+            store(scores + 4 * j, splat(0.0))
+        return
+    for j in range(unseen):
+        store1(scores + 4 * j, -1e30)
     for j in range(max(visible, 0), width):
         store1(scores + 4 * j, -1e30)
     top = load(scores)
@@ -136,7 +168,8 @@ def attend_block(a: Any, scratch: int, first: int, rows: int, start: int, end: i
     keys = statistics + a.tile_rows * 8
     keys_t = keys + BLOCK * vector_bytes
     values = keys if a.values == a.keys else keys_t + BLOCK * vector_bytes
-    part = rows if position + 1 >= end else DIAGONAL_TOKENS * a.group
+    whole = position + 1 >= end and first_seen(a, position + (rows - 1) // a.group) <= start
+    part = rows if whole else DIAGONAL_TOKENS * a.group
     for low in range(first, first + rows, part):
         count = min(part, first + rows - low)
         seen = min(position + 1 + (low + count - 1 - first) // a.group, end) - start  # by the last of them
@@ -146,9 +179,12 @@ def attend_block(a: Any, scratch: int, first: int, rows: int, start: int, end: i
             queries = scratch + low * vector_bytes
             outer(count, width, a.head_dim, queries, vector_bytes, keys_t, BLOCK * 4, at, BLOCK * 4, 0)
             for row in range(low, low + count):
-                visible = min(position + 1 + (row - first) // a.group - start, seen)
+                token, weights = position + (row - first) // a.group, scores + row * BLOCK * 4
+                visible, unseen = min(token + 1 - start, seen), max(first_seen(a, token) - start, 0)
+                if a.soft_cap > 0.0:
+                    cap_scores(weights, width, 1.0, a.soft_cap)
                 online_softmax(
-                    scores + row * BLOCK * 4, visible, width, acc + row * value_bytes, a.value_dim, statistics + 8 * row
+                    weights, unseen, visible, width, acc + row * value_bytes, a.value_dim, statistics + 8 * row
                 )
             outer(count, a.value_dim, seen, at, BLOCK * 4, values, vector_bytes, result, value_bytes, 1)
 
@@ -178,7 +214,7 @@ def attend_tile(a: Any, first: int, num_pieces: int, kv_head: int, shared: int, 
     done = shared * BLOCK
     table_row = load_i32(a.rows + 4 * load_i32(a.pieces + PIECE_BYTES * first))
     for start in range(0, done, BLOCK):
-        load_block(a, table_row, kv_head, start, start + BLOCK, done, keys, keys_t, values)
+        load_block(a, table_row, kv_head, start, start, start + BLOCK, done, keys, keys_t, values)
         attend_block(a, scratch, 0, total, start, start + BLOCK, done)
     row = 0
     for i in range(first, first + num_pieces):
@@ -186,10 +222,10 @@ def attend_tile(a: Any, first: int, num_pieces: int, kv_head: int, shared: int, 
         request, offset, tokens = load_i32(piece), load_i32(piece + 4), load_i32(piece + 8)
         table_row = load_i32(a.rows + 4 * request)
         position = load_i32(a.prefix_lens + 4 * request) + offset
-        last = position + tokens
-        for start in range(done, last, BLOCK):
+        last, seen = position + tokens, first_seen(a, position)
+        for start in range(max(done, seen // BLOCK * BLOCK), last, BLOCK):
             end = min(start + BLOCK, last)
-            load_block(a, table_row, kv_head, start, end, last, keys, keys_t, values)
+            load_block(a, table_row, kv_head, start, max(seen, start), end, last, keys, keys_t, values)
             attend_block(a, scratch, row, tokens * a.group, start, end, position)
         token = load_i32(a.qo_indptr + 4 * request) + offset
         store_results(a, kv_head, token, tokens, acc + row * value_bytes, statistics + 8 * row)

@@ -1,9 +1,11 @@
 """The place of a token's K and V in the paged pool, and the two accesses to it: store new tokens, read a block.
 
+Besides what decode and extend both do to scores: caps, and sinks.
+
 Owns:      address arithmetic: slot s of a layer's view is page s // page_size, offset s % page_size; the meaning of a
            number in each kind of pool. The block of a head in a page is its values [page_size, D], and in pools of
            int8 or 8-bit floats one float32 a token behind them, by which its numbers are to be multiplied.
-Never:     computes attention; hands out slots.
+Never:     hands out slots.
 Invariant: the slots of one page belong to consecutive positions, so a run inside a page is contiguous memory.
 Thread:    inside kernels, any.
 """
@@ -27,6 +29,8 @@ from replicas.kernels.narrow import (
 from replicas.kernels.simd import (
     W,
     add,
+    div,
+    exp,
     hmax,
     hsum,
     load,
@@ -53,7 +57,8 @@ POOL_FIELDS = (
     "value_dim "
     "table table_stride rows "
 )
-BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots num_tokens "
+BATCH_FIELDS = "q q_stride k k_stride v v_stride out out_stride group out_slots num_tokens sinks "
+KIND_FLOATS = "scale soft_cap"  # of a layer's AttentionKind; without a cap 0, and without sinks their address is 0
 
 
 @inlined
@@ -174,3 +179,34 @@ def read_run(a: Any, src: int, scales: int, length: int, dst: int, ahead: int) -
                 store(dst + 4 * i, mul(number, factor))
             src += a.head_dim
             dst += 4 * a.head_dim
+
+
+@inlined
+def cap_scores(scores: int, width: int, scale: float, cap: float) -> None:
+    """Replace scores[width], width a multiple of W, by cap * tanh(scale * score / cap).
+
+    tanh(x) from its continued fraction at x / 4, whose terms are all positive, doubled twice: 4e-7 of itself.
+    """
+    factor, limit, four, one = splat(scale / cap), splat(9.0), splat(0.25), splat(1.0)
+    for i in range(0, width, W):
+        x = maximum(mul(load(scores + 4 * i), factor), sub(splat(0.0), limit))
+        x = mul(sub(splat(0.0), maximum(sub(splat(0.0), x), sub(splat(0.0), limit))), four)
+        s = mul(x, x)
+        top = add(mul(add(mul(add(s, splat(378.0)), s), splat(17325.0)), s), splat(135135.0))
+        low = add(mul(add(mul(add(mul(s, splat(28.0)), splat(3150.0)), s), splat(62370.0)), s), splat(135135.0))
+        t = div(mul(x, top), low)
+        t = div(add(t, t), add(mul(t, t), one))
+        t = div(add(t, t), add(mul(t, t), one))
+        store(scores + 4 * i, mul(t, splat(cap)))
+
+
+@inlined
+def share_of(a: Any, head: int, peak: float, total: float) -> float:
+    """Return what a head's weighted values, relative to ``peak``, are multiplied by: 1 / the sum of weights, among
+    them the weight of the head's sink."""
+    if a.sinks == 0:
+        return 1.0 / total
+    sink = load1(a.sinks + 4 * head)
+    top = max(peak, sink)
+    own, more = hsum(exp(splat(peak - top))) * (1.0 / W), hsum(exp(splat(sink - top))) * (1.0 / W)
+    return float(own / (total * own + more))

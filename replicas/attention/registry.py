@@ -118,7 +118,7 @@ def _make(
     if name == "cpu":
         from replicas.attention.cpu import CpuAttention
 
-        return CpuAttention(pool, dtype=dtype, num_threads=num_threads, **shape)
+        return CpuAttention(pool, dtype=dtype, num_threads=num_threads, kinds=kinds, **shape)
     if name == "flashinfer":
         add_scripts_to_path()
         log.info("attention: compiling FlashInfer's kernels, minutes, once on this machine")

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from replicas.attention.cpu import CpuAttention
 from replicas.attention.registry import make_attention
-from replicas.attention.torch_native import TorchNativeAttention
+from replicas.attention.torch_native import PLAIN, TorchNativeAttention
+from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import kv_pool
@@ -17,22 +18,30 @@ from tests.attention_steps import SmallPool, Step, make_step
 make_cpu = functools.partial(CpuAttention, dtype=torch.float32)
 
 
-def cpu(step: Step, *, threads: int = 2) -> Tensor:
+def sinks_of(step: Step, kind: AttentionKind) -> Tensor | None:
+    """Scores of the heads' sinks, of the size of others."""
+    return torch.linspace(-2.0, 3.0, step.q.shape[1]) if kind.sinks else None
+
+
+def cpu(step: Step, *, threads: int = 2, kind: AttentionKind = PLAIN) -> Tensor:
     heads, kv_heads, head_dim = step.q.shape[1], step.k.shape[1], step.q.shape[2]
-    backend = make_cpu(step.pool, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, num_threads=threads)
+    backend = make_cpu(
+        step.pool, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, num_threads=threads,
+        kinds=() if kind == PLAIN else (kind,),
+    )  # fmt: skip
     backend.begin(step.batch)
-    return backend.forward(0, step.q, step.k, step.v)
+    return backend.forward(0, step.q, step.k, step.v, sinks_of(step, kind))
 
 
-def oracle(step: Step) -> Tensor:
-    backend = TorchNativeAttention(step.pool)
+def oracle(step: Step, *, kind: AttentionKind = PLAIN) -> Tensor:
+    backend = TorchNativeAttention(step.pool, (kind,))
     backend.begin(step.batch)
-    return backend.forward(0, step.q, step.k, step.v)
+    return backend.forward(0, step.q, step.k, step.v, sinks_of(step, kind))
 
 
-def error(step: Step, *, threads: int = 2) -> float:
-    got = cpu(step, threads=threads).clone()  # stores K and V first, so the oracle reads what it stored
-    return float((got - oracle(step)).abs().max())
+def error(step: Step, *, threads: int = 2, kind: AttentionKind = PLAIN) -> float:
+    got = cpu(step, threads=threads, kind=kind).clone()  # stores K and V first, so the oracle reads what it stored
+    return float((got - oracle(step, kind=kind)).abs().max())
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 256])

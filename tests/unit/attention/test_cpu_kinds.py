@@ -1,0 +1,140 @@
+"""The fast CPU attention of layers that do more than plain causal attention: against the oracle, and its promises."""
+
+import random
+
+import pytest
+import torch
+
+from replicas.attention.cpu import CHUNK, CpuAttention, decode_tasks
+from replicas.attention.torch_native import PLAIN, TorchNativeAttention
+from replicas.config import AttentionKind
+from tests.attention_steps import SmallPool, make_step
+from tests.unit.attention.test_cpu_attention import cpu, error, oracle, pick
+
+KINDS = {
+    "scale": AttentionKind(scale=0.31),
+    "window": AttentionKind(window=70),
+    "narrow window": AttentionKind(window=1),
+    "chunk": AttentionKind(chunk=96),
+    "window and chunk": AttentionKind(window=150, chunk=200),
+    "soft cap": AttentionKind(soft_cap=3.0, scale=0.4),
+    "sinks": AttentionKind(sinks=True),
+    "all": AttentionKind(scale=0.2, window=130, soft_cap=5.0, sinks=True),
+}
+DECODING = [(n, 1) for n in (0, 1, 69, 70, 127, 128, 400)]
+EXTENDING = [(0, 1), (0, 200), (64, 63), (33, 2), (330, 65), (96, 16)]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_decode_and_extend_equal_the_oracle(kind: AttentionKind) -> None:
+    assert error(make_step(DECODING), kind=kind) < 1e-5
+    assert error(make_step(EXTENDING, page_size=7), kind=kind) < 1e-5
+    mixed = make_step([*EXTENDING, *DECODING], num_decode=len(DECODING))
+    assert error(mixed, kind=kind) < 1e-5
+    assert (oracle(mixed, kind=kind) - oracle(mixed)).abs().max() > 0.01, "the kind does something"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps_of_random_kinds_equal_the_oracle(seed: int) -> None:
+    """Lengths, windows, page sizes, number formats, heads of a group, shared prefixes and mixed steps."""
+    draw = random.Random(seed)
+    kind = AttentionKind(
+        scale=draw.choice([None, 0.3]),
+        window=draw.choice([None, draw.randint(1, 40), draw.randint(41, 500)]),
+        chunk=draw.choice([None, None, draw.randint(1, 300)]),
+        soft_cap=draw.choice([None, draw.uniform(1.0, 30.0)]),
+        sinks=draw.choice([True, False]),
+    )
+    page_size, common = draw.choice([1, 5, 16, 64]), draw.randint(10, 330)
+    common -= common % page_size
+    decoding = [(common + draw.randint(0, 300), 1) for _ in range(draw.randint(2, 9))]
+    extending = [(draw.randint(0, 300), draw.randint(1, 150)) for _ in range(draw.randint(0, 3))]
+    group = [i + len(extending) for i in range(len(decoding)) if draw.random() < 0.7]
+    heads = draw.choice([(4, 4), (9, 3), (8, 1)])
+    step = make_step(
+        [*extending, *decoding],
+        num_heads=heads[0], num_kv_heads=heads[1], head_dim=draw.choice([16, 64]), page_size=page_size,
+        seed=seed, num_decode=len(decoding), kv_dtype=draw.choice([None, None, "bfloat16", "int8", "fp8"]),
+        shared=[(group, common)] if len(group) > 1 and common else (),
+    )  # fmt: skip
+    assert error(step, threads=1 + seed % 2, kind=kind) < 2e-5, kind
+
+
+@pytest.mark.parametrize("name", ["window", "chunk", "all"])
+def test_a_result_is_the_same_bit_for_bit_alone_in_a_batch_a_group_and_in_chunks(name: str) -> None:
+    kind = KINDS[name]
+    lengths = [(0, 150), (30, 40), (700, 1), (640, 1), (600, 1), (129, 1)]
+    step = make_step(lengths, num_decode=4, shared=[([2, 3, 4], 592)])
+    together = cpu(step, kind=kind).clone()
+    step.batch.prefix_groups = ()
+    assert torch.equal(cpu(step, kind=kind), together)
+    for b, at in ((2, 190), (4, 192), (5, 193)):
+        alone = pick(step, [b])
+        alone.batch.is_decode = True
+        assert torch.equal(cpu(alone, threads=1, kind=kind)[0], together[at])
+    for first, last in ((0, 77), (77, 150)):
+        part = pick(step, [0])
+        batch = part.batch
+        batch.qo_indptr = torch.tensor([0, last - first], dtype=torch.int32)
+        batch.prefix_lens, batch.seq_lens = torch.tensor([first]).int(), torch.tensor([last]).int()
+        batch.out_slots, batch.num_tokens = batch.out_slots[first:last], last - first
+        part.q, part.k, part.v = part.q[first:last], part.k[first:last], part.v[first:last]
+        assert torch.equal(cpu(part, kind=kind), together[first:last])
+
+
+def test_pages_wholly_outside_the_window_are_not_read() -> None:
+    """They may be another's by now: here they hold NaN."""
+    step = make_step([(150, 40), (300, 1), (17, 1)], page_size=16, num_decode=2)
+    pool, batch, kind = step.pool, step.batch, AttentionKind(window=50)
+    assert isinstance(pool, SmallPool)
+    wanted = cpu(step, kind=kind).clone()
+    for request, first in ((0, 150 - 49), (1, 301 - 50)):
+        row, num_pages = batch.table[batch.rows[request]], first // 16
+        pool.data[row[: 16 * num_pages : 16].long() // 16] = float("nan")
+    assert torch.isnan(cpu(step)).any(), "they are read without a window"
+    assert torch.equal(cpu(step, kind=kind), wanted)
+
+
+def test_a_window_makes_tasks_of_what_it_sees_alone() -> None:
+    """Contexts of 1,000 and 300 over a common prefix of 256: of the second's window of 200, chunk 0 is cut."""
+    seq_lens = torch.tensor([1000, 300, 280], dtype=torch.int32).numpy()
+    group = make_step([(299, 1), (279, 1)], shared=[([0, 1], 256)]).batch.prefix_groups[0]
+    group.members[:] = [1, 2]
+    cut = decode_tasks(seq_lens, [group], first=0, max_members=8, first_seen=seq_lens - 200)
+    tasks = [(cut.members[at : at + n].tolist(), chunk, skip) for at, n, chunk, skip in cut.tasks.tolist()]
+    assert tasks == [
+        ([1, 2], 1, 0), ([0], 6, 800 - 6 * CHUNK), ([0], 7, 0), ([1], 0, 100), ([1], 2, 0), ([2], 0, 80), ([2], 2, 0)
+    ]  # fmt: skip
+    assert cut.first_partial.tolist() == [0, 2, 5, 8]
+    assert cut.chunk_zero.tolist() == [-6, 2, 5]
+
+
+def test_layers_of_several_kinds_run_one_after_the_other_and_in_the_stages_of_a_program() -> None:
+    """Of four layers two share what they see; each has its own scale."""
+    kinds = (AttentionKind(window=40), PLAIN, AttentionKind(window=40, scale=0.5), AttentionKind(soft_cap=2.0))
+    step = make_step([(300, 1), (20, 1)], num_layers=4)
+    backend = CpuAttention(
+        step.pool, dtype=torch.float32, num_heads=9, num_kv_heads=3, head_dim=64, num_threads=2, kinds=kinds
+    )
+    plain = TorchNativeAttention(step.pool, kinds)
+    backend.begin(step.batch)
+    plain.begin(step.batch)
+    results = []
+    for layer in range(4):
+        results.append(backend.forward(layer, step.q, step.k, step.v).clone())
+        assert float((results[-1] - plain.forward(layer, step.q, step.k, step.v)).abs().max()) < 1e-5
+    assert all(float((results[i] - results[i - 1]).abs().max()) > 0.01 for i in range(4))
+    out = torch.empty_like(results[0])
+    stages, counters = backend.decode_stages(4, step.q, step.k, step.v, out), torch.zeros(16, dtype=torch.int64)
+    assert backend.set_stages()
+    for stage, wanted in zip(stages, results, strict=True):
+        counters.zero_()
+        backend._team.run(*stage.prepare(2, counters.data_ptr()))
+        assert (out - wanted).abs().max() == 0
+    sinking = CpuAttention(
+        step.pool, dtype=torch.float32, num_heads=9, num_kv_heads=3, head_dim=64, num_threads=2,
+        kinds=(AttentionKind(sinks=True),),
+    )  # fmt: skip
+    sinking.begin(step.batch)
+    sinking.decode_stages(1, step.q, step.k, step.v, out)
+    assert not sinking.set_stages(), "sinks come with each call"
