@@ -134,6 +134,7 @@ def load_engine(
         host=host,
         record_events=record_events,
     )
+    kv.window = config.model.window
     if copier is not None and kv.store.tiers is not None and config.cache.store is not None:
         kv.store_tier = open_store_tier(config, kv.store.tiers, copier)
     connected = None

@@ -16,7 +16,11 @@ class FakeDevice:
     shared between unequal prompts therefore changes the output, or fails an assertion here.
     """
 
-    def __init__(self, *, num_slots: int, num_rows: int, row_len: int, vocab_size: int = 1000) -> None:
+    def __init__(
+        self, *, num_slots: int, num_rows: int, row_len: int, vocab_size: int = 1000, window: int | None = None
+    ) -> None:
+        """``window``: the last tokens that make the next one; None: all."""
+        self.window = window
         self.tokens = np.full(num_slots, -1, dtype=np.int64)
         self.positions = np.full(num_slots, -1, dtype=np.int64)
         self.table = np.zeros((num_rows, row_len), dtype=np.int64)
@@ -70,8 +74,9 @@ class FakeDevice:
         self.num_computed += len(slots)
 
     def _next(self, row: int, seq_len: int) -> int:
-        slots = self.table[row, :seq_len]
-        assert (self.positions[slots] == np.arange(seq_len)).all(), f"row {row} reads slots of other positions"
+        first = 0 if self.window is None else max(0, seq_len - self.window)
+        slots = self.table[row, first:seq_len]
+        assert (self.positions[slots] == np.arange(first, seq_len)).all(), f"row {row} reads slots of other positions"
         return next_token(self.tokens[slots], self.vocab_size)
 
 
@@ -91,9 +96,9 @@ def next_token(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> int:
     return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % vocab_size
 
 
-def continuation(prompt: Sequence[int], length: int, vocab_size: int = 1000) -> list[int]:
+def continuation(prompt: Sequence[int], length: int, vocab_size: int = 1000, window: int | None = None) -> list[int]:
     """Return the ``length`` tokens that FakeDevice makes after ``prompt``."""
     ids = list(prompt)
     for _ in range(length):
-        ids.append(next_token(ids, vocab_size))
+        ids.append(next_token(ids if window is None else ids[-window:], vocab_size))
     return ids[len(prompt) :]

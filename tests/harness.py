@@ -45,8 +45,10 @@ class Bench:
         max_running: int = 8,
         context_len: int = 128,
         prefix_cache: str = "radix",
+        window: int | None = None,
         **scheduler: object,
     ) -> None:
+        """``window``: the tokens that the model sees; None: all."""
         self.clock = Clock()
         self.kv = KvCache(
             num_pages=num_pages,
@@ -56,10 +58,11 @@ class Bench:
             cache=CacheConfig(prefix_cache=prefix_cache),
             clock=self.clock,
         )
+        self.kv.window = window
         config = replace(SchedulerConfig(chunked_prefill_size=16), **scheduler)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.kv, config, max_running=max_running, clock=self.clock)
         self.device = FakeDevice(
-            num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=context_len + 4
+            num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=context_len + 4, window=window
         )
         self.plans: list[StepPlan] = []
         self.reqs: list[Req] = []
@@ -89,7 +92,7 @@ class Bench:
         for req in self.reqs:
             assert req.finish is not None
             made = req.output_ids.tolist()
-            assert made == continuation(req.ids[: req.prompt_len].tolist(), len(made)), req.rid
+            assert made == continuation(req.ids[: req.prompt_len].tolist(), len(made), window=self.kv.window), req.rid
             assert req.finish.reason is not FinishReason.LENGTH or len(made) == req.sampling.max_new_tokens
         pool = self.kv.store.stats()
         assert pool.free_pages + pool.evictable_pages == pool.num_pages
@@ -142,14 +145,17 @@ def fake_engine(
     prefix_cache: str = "radix",
     clock: Callable[[], float] = time.monotonic,
     wire: FakeWire | None = None,
+    window: int | None = None,
     **scheduler: object,
 ) -> tuple[Engine, FakeDevice]:
     """Make a real engine (tokenizer, scheduler, pools) over a fake device. Context 128, no end-of-text id.
 
     Args: execute: runs a step at once, in place of the device's `launch`.
-          wire: what its hand-offs go over; None: it takes part in none.
+          wire: what its hand-offs go over; None: it takes part in none. window: the tokens that the model sees.
     """
-    device = FakeDevice(num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=132)
+    device = FakeDevice(
+        num_slots=(num_pages + 1) * page_size, num_rows=max_running + 1, row_len=132, window=window
+    )
     config = resolve(
         model_config(),
         Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 30),
@@ -165,6 +171,7 @@ def fake_engine(
         record_events=record_events,
         clock=clock,
     )
+    kv.window = window
     engine = Engine(
         config,
         kv=kv,

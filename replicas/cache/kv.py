@@ -5,6 +5,10 @@ Never:     decides which request runs or is retracted (scheduler/); touches K/V 
            from ``store`` directly (engine/): this door is for changes.
 Invariant: free + evictable + protected + reserved + quarantined == capacity, and each page is in exactly one of these
            (cache/audit.py). A call that raises has taken nothing.
+Window:    where no layer sees further back than ``window`` tokens, a request that decodes holds no page before that:
+           its lock is given back once all that it locks is unseen, and its own pages go back one by one. The tree keeps
+           prefixes whole, as its invariants want: a prompt's pages stay there, evictable, and an answer that has lost
+           pages adds none. A prompt in progress keeps its pages.
 Thread:    scheduler thread only.
 
     admit ──> extend ──> commit ──> extend ... extend_decode ... ──> release
@@ -32,6 +36,8 @@ from replicas.memory.allocator import Pages, Slots
 from replicas.memory.table import ReqToTokenPool, Write
 from replicas.request import Holding, Req
 from replicas.types import TokenIds
+
+SLACK = 2  # tokens that are kept before a window: those that a step still under way sees
 
 
 class KvCache:
@@ -65,6 +71,7 @@ class KvCache:
         self._table = ReqToTokenPool(max_requests, context_len)
         self._holders: dict[int, Req] = {}  # by row
         self.store_tier: StoreTier | None = None  # set once, by who starts the engine
+        self.window: int | None = None  # likewise: the most tokens that any layer sees; None: all
 
     @property
     def capacity_tokens(self) -> int:
@@ -208,7 +215,25 @@ class KvCache:
         self._table.append_each(rows, kv_lens, slots)
         for holding in holdings:
             holding.kv_len += 1
+        if self.window is not None:
+            for req in reqs:
+                self._leave_behind(req, self.window + SLACK)
         return slots
+
+    def _leave_behind(self, req: Req, seen: int) -> None:
+        """Stop holding the pages of ``req`` before its last ``seen`` tokens, and its lock when all of that is there."""
+        holding, ps = _holding(req), self.page_size
+        unseen = (holding.kv_len - seen) // ps * ps
+        start = max(holding.prefix_len, holding.gone_len)
+        if unseen < start or unseen <= holding.gone_len:
+            return
+        if holding.prefix_len:
+            root = self._cache.match_prefix(req.ids[:0], req.salt, count_hit=False).node
+            self._cache.dec_lock_ref(_lock(holding))
+            holding.lock, holding.prefix_len = self._cache.inc_lock_ref(root), 0
+        if unseen > start:
+            self._allocator.free(self._row_pages(holding.row, start, unseen))
+        holding.gone_len = unseen
 
     def commit(self, req: Req) -> None:
         """Give the whole pages of the ``computed_len`` tokens to the prefix cache (cache_unfinished_req, SPEC E09).
@@ -219,7 +244,7 @@ class KvCache:
         holding, ps = _holding(req), self.page_size
         assert req.computed_len <= holding.kv_len, f"request {req.rid} computed {req.computed_len} of {holding.kv_len}"
         whole, prefix_len = req.computed_len // ps * ps, holding.prefix_len
-        if whole <= prefix_len:
+        if whole <= prefix_len or holding.gone_len:
             return
         pages = self._row_pages(holding.row, 0, whole)
         already = self._cache.insert(req.ids[:whole], pages, req.salt, priority=req.priority)
@@ -244,7 +269,7 @@ class KvCache:
         if keep:
             self.commit(req)
         holding = _holding(req)
-        private = self._row_pages(holding.row, holding.prefix_len, holding.kv_len)
+        private = self._row_pages(holding.row, max(holding.prefix_len, holding.gone_len), holding.kv_len)
         self._forget(req)
         self._cache.dec_lock_ref(_lock(holding))
         self._allocator.free(private)
@@ -255,6 +280,7 @@ class KvCache:
         Args: locked: the peer may read the pages that ``req`` shares with the tree too: they stay locked.
         """
         holding = _holding(req)
+        assert not holding.gone_len, f"request {req.rid} has decoded: no peer knows its pages"
         lock = _lock(holding)
         receipt = Detained(
             req.rid, self._row_pages(holding.row, holding.prefix_len, holding.kv_len), lock if locked else None
@@ -272,6 +298,7 @@ class KvCache:
     def pages(self, req: Req, first: int, end: int) -> Pages:
         """Return the ids of pages [first, end) of the sequence of ``req``: [end - first]; the last may be partial."""
         holding = _holding(req)
+        assert first * self.page_size >= holding.gone_len, f"request {req.rid} has given pages back"
         return self._row_pages(holding.row, first * self.page_size, min(end * self.page_size, holding.kv_len))
 
     def available_tokens(self) -> int:

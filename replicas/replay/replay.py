@@ -87,6 +87,11 @@ def extract_from_kvpool(engine: Engine, req: Req, token_range: tuple[int, int]) 
     start, end = token_range
     if not 0 <= start <= end <= req.computed_len:
         raise ValueError(f"request {req.rid}: K/V of [{start}, {end}) is wanted, of [0, {req.computed_len}) is there")
+    if req.holding is not None and start < min(req.holding.gone_len, end):
+        raise InvalidRequest(
+            f"request {req.rid}: the K/V of its first {req.holding.gone_len} tokens was given back: no layer's window "
+            "reaches them; take a snapshot sooner"
+        )
     port = _port(engine)
     slots = engine.kv.slots_of(req, start, end) if end > start else np.empty(0, dtype=np.int32)
     meta = PayloadMeta(

@@ -41,11 +41,13 @@ actions = st.lists(
 class Run:
     """An engine, its requests and their deltas."""
 
-    def __init__(self, num_pages: int, page_size: int, *, overlap: str, mixed_steps: bool) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, overlap: str, mixed_steps: bool, window: int | None = None
+    ) -> None:
         self.clock = Clock()
         self.engine, _ = fake_engine(
             num_pages=num_pages, page_size=page_size, max_running=4, clock=self.clock, overlap=overlap,
-            mixed_steps=mixed_steps, new_token_ratio=0.3,
+            mixed_steps=mixed_steps, new_token_ratio=0.3, window=window,
         )
         self.asked: dict[str, GenerateRequest] = {}
         self.told: dict[str, list[TokenDelta]] = defaultdict(list)
@@ -80,7 +82,7 @@ class Run:
 
 def ending(engine: Engine, prompt: list[int], length: int, end: str, after: int) -> dict[str, object]:
     """Sampling parameters by which the answer to ``prompt`` ends at its token ``after``, if it does not before."""
-    made = continuation(prompt, after)
+    made = continuation(prompt, after, window=engine.kv.window)
     match end:
         case "token":
             return {"stop_token_ids": (made[-1],)}
@@ -94,10 +96,10 @@ def ending(engine: Engine, prompt: list[int], length: int, end: str, after: int)
     return {}
 
 
-def expected(request: GenerateRequest, *, stop_id: int | None) -> list[int]:
+def expected(request: GenerateRequest, *, stop_id: int | None, window: int | None) -> list[int]:
     """The ids of its whole answer, if no stop string ends it."""
     sampling = request.sampling
-    made = continuation(request.token_ids.tolist(), sampling.max_new_tokens)
+    made = continuation(request.token_ids.tolist(), sampling.max_new_tokens, window=window)
     for count, token in enumerate(made, start=1):
         if token == stop_id and count >= sampling.min_new_tokens:
             return made[:count]
@@ -107,12 +109,14 @@ def expected(request: GenerateRequest, *, stop_id: int | None) -> list[int]:
 @settings(max_examples=120, deadline=None)
 @given(
     actions=actions, page_size=st.sampled_from([1, 4, 16]), spare=st.integers(0, 60), mixed_steps=st.booleans(),
+    window=st.sampled_from([None, None, 3, 9]),
 )
 def test_every_answer_is_the_oracles_with_steps_made_ahead(
-    actions: list[tuple[object, ...]], page_size: int, spare: int, mixed_steps: bool
+    actions: list[tuple[object, ...]], page_size: int, spare: int, mixed_steps: bool,
+    window: int | None,
 ) -> None:
     longest = max(len(prefix) for prefix in PREFIXES) + 8 + 20
-    run = Run(-(-(longest + spare) // page_size), page_size, overlap="on", mixed_steps=mixed_steps)
+    run = Run(-(-(longest + spare) // page_size), page_size, overlap="on", mixed_steps=mixed_steps, window=window)
     for action in actions:
         match action:
             case ("arrive", int(prefix), list(tail), int(length), str(end), int(after), float() | None as deadline_s):
@@ -139,7 +143,7 @@ def check_answer(engine: Engine, request: GenerateRequest, told: list[TokenDelta
     finish, ids = told[-1].finish, [token for delta in told for token in delta.token_ids]
     assert finish is not None
     stops = request.sampling.stop_token_ids
-    whole = expected(request, stop_id=next(iter(stops)) if stops else None)
+    whole = expected(request, stop_id=next(iter(stops)) if stops else None, window=engine.kv.window)
     assert ids == whole[: len(ids)]
     assert told[-1].usage.completion_tokens == len(ids)
     text = "".join(delta.text for delta in told)

@@ -47,6 +47,7 @@ def step(bench: Bench, *, mixed: bool) -> None:
     policy=st.sampled_from(get_args(QueuePolicy)),
     mixed=st.booleans(),
     priorities=st.sampled_from(["off", "on"]),
+    window=st.sampled_from([None, None, 3, 9]),
 )
 def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     actions: list[tuple[object, ...]],
@@ -58,6 +59,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
     policy: str,
     mixed: bool,
     priorities: str,
+    window: int | None,
 ) -> None:
     """DESIGN.md section 3: Pool, Table, Radix, Same answer, Salt and Request, after every step."""
     longest = max(len(prefix) for prefix in PREFIXES) + 12 + 20  # one request alone always fits
@@ -66,6 +68,7 @@ def test_every_request_ends_with_the_oracles_answer_and_nothing_leaks(
         page_size=page_size,
         max_running=4,
         prefix_cache=prefix_cache,
+        window=window,
         chunked_prefill_size=chunk,
         new_token_ratio=ratio,
         min_new_token_ratio=min(ratio, 0.1),
