@@ -185,6 +185,22 @@ class ModelConfig:
         to_keys, to_values = (mla.kv_lora_rank, mla.qk_nope_head_dim), (mla.v_head_dim, mla.kv_lora_rank)
         return [(down, self.hidden_size), query, *[to_keys] * heads, *[to_values] * heads, after]
 
+    @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        """The inner sizes of its MLPs, experts and the shared expert among them: what ranks share evenly."""
+        moe = self.moe
+        if moe is None:
+            return (self.intermediate_size,)
+        shared = (moe.shared_intermediate_size,) if moe.shared_intermediate_size else ()
+        return (moe.intermediate_size, *shared, *((self.intermediate_size,) if moe.dense_layers else ()))
+
+    @property
+    def widest_inner(self) -> int:
+        """Numbers of a token inside its widest MLP, or inside all of its experts."""
+        moe = self.moe
+        dense = self.intermediate_size if moe is None or moe.dense_layers else 0
+        return dense if moe is None else max(dense, moe.top_k * moe.intermediate_size + moe.shared_intermediate_size)
+
     def tp_sizes(self) -> list[int]:
         """Tensor-parallel sizes that split the heads evenly: divisors of the query heads that divide, or are
         multiples of, the KV heads; those that a module of Transformers can be split over."""
@@ -194,7 +210,7 @@ class ModelConfig:
             tp
             for tp in range(1, self.num_heads + 1)
             if self.num_heads % tp == 0
-            and self.intermediate_size % tp == 0
+            and all(size % tp == 0 for size in self.inner_sizes)
             and (self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0)
         ]
 
@@ -519,10 +535,10 @@ def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
     if tp not in model.tp_sizes():
         yield (
             f"parallel.tp = {tp} does not split {model.num_heads} query heads, {model.num_kv_heads} KV heads "
-            f"and an MLP of {model.intermediate_size} evenly; sizes that work for this model: {model.tp_sizes()}"
+            f"and an MLP of {_listed(model.inner_sizes)} evenly; sizes that work for this model: {model.tp_sizes()}"
         )
         return
-    shared = (model.attended_size, model.intermediate_size)
+    shared = (model.attended_size, *model.inner_sizes)
 
     def served(ranks: int) -> bool:
         return not any(cut_by(inputs, ranks) for inputs in shared)
@@ -530,7 +546,11 @@ def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:
     if model.quantization != "none" and not served(tp):
         yield (
             f"parallel.tp = {tp} with model.quantization = {model.quantization!r}: {shared[0] // tp} inputs of the "
-            f"product after attention and {shared[1] // tp} of the MLP's last on each rank would cut groups that share "
-            f"a scale ({RULES[model.quantization]}); sizes that work for this model: "
+            f"product after attention and {_listed(size // tp for size in shared[1:])} of the MLP's last on each rank "
+            f"would cut groups that share a scale ({RULES[model.quantization]}); sizes that work for this model: "
             f"{[ranks for ranks in model.tp_sizes() if served(ranks)]}"
         )
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return " and ".join(map(str, sizes))

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from replicas.config import AttentionKind, DType, ModelConfig, RopeConfig
-from replicas.errors import UnsupportedModel
+from replicas.config import AttentionKind, DType, ModelConfig, MoEConfig, RopeConfig
+from replicas.errors import InvalidConfig, UnsupportedModel
 
 ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
 
@@ -37,13 +37,14 @@ def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int
         rope=_rope_from_hf(path, hf),
         context_len=contexts(hf)[0],
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        attention_bias=qwen2 or bool(hf.get("attention_bias", False)),
+        attention_bias=bool(hf.get("qkv_bias", True) if qwen2 else hf.get("attention_bias", False)),
         output_bias=not qwen2 and bool(hf.get("attention_bias", False)),
         mlp_bias=bool(hf.get("mlp_bias", False)),
         qk_norm=architecture.startswith("Qwen3"),
         eos_ids=eos_ids,
         dtype=dtype,
         attention_kinds=_kinds_from_hf(architecture, hf),
+        moe=_moe_from_hf(path, architecture, hf),
     )
 
 
@@ -171,3 +172,52 @@ def model_config_from_outline(
         num_weights=outline.num_weights,
         outlined_tp_sizes=outline.tp_sizes,
     )
+
+
+def _moe_from_hf(path: str, architecture: str, hf: Mapping[str, Any]) -> MoEConfig | None:
+    """Read the experts of a family that has them. Raises: InvalidConfig for numbers that do not fit together."""
+    if architecture.startswith("Mixtral"):
+        moe = MoEConfig(
+            num_experts=int(hf["num_local_experts"]),
+            top_k=int(hf["num_experts_per_tok"]),
+            intermediate_size=int(hf["intermediate_size"]),
+            normalize=True,
+        )
+    elif architecture.startswith(("Qwen2Moe", "Qwen3Moe")):
+        dense, step = hf.get("mlp_only_layers") or (), int(hf.get("decoder_sparse_step") or 1)
+        second = architecture.startswith("Qwen2Moe")
+        moe = MoEConfig(
+            num_experts=int(hf.get("num_experts") or hf["num_local_experts"]),  # Transformers 5 writes the latter
+            top_k=int(hf["num_experts_per_tok"]),
+            intermediate_size=int(hf["moe_intermediate_size"]),
+            normalize=bool(hf.get("norm_topk_prob", False)),
+            shared_intermediate_size=int(hf["shared_expert_intermediate_size"]) if second else 0,
+            shared_gate=second,
+            dense_layers=tuple(i for i in range(int(hf["num_hidden_layers"])) if i in dense or (i + 1) % step),
+        )
+    elif architecture.startswith(("DeepseekV2", "DeepseekV3")):
+        third = architecture.startswith("DeepseekV3")
+        limited = third or hf.get("topk_method") == "group_limited_greedy"
+        moe = MoEConfig(
+            num_experts=int(hf["n_routed_experts"]),
+            top_k=int(hf["num_experts_per_tok"]),
+            intermediate_size=int(hf["moe_intermediate_size"]),
+            scoring="sigmoid" if third else "softmax",
+            normalize=third and bool(hf.get("norm_topk_prob", True)),  # Transformers' V2 never does
+            scaling=float(hf.get("routed_scaling_factor") or 1.0),
+            num_groups=int(hf.get("n_group") or 1) if limited else 1,
+            top_groups=int(hf.get("topk_group") or 1) if limited else 1,
+            group_score="top2" if third else "max",
+            score_bias=third,
+            shared_intermediate_size=int(hf.get("n_shared_experts") or 0) * int(hf["moe_intermediate_size"]),
+            dense_layers=tuple(range(int(hf.get("first_k_dense_replace") or 0))),
+        )
+    else:
+        return None
+    per_group, left = divmod(moe.num_experts, moe.num_groups)
+    if left or moe.top_groups > moe.num_groups or not 1 <= moe.top_k <= per_group * moe.top_groups:
+        raise InvalidConfig(
+            f"{path}: {moe.top_k} experts a token cannot be chosen from {moe.top_groups} of {moe.num_groups} groups of "
+            f"{moe.num_experts} experts in all"
+        )
+    return moe

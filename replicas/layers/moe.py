@@ -29,6 +29,7 @@ from replicas.layers.layer import Layer, Put, Whole
 from replicas.layers.linear import GatedMLP, Matmul, add_over_ranks, pack_as, share, silu_mul
 from replicas.layers.tp_group import TpGroup
 
+NAMES = ("gate_proj", "up_proj", "down_proj")
 ALWAYS = MoEConfig(num_experts=1, top_k=1, intermediate_size=0, scoring="sigmoid")  # the choice of one, with its weight
 
 
@@ -78,9 +79,9 @@ class ExactLinear(Layer):
         self._matmul = Matmul()
 
     def slots(self) -> Mapping[str, Put]:
-        return {"weight": self._put}
+        return {"weight": self.put}
 
-    def _put(self, tensor: Tensor) -> None:
+    def put(self, tensor: Tensor) -> None:
         self._loaded = tensor
 
     def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
@@ -217,11 +218,12 @@ class MoE(Layer):
     """The experts of one block. Names in checkpoints: ``gate`` (the router), ``experts``, ``shared_experts`` of
     DeepSeek's, ``shared_expert`` and ``shared_expert_gate`` of Qwen2-MoE's."""
 
-    def __init__(self, config: MoEConfig, tp: TpGroup) -> None:
+    def __init__(self, config: MoEConfig, tp: TpGroup, *, names: tuple[str, str, str] = NAMES) -> None:
+        """``names``: of an expert's gate, up and down in checkpoints."""
         number = config.num_experts
         self.gate = Gate(config)
-        self.gate_up = ExpertsLinear("", ("gate_proj", "up_proj"), "gate_up_proj", dim=0, number=number, tp=tp)
-        self.down = ExpertsLinear("experts.", ("down_proj",), "down_proj", dim=1, number=number, tp=tp)
+        self.gate_up = ExpertsLinear("", names[:2], "gate_up_proj", dim=0, number=number, tp=tp)
+        self.down = ExpertsLinear("experts.", names[2:], "down_proj", dim=1, number=number, tp=tp)
         self.shared = GatedMLP(tp=tp, bias=False) if config.shared_intermediate_size else None
         self.shared_gate = Gate(ALWAYS) if config.shared_gate else None
         self._tp = tp

@@ -65,15 +65,20 @@ def weight_bytes(model: ModelConfig, tp: int) -> int:
     if model.num_weights:
         return model.num_weights * DTYPE_BYTES[model.dtype]  # an upper bound: ranks hold some of them whole
     hidden, attention = model.hidden_size, model.attention_products(tp)
-    mlp, vocab = model.intermediate_size // tp, -(-model.vocab_size // tp)
-    products = [*attention, (2 * mlp, hidden), (hidden, mlp)]  # (out, in), of a block
+    mlp, vocab, moe = model.intermediate_size // tp, -(-model.vocab_size // tp), model.moe
     tables = [(vocab, hidden)] * (1 if model.tie_embeddings else 2)
     biases = model.attention_bias * attention[0][0] + model.output_bias * hidden + model.mlp_bias * (2 * mlp + hidden)
     vectors = model.num_layers * (biases + 2 * hidden + model.qk_norm * 2 * model.head_dim) + hidden
     of_products, of_tables = model.weight_number_bytes
-    blocks = model.num_layers * sum(rows * row for rows, row in products)
+    dense = model.num_layers if moe is None else len(moe.dense_layers)
+    blocks = model.num_layers * sum(rows * row for rows, row in attention) + dense * 3 * hidden * mlp
+    exact = 0  # bytes of what is never rounded
+    if moe is not None:
+        inner, sparse = moe.num_experts * moe.intermediate_size + moe.shared_intermediate_size, model.num_layers - dense
+        blocks += sparse * 3 * hidden * inner // tp
+        exact = sparse * 4 * (moe.num_experts * (hidden + moe.score_bias) + moe.shared_gate * hidden)
     numbers = blocks * of_products + sum(rows * row for rows, row in tables) * of_tables
-    return int(numbers) + vectors * DTYPE_BYTES[model.dtype]
+    return int(numbers) + vectors * DTYPE_BYTES[model.dtype] + exact
 
 
 def kv_bytes_by_reserve(free_before: int, free_after: int, reserve_ratio: float) -> int:

@@ -7,6 +7,7 @@ Source:    Touvron et al. 2023 (arXiv:2302.13971); Jiang et al. 2023 (arXiv:2310
 
 import functools
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ from torch import Tensor
 from replicas.attention.base import AttentionBackend, BatchMeta, HeadTurn, RotatingAttention
 from replicas.config import ModelConfig
 from replicas.layers.embedding import ParallelLMHead, RotaryEmbedding, Rotation, VocabParallelEmbedding
-from replicas.layers.fused import FusedBlocks, StagedAttention
+from replicas.layers.fused import Block, FusedBlocks, StagedAttention
 from replicas.layers.layer import Layer, computes_in
 from replicas.layers.linear import GatedMLP, QKVParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
 from replicas.layers.tp_group import TpGroup
+
+if TYPE_CHECKING:
+    from replicas.layers.moe import MoE
 
 
 class LlamaAttention(Layer):
@@ -76,7 +80,11 @@ class LlamaBlock(Layer):
         self.input_norm = RMSNorm(config.rms_norm_eps)
         self.attn = self.attention(config, index, tp, backend)
         self.post_norm = RMSNorm(config.rms_norm_eps)
-        self.mlp = GatedMLP(tp=tp, bias=config.mlp_bias)
+        self.mlp = self.feed_forward(config, index, tp)
+
+    def feed_forward(self, config: ModelConfig, index: int, tp: TpGroup) -> "GatedMLP | MoE":
+        """Make what comes after attention."""
+        return GatedMLP(tp=tp, bias=config.mlp_bias)
 
     def parts(self) -> Mapping[str, Layer]:
         return {
@@ -117,11 +125,12 @@ class Llama(Layer):
     @functools.cached_property
     def fused(self) -> FusedBlocks | None:
         """The programs for steps of up to ``max_rows`` tokens; None if the layers run all steps."""
-        if self._tp.device.type != "cpu" or self._tp.size > 1:
-            return None
+        if self._tp.device.type != "cpu" or self._tp.size > 1 or self.config.moe is not None:
+            return None  # experts are chosen in the middle of a block
         backend = getattr(self._attention, "ready", self._attention)  # behind what the runner puts before it
         staged = backend if isinstance(backend, StagedAttention) else None
-        return FusedBlocks(self.blocks, self.norm, self._attention.forward, torch.get_num_threads(), staged)
+        blocks = cast("list[Block]", self.blocks)  # whose MLPs are dense
+        return FusedBlocks(blocks, self.norm, self._attention.forward, torch.get_num_threads(), staged)
 
     def parts(self) -> Mapping[str, Layer]:
         blocks = {f"model.layers.{i}": block for i, block in enumerate(self.blocks)}

@@ -1,6 +1,7 @@
 """The class that runs a model: ours, by the architecture of Hugging Face's config.json, or Transformers' own module."""
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, cast
 
 from replicas.config import ModelConfig
 from replicas.errors import UnsupportedModel
@@ -17,6 +18,13 @@ MODELS: dict[str, type[Llama]] = {
     "Qwen3ForCausalLM": Qwen3,
 }
 
+# imported where a model needs them
+LATER = {
+    "MixtralForCausalLM": ("replicas.models.moe", "Mixtral"),
+    "Qwen2MoeForCausalLM": ("replicas.models.moe", "Qwen2Moe"),
+    "Qwen3MoeForCausalLM": ("replicas.models.moe", "Qwen3Moe"),
+}
+
 
 def model_class(config: ModelConfig) -> "type[Llama] | type[TransformersModel]":
     """Return the class that runs ``config``. Raises UnsupportedModel, listing those that can be run."""
@@ -29,9 +37,13 @@ def model_class(config: ModelConfig) -> "type[Llama] | type[TransformersModel]":
 
 def native_class(architecture: str) -> type[Llama]:
     """Return our class for ``architecture``. Raises UnsupportedModel, listing those that there are."""
+    if architecture in LATER:
+        module, name = LATER[architecture]
+        return cast("type[Llama]", getattr(importlib.import_module(module), name))
     if architecture not in MODELS:
+        known = ", ".join(sorted({*MODELS, *LATER}))
         raise UnsupportedModel(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(MODELS))}. Serve a model of "
-            f"one of these, or add a file to replicas/models and its name to replicas/models/registry.py"
+            f"architecture {architecture!r} is not supported; supported: {known}. Serve a model of one of these, "
+            f"or add a file to replicas/models and its name to replicas/models/registry.py"
         )
     return MODELS[architecture]

@@ -209,7 +209,16 @@ _NUMBERS = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-_BY_FAMILY = {
+_QWEN_MOE = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+)
+_BY_FAMILY = {  # the longer of two names comes first
+    "Mixtral": ("num_local_experts", "num_experts_per_tok", "sliding_window"),
+    "Qwen2Moe": (*_QWEN_MOE, "num_experts", "shared_expert_intermediate_size", "use_sliding_window"),
+    "Qwen3Moe": (*_QWEN_MOE, "head_dim", "use_sliding_window"),
     "Llama": (),
     "Mistral": ("sliding_window",),
     "Qwen2": ("use_sliding_window",),

@@ -55,6 +55,9 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
     if model.quantization == "int8":
         how = "multiplied as bytes" if cpu_has_vnni() else "widened for fp32 arithmetic: this CPU has no VNNI"
         return Products(one_order=True), f"own, int8 weights and activations, {how}"
+    if model.moe is not None:
+        how = f"own, {model.weight_format} weights in fp32 arithmetic"
+        return Products(one_order=True), f"{how}; in one order, since a last bit may choose another expert"
     if config.rounds or model.weight_format != "float32":
         order = f"; in one order, for K and V rounded to {config.kv_dtype}" if config.rounds else ""
         return Products(one_order=config.rounds), f"own, {model.weight_format} weights in fp32 arithmetic{order}"
@@ -75,11 +78,10 @@ def blas_products(model: ModelConfig, tp: int) -> Products:
 
 def product_shapes(model: ModelConfig, tp: int) -> list[Shape]:
     """List the shapes of the weights that a rank multiplies by: around attention, gate and up, down, the head."""
-    inner, hidden = model.intermediate_size // tp, model.hidden_size
+    hidden, inner_sizes = model.hidden_size, [size // tp for size in model.inner_sizes]
     return [
         *dict.fromkeys(model.attention_products(tp)),
-        (2 * inner, hidden),
-        (hidden, inner),
+        *(shape for inner in inner_sizes for shape in ((2 * inner, hidden), (hidden, inner))),
         (-(-model.vocab_size // tp), hidden),
     ]
 

@@ -33,7 +33,7 @@ def bytes_for_graphs(config: EngineConfig) -> int:
         rows,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
+        intermediate_size=model.widest_inner,
         num_heads=model.num_heads,
         head_dim=model.head_dim,
     )

@@ -8,10 +8,13 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 LLAMA3_ROPE = {
@@ -22,11 +25,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-tied-biased": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama3-rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "linear-rope": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (Qwen2MoeConfig, {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen3-moe": (Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "mistral": (MistralConfig, {"sliding_window": None}),
     "mistral-one-kv-head": (MistralConfig, {"sliding_window": None, "num_key_value_heads": 1}),
     "qwen2": (Qwen2Config, {}),

@@ -1,0 +1,163 @@
+"""Models with experts as engines: the same answer on every path, in every format of weights; what a start says of them.
+
+test_tiny_models.py compares them with Transformers step by step, test_tensor_parallel.py over ranks.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from replicas.config import CacheConfig, MoEConfig, Products, Quantization, SchedulerConfig
+from replicas.engine.engine import Engine
+from replicas.errors import InvalidConfig
+from replicas.launch import load_engine
+from replicas.memory import sizing
+from replicas.runner.model_files import load_model_config
+from replicas.runner.product_choice import choose_products
+from replicas.runner.weights import weight_bytes
+from replicas.types import GenerateRequest, SamplingParams
+from tests.embedded import MODEL
+from tests.local_agents import LocalFabric
+from tests.numerics import tiny
+from tests.numerics.handing_over import alone, legs, make_engine, run, tiny_prompt
+from tests.numerics.paged import open_model
+
+KINDS = ("mixtral", "qwen2-moe", "qwen3-moe")
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def saved(kind: str, folder: Path, **changes: object) -> torch.nn.Module:
+    """With a vocabulary: an engine wants one; which one does not matter."""
+    model = tiny.save(kind, folder, **changes)
+    for file in Path(MODEL).glob("*token*.json"):
+        shutil.copy(file, folder)
+    return model
+
+
+def ask(engine: Engine, prompt: np.ndarray, rid: str) -> tuple[list[int], int]:
+    """The new ids, and how many tokens of the prompt were cached."""
+    deltas = alone(engine, GenerateRequest(rid=rid, token_ids=prompt, sampling=GREEDY))
+    return [token for delta in deltas for token in delta.token_ids], deltas[-1].usage.cached_tokens
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_miss_a_hit_chunks_and_a_hand_off_say_what_transformers_says(kind: str, tmp_path: Path) -> None:
+    """A prompt of 37 tokens in chunks of 8; the engine that asks again holds nine pages of four of it."""
+    model, prompt = saved(kind, tmp_path), tiny_prompt(37, 3)
+    wanted = tiny.reference(model, prompt.tolist(), GREEDY.max_new_tokens)[1]  # type: ignore[arg-type]
+    fabric = LocalFabric()
+    prefill, decode, whole = (make_engine(str(tmp_path), 4, chunk, fabric) for chunk in (8, 8, 64))
+    assert ask(whole, prompt, "whole") == (wanted, 0)
+    assert ask(decode, prompt, "miss") == (wanted, 0)
+    assert ask(decode, prompt, "hit") == (wanted, 36)
+    assert decode.flush_cache()
+    one, two = legs(GenerateRequest(rid="pd", token_ids=prompt, sampling=GREEDY), prefill.transfer_address)
+    prefill.submit(one)
+    decode.submit(two)
+    told = run([prefill, decode])[1]
+    assert told[0].hand_off is not None
+    assert told[0].hand_off.transferred, told[0].hand_off.reason
+    assert [token for delta in told for token in delta.token_ids] == wanted
+    for engine in (prefill, decode, whole):
+        engine.close()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_experts_say_the_same_on_a_hit_as_on_a_miss(quantization: Quantization, tmp_path: Path) -> None:
+    """Experts of 32 inputs: a group. The router is not rounded."""
+    saved("qwen3-moe", tmp_path, hidden_size=64, moe_intermediate_size=32)
+    prompt = tiny_prompt(37, 4)
+    answers = []
+    for chunk in (8, 64):
+        engine = load_engine(
+            str(tmp_path),
+            cache=CacheConfig(page_size=4, max_total_tokens=512),
+            scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
+            quantization=quantization,
+            num_threads=1,
+            context_len=256,
+        )
+        answers += [ask(engine, prompt, "miss"), ask(engine, prompt, "hit")]
+        engine.close()
+    assert [cached for _, cached in answers] == [0, 36, 0, 36]
+    assert len({tuple(ids) for ids, _ in answers}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_stacked_tensors_is_that_of_single_ones(kind: str, tmp_path: Path) -> None:
+    """As the module of Transformers 5 holds them, which save_pretrained takes apart."""
+    model = tiny.save(kind, tmp_path)
+    wanted = open_model(tmp_path).prefill(tiny.PROMPTS, chunk=100)[0]
+    stacked = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    sparse = sum("experts.gate_up_proj" in name for name in stacked)
+    assert sparse == {"mixtral": 3, "qwen2-moe": 1, "qwen3-moe": 2}[kind]
+    save_file(stacked, tmp_path / "model.safetensors")
+    assert torch.equal(open_model(tmp_path).prefill(tiny.PROMPTS, chunk=100)[0], wanted)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    tiny.save("mixtral", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidConfig, match=r"1 missing \(model.layers.1.block_sparse_moe.experts.2.w3.weight\)"):
+        open_model(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_experts_are_known_before_they_are_loaded(
+    kind: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    """Sizes that fill panels but for the one row of a gate; in fp32 an untied embedding is a view of the file."""
+    changes = {
+        "mixtral": {"num_local_experts": 32},
+        "qwen2-moe": {"shared_expert_intermediate_size": 64},
+        "qwen3-moe": {},
+    }[kind]
+    experts = {} if kind == "mixtral" else {"moe_intermediate_size": 32, "num_experts": 32}
+    tiny.save(kind, tmp_path, hidden_size=64, intermediate_size=64, vocab_size=128, **changes, **experts)
+    config = load_model_config(str(tmp_path), quantization=quantization)
+    told, held = sizing.weight_bytes(config, 1), weight_bytes(open_model(tmp_path, quantization=quantization).model)
+    view = 128 * 64 * 4 if quantization == "none" else 0
+    assert told - view == pytest.approx(held - (31 * 64 * 4 if kind == "qwen2-moe" else 0))
+
+
+def test_a_config_of_the_hub_and_one_of_transformers_mean_the_same(tmp_path: Path) -> None:
+    tiny.save("qwen3-moe", tmp_path)
+    config, file = load_model_config(str(tmp_path)), tmp_path / "config.json"
+    assert config.moe == MoEConfig(num_experts=8, top_k=3, intermediate_size=24, normalize=True, dense_layers=(1,))
+    raw = json.loads(file.read_text())
+    raw["num_experts"] = raw.pop("num_local_experts")
+    file.write_text(json.dumps(raw))
+    assert load_model_config(str(tmp_path)) == config
+    file.write_text(json.dumps(raw | {"num_experts_per_tok": 9}))
+    with pytest.raises(InvalidConfig, match="9 experts a token cannot be chosen from 1 of 1 groups of 8 experts"):
+        load_model_config(str(tmp_path))
+
+
+@pytest.mark.model
+def test_products_of_experts_are_never_blas(tmp_path: Path) -> None:
+    """Its order of sums depends on the rows of a step, and a last bit may choose another expert."""
+    saved("mixtral", tmp_path)
+    engine = load_engine(str(tmp_path), products="blas", num_threads=1, cache=CacheConfig(max_total_tokens=256))
+    assert engine.config.products == Products(one_order=True)
+    assert choose_products(engine.config, "auto")[1].endswith("since a last bit may choose another expert")
+    engine.close()
+
+
+def test_ranks_split_every_inner_size(tmp_path: Path) -> None:
+    tiny.save("qwen2-moe", tmp_path)
+    config = load_model_config(str(tmp_path))
+    assert config.inner_sizes == (24, 40, 72)
+    assert config.tp_sizes() == [1, 2, 4]
+    assert config.moe is not None
+    assert replace(config, moe=replace(config.moe, shared_intermediate_size=42)).tp_sizes() == [1, 2]
