@@ -68,6 +68,6 @@ class Qwen3MoeBlock(QwenMoeBlock, Qwen3Block):
 
 
 class Qwen3Moe(Llama):
-    """Qwen3MoeForCausalLM, such as Qwen3-30B-A3B."""
+    """Qwen3MoeForCausalLM (Qwen3-30B-A3B, Qwen3-235B-A22B): experts beside no shared one."""
 
     block = Qwen3MoeBlock
