@@ -147,7 +147,10 @@ def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
         module._manta = calls
     state = DynamicCache(config=model.config)
     _require_kv(state)
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    takes = inspect.signature(model.forward).parameters
+    if "position_ids" not in takes and "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise _Refused("it counts the positions of its tokens itself: its forward pass takes no position_ids")
+    if "logits_to_keep" not in takes:
         raise _Refused("its forward pass makes logits of every token: it has no logits_to_keep")
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     with torch.inference_mode():
