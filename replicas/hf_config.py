@@ -5,7 +5,7 @@ Never: reads files (`replicas/runner/weights.py` does).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from replicas.config import AttentionKind, DType, ModelConfig, MoEConfig, RopeConfig
@@ -63,6 +63,19 @@ def _kinds_from_hf(architecture: str, hf: Mapping[str, Any]) -> tuple[AttentionK
         types = hf.get("layer_types") or (["full_attention"] * first + types)[:num_layers]
     kinds = tuple(AttentionKind(window=window if each == "sliding_attention" else None) for each in types)
     return kinds if any(kind.special for kind in kinds) else ()
+
+
+def _within(kinds: tuple[AttentionKind, ...], longest: int) -> tuple[AttentionKind, ...]:
+    """Return the kinds for texts of at most ``longest`` tokens: a window or chunk as long as any is none."""
+    short = tuple(
+        replace(
+            kind,
+            window=None if kind.window is not None and kind.window >= longest else kind.window,
+            chunk=None if kind.chunk is not None and kind.chunk >= longest else kind.chunk,
+        )
+        for kind in kinds
+    )
+    return short if any(kind.special for kind in short) else ()
 
 
 def contexts(hf: Mapping[str, Any]) -> tuple[int, int]:
@@ -138,16 +151,18 @@ def model_config_from_outline(
     architecture: str,
     eos_ids: tuple[int, ...],
     dtype: DType,
-) -> ModelConfig:
+) -> tuple[ModelConfig, int]:
     """Build it for a model that Transformers' own module runs: sizes are the outline's, which hold for any family.
 
-    Args:   hf: the config of the model's text part, as a dict.
-    Raises: UnsupportedModel if it has no context length.
+    Args:    hf: the config of the model's text part, as a dict.
+    Returns: it, and the longest context that settings may ask for.
+    Raises:  UnsupportedModel if it has no context length.
     """
-    context_len = next((hf[key] for key in CONTEXTS if isinstance(hf.get(key), int) and hf[key] > 0), None)
-    if context_len is None:
+    own = next((hf[key] for key in CONTEXTS if isinstance(hf.get(key), int) and hf[key] > 0), None)
+    if own is None:
         raise UnsupportedModel(f"{path}: its config.json has no context length, which is one of {', '.join(CONTEXTS)}")
-    return ModelConfig(
+    context_len, longest = contexts({**hf, "max_position_embeddings": own})
+    config = ModelConfig(
         path=path,
         architecture=architecture,
         vocab_size=outline.vocab_size,
@@ -168,10 +183,11 @@ def model_config_from_outline(
         eos_ids=eos_ids,
         dtype=dtype,
         implementation="transformers",
-        attention_kinds=() if all(kind == AttentionKind() for kind in outline.kinds) else outline.kinds,
+        attention_kinds=_within(outline.kinds, longest),
         num_weights=outline.num_weights,
         outlined_tp_sizes=outline.tp_sizes,
     )
+    return config, longest
 
 
 def _moe_from_hf(path: str, architecture: str, hf: Mapping[str, Any]) -> MoEConfig | None:

@@ -1,4 +1,4 @@
-"""Runs a tiny random model of every causal architecture that Transformers has, and writes docs/models.md of what came out.
+"""Runs a tiny random model of every causal architecture that Transformers has; writes docs/models.md of what came out.
 
     python -m tools.models_table               all of them, 10 minutes on a core; writes docs/models.md
     python -m tools.models_table gemma2 phi3   these alone, to the terminal
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -42,6 +41,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 }
 PROMPTS = ([*range(3, 26)], [7], [90, 4, 4, 61, 100, 5, 33, 12, 9])
 NUM_NEW = 12
+MOST_NUMBERS = 20_000_000  # of weights
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
@@ -61,6 +61,10 @@ def _has(config: PreTrainedConfig, key: str) -> bool:
 
 def make(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     """Make a random model, biases and norms too, and save it into ``folder``."""
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_NUMBERS:
+        raise ValueError(f"{size / 1e6:.0f} million weights: its tiny config is not tiny")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():

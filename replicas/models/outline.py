@@ -46,6 +46,7 @@ IGNORED = frozenset({
     "dropout", "use_cache", "position_ids", "cache_position", "output_attentions", "output_hidden_states", "layer_idx",
     "output_router_logits", "logits_to_keep", "return_dict", "deterministic", "num_items_in_batch", "is_training",
 })  # fmt: skip
+OWN_CODE = "its attention is code of its own, which takes no attention function"
 KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
 MASKS = {"causal_mask_function", "sliding_window_overlay", "chunked_overlay"}
 
@@ -88,17 +89,25 @@ def read(folder: Path) -> PreTrainedConfig:
         raise UnsupportedModel(f"{folder} cannot be served through Transformers: {reason}") from error
 
 
+_told: dict[str, Outline] = {}  # of this process, by config: a start asks more than once
+
+
 def outline(config: PreTrainedConfig, name: str) -> Outline:
     """Run the model of ``config`` on the meta device and tell its shape. ``name``: of its architecture, for errors.
 
     Raises: UnsupportedModel with the reason, for what cannot be served through Transformers.
     """
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if key in _told:
+        return _told[key]
     try:
         reason = _refused_by_config(config)
         if reason is None:
-            return _outlined(config)
+            return _told.setdefault(key, _outlined(config))
     except _Refused as refused:
         reason = str(refused)
+    except KeyError as error:
+        reason = OWN_CODE if error.args == (OUTLINED,) else f"its forward pass cannot be traced: it lacks {error}"
     except Exception as error:  # noqa: BLE001 - of any model's code, which may fail in any way when it has no weights
         said = " ".join(str(error).split())[:200]
         reason = f"its forward pass cannot be traced without weights: {type(error).__name__}: {said}"
@@ -108,6 +117,8 @@ def outline(config: PreTrainedConfig, name: str) -> Outline:
 def _refused_by_config(config: PreTrainedConfig) -> str | None:
     if config.is_encoder_decoder:
         return "it is an encoder-decoder; what is served here has a decoder alone"
+    if biased := _position_bias(config):
+        return f"{OWN_CODE}{biased}"
     if type(config) not in AutoModelForCausalLM._model_mapping:
         return "Transformers has no causal language model for it"
     state = [kind for kind in getattr(text_config(config), "layer_types", None) or () if not kind.endswith("attention")]
@@ -122,14 +133,15 @@ def _outlined(config: PreTrainedConfig) -> Outline:
     logits = _run(model, calls)
     heads = _heads(calls)
     plain = heads["head_dim"] ** -0.5
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
     return Outline(
         **heads,
         num_calls=len(calls.shapes),
         kinds=tuple(replace(kind, scale=None) if kind.scale == plain else kind for kind in calls.kinds),
         vocab_size=logits.shape[-1],
         hidden_size=text_config(config).hidden_size,
-        num_weights=sum(parameter.numel() for parameter in model.parameters()),
-        tp_sizes=_tp_sizes(config, heads),
+        num_weights=num_weights,
+        tp_sizes=_tp_sizes(model, heads),
     )
 
 
@@ -156,7 +168,7 @@ def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
     with torch.inference_mode():
         out = model(ids, position_ids=ids, past_key_values=state, use_cache=True, logits_to_keep=ids[0, :1])
     if not calls.shapes:
-        raise _Refused(f"its attention is its own code{_position_bias(model.config)}, and takes no attention function")
+        raise _Refused(f"{OWN_CODE}{_position_bias(model.config)}")
     _require_kv(state)
     logits: Tensor = out.logits
     return logits
@@ -169,20 +181,20 @@ def _require_kv(state: DynamicCache) -> None:
         raise _Refused(f"its layers keep a state that is no K and V ({', '.join(other)})")
 
 
-def _tp_sizes(config: PreTrainedConfig, heads: dict[str, int]) -> tuple[int, ...]:
-    """Return the numbers of ranks whose trial run has the rank's share of the heads."""
+def _tp_sizes(model: PreTrainedModel, heads: dict[str, int]) -> tuple[int, ...]:
+    """Return the numbers of ranks that ``model``, which is left in parts, can be split over: the least of them is tried
+    out, and attention has to see the rank's share of the heads."""
     try:
-        cut = math.gcd(heads["num_heads"], heads["num_kv_heads"], *widths(_made(config)))
+        cut = math.gcd(heads["num_heads"], heads["num_kv_heads"], *widths(model))
         sizes = [size for size in range(1, cut + 1) if cut % size == 0]
         if len(sizes) > 1:
             ranks, calls = TpGroup(0, sizes[1], device="meta"), _Calls()
-            model = _made(config)
             shard(model, ranks)
             _run(model, calls)
             if _heads(calls)["num_kv_heads"] * ranks.size != heads["num_kv_heads"]:
                 raise NoPlan("its plan leaves attention whole")
     except (NoPlan, _Refused, RuntimeError, ValueError, TypeError) as error:
-        log.debug("%s: one rank, %s", type(config).__name__, error)
+        log.debug("%s: one rank, %s", type(model).__name__, error)
         return (1,)
     return tuple(sizes)
 
@@ -201,7 +213,7 @@ def _no_warning(*_: object) -> None:
 def _position_bias(config: PreTrainedConfig) -> str:
     text = text_config(config)
     biased = config.model_type in ("bloom", "mpt") or getattr(text, "alibi", False)
-    return " with a bias for each position (ALiBi)" if biased else ""
+    return ", and has a bias for each position (ALiBi)" if biased else ""
 
 
 def _heads(calls: _Calls) -> dict[str, int]:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.config import ModelConfig, Products
@@ -51,6 +52,7 @@ class TransformersModel:
                 config.path,
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=SERVED,
+                **({"experts_implementation": SERVED} if device.type == "cpu" else {}),
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -132,14 +134,46 @@ def _attend(
 AttentionInterface.register(SERVED, _attend)
 
 
+def _experts(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Transformers' experts function on a CPU: rows sorted by expert, weights in the served dtype, arithmetic in fp32.
+
+    Args:    x: [T, hidden]; chosen, weights: [T, k] the experts of each token.
+    Returns: [T, hidden], each token's experts summed in their order.
+    """
+    out, top_k = torch.zeros_like(x), chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    counts = chosen.flatten().bincount(minlength=self.num_experts).tolist()
+    names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+    for expert, rows in enumerate(torch.split(order, counts)):
+        if len(rows) == 0:
+            continue
+        tokens = rows // top_k
+        inner = _expert(self, names[0], expert, x[tokens])
+        made = _expert(self, names[1], expert, self._apply_gate(inner) if self.has_gate else self.act_fn(inner))
+        if self.has_post_expert_norm:
+            made = self.post_expert_norm(made)
+        out.index_add_(0, tokens, made * weights.flatten()[rows, None].to(made.dtype))
+    return out
+
+
+def _expert(experts: Any, name: str, expert: int, x: Tensor) -> Tensor:
+    """Multiply x [N, in] by the weight ``name`` of one expert."""
+    weight = getattr(experts, name)[expert].to(x.dtype)
+    bias = getattr(experts, f"{name}_bias")[expert].to(x.dtype) if experts.has_bias else None
+    return F.linear(x, weight.T if experts.is_transposed else weight, bias)
+
+
+ExpertsInterface.register(SERVED, _experts)
+
+
 class _Product(nn.Module):
     """A Linear whose product is ours; its weight lies in panels alone."""
 
     def __init__(self, linear: nn.Linear, matmul: Matmul) -> None:
         super().__init__()
         self.matmul = matmul
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         weight, bias = linear.weight, linear.bias
+        self.out_features, self.in_features = weight.shape  # of this rank's part
         matmul.prepare(lambda: weight, None if bias is None else bias.float())
 
     @property
@@ -174,10 +208,17 @@ def _use_own_products(module: PreTrainedModel, config: ModelConfig, products: Pr
         if part is head and own_rows:
             module.set_input_embeddings(_Rows(product))
             embedding.weight = None
+        product._forward_hooks.update(part._forward_hooks)  # the sum over ranks
         module.set_submodule(name, product)
         part.weight = part.bias = None
+    kept = {
+        id(parameter)
+        for part in module.modules()
+        if hasattr(part, "has_gate") and hasattr(part, "is_transposed")  # experts, which _experts multiplies by
+        for parameter in part.parameters(recurse=False)
+    }
     for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and id(tensor) not in kept:
             tensor.data = tensor.data.float()
 
 

@@ -125,7 +125,7 @@ def _outlined(name: str, folder: Path, dtype: DType | None, device: Device) -> t
     config = read(folder)
     hf = config.to_dict() | config.get_text_config(decoder=True).to_dict()
     architecture = architecture_of(folder)
-    made = model_config_from_outline(
+    return model_config_from_outline(
         name,
         hf,
         outline(config, architecture),
@@ -133,7 +133,6 @@ def _outlined(name: str, folder: Path, dtype: DType | None, device: Device) -> t
         eos_ids=_eos_ids(folder, hf),
         dtype=dtype or _default_dtype(folder, hf, device),
     )
-    return made, contexts(hf | {"max_position_embeddings": made.context_len})[1]
 
 
 def _eos_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:

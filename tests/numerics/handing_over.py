@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.engine_process import TOKEN
 from kvtransfer.types import PdTicket, PeerAddress, TransferSettings
-from replicas.config import CacheConfig, KvDType, SchedulerConfig
+from replicas.config import CacheConfig, Implementation, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, HandOff, PdLeg, SamplingParams, TokenDelta
@@ -29,7 +29,13 @@ rooms = itertools.count(1)
 
 
 def make_engine(
-    model: str, page: int, chunk: int, fabric: LocalFabric | None, *, kv_dtype: KvDType | None = None
+    model: str,
+    page: int,
+    chunk: int,
+    fabric: LocalFabric | None,
+    *,
+    kv_dtype: KvDType | None = None,
+    implementation: Implementation = "auto",
 ) -> Engine:
     names = itertools.count()
     settings = TransferSettings(host="127.0.0.1", token=TOKEN)
@@ -45,6 +51,7 @@ def make_engine(
         scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
         num_threads=1,
         context_len=256,
+        implementation=implementation,
         transfer=settings if fabric is not None else None,
         make_agent=lambda memory: LocalAgent(memory, fabric, f"{id(memory)}-{next(names)}"),  # type: ignore[arg-type]
     )

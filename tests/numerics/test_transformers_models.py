@@ -1,0 +1,235 @@
+"""Models that run through Transformers' own modules: the answers are Transformers', on every path.
+
+Tiny random models; biases, norms and sinks are random too. The oracle is Transformers in fp32 with eager attention.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from replicas.config import AttentionKind, ModelConfig
+from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.layers.tp_group import TpGroup
+from replicas.memory.sizing import weight_bytes
+from replicas.runner.model_files import load_model_config
+from replicas.types import GenerateRequest, SamplingParams
+from tests.local_agents import LocalFabric
+from tests.numerics import tiny
+from tests.numerics.handing_over import alone, legs, make_engine, run
+from tests.numerics.paged import PagedModel, assert_close_in_range, open_model
+from tests.numerics.ranks import run_ranks
+from tests.unit.tokenizer_folders import byte_level_folder
+from tools.models_table import make, tiny_config
+
+# windows are of 9 tokens and chunks of 8, so that 64 tokens leave them behind
+TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "gemma2": {},
+    "gemma3_text": TWO_KINDS,
+    "glm4": {},
+    "gpt_neox": {},
+    "gpt_oss": {},
+    "granite": {},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    "mixtral": {},
+    "olmo2": {},
+    "phi3": {},
+    "qwen3_moe": {},
+    "stablelm": {},
+    "starcoder2": {},
+}
+PROMPTS = [list(range(3, 26)), [7], [90, 4, 4, 61, 100, 0, 33, 12, 9]]
+
+
+def save(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    byte_level_folder(folder)
+    config = tiny_config(model_type, num_hidden_layers=2, **{**MODELS.get(model_type, {}), **changes})
+    config.eos_token_id = None
+    return make(config, folder)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[tuple[torch.Tensor, list[int]]]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save(request.param, folder)
+    return folder, [tiny.reference(model, prompt, 64) for prompt in PROMPTS]
+
+
+Saved = tuple[Path, list[tuple[torch.Tensor, list[int]]]]
+
+
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(saved: Saved) -> None:
+    """Three prompts packed into each step, whole and 5 tokens at a time."""
+    folder, wanted = saved
+    whole, parts = (open_model(folder, implementation="transformers", attention="auto") for _ in range(2))
+    for ours, (logits, _) in zip(whole.prefill(PROMPTS, chunk=100), wanted, strict=True):
+        assert_close_in_range(ours, logits, 1e-4)
+    assert parts.greedy(PROMPTS, 64, chunk=5) == [ids for _, ids in wanted]
+
+
+def test_a_hit_a_chunked_prompt_and_a_hand_off_say_the_same(saved: Saved) -> None:
+    folder, wanted = saved
+    fabric = LocalFabric()
+    sides = [make_engine(str(folder), 4, 7, fabric, implementation="transformers") for _ in range(2)]
+    prompt = np.array(PROMPTS[0], np.int32)  # 23 tokens: four chunks, five whole pages
+    request = GenerateRequest(
+        rid="asked", token_ids=prompt, sampling=SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+    )
+    try:
+        prefill, decode = sides
+        miss, hit = (alone(decode, request) for _ in range(2))
+        assert [told[-1].usage.cached_tokens for told in (miss, hit)] == [0, 20]
+        assert decode.flush_cache()
+        assert prefill.transfer_address is not None
+        for side, leg in zip(sides, legs(request, prefill.transfer_address), strict=True):
+            side.submit(leg)
+        _, handed = run(sides)
+        report = handed[0].hand_off
+        assert report is not None
+        assert report.transferred, report.reason
+        for told in (miss, hit, handed):
+            assert [id_ for delta in told for id_ in delta.token_ids] == wanted[0][1][:24]
+    finally:
+        for side in sides:
+            side.close()
+
+
+def test_the_outline_finds_what_each_layer_does(tmp_path: Path) -> None:
+    for model_type in ("gemma2", "llama4_text", "gpt_oss", "gpt_neox"):
+        save(model_type, tmp_path / model_type)
+    gemma, llama, gpt_oss, neox = (
+        load_model_config(str(tmp_path / name)) for name in ("gemma2", "llama4_text", "gpt_oss", "gpt_neox")
+    )
+    assert gemma.attention_kinds == (
+        AttentionKind(scale=0.0625, soft_cap=50.0, window=9),
+        AttentionKind(scale=0.0625, soft_cap=50.0),
+    )
+    assert llama.attention_kinds == (AttentionKind(chunk=8), AttentionKind())
+    assert gpt_oss.attention_kinds == (AttentionKind(sinks=True, window=9), AttentionKind(sinks=True))
+    assert neox.attention_kinds == ()
+    assert (neox.num_layers, neox.num_heads, neox.num_kv_heads, neox.head_dim) == (2, 4, 4, 16)
+    assert (neox.vocab_size, neox.context_len, neox.implementation) == (200, 256, "transformers")
+
+
+def test_the_weights_are_counted_before_they_are_read_and_lie_in_memory_once(tmp_path: Path) -> None:
+    model = save("granite", tmp_path, tie_word_embeddings=True)
+    config = load_model_config(str(tmp_path))
+    counted = sum(parameter.numel() for parameter in model.parameters())  # a tied head is no second one
+    assert weight_bytes(config, 1) == 4 * counted
+    served = open_model(tmp_path).model
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert served.num_bytes == pytest.approx(4 * counted + buffers, rel=0.1)  # panels are padded to 16 rows
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe", "gpt_oss"])
+def test_half_as_many_bytes_say_nearly_the_same(tmp_path: Path, model_type: str) -> None:
+    """bfloat16 weights under fp32 arithmetic, experts' too: what Transformers says of the rounded weights in fp32."""
+    model = save(model_type, tmp_path)
+    full = load_model_config(str(tmp_path), implementation="transformers")
+    served = open_model(tmp_path, dtype="bfloat16", implementation="transformers")
+    for parameter in model.parameters():  # the rotary frequencies stay as they are
+        parameter.data = parameter.data.bfloat16().float()
+    for prompt, ours in zip(PROMPTS, served.prefill(PROMPTS, chunk=9), strict=True):
+        assert_close_in_range(ours, tiny.reference(model, prompt, 1)[0], 1e-3)
+    assert served.model.num_bytes < 0.75 * 4 * full.num_weights
+
+
+def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
+    """By each model's own plan: attention and MLP in halves, and experts by their inner size."""
+    configs = []
+    for model_type in ("gemma2", "mixtral"):
+        save(model_type, tmp_path / model_type)
+        configs.append(load_model_config(str(tmp_path / model_type), implementation="transformers"))
+        assert configs[-1].tp_sizes()[:2] == [1, 2]
+    wanted = answer(TpGroup(device="cpu"), configs)
+    for ours in run_ranks(2, answer, configs, meet=tmp_path / "meet"):
+        for (logits, ids), (logits_1, ids_1) in zip(ours, wanted, strict=True):
+            assert_close_in_range(logits, logits_1, 1e-4)
+            assert ids == ids_1
+
+
+def answer(tp: TpGroup, configs: list[ModelConfig]) -> list[tuple[torch.Tensor, list[list[int]]]]:
+    """What this rank makes of each model."""
+    answers = []
+    for config in configs:
+        first, second = (PagedModel(config, tp, page_size=4, num_pages=256) for _ in range(2))
+        answers.append((first.prefill(PROMPTS, chunk=16)[0], second.greedy(PROMPTS, 16)))
+    return answers
+
+
+def test_rope_that_follows_the_longest_text_does_not_follow_the_batch(tmp_path: Path) -> None:
+    """Phi-3's longrope beyond its first context: long factors for all that is served so long, short ones below."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0,
+        "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    model = save("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
+    long_text, short_text = list(range(3, 63)), [9, 8, 7]
+    short_alone = tiny.reference(model, short_text, 1)[0]
+    long_alone = tiny.reference(model, long_text, 1)[0]
+    short, long = (open_model(tmp_path, implementation="transformers", context_len=n) for n in (32, 256))
+    assert_close_in_range(short.prefill([short_text], chunk=8)[0], short_alone, 1e-4)
+    assert_close_in_range(long.prefill([long_text, short_text], chunk=60)[0], long_alone, 1e-4)
+    again, by_itself = (open_model(tmp_path, implementation="transformers", context_len=256) for _ in range(2))
+    beside = again.prefill([long_text, short_text], chunk=60)[1]
+    assert_close_in_range(beside, by_itself.prefill([short_text], chunk=8)[0], 1e-4)
+    assert (beside - short_alone).abs().max() > 0.01 * (short_alone.max() - short_alone.min())  # other angles
+
+
+REFUSED = [
+    ("bart", {"architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}, "is an encoder-decoder"),
+    ("mamba", {}, "keep a state that is no K and V"),
+    ("bamba", {}, "keep a state that is no K and V"),
+    ("bert", {"is_decoder": False}, "its tokens see those that come after them"),
+    ("bloom", {}, r"\(ALiBi\)"),
+    ("mpt", {}, r"\(ALiBi\)"),
+    ("gptj", {}, "attention is code of its own"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "reason"), REFUSED)
+def test_what_cannot_be_served_is_refused_by_name_and_reason_before_weights_are_looked_for(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], reason: str
+) -> None:
+    config = tiny_config(model_type).to_dict()
+    name = {"mamba": "MambaForCausalLM", "bert": "BertLMHeadModel"}.get(model_type, f"{model_type}ForCausalLM")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name], **changes}))
+    with pytest.raises(UnsupportedModel, match=f"cannot be served through Transformers: .*{reason}"):
+        load_model_config(str(tmp_path), implementation="transformers")
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    given = {"architectures": ["OddForCausalLM"], "model_type": "odd", "auto_map": {"AutoConfig": "odd.OddConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    (tmp_path / "odd.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(UnsupportedModel, match=r"comes with the checkpoint \(auto_map\), .* never run"):
+        load_model_config(str(tmp_path))
+
+
+def test_a_checkpoint_that_lacks_weights_is_named_with_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save("olmo2", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidConfig, match=r"1 are missing or of another shape \(model.layers.1.self_attn.q_norm"):
+        open_model(tmp_path)
+
+
+def test_a_native_family_runs_through_transformers_where_it_is_asked_to_or_has_to(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path / "llama")
+    tiny.save("llama", tmp_path / "gelu", hidden_act="gelu")
+    assert load_model_config(str(tmp_path / "llama")).implementation == "manta"
+    assert load_model_config(str(tmp_path / "llama"), implementation="transformers").implementation == "transformers"
+    assert load_model_config(str(tmp_path / "gelu")).implementation == "transformers"
+    with pytest.raises(UnsupportedModel, match="hidden_act 'gelu'"):
+        load_model_config(str(tmp_path / "gelu"), implementation="manta")
