@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from replicas.kernels import gpu
+from replicas.kernels.experts import on_gpu
 from replicas.runner import device_draw, token_counts
 from replicas.runner.draw import HEAD
 from tests.gpu.device_steps import DEVICE
@@ -26,9 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 KINDS = [
-    ("*i32", "counts table rows seq_lens shared_lens tiles members qo_indptr prefix_lens"),
+    ("*i32", "counts table rows seq_lens shared_lens tiles members qo_indptr prefix_lens choices experts"),
     ("*i64", "out_slots index rules tokens head_ids places penalties"),
-    ("*fp32", "part_out part_lse logits peaks scaled head_values"), ("fp32", "scale eps v_scale k_inverse v_inverse"),
+    ("*fp32", "part_out part_lse logits peaks scaled head_values made weights"),
+    ("fp32", "scale eps v_scale k_inverse v_inverse"),
     (sys.argv[3], "keys values"), (sys.argv[1], "q out k v cos sin q_norm k_norm x term weight gate_up"),
 ]
 types = {name: kind for kind, names in KINDS for name in names.split()}
@@ -71,6 +73,8 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
     merge = {"BLOCK_PARTS": 64, "D": head_dim, "BLOCK_D": head_dim}
     turn = scaled | {"NORMS": True, "PAGE": 16, "D": head_dim, "HALF": head_dim // 2}
     attention, elementwise = "attention.triton_kernels", "kernels.triton_rows"
+    experts, tile = "kernels.experts.triton_grouped", {"BLOCK_N": on_gpu.BLOCK_N, "BLOCK_K": on_gpu.BLOCK_K}
+    product = {"SHARED": 8, "BLOCK_M": on_gpu.MANY_ROWS, "PRECISION": "tf32"} | tile
     cases = [
         (attention, "extend", common | {"GROUP_ROWS": rows, "TILE": 128 // rows}, 8),
         (attention, "decode_parts", common | {"GROUP_ROWS": max(16, rows), "CASCADE": True}, 4),
@@ -83,6 +87,8 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
         (elementwise, "greatest", {"BLOCK": device_draw.BLOCK}, device_draw.WARPS),
         (elementwise, "penalise", {"BLOCK": token_counts.BLOCK}, 4),
         (elementwise, "scale", {"BLOCK": device_draw.BLOCK}, 4),
+        (experts, "grouped_product", product, on_gpu.WARPS),
+        (experts, "sum_choices", {"TOP_K": 8, "BLOCK": on_gpu.SUM_BLOCK}, on_gpu.WARPS),
         (elementwise, "draw", {"BLOCK": device_draw.BLOCK, "HEAD": HEAD}, device_draw.WARPS),
     ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

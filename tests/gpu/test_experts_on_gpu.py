@@ -1,0 +1,85 @@
+"""A mixture of experts on a GPU: rows of one expert in tiles, one launch for all experts.
+Compiled on a GPU, interpreted on a CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from replicas.kernels import gpu as fused
+from replicas.kernels import triton_rows
+from replicas.kernels.experts import on_gpu
+from tests.gpu.device_steps import DEVICE
+from tests.gpu.triton_or_skip import triton_paged
+
+assert triton_paged  # Triton is here, at least interpreted
+TOP_K, EXPERTS, HIDDEN, INNER = 3, 6, 80, 48  # 80 inputs and 48 or 96 outputs fill no block of 64
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(fused, "kernels", lambda: triton_rows)
+
+
+def step(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, and their experts: never expert 4."""
+    generator = torch.Generator().manual_seed(tokens)
+    scores = torch.rand(tokens, EXPERTS, generator=generator)
+    scores[:, 4] = -1.0
+    weights, ids = scores.topk(TOP_K)
+    x, gate_up, down = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((tokens, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
+    )
+    x, ids, weights, gate_up, down = (each.to(DEVICE) for each in (x, ids, weights, gate_up / 9, down / 7))
+    return x, ids, weights, gate_up, down
+
+
+def by_hand(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Token by token, in fp32."""
+    x, gate_up, down = (each.float() for each in (x, gate_up, down))
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for expert, weight in zip(ids[t].tolist(), weights[t], strict=True):
+            gate, up = (gate_up[expert] @ x[t]).chunk(2)
+            out[t] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.float16, 4e-3)], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_each_token_is_the_weighted_sum_of_its_experts(tokens: int, dtype: torch.dtype, allowed: float) -> None:
+    """40 tokens by 3 experts go in tiles of 64 rows, fewer in tiles of 16."""
+    given = step(tokens, dtype)
+    wanted, made = by_hand(*given), on_gpu.gated_experts(*given)
+    assert made.dtype == dtype
+    assert float((made.float() - wanted).abs().max()) < allowed * float(wanted.abs().max())
+
+
+def test_without_triton_pytorch_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = step(20, torch.float32)
+    wanted = on_gpu.gated_experts(*given)
+    monkeypatch.setattr(fused, "kernels", lambda: None)
+    torch.testing.assert_close(on_gpu.gated_experts(*given), wanted)
+
+
+def test_no_tokens_are_no_work() -> None:
+    x, ids, weights, gate_up, down = step(4, torch.float32)
+    assert on_gpu.gated_experts(x[:0], ids[:0], weights[:0], gate_up, down).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("tokens", [1, 7, 50])
+def test_every_choice_is_in_one_tile_of_its_expert(tokens: int, rows: int) -> None:
+    """In as many tiles as shapes alone can bound, so that nothing waits for the GPU."""
+    ids = step(tokens, torch.float32)[1]
+    tiles = on_gpu.tiles_of(ids, EXPERTS, rows)
+    total = ids.numel()
+    assert len(tiles.experts) == min(total, total // rows + EXPERTS)
+    told: list[int] = []
+    for expert, choices in zip(tiles.experts.tolist(), tiles.choices.tolist(), strict=True):
+        there = [choice for choice in choices if choice < total]
+        assert bool(there) == (expert >= 0)
+        assert all(int(ids.flatten()[choice]) == expert for choice in there)
+        told += there
+    assert sorted(told) == list(range(total))
