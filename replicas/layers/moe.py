@@ -182,7 +182,7 @@ class ExpertsLinear(Layer):
             for expert, weight in enumerate(self._weights()):
                 if self._weight is None:
                     self._weight = torch.empty(self._number, *weight.shape, dtype=dtype, device=device)
-                self._weight[expert] = weight  # one after the other: no second copy of them all
+                self._weight[expert].copy_(weight)  # one after the other: no second copy of them all
         self._pieces.clear()
 
     def _prepare(self, panels: Panels) -> None:

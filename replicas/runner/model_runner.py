@@ -176,6 +176,8 @@ class ModelRunner:
         reason = self.tp.why_not_captured and f"the ranks' group {self.tp.why_not_captured}"
         if not isinstance(attention, GraphAttention):
             reason = f"attention {self.attention_choice.name} cannot be captured"
+        if self._config.model.moe is not None and gpu.kernels() is None:
+            reason = "without Triton, experts wait to hear from the GPU which of them have rows"
         if not self.tp.min_int(reason is None) or not isinstance(attention, GraphAttention):
             log.info("CUDA graphs: none, %s", reason or "another rank has none: its log says why")
             return

@@ -285,7 +285,7 @@ def _capture(graph: Graph, **options: Any) -> Iterator[None]:
     FAKE.graphs.append(graph)
 
 
-def _kernels_of(module: Any) -> SimpleNamespace:
+def kernels_of(module: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: Kernel(kernel) for name, kernel in vars(module).items() if hasattr(kernel, "fn")})
 
 
@@ -324,8 +324,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(triton_paged, "kernels", _kernels_of(triton_kernels))
-    elementwise = _kernels_of(triton_rows)
+    monkeypatch.setattr(triton_paged, "kernels", kernels_of(triton_kernels))
+    elementwise = kernels_of(triton_rows)
     monkeypatch.setattr(gpu, "kernels", lambda: elementwise)
     monkeypatch.setattr(triton_paged, "PROGRAMS", 8)  # an interpreted program takes a millisecond
     monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)

@@ -1,21 +1,27 @@
 """A mixture of experts on a GPU: rows of one expert in tiles, one launch for all experts.
 Compiled on a GPU, interpreted on a CPU."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from replicas.kernels import gpu as fused
 from replicas.kernels import triton_rows
-from replicas.kernels.experts import on_gpu
+from replicas.kernels.experts import on_gpu, triton_grouped
+from tests.gpu import fake_cuda
 from tests.gpu.device_steps import DEVICE
+from tests.gpu.rigs import engine_config, make_rig
 from tests.gpu.triton_or_skip import triton_paged
+from tests.numerics import tiny
 
 assert triton_paged  # Triton is here, at least interpreted
 TOP_K, EXPERTS, HIDDEN, INNER = 3, 6, 80, 48  # 80 inputs and 48 or 96 outputs fill no block of 64
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(fused, "kernels", lambda: triton_rows)
@@ -46,6 +52,7 @@ def by_hand(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     return out
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.float16, 4e-3)], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_each_token_is_the_weighted_sum_of_its_experts(tokens: int, dtype: torch.dtype, allowed: float) -> None:
@@ -56,6 +63,7 @@ def test_each_token_is_the_weighted_sum_of_its_experts(tokens: int, dtype: torch
     assert float((made.float() - wanted).abs().max()) < allowed * float(wanted.abs().max())
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_without_triton_pytorch_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     given = step(20, torch.float32)
     wanted = on_gpu.gated_experts(*given)
@@ -63,6 +71,7 @@ def test_without_triton_pytorch_says_the_same(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(on_gpu.gated_experts(*given), wanted)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_no_tokens_are_no_work() -> None:
     x, ids, weights, gate_up, down = step(4, torch.float32)
     assert on_gpu.gated_experts(x[:0], ids[:0], weights[:0], gate_up, down).shape == (0, HIDDEN)
@@ -83,3 +92,33 @@ def test_every_choice_is_in_one_tile_of_its_expert(tokens: int, rows: int) -> No
         assert all(int(ids.flatten()[choice]) == expert for choice in there)
         told += there
     assert sorted(told) == list(range(total))
+
+
+def test_an_engine_with_experts_says_what_transformers_says_and_its_steps_are_captured(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer with experts beside a shared one. A captured step that waits for the GPU would fail."""
+    model = tiny.save("qwen2-moe", tmp_path, num_hidden_layers=1, decoder_sparse_step=1)
+    if gpu is not None:
+        wrapped = fake_cuda.kernels_of(triton_grouped)
+        monkeypatch.setattr(on_gpu, "programs", lambda: wrapped)
+    monkeypatch.setattr("tests.gpu.rigs.NUM_NEW", 5)
+    config = replace(engine_config(tmp_path, "cuda"), cuda_graphs=True)
+    config = replace(config, scheduler=replace(config.scheduler, max_running_requests=2))
+    prompts = [list(range(20, 31)), [5, 9]]
+    rig = make_rig(config)
+    assert rig.answer(prompts) == [tiny.reference(model, prompt, 5)[1] for prompt in prompts]
+    if gpu is not None:
+        assert len(gpu.graphs) == 2  # of one row and of two
+
+
+def test_without_triton_nothing_is_captured_and_the_answer_is_the_same(
+    tmp_path: Path, gpu: fake_cuda.FakeCuda | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny.save("mixtral", tmp_path, num_hidden_layers=1)
+    monkeypatch.setattr(fused, "kernels", lambda: None)
+    monkeypatch.setattr("tests.gpu.rigs.NUM_NEW", 5)
+    with caplog.at_level("INFO"):
+        rig = make_rig(replace(engine_config(tmp_path, "cuda"), cuda_graphs=True))
+    assert "CUDA graphs: none, without Triton, experts wait to hear" in caplog.text
+    assert rig.answer([[5, 9, 44]]) == [tiny.reference(model, [5, 9, 44], 5)[1]]

@@ -10,7 +10,7 @@ Thread:    the one that runs the model.
 Source:    tiles of one expert, as in Gale et al. 2022 (MegaBlocks, arXiv:2211.15841).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,13 @@ from replicas.kernels import gpu
 
 FEW_ROWS, MANY_ROWS = 16, 64  # of a tile: tensor cores take 16 at least
 BLOCK_N, BLOCK_K, SUM_BLOCK, WARPS = 64, 64, 1024, 4
+
+
+def programs() -> Any:
+    """Return triton_grouped.py; only where ``gpu.kernels()`` says that Triton can be used."""
+    from replicas.kernels.experts import triton_grouped
+
+    return triton_grouped
 
 
 class Tiles(NamedTuple):
@@ -62,12 +69,10 @@ def gated_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
 
 
 def _product(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype, *, rows: int, shared: int) -> Tensor:
-    from replicas.kernels.experts import triton_grouped
-
     _, outputs, inputs = weight.shape
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     if rows:
-        triton_grouped.grouped_product[(len(tiles.experts), -(-outputs // BLOCK_N))](
+        programs().grouped_product[(len(tiles.experts), -(-outputs // BLOCK_N))](
             x, weight, out, tiles.choices, tiles.experts, rows, outputs, inputs, x.stride(0), SHARED=shared,
             BLOCK_M=tiles.choices.shape[1], BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=WARPS,
@@ -76,12 +81,10 @@ def _product(x: Tensor, weight: Tensor, tiles: Tiles, dtype: torch.dtype, *, row
 
 
 def _summed(made: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    from replicas.kernels.experts import triton_grouped
-
     (tokens, top_k), size = weights.shape, made.shape[1]
     out = torch.empty(tokens, size, dtype=dtype, device=made.device)
     if tokens:
-        triton_grouped.sum_choices[(tokens, -(-size // SUM_BLOCK))](
+        programs().sum_choices[(tokens, -(-size // SUM_BLOCK))](
             made, weights.contiguous(), out, size, made.stride(0), TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=WARPS
         )
     return out
