@@ -31,8 +31,8 @@ BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
 # what of an AttentionKind each backend serves
 SERVED_KINDS: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
-    "flashinfer": frozenset(),
-    "triton": frozenset(),
+    "flashinfer": frozenset({"scale", "window", "soft_cap"}),  # where all layers are of one kind: a plan is for all
+    "triton": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
     "torch_native": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
 }
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -79,7 +79,10 @@ class AttentionKind:
 
 def unserved_kinds(backend: str, kinds: Iterable[AttentionKind]) -> str | None:
     """Say what attention ``backend`` lacks for layers of these kinds, in words that follow its name; None: nothing."""
+    kinds = set(kinds)
     lacking = sorted(frozenset().union(*(kind.special for kind in kinds)) - SERVED_KINDS[backend])
+    if not lacking and backend == "flashinfer" and len(kinds) > 1:
+        return f"plans a step for layers of one kind, and this model's are of {len(kinds)}"
     return f"serves no attention with {', '.join(lacking)}, which this model has" if lacking else None
 
 

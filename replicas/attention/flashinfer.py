@@ -2,7 +2,9 @@
 
 A layer's keys and values are strided views of the one allocation (heads before tokens: "HND"), given as they are: the
 kernels take the stride between pages. Requests that extend are one plan, requests that decode another, and the
-prefixes that groups of those share a third; results are merged by the logarithm of the sums of weights.
+prefixes that groups of those share a third; results are merged by the logarithm of the sums of weights. A plan is for
+all layers, so they are of one kind (a scale, a cap, a window); with a window, pages that no token of a request sees are
+left out, and prefixes are read by each request itself.
 
 Owns:      the wrappers and their workspaces; the pages of the step (page_lists.py).
 Never:     plans within a layer: `begin` plans the step once. In `begin_graph` every buffer that kernels read keeps its
@@ -25,6 +27,7 @@ from replicas.attention.fence import Fence
 from replicas.attention.page_lists import Ints, page_bounds, page_indices, to_device
 from replicas.attention.triton_paged import store_kv
 from replicas.attention.workspace import num_sms, workspace_bytes
+from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
 from replicas.scheduler.plan import PrefixGroup
 
@@ -35,6 +38,7 @@ EIGHT_BITS = (torch.float8_e4m3fn,)  # FA2 and decode read them with queries in 
 # group over 32k keys would be 8 of 128 rows on 32 of 132 multiprocessors, and 100 new tokens over a long prefix as few.
 # With FA2 for all, prompts, groups and decode compile one module. To be measured: docs/gpu.md, step 5
 PREFILL = "fa2"
+PLAIN = AttentionKind()
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores decode; the other kernel knows 1, 2, 3, 4 and 8
 
 
@@ -42,6 +46,7 @@ class FlashInferAttention:
     """AttentionBackend over a pool in fp16, bf16 or, with queries in one of them, e4m3.
 
     Args:   graph_rows: of the largest decode step in a CUDA graph.
+            kind: of all layers.
     Raises: InvalidConfig for what its kernels do not know (the Triton backend does).
     """
 
@@ -56,13 +61,17 @@ class FlashInferAttention:
         num_kv_heads: int,
         head_dim: int,
         graph_rows: int = 0,
+        kind: AttentionKind = PLAIN,
     ) -> None:
         keys = pool.get_key_buffer(0)
         reason = why_not(keys.dtype, dtype=dtype, head_dim=head_dim)
         if reason is not None:
             raise InvalidConfig(f"attention: flashinfer {reason}; set attention: triton")
         self._pool, self._device = pool, keys.device
-        self._dtypes = {"q_data_type": dtype, "kv_data_type": keys.dtype}
+        self._planned: dict[str, Any] = {"q_data_type": dtype, "kv_data_type": keys.dtype}  # of every plan
+        if kind != PLAIN:
+            self._planned |= {"sm_scale": kind.scale, "logits_soft_cap": kind.soft_cap}
+            self._planned["window_left"] = -1 if kind.window is None else kind.window - 1
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._tensor_cores = num_heads // num_kv_heads >= TENSOR_CORE_GROUP
         num_bytes = workspace_bytes(
@@ -98,7 +107,7 @@ class FlashInferAttention:
         self._members = None
         if self._num_decode:
             first_pages = None
-            if batch.prefix_groups:
+            if batch.prefix_groups and not self._window:
                 first_pages = self._plan_groups(batch, batch.prefix_groups, num_extend)
             self._plan_decode(batch.table, batch.rows[num_extend:], seq_lens[num_extend:], first_pages)
         self._copied.mark()
@@ -132,10 +141,15 @@ class FlashInferAttention:
         return out.flatten(1)
 
     @property
+    def _window(self) -> int:
+        """The tokens that a token sees; 0: all."""
+        return int(self._planned.get("window_left", -1)) + 1
+
+    @property
     def _scales(self) -> dict[str, float]:
         """What `run` is told of a pool in 8 bits."""
         pool = self._pool
-        return {"k_scale": pool.k_scale, "v_scale": pool.v_scale} if self._dtypes["kv_data_type"] in EIGHT_BITS else {}
+        return {"k_scale": pool.k_scale, "v_scale": pool.v_scale} if self._planned["kv_data_type"] in EIGHT_BITS else {}
 
     def _cascade(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, members: Tensor) -> None:
         """Attend to each request's own keys, then to those of its group; q, out [B, H, D]."""
@@ -165,22 +179,25 @@ class FlashInferAttention:
         self, wrapper: Any, table: Tensor, rows: Tensor, bounds: Ints, seq_lens: Ints, *, causal: bool
     ) -> None:
         page_size = self._pool.page_size
-        indptr, last_page_len = page_bounds(seq_lens, page_size)
+        unseen = self._unseen_pages(seq_lens - np.diff(bounds))
+        indptr, last_page_len = page_bounds(seq_lens, page_size, unseen)
         wrapper.plan(
             torch.from_numpy(bounds),
             torch.from_numpy(indptr),
-            page_indices(table, rows, indptr, page_size),
+            page_indices(table, rows, indptr, page_size, unseen),
             torch.from_numpy(last_page_len),
             self._num_heads,
             self._num_kv_heads,
             self._head_dim,
             page_size,
             causal=causal,
-            **self._dtypes,
+            **self._planned,
         )
 
     def _plan_decode(self, table: Tensor, rows: Tensor, seq_lens: Ints, first_pages: Ints | None) -> None:
         page_size = self._pool.page_size
+        if first_pages is None:
+            first_pages = self._unseen_pages(seq_lens - 1)
         indptr, last_page_len = page_bounds(seq_lens, page_size, first_pages)
         self._decode.plan(
             torch.from_numpy(indptr),
@@ -190,8 +207,14 @@ class FlashInferAttention:
             self._num_kv_heads,
             self._head_dim,
             page_size,
-            **self._dtypes,
+            **self._planned,
         )
+
+    def _unseen_pages(self, positions: Ints) -> Ints | None:
+        """Return the pages [B] before all that the tokens from ``positions`` [B] on see; None: there are none."""
+        if not self._window:
+            return None
+        return (np.maximum(positions - self._window + 1, 0) // self._pool.page_size).astype(np.int32)
 
     def _graph_wrapper(self, size: int, max_pages: int) -> Any:
         """Make the wrapper of a graph; a request has at most ``max_pages``."""

@@ -91,7 +91,7 @@ def _first_that_runs(
         if reason is None:
             try:
                 backend = make(name)
-                try_out(backend, pool, dtype=dtype, **heads)
+                try_out(backend, pool, dtype=dtype, sinks=bool(kinds) and kinds[0].sinks, **heads)
             except Exception as error:  # noqa: BLE001 - of a library that may fail in any way; nothing has run before it
                 _require_device(pool.device, name, error)
                 reason = f"failed in a trial step: {type(error).__name__}: {error}"
@@ -124,11 +124,12 @@ def _make(
         log.info("attention: compiling FlashInfer's kernels, minutes, once on this machine")
         from replicas.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(pool, dtype=dtype, graph_rows=graph_rows, **shape)
+        kind = kinds[0] if kinds else AttentionKind()
+        return FlashInferAttention(pool, dtype=dtype, graph_rows=graph_rows, kind=kind, **shape)
     if name == "triton":
         from replicas.attention.triton_paged import TritonAttention
 
-        return TritonAttention(pool, **shape)
+        return TritonAttention(pool, kinds=kinds, **shape)
     return TorchNativeAttention(pool, kinds)
 
 
@@ -175,6 +176,7 @@ def try_out(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    sinks: bool = False,
 ) -> None:
     """Run one layer of a mixed step with a prefix group on the dummy page, and wait for it.
 
@@ -202,7 +204,8 @@ def try_out(
     heads = torch.zeros(4, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
     first_v = num_heads + num_kv_heads
     backend.begin(batch)
-    backend.forward(0, heads[:, :num_heads], heads[:, num_heads:first_v], heads[:, first_v:]).cpu()
+    sunk = heads.new_zeros(num_heads) if sinks else None
+    backend.forward(0, heads[:, :num_heads], heads[:, num_heads:first_v], heads[:, first_v:], sunk).cpu()
 
 
 def missing(package: str) -> str | None:

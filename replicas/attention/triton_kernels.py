@@ -5,20 +5,34 @@ a tile is token r // GROUP_ROWS, query head r % GROUP_ROWS of the group (GROUP_R
 two). A part is the attention over some of the keys: its result, and the base-2 logarithm of the sum of its weights, by
 which parts are merged. How many there are is an ordinary argument, so that another batch size compiles nothing.
 
+Of a layer's kind, LIMITED says that a token sees its last ``window`` tokens, or those from the last multiple of
+``chunk`` on (either 0: none), and CAPPED that scores become ``cap * tanh(score)``; ``cap`` is times log2(e), and the
+scale then makes of a product the score as a share of the cap. Keys before all that a tile sees are not read.
+
 Source: Dao 2023 (arXiv:2307.08691); parts as in Flash-Decoding (Dao et al. 2023) and Hydragen (arXiv:2402.05099).
 """
 
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _first_seen(position, window, chunk):
+    """The first position that the token at ``position`` sees."""
+    first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    return tl.maximum(first, tl.where(chunk > 0, position - position % tl.maximum(chunk, 1), 0))
+
 
 @triton.jit
 def _attend(
-    q, keys, values, slots, low, high, last, scale, page_stride,
+    q, keys, values, slots, low, high, first, last, scale, cap, page_stride,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Queries q [ROWS, BLOCK_D] over positions [low, high), row r up to position last[r] if CAUSAL.
+    """Queries q [ROWS, BLOCK_D] over positions [low, high), row r from position first[r] on if LIMITED, and up to
+    position last[r] if CAUSAL.
 
     keys, values: of this layer and KV head; slots: slot of each position. scale: of the scores, times log2(e).
     Returns: result [ROWS, BLOCK_D], 0 where nothing was seen, and log2 of the weights' sum [ROWS], -inf there.
@@ -34,7 +48,11 @@ def _attend(
         place = (slot // PAGE).to(tl.int64) * page_stride + (slot % PAGE) * D  # [BLOCK]
         k = tl.load(keys + place[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
         score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale  # [ROWS, BLOCK]
+        if CAPPED:
+            score = cap * (2.0 * tl.sigmoid(2.0 * score) - 1.0)
         seen = there[None, :]
+        if LIMITED:
+            seen = seen & (position[None, :] >= first[:, None])
         if CAUSAL:
             seen = seen & (position[None, :] <= last[:, None])
         score = tl.where(seen, score, float("-inf"))
@@ -51,12 +69,12 @@ def _attend(
     return out, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
 
 
-@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "parts"])
+@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "parts", "window", "chunk"])
 def decode_parts(
     q, keys, values, table, rows, seq_lens, shared_lens, part_out, part_lse, first_token, first_request,
-    splits, parts, scale, q_stride, page_stride, head_stride, table_stride, num_heads,
+    splits, parts, scale, cap, window, chunk, q_stride, page_stride, head_stride, table_stride, num_heads,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, CASCADE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, CASCADE: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (b, kv head, split): one token of request b over its share of the keys, after what a group has read.
 
@@ -68,6 +86,8 @@ def decode_parts(
     begin = 0
     if CASCADE:
         begin = tl.load(shared_lens + b)
+    if LIMITED:
+        begin = tl.maximum(begin, _first_seen(seq_len - 1, window, chunk))
     share = tl.cdiv(tl.cdiv(seq_len - begin, splits), BLOCK) * BLOCK
     low = begin + split * share
     high = tl.minimum(low + share, seq_len)
@@ -79,19 +99,19 @@ def decode_parts(
     row = tl.load(rows + request).to(tl.int64)
     out, lse = _attend(
         own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
-        low, high, g, scale, page_stride, PAGE, D, BLOCK_D, GROUP_ROWS, BLOCK, False, PRECISION,
+        low, high, g, g, scale, cap, page_stride, PAGE, D, BLOCK_D, GROUP_ROWS, BLOCK, False, False, CAPPED, PRECISION,
     )
     part = (b * num_heads + head) * parts + split
     tl.store(part_lse + part, lse, mask=g < GROUP)
     tl.store(part_out + part[:, None] * D + d[None, :], out, mask=exists & (lse > float("-inf"))[:, None])
 
 
-@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "parts"])
+@triton.jit(do_not_specialize=["first_token", "first_request", "splits", "parts", "window", "chunk"])
 def group_parts(
-    q, keys, values, table, rows, tiles, members, part_out, part_lse, first_token, first_request,
-    splits, parts, scale, q_stride, page_stride, head_stride, table_stride, num_heads,
+    q, keys, values, table, rows, seq_lens, tiles, members, part_out, part_lse, first_token, first_request,
+    splits, parts, scale, cap, window, chunk, q_stride, page_stride, head_stride, table_stride, num_heads,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head, split): up to TILE requests of a group over a share of what they have in common.
 
@@ -101,13 +121,18 @@ def group_parts(
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
     length = tl.load(tiles + 3 * tile + 2)
-    share = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    low = split * share
-    high = tl.minimum(low + share, length)
     r, d = tl.arange(0, TILE * GROUP_ROWS), tl.arange(0, BLOCK_D)
     member, g = r // GROUP_ROWS, r % GROUP_ROWS
     wanted = (member < count) & (g < GROUP)
     b = tl.load(members + first + member, mask=wanted, other=0)
+    begin, from_here = 0, r
+    if LIMITED:
+        seq_len = tl.load(seq_lens + first_request + b, mask=wanted, other=1)
+        from_here = _first_seen(seq_len - 1, window, chunk)
+        begin = tl.minimum(tl.min(tl.where(wanted, from_here, length), 0), length)
+    share = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK) * BLOCK
+    low = begin + split * share
+    high = tl.minimum(low + share, length)
     head = kv_head * GROUP + g
     exists = wanted[:, None] & (d < D)[None, :]
     token = (first_token + b).to(tl.int64)
@@ -115,7 +140,8 @@ def group_parts(
     row = tl.load(rows + first_request + tl.load(members + first)).to(tl.int64)
     out, lse = _attend(
         own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
-        low, high, r, scale, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, False, PRECISION,
+        low, high, from_here, r, scale, cap, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, False, LIMITED,
+        CAPPED, PRECISION,
     )
     part = (b * num_heads + head) * parts + (parts - splits) + split
     tl.store(part_lse + part, lse, mask=wanted)
@@ -124,28 +150,33 @@ def group_parts(
 
 @triton.jit(do_not_specialize=["first_token", "parts"])
 def merge_parts(
-    part_out, part_lse, out, first_token, parts, num_heads, v_scale,
-    BLOCK_PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    part_out, part_lse, out, sinks, first_token, parts, num_heads, v_scale,
+    BLOCK_PARTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, head): the parts of one query as one result; out [T, H, D]."""
+    """Program (b, head): the parts of one query, and the head's sink if SINKS, as one result; out [T, H, D]."""
     b, head = tl.program_id(0), tl.program_id(1)
     p, d = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_D)
     part = (b * num_heads + head) * parts + p
     lse = tl.load(part_lse + part, mask=p < parts, other=float("-inf"))
-    weight = tl.exp2(lse - tl.max(lse, 0))  # some part is never empty: a token sees itself
+    peak = tl.max(lse, 0)
+    weight = tl.exp2(lse - peak)  # some part is never empty: a token sees itself
     seen = (lse > float("-inf"))[:, None] & (d < D)[None, :]
     value = tl.load(part_out + part[:, None] * D + d[None, :], mask=seen, other=0.0)
-    merged = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0) * v_scale
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - peak)
+    merged = tl.sum(value * weight[:, None], 0) / total * v_scale
     place = (first_token + b).to(tl.int64) * num_heads + head
     tl.store(out + place * D + d, merged.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "chunk"])
 def extend(
-    q, keys, values, table, rows, qo_indptr, prefix_lens, tiles, out,
-    scale, q_stride, page_stride, head_stride, table_stride, num_heads, v_scale,
+    q, keys, values, table, rows, qo_indptr, prefix_lens, tiles, out, sinks,
+    scale, cap, window, chunk, q_stride, page_stride, head_stride, table_stride, num_heads, v_scale,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head): up to TILE new tokens of a request over all keys before and among them.
 
@@ -163,11 +194,18 @@ def extend(
     place = (bound + token).to(tl.int64)
     own_q = tl.load(q + place[:, None] * q_stride + head[:, None] * D + d[None, :], mask=exists, other=0.0)
     row = tl.load(rows + request).to(tl.int64)
+    low, from_here = 0, token
+    if LIMITED:
+        low, from_here = _first_seen(prefix + start, window, chunk), _first_seen(prefix + token, window, chunk)
     high = prefix + tl.minimum(start + TILE, num_new)
-    attended, _ = _attend(
+    attended, lse = _attend(
         own_q, keys + kv_head * head_stride, values + kv_head * head_stride, table + row * table_stride,
-        0, high, prefix + token, scale, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, True, PRECISION,
+        low, high, from_here, prefix + token, scale, cap, page_stride, PAGE, D, BLOCK_D, TILE * GROUP_ROWS, BLOCK, True,
+        LIMITED, CAPPED, PRECISION,
     )
+    if SINKS:
+        sink = tl.load(sinks + head, mask=g < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        attended = attended / (1.0 + tl.exp2(sink - lse))[:, None]
     at = (place[:, None] * num_heads + head[:, None]) * D + d[None, :]
     tl.store(out + at, (attended * v_scale).to(out.dtype.element_ty), mask=exists)
 

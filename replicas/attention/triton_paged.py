@@ -11,6 +11,7 @@ Thread:    the thread that runs the model.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +23,14 @@ from torch import Tensor
 from replicas.attention import triton_kernels as kernels
 from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.page_lists import to_device
+from replicas.config import AttentionKind
 from replicas.scheduler.plan import PrefixGroup
 
 MAX_SPLITS = 32
 PROGRAMS = 2048  # wanted in a decode step: enough for all multiprocessors, few enough that empty ones cost little
 GROUP_TILE_ROWS = 64  # queries that read a shared page together
 GROUP_SPLITS = 8
+PLAIN = AttentionKind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,12 @@ class _Shape:
     def block_d(self) -> int:
         return max(16, int(triton.next_power_of_2(self.head_dim)))
 
-    def constants(self, dtype: torch.dtype) -> dict[str, object]:
+    def constants(self, dtype: torch.dtype, kind: AttentionKind) -> dict[str, object]:
         """Return the constants of every attention kernel. Without "ieee", fp32 products keep 10 bits."""
         precision = "ieee" if dtype == torch.float32 else "tf32"
         return {
             "GROUP": self.group, "PAGE": self.page_size, "D": self.head_dim, "BLOCK_D": self.block_d,
-            "PRECISION": precision,
+            "LIMITED": bool(kind.window or kind.chunk), "CAPPED": kind.soft_cap is not None, "PRECISION": precision,
         }  # fmt: skip
 
 
@@ -70,12 +73,16 @@ class _Groups:
 
 
 class TritonAttention:
-    """AttentionBackend over any pool on a GPU (on a CPU under TRITON_INTERPRET=1, for tests)."""
+    """AttentionBackend over any pool on a GPU (on a CPU under TRITON_INTERPRET=1, for tests), of every kind."""
 
     rotates = True
 
-    def __init__(self, pool: KvPool, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, pool: KvPool, *, num_heads: int, num_kv_heads: int, head_dim: int, kinds: Sequence[AttentionKind] = ()
+    ) -> None:
+        """``kinds``: of each layer; none: all are plain."""
         self._pool = pool
+        self._kinds = tuple(kinds)
         self._shape = _Shape(num_heads, num_kv_heads, head_dim, pool.page_size)
         self._batch: BatchMeta | None = None
         self._num_decode = 0
@@ -106,31 +113,45 @@ class TritonAttention:
         self._tiles = self._groups = None
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return self.forward_rotating(layer, q, k, v, None)
+        return self._run(layer, q, k, v, None, sinks)
 
     def forward_rotating(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None) -> Tensor:
+        return self._run(layer, q, k, v, turn, None)
+
+    def _run(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn | None, sinks: Tensor | None
+    ) -> Tensor:
         batch, shape = self._batch, self._shape
         assert batch is not None, "begin() comes before forward()"
+        kind = self._kinds[layer] if self._kinds else PLAIN
+        assert kind.sinks == (sinks is not None), f"layer {layer} is {kind}"
         for x in (q, k, v):
             assert x.stride()[1:] == (shape.head_dim, 1), f"heads must lie in a row, strides are {x.stride()}"
         keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
         store_kv(q, k, v, self._pool, layer, batch.out_slots, turn)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
         if self._tiles is not None:
-            self._extend(batch, q, keys, values, self._tiles, out)
+            self._extend(batch, q, (keys, values), self._tiles, out, kind, sinks)
         if self._num_decode:
-            self._decode(batch, q, keys, values, out)
+            self._decode(batch, q, (keys, values), out, kind, sinks)
         return out.flatten(1)
 
-    def _extend(self, batch: BatchMeta, q: Tensor, keys: Tensor, values: Tensor, tiles: Tensor, out: Tensor) -> None:
+    def _extend(
+        self, batch: BatchMeta, q: Tensor, kv: tuple[Tensor, Tensor], tiles: Tensor, out: Tensor, kind: AttentionKind,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         shape, tile = self._shape, self._extend_tile(q.device)
         kernels.extend[(len(tiles), shape.num_kv_heads)](
-            q, keys, values, batch.table, batch.rows, batch.qo_indptr, batch.prefix_lens, tiles, out,
-            *self._numbers(q, keys, batch.table), self._pool.v_scale, **shape.constants(q.dtype),
-            GROUP_ROWS=shape.group_rows, TILE=tile, BLOCK=64 if q.dtype != torch.float32 else 32, num_warps=8,
+            q, *kv, batch.table, batch.rows, batch.qo_indptr, batch.prefix_lens, tiles, out,
+            out if sinks is None else sinks, *self._numbers(q, kv[0], batch.table, kind), self._pool.v_scale,
+            **shape.constants(q.dtype, kind), GROUP_ROWS=shape.group_rows, TILE=tile, SINKS=sinks is not None,
+            BLOCK=64 if q.dtype != torch.float32 else 32, num_warps=8,
         )  # fmt: skip
 
-    def _decode(self, batch: BatchMeta, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    def _decode(
+        self, batch: BatchMeta, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, kind: AttentionKind,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         shape, size = self._shape, self._num_decode
         first = (batch.num_tokens - size, batch.rows.shape[0] - size)  # token, request
         splits = num_splits(size, shape.num_kv_heads)
@@ -139,28 +160,33 @@ class TritonAttention:
         part_lse = torch.empty((size, shape.num_heads, parts), device=q.device)
         shared_lens = batch.seq_lens  # not read
         block = 64 if q.dtype != torch.float32 else 32
-        common = (*self._numbers(q, keys, batch.table),)
+        common, constants = self._numbers(q, kv[0], batch.table, kind), shape.constants(q.dtype, kind)
         if self._groups is not None:
             shared_lens = self._groups.shared_lens
             part_lse[:, :, splits:] = -math.inf  # of requests in no group
             kernels.group_parts[(len(self._groups.tiles), shape.num_kv_heads, GROUP_SPLITS)](
-                q, keys, values, batch.table, batch.rows, self._groups.tiles, self._groups.members, part_out, part_lse,
-                *first, GROUP_SPLITS, parts, *common, **shape.constants(q.dtype), GROUP_ROWS=shape.group_rows,
+                q, *kv, batch.table, batch.rows, batch.seq_lens, self._groups.tiles, self._groups.members, part_out,
+                part_lse, *first, GROUP_SPLITS, parts, *common, **constants, GROUP_ROWS=shape.group_rows,
                 TILE=self._group_tile, BLOCK=block,
             )  # fmt: skip
         kernels.decode_parts[(size, shape.num_kv_heads, splits)](
-            q, keys, values, batch.table, batch.rows, batch.seq_lens, shared_lens, part_out, part_lse, *first, splits,
-            parts, *common, **shape.constants(q.dtype), GROUP_ROWS=max(16, shape.group_rows), BLOCK=block,
+            q, *kv, batch.table, batch.rows, batch.seq_lens, shared_lens, part_out, part_lse, *first, splits,
+            parts, *common, **constants, GROUP_ROWS=max(16, shape.group_rows), BLOCK=block,
             CASCADE=self._groups is not None,
         )  # fmt: skip
         kernels.merge_parts[(size, shape.num_heads)](
-            part_out, part_lse, out, first[0], parts, shape.num_heads, self._pool.v_scale,
-            BLOCK_PARTS=triton.next_power_of_2(MAX_SPLITS + parts - splits), D=shape.head_dim, BLOCK_D=shape.block_d,
+            part_out, part_lse, out, out if sinks is None else sinks, first[0], parts, shape.num_heads,
+            self._pool.v_scale, BLOCK_PARTS=triton.next_power_of_2(MAX_SPLITS + parts - splits), D=shape.head_dim,
+            BLOCK_D=shape.block_d, SINKS=sinks is not None,
         )  # fmt: skip
 
-    def _numbers(self, q: Tensor, keys: Tensor, table: Tensor) -> tuple[float, int, int, int, int, int]:
-        scale = self._shape.head_dim**-0.5 * math.log2(math.e) * self._pool.k_scale
-        return scale, q.stride(0), keys.stride(0), keys.stride(1), table.stride(0), self._shape.num_heads
+    def _numbers(self, q: Tensor, keys: Tensor, table: Tensor, kind: AttentionKind) -> tuple[float, ...]:
+        """Return scale, cap, window, chunk, strides and heads, as all attention kernels take them."""
+        scale = (self._shape.head_dim**-0.5 if kind.scale is None else kind.scale) * self._pool.k_scale
+        cap, log2_e = kind.soft_cap, math.log2(math.e)
+        scale, cap = (scale * log2_e, 0.0) if cap is None else (scale / cap, cap * log2_e)
+        strides = q.stride(0), keys.stride(0), keys.stride(1), table.stride(0)
+        return scale, cap, kind.window or 0, kind.chunk or 0, *strides, self._shape.num_heads
 
     @property
     def _group_tile(self) -> int:

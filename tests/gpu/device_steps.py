@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from replicas.attention.base import AttentionBackend, BatchMeta
-from replicas.attention.torch_native import TorchNativeAttention
+from replicas.attention.torch_native import PLAIN, TorchNativeAttention
+from replicas.config import AttentionKind
 from replicas.scheduler.plan import PrefixGroup
 from tests.attention_steps import SmallPool, Step, make_step
 
@@ -41,22 +42,23 @@ def share(step: Step, members: list[int], length: int, *, num_decode: int) -> No
     batch.num_decode = num_decode
 
 
-def run(backend: AttentionBackend, step: Step) -> Tensor:
+def run(backend: AttentionBackend, step: Step, *, kind: AttentionKind = PLAIN) -> Tensor:
     """[T, H * D] of one layer."""
     backend.begin(step.batch)
-    return backend.forward(0, step.q, step.k, step.v).clone()
+    sinks = torch.linspace(-2.0, 3.0, step.q.shape[1], device=step.q.device) if kind.sinks else None
+    return backend.forward(0, step.q, step.k, step.v, sinks).clone()
 
 
-def oracle(step: Step) -> Tensor:
+def oracle(step: Step, *, kind: AttentionKind = PLAIN) -> Tensor:
     """In fp32, from the pool as the backend under test has left it."""
     data = step.pool.data
     exact = SmallPool.__new__(SmallPool)
     exact.page_size, exact.data = step.pool.page_size, data.float()
     in_full = replace(step, pool=exact, q=step.q.float(), k=step.k.float(), v=step.v.float())
-    return run(TorchNativeAttention(exact), in_full)
+    return run(TorchNativeAttention(exact, (kind,)), in_full, kind=kind)
 
 
-def error(backend: AttentionBackend, step: Step) -> float:
+def error(backend: AttentionBackend, step: Step, *, kind: AttentionKind = PLAIN) -> float:
     """Largest difference from the oracle."""
-    got = run(backend, step)
-    return float((got.float() - oracle(step)).abs().max())
+    got = run(backend, step, kind=kind)
+    return float((got.float() - oracle(step, kind=kind)).abs().max())

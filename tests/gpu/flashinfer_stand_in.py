@@ -53,6 +53,7 @@ class _Wrapper:
         assert self.options.get("backend") != "fa3" or self.kv_dtype == options["q_data_type"]
         assert all(1 <= int(n) <= shape[3] for n in self.last)
         self.bounds, self.shape, self.dtype = bounds, shape, options["q_data_type"]
+        self.kind = {name: options.get(name) for name in ("sm_scale", "window_left", "logits_soft_cap")}
 
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], **options: Any) -> Any:
         CALLS.append((self.name, "run", (q, kv), options))
@@ -73,7 +74,7 @@ class _Wrapper:
             read = (x.float()[pages].transpose(1, 2).flatten(0, 1)[:length] for x in kv)
             k, v = (x * scale for x, scale in zip(read, scales, strict=True))  # [n, K, D]
             span = slice(int(self.bounds[b]), int(self.bounds[b + 1]))
-            out[span], lse[span] = _attend(q[span].float(), k, v, causal=self.causal)
+            out[span], lse[span] = _attend(q[span].float(), k, v, causal=self.causal, **self.kind)
         if options.get("out") is not None:
             assert options["out"].shape == q.shape
             assert options["out"].dtype == q.dtype
@@ -117,12 +118,20 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     return (weights[0] * v_a + weights[1] * v_b).to(v_a.dtype), both.logsumexp(0) / math.log(2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float | None, window_left: int | None,
+    logits_soft_cap: float | None,
+) -> tuple[Tensor, Tensor]:
     """q [E, H, D], k and v [n, K, D] -> [E, H, D] and the base-2 logarithms of the sums of weights [E, H]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    score = torch.einsum("ehd,nhd->ehn", q, k) / q.shape[2] ** 0.5
+    score = torch.einsum("ehd,nhd->ehn", q, k) * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)
+    if logits_soft_cap:
+        score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
+    position = torch.arange(len(k), device=k.device)
+    if window_left is not None and window_left >= 0:
+        unseen = position < position[len(k) - len(q) :, None] - window_left
+        score = score.masked_fill(unseen[:, None], -torch.inf)
     if causal:
-        position = torch.arange(len(k), device=k.device)
         score = score.masked_fill((position > position[len(k) - len(q) :, None])[:, None], -torch.inf)
     return torch.einsum("ehn,nhd->ehd", score.softmax(-1), v), score.logsumexp(-1) / math.log(2)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from replicas.attention import registry
-from replicas.attention.torch_native import TorchNativeAttention
-from replicas.config import AttentionChoice
+from replicas.attention.torch_native import PLAIN, TorchNativeAttention
+from replicas.config import AttentionChoice, AttentionKind, unserved_kinds
 from replicas.errors import EngineDead, InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from tests.attention_steps import Step
@@ -38,10 +38,9 @@ def flashinfer_attention(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield importlib.import_module("replicas.attention.flashinfer")
 
 
-def backend(module: Any, step: Step) -> Any:
-    return module.FlashInferAttention(
-        step.pool, dtype=step.q.dtype, num_heads=step.q.shape[1], num_kv_heads=step.k.shape[1], head_dim=step.q.shape[2]
-    )
+def backend(module: Any, step: Step, kind: AttentionKind = PLAIN) -> Any:
+    heads = {"num_heads": step.q.shape[1], "num_kv_heads": step.k.shape[1], "head_dim": step.q.shape[2]}
+    return module.FlashInferAttention(step.pool, dtype=step.q.dtype, kind=kind, **heads)
 
 
 def half_step(lengths: list[tuple[int, int]], **changes: Any) -> Step:
@@ -73,6 +72,33 @@ def test_a_mixed_step_with_a_group_equals_the_oracle(flashinfer_attention: Any) 
     step = half_step([(30, 9), (40, 1), (33, 1), (60, 1), (3, 1)])
     share(step, [1, 3], 32, num_decode=4)
     assert error(backend(flashinfer_attention, step), step) < ALLOWED
+
+
+@pytest.mark.parametrize(
+    "kind", [AttentionKind(window=27), AttentionKind(scale=0.2, soft_cap=5.0), AttentionKind(window=40, soft_cap=4.0)]
+)
+def test_layers_of_one_kind_equal_the_oracle(flashinfer_attention: Any, kind: AttentionKind) -> None:
+    """A mixed step with a group; the first page of a request beyond the window is not asked for."""
+    step = half_step([(50, 9), (70, 1), (40, 1), (43, 1), (3, 1)])
+    share(step, [2, 3], 32, num_decode=4)
+    assert error(backend(flashinfer_attention, step, kind), step, kind=kind) < ALLOWED
+    assert float((run(backend(flashinfer_attention, step), step) - oracle(step, kind=kind)).abs().max()) > 0.01
+    attention = backend(flashinfer_attention, step, kind)
+    if kind.window == 27 and DEVICE == "cpu":
+        CALLS.clear()
+        attention.begin(step.batch)
+        (_, _, extended, _), (_, _, decoded, _) = CALLS
+        assert extended[1].tolist() == [0, 3], "of tokens 50 to 58 the first sees from 24 on: page 0 is left out"
+        assert decoded[0].tolist() == [0, 3, 6, 8, 9]
+
+
+def test_layers_of_several_kinds_go_to_the_next_backend_in_words() -> None:
+    kinds = (AttentionKind(window=9), PLAIN)
+    assert unserved_kinds("flashinfer", kinds) == "plans a step for layers of one kind, and this model's are of 2"
+    assert unserved_kinds("flashinfer", kinds[:1]) is None
+    sunk = (AttentionKind(sinks=True), PLAIN)
+    assert unserved_kinds("flashinfer", sunk) == "serves no attention with sinks, which this model has"
+    assert unserved_kinds("triton", kinds) is None
 
 
 FAR_PAGES = 81_920 if DEVICE == "cuda" else 200  # of 64 KiB: 5 GiB, further than 32 bits of bytes and of elements

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from replicas.attention.page_lists import page_bounds
+from replicas.config import AttentionKind
 from replicas.scheduler.plan import PrefixGroup
 from tests.attention_steps import Step
 from tests.gpu.device_steps import DEVICE, device_step, error, oracle, run, share
@@ -30,9 +31,9 @@ def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_paged, "GROUP_SPLITS", 2)
 
 
-def backend(step: Step) -> triton_paged.TritonAttention:
+def backend(step: Step, *kinds: AttentionKind) -> triton_paged.TritonAttention:
     return triton_paged.TritonAttention(
-        step.pool, num_heads=step.q.shape[1], num_kv_heads=step.k.shape[1], head_dim=step.q.shape[2]
+        step.pool, num_heads=step.q.shape[1], num_kv_heads=step.k.shape[1], head_dim=step.q.shape[2], kinds=kinds
     )
 
 
@@ -81,6 +82,23 @@ def test_a_prefix_group_within_a_mixed_step_counts_from_the_first_request() -> N
     step = device_step([(30, 9), (40, 1), (33, 1), (60, 1)], page_size=16, num_heads=4, num_kv_heads=2)
     share(step, [1, 3], 32, num_decode=3)
     assert error(backend(step), step) < 1e-5
+
+
+KINDS = {
+    "scale and cap": AttentionKind(scale=0.3, soft_cap=4.0),
+    "window": AttentionKind(window=27),
+    "all": AttentionKind(scale=0.2, window=40, chunk=50, soft_cap=5.0, sinks=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_layers_that_do_more_equal_the_oracle_in_mixed_steps_with_groups(kind: AttentionKind) -> None:
+    """Two extend, three decode, of which two share 32 keys: more than some of their windows reach."""
+    lengths = [(50, 9), (0, 20), (40, 1), (70, 1), (17, 1)]
+    step = device_step(lengths, page_size=16, num_heads=2, num_kv_heads=1)
+    share(step, [2, 3], 32, num_decode=3)
+    assert error(backend(step, kind), step, kind=kind) < 1e-5
+    assert float((run(backend(step), step) - oracle(step, kind=kind)).abs().max()) > 0.01, "the kind does something"
 
 
 def test_what_a_group_reads_is_not_read_again() -> None:

@@ -30,8 +30,8 @@ KINDS = [
     ("*i32", "counts table rows seq_lens shared_lens tiles members qo_indptr prefix_lens choices experts"),
     ("*i64", "out_slots index rules tokens head_ids places penalties"),
     ("*fp32", "part_out part_lse logits peaks scaled head_values made weights"),
-    ("fp32", "scale eps v_scale k_inverse v_inverse"),
-    (sys.argv[3], "keys values"), (sys.argv[1], "q out k v cos sin q_norm k_norm x term weight gate_up"),
+    ("fp32", "scale cap eps v_scale k_inverse v_inverse"),
+    (sys.argv[3], "keys values"), (sys.argv[1], "q out k v sinks cos sin q_norm k_norm x term weight gate_up"),
 ]
 types = {name: kind for kind, names in KINDS for name in names.split()}
 cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -57,26 +57,26 @@ print(json.dumps(made_of))
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here: the other tests run the compiled kernels")
 @pytest.mark.parametrize(
-    ("dtype", "pool", "group", "head_dim"),
-    [("*bf16", "*bf16", 3, 64), ("*fp16", "*fp16", 4, 128), ("*bf16", "*fp8e4nv", 4, 128)],
+    ("dtype", "pool", "group", "head_dim", "special"),
+    [("*bf16", "*bf16", 3, 64, True), ("*fp16", "*fp16", 4, 128, False), ("*bf16", "*fp8e4nv", 4, 128, False)],
 )
 def test_every_kernel_compiles_for_a_hopper_gpu(
-    dtype: str, pool: str, group: int, head_dim: int, tmp_path: Path
+    dtype: str, pool: str, group: int, head_dim: int, special: bool, tmp_path: Path
 ) -> None:
-    """SmolLM2's heads in bf16, Llama-8B's in fp16, pages of 16; with the constants that their callers give. No register
-    is spilled to memory."""
+    """SmolLM2's heads in bf16, Llama-8B's in fp16, pages of 16; with the constants that their callers give, of layers
+    with windows, caps and sinks too (``special``). No register is spilled to memory."""
     rows = triton_paged.triton.next_power_of_2(group)
     shape = {"GROUP": group, "PAGE": 16, "D": head_dim, "BLOCK_D": head_dim}
-    common = shape | {"BLOCK": 64, "PRECISION": "tf32"}
+    common = shape | {"BLOCK": 64, "LIMITED": special, "CAPPED": special, "PRECISION": "tf32"}
     scaled = {"SCALED": pool != dtype}
     store = scaled | {key: shape[key] for key in ("PAGE", "D", "BLOCK_D")}
-    merge = {"BLOCK_PARTS": 64, "D": head_dim, "BLOCK_D": head_dim}
+    merge = {"BLOCK_PARTS": 64, "D": head_dim, "BLOCK_D": head_dim, "SINKS": special}
     turn = scaled | {"NORMS": True, "PAGE": 16, "D": head_dim, "HALF": head_dim // 2}
     attention, elementwise = "attention.triton_kernels", "kernels.triton_rows"
     experts, tile = "kernels.experts.triton_grouped", {"BLOCK_N": on_gpu.BLOCK_N, "BLOCK_K": on_gpu.BLOCK_K}
     product = {"SHARED": 8, "BLOCK_M": on_gpu.MANY_ROWS, "PRECISION": "tf32"} | tile
     cases = [
-        (attention, "extend", common | {"GROUP_ROWS": rows, "TILE": 128 // rows}, 8),
+        (attention, "extend", common | {"GROUP_ROWS": rows, "TILE": 128 // rows, "SINKS": special}, 8),
         (attention, "decode_parts", common | {"GROUP_ROWS": max(16, rows), "CASCADE": True}, 4),
         (attention, "group_parts", common | {"GROUP_ROWS": rows, "TILE": triton_paged.GROUP_TILE_ROWS // rows}, 4),
         (attention, "merge_parts", merge, 4),
