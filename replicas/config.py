@@ -96,6 +96,7 @@ class MLAConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    interleaved: bool = True  # dimensions 2 i and 2 i + 1 of the rotated part turn together, not i and i + half of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

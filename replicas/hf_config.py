@@ -4,11 +4,12 @@ Owns:  which keys say what, their defaults by architecture, and which features a
 Never: reads files (`replicas/runner/weights.py` does).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
-from replicas.config import AttentionKind, DType, ModelConfig, MoEConfig, RopeConfig
+from replicas.config import AttentionKind, DType, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from replicas.errors import InvalidConfig, UnsupportedModel
 
 ROPE_KINDS = get_args(get_type_hints(RopeConfig)["kind"])
@@ -23,7 +24,7 @@ def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int
     architecture = str(architectures[0])
     heads = int(hf["num_attention_heads"])
     qwen2 = architecture.startswith("Qwen2")
-    return ModelConfig(
+    config = ModelConfig(
         path=path,
         architecture=architecture,
         vocab_size=int(hf["vocab_size"]),
@@ -46,6 +47,7 @@ def model_config_from_hf(path: str, hf: Mapping[str, Any], *, eos_ids: tuple[int
         attention_kinds=_kinds_from_hf(architecture, hf),
         moe=_moe_from_hf(path, architecture, hf),
     )
+    return _with_latent_attention(config, hf) if architecture.startswith("DeepseekV") else config
 
 
 def _kinds_from_hf(architecture: str, hf: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
@@ -76,6 +78,36 @@ def _within(kinds: tuple[AttentionKind, ...], longest: int) -> tuple[AttentionKi
         for kind in kinds
     )
     return short if any(kind.special for kind in short) else ()
+
+
+def _with_latent_attention(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
+    """Complete the config of DeepSeek-V2 or V3. Raises: UnsupportedModel for keys that change what is computed here."""
+    v3 = config.architecture == "DeepseekV3ForCausalLM"
+    served: dict[str, tuple[object, ...]] = {"moe_layer_freq": (None, 1), "mlp_bias": (None, False)}
+    if not v3:  # no checkpoint normalises, and implementations differ in what that means beside routed_scaling_factor
+        served |= {"topk_method": (None, "greedy", "group_limited_greedy"), "norm_topk_prob": (None, False)}
+    for key, values in served.items():
+        if hf.get(key) not in values:
+            raise UnsupportedModel(f"{config.path}: {key} = {hf[key]!r} is not supported; supported: {values[1:]}")
+    mla = MLAConfig(
+        kv_lora_rank=int(hf["kv_lora_rank"]),
+        q_lora_rank=None if hf.get("q_lora_rank") is None else int(hf["q_lora_rank"]),
+        qk_nope_head_dim=int(hf["qk_nope_head_dim"]),
+        qk_rope_head_dim=int(hf["qk_rope_head_dim"]),
+        v_head_dim=int(hf["v_head_dim"]),
+        interleaved=not v3 or hf.get("rope_interleave") is not False,
+    )
+    scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5  # of a head as it would be if it were expanded
+    factor, all_dim = (config.rope.scaling.get(key, 0.0) for key in ("factor", "mscale_all_dim"))
+    if config.rope.kind != "default" and all_dim and factor > 1:
+        scale *= (0.1 * all_dim * math.log(factor) + 1.0) ** 2  # YaRN's temperature, which V2 and V3 apply here too
+    return replace(
+        config,
+        num_kv_heads=1,
+        head_dim=mla.kv_lora_rank + mla.qk_rope_head_dim,
+        attention_kinds=(AttentionKind(scale=scale),) * config.num_layers,
+        mla=mla,
+    )
 
 
 def contexts(hf: Mapping[str, Any]) -> tuple[int, int]:

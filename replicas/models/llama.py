@@ -71,15 +71,27 @@ def _weights(norms: tuple[RMSNorm, RMSNorm] | None) -> tuple[Tensor, Tensor, flo
     return of_q, of_k, norms[0].eps
 
 
-class LlamaBlock(Layer):
-    """One block: attention and MLP, each behind a norm, each added to the residual stream."""
+class DecoderBlock(Layer):
+    """One block: what it computes stands behind a norm, and is added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
+        self.input_norm = RMSNorm(config.rms_norm_eps)
+        self.post_norm = RMSNorm(config.rms_norm_eps)
+
+    def __call__(self, residual: Tensor, term: Tensor | None, rotation: Rotation) -> Tensor:
+        """Add ``term``, what the block before has made, and this block's first term to ``residual`` [T, hidden] in
+        place. Returns: the second term [T, hidden], which is still to be added."""
+        raise NotImplementedError
+
+
+class LlamaBlock(DecoderBlock):
+    """A block of attention over keys and values of heads, and an MLP."""
 
     attention = LlamaAttention
 
     def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
-        self.input_norm = RMSNorm(config.rms_norm_eps)
+        super().__init__(config, index, tp, backend)
         self.attn = self.attention(config, index, tp, backend)
-        self.post_norm = RMSNorm(config.rms_norm_eps)
         self.mlp = self.feed_forward(config, index, tp)
 
     def feed_forward(self, config: ModelConfig, index: int, tp: TpGroup) -> "GatedMLP | MoE":
@@ -95,8 +107,6 @@ class LlamaBlock(Layer):
         }
 
     def __call__(self, residual: Tensor, term: Tensor | None, rotation: Rotation) -> Tensor:
-        """Add ``term``, what the block before has made, and this block's first term to ``residual`` [T, hidden] in
-        place. Returns: the second term [T, hidden], which is still to be added."""
         term = self.attn(self.input_norm.after_adding(term, residual), rotation)
         return self.mlp(self.post_norm.after_adding(term, residual))
 
@@ -104,7 +114,7 @@ class LlamaBlock(Layer):
 class Llama(Layer):
     """The Llama family: LlamaForCausalLM, MistralForCausalLM."""
 
-    block = LlamaBlock
+    block: type[DecoderBlock] = LlamaBlock
 
     def __init__(self, config: ModelConfig, tp: TpGroup, attention: AttentionBackend) -> None:
         self.config = config
@@ -125,8 +135,8 @@ class Llama(Layer):
     @functools.cached_property
     def fused(self) -> FusedBlocks | None:
         """The programs for steps of up to ``max_rows`` tokens; None if the layers run all steps."""
-        if self._tp.device.type != "cpu" or self._tp.size > 1 or self.config.moe is not None:
-            return None  # experts are chosen in the middle of a block
+        if self._tp.device.type != "cpu" or self._tp.size > 1 or self.config.moe or self.config.mla:
+            return None  # experts are chosen in the middle of a block, and programs know one kind of attention
         backend = getattr(self._attention, "ready", self._attention)  # behind what the runner puts before it
         staged = backend if isinstance(backend, StagedAttention) else None
         blocks = cast("list[Block]", self.blocks)  # whose MLPs are dense

@@ -17,9 +17,10 @@ MODELS: dict[str, type[Llama]] = {
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
 }
-
 # imported where a model needs them
 LATER = {
+    "DeepseekV2ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
+    "DeepseekV3ForCausalLM": ("replicas.models.deepseek", "Deepseek"),
     "MixtralForCausalLM": ("replicas.models.moe", "Mixtral"),
     "Qwen2MoeForCausalLM": ("replicas.models.moe", "Qwen2Moe"),
     "Qwen3MoeForCausalLM": ("replicas.models.moe", "Qwen3Moe"),

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 # in some checkpoints, but computed here
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_weights(
@@ -73,6 +74,7 @@ def load_weights(
                 stacked[name].put(tensor)
                 found.update(stacked[name].fills)
         found |= names - stacked.keys()
+    found = {name for name in found if config.mla is None or _block(name) < config.num_layers}
     _check_names(folder, wanted.keys(), found, tied=config.tie_embeddings)
     layers = list(model.walk())
     for _, layer in layers:
@@ -150,6 +152,13 @@ def safetensors_files(folder: Path) -> list[Path]:
             f"are read: fetch the folder again, or save the model with Transformers' save_pretrained"
         )
     return files
+
+
+def _block(name: str) -> int:
+    """Return the number of the block that a weight belongs to; -1 if to none. DeepSeek-V3's checkpoints have one more
+    than the model: it predicts a second token."""
+    found = BLOCK.match(name)
+    return -1 if found is None else int(found[1])
 
 
 def _check_names(folder: Path, wanted: Iterable[str], found: set[str], *, tied: bool) -> None:

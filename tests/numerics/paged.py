@@ -11,7 +11,7 @@ from replicas.attention.base import BatchMeta
 from replicas.attention.registry import make_attention
 from replicas.config import DType, Implementation, ModelConfig, Products, ProductSetting, Quantization
 from replicas.layers.tp_group import TpGroup
-from replicas.memory.pool import MHATokenToKVPool
+from replicas.memory.scaled_pool import kv_pool
 from replicas.models.registry import model_class
 from replicas.runner.model_files import load_model_config
 from replicas.runner.product_choice import blas_products
@@ -41,9 +41,11 @@ class PagedModel:
         """``products``: ours alone unless given, whatever is faster on this machine. K and V are in fp32, whatever the
         model's dtype."""
         heads = max(1, config.num_kv_heads // tp.size)
-        self.pool = MHATokenToKVPool(
-            num_pages, page_size, config.num_layers, heads, config.head_dim, torch.float32, tp.device
-        )
+        self.pool = kv_pool(
+            "float32", num_pages=num_pages, page_size=page_size, num_layers=config.num_layers, num_kv_heads=heads,
+            head_dim=config.head_dim, device=tp.device,
+            kv_lora_rank=None if config.mla is None else config.mla.kv_lora_rank,
+        )  # fmt: skip
         self.pool.buffer.fill_(1e4)
         backend, _ = make_attention(
             attention,

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -41,6 +43,39 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
     "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True}),
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+LATENT: dict[str, Any] = {  # the shape of DeepSeek's, a latent vector of 16 + 16 numbers
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+LATENT_CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "v2": (DeepseekV2Config, {"n_shared_experts": 2, "routed_scaling_factor": 1.5}),
+    "v2-lite": (DeepseekV2Config, {"q_lora_rank": None, "qk_rope_head_dim": 8, "first_k_dense_replace": 3}),
+    "v2-groups-biased": (DeepseekV2Config, {"topk_method": "group_limited_greedy", "attention_bias": True, **GROUPS}),
+    "v2-yarn": (DeepseekV2Config, {"rope_parameters": YARN}),
+    "v3": (DeepseekV3Config, {"routed_scaling_factor": 2.5, **GROUPS}),
+    "v3-yarn": (DeepseekV3Config, {"rope_parameters": YARN, **GROUPS}),
+    "v3-halves": (DeepseekV3Config, {"rope_interleave": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+}
 VOCAB = 101  # not a multiple of 2 or 3: ranks hold padded slices
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -61,12 +96,16 @@ PROMPTS = [list(range(3, 26)), [7], [90, 4, 4, 61, 100, 0, 33, 12, 9]]  # 23, 1 
 
 def save(kind: str, folder: Path, **changes: Any) -> PreTrainedModel:
     """Makes the model, saves it into ``folder``, and returns it. Biases and norms are random too: each counts."""
-    make, special = CONFIGS[kind]
-    torch.manual_seed(sorted(CONFIGS).index(kind))
+    make, special = (CONFIGS | LATENT_CONFIGS)[kind]
+    special = {**LATENT, **special} if kind in LATENT_CONFIGS else special
+    torch.manual_seed([*sorted(CONFIGS), *LATENT_CONFIGS].index(kind))
     model = AutoModelForCausalLM.from_config(make(**{**SHAPE, **special, **changes}), attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.normal_(0.0, 0.1)
     model.float().eval().save_pretrained(folder)
     return model
 

@@ -1,0 +1,236 @@
+"""DeepSeek-V2 and V3 agree with Transformers in fp32 on every path: latent attention, experts, YaRN; whole and chunked,
+missed, hit and on the host, retracted, restored elsewhere, on one rank and two, handed over between any of them."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from benchmarks.engine_process import EngineProcess
+from kvtransfer.replay.snapshot import ReplaySnapshot
+from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
+from replicas.engine.engine import Engine
+from replicas.errors import InvalidConfig, UnsupportedModel
+from replicas.launch import load_engine
+from replicas.layers.tp_group import TpGroup
+from replicas.replay.replay import extract, restore
+from replicas.runner.model_files import load_model_config
+from replicas.types import GenerateRequest, SamplingParams
+from tests import harness
+from tests.embedded import MODEL
+from tests.numerics import tiny
+from tests.numerics.handing_over import GREEDY, check_held, make_engine, tiny_prompt
+from tests.numerics.paged import assert_close_in_range, open_model
+from tests.numerics.ranks import run_ranks
+from tests.numerics.test_hand_off import check_pair, trio
+from tests.numerics.test_hand_off_nixl import Processes, check_balance, check_processes
+from tests.numerics.test_tensor_parallel import answer, assert_same
+
+NUM_NEW = 24
+PROMPT = np.random.default_rng(3).integers(0, tiny.VOCAB, 90).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", tiny.LATENT_CONFIGS)
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    """Three prompts packed into each step, prefilled whole or 5 tokens at a time, decoded together. With the kernels
+    where they serve the vectors' length: those of v2-lite are 24 numbers."""
+    model = tiny.save(kind, tmp_path)
+    wanted = [tiny.reference(model, prompt, 64) for prompt in tiny.PROMPTS]
+    for attention, chunk in (("torch_native", 100), ("auto", 100), ("auto", 5)):
+        first, second = (open_model(tmp_path, attention=attention) for _ in range(2))
+        for ours, (logits, _) in zip(first.prefill(tiny.PROMPTS, chunk=chunk), wanted, strict=True):
+            assert_close_in_range(ours, logits, 1e-5)
+        assert second.greedy(tiny.PROMPTS, 64, chunk=chunk) == [ids for _, ids in wanted]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_give_one_answer_whole_and_in_chunks(tmp_path: Path, quantization: Any) -> None:
+    """Groups of 32 inputs share a scale, so the sizes are multiples of it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    tiny.save("v3", tmp_path, **sizes, q_lora_rank=32)
+    whole, chunked = (
+        open_model(tmp_path, attention="auto", quantization=quantization).greedy(tiny.PROMPTS, 24, chunk=chunk)
+        for chunk in (100, 5)
+    )
+    assert whole == chunked
+
+
+def test_the_blocks_that_only_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """V3's checkpoints hold them behind the others; a missing or unknown weight elsewhere is refused."""
+    model = tiny.save("v3", tmp_path)
+    wanted = tiny.reference(model, tiny.PROMPTS[0], 8)[1]
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    more = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in weights.items()}
+    save_file({**more, **weights, "model.layers.3.eh_proj.weight": torch.ones(2)}, file)
+    assert open_model(tmp_path).greedy(tiny.PROMPTS[:1], 8) == [wanted]
+    save_file({**weights, "model.layers.2.eh_proj.weight": torch.ones(2)}, file)
+    with pytest.raises(InvalidConfig, match=r"1 unexpected \(model.layers.2.eh_proj.weight\)"):
+        open_model(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
+    """A folder with a tokenizer, which one does not matter."""
+    folder = tmp_path_factory.mktemp("v3")
+    model = tiny.save("v3", folder)
+    for file in Path(MODEL).glob("*token*.json"):
+        shutil.copy(file, folder)
+    return str(folder), model
+
+
+@pytest.fixture(scope="module")
+def wanted(saved: tuple[str, PreTrainedModel]) -> list[int]:
+    return tiny.reference(saved[1], PROMPT.tolist(), NUM_NEW)[1]
+
+
+def engine_of(folder: str, *, page: int, chunk: int, tp: int = 1, **cache: Any) -> Engine:
+    return load_engine(
+        folder,
+        cache=CacheConfig(page_size=page, max_total_tokens=1024, **cache),
+        scheduler=SchedulerConfig(chunked_prefill_size=chunk, max_running_requests=4),
+        parallel=ParallelConfig(tp=tp),
+        num_threads=1,
+        context_len=256,
+    )
+
+
+def request(rid: str = "a") -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(rid=rid, token_ids=PROMPT, sampling=sampling)
+
+
+def finish(engine: Engine, *, retract: bool = False) -> list[int]:
+    ids: list[int] = []
+    while engine.has_work:
+        ids += [token for delta in engine.step() for token in delta.token_ids]
+        if retract and len(ids) == NUM_NEW // 2:
+            harness.retract(engine.scheduler, engine.scheduler.queues.running[0])
+            retract = False
+    assert not retract, "the request was never in a state to be retracted"
+    engine.scheduler.check()
+    return ids
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("page", "chunk", "tp"), [(16, 512, 1), (4, 24, 2)])
+def test_every_path_of_an_engine_gives_the_tokens_of_transformers(
+    saved: tuple[str, PreTrainedModel], wanted: list[int], page: int, chunk: int, tp: int
+) -> None:
+    """Miss, hit, hit on the host, retracted and resumed; the host holds a page once, whatever tp is."""
+    engine = engine_of(
+        saved[0], page=page, chunk=chunk, tp=tp, host_memory_bytes=1 << 20, write_policy="write_back"
+    )
+    try:
+        page_bytes = page * 3 * 32 * 4  # 3 layers x (16 + 16) floats
+        assert engine.config.model.kv_cell_bytes(tp=tp, kv_dtype="float32") * page == page_bytes
+        for to_host, retract in ((False, False), (False, True), (True, False), (True, True)):
+            if to_host:
+                harness.to_host(engine.kv)
+            engine.submit(request())
+            assert finish(engine, retract=retract) == wanted
+        tiers = engine.kv.store.tiers
+        assert tiers is not None
+        assert tiers._copier.host.view.shape[1] == page_bytes  # type: ignore[attr-defined]
+        assert tiers.counters.loaded_pages > 0
+        assert engine.stats().tiers.host_wrong_pages == 0  # type: ignore[union-attr]
+    finally:
+        engine.close()
+
+
+@pytest.mark.model
+def test_a_snapshot_goes_on_with_other_pages_and_ranks(
+    saved: tuple[str, PreTrainedModel], wanted: list[int], tmp_path: Path
+) -> None:
+    """Taken from one rank in the middle of the answer, and gone on with by two."""
+    here = engine_of(saved[0], page=16, chunk=64)
+    here.submit(request())
+    ids: list[int] = []
+    while len(ids) < 9:
+        ids += [token for delta in here.step() for token in delta.token_ids]
+    extract(here, "a").save(tmp_path / "a")
+    there = engine_of(saved[0], page=4, chunk=64, tp=2)
+    try:
+        snapshot = ReplaySnapshot.load(tmp_path / "a")
+        assert snapshot.kv.shape == (3, 1, 90 + 8, 1, 128)
+        assert restore(there, snapshot) == []
+        assert extract(there, "a").kv.tobytes() == snapshot.kv.tobytes()
+        assert ids + finish(there) == wanted
+        assert there.stats().prefill_tokens == 0
+    finally:
+        here.close()
+        there.close()
+
+
+def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
+    """Heads and experts' inner sizes split in two; the latent vector and what makes it on both."""
+    configs = []
+    for kind in ("v2", "v3-halves"):
+        tiny.save(kind, tmp_path / kind)
+        configs.append(load_model_config(str(tmp_path / kind)))
+    one = answer(TpGroup(device="cpu"), configs, tiny.PROMPTS, 24)
+    for ours in run_ranks(2, answer, configs, tiny.PROMPTS, 24, meet=tmp_path / "meet"):
+        assert_same(ours, one)
+
+
+@pytest.mark.model
+def test_two_replicas_answer_as_one(saved: tuple[str, PreTrainedModel]) -> None:
+    """By memcpy in one process: missed, part of it on the decode side or on the prefill side, on device and host."""
+    made = trio(saved[0], 16, 32)
+    for at, cached in enumerate(("miss", "decode part", "prefill part on host")):
+        check_pair(made, tiny_prompt((37, 64, 80)[at], at), cached, GREEDY)
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def one_and_two(saved: tuple[str, PreTrainedModel]) -> Iterator[tuple[EngineProcess, EngineProcess, Engine]]:
+    """Engines of one rank and of two, and one that does all by itself."""
+    ends = [EngineProcess(saved[0], page=16, chunk=32, transport="cma", tp=tp) for tp in (1, 2)]
+    unified = make_engine(saved[0], 16, 32, None)
+    yield ends[0], ends[1], unified
+    for end in (unified, *ends):
+        end.close()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_one_rank_and_two_hand_over_to_each_other_over_nixl(
+    one_and_two: tuple[EngineProcess, EngineProcess, Engine]
+) -> None:
+    one, two, unified = one_and_two
+    for at, (prefill, decode) in enumerate(((one, two), (two, one))):
+        of = Processes(prefill, decode, unified)
+        for length in (1, 37, 64):
+            prompt = tiny_prompt(length, seed=length + at)
+            check_held(check_processes(of, prompt, replace(GREEDY, max_new_tokens=3)), prompt, "miss", 16)
+        check_balance(of)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported; supported: (1,)"),
+        ({"topk_method": "best"}, "topk_method = 'best' is not supported"),
+        ({"norm_topk_prob": True}, "norm_topk_prob = True is not supported; supported: (False,)"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_name(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    config, special = tiny.LATENT_CONFIGS["v2"]
+    keys = {**tiny.SHAPE, **tiny.LATENT, **special, **changes, "architectures": ["DeepseekV2ForCausalLM"]}
+    config(**keys).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=re.escape(says)):
+        load_model_config(str(tmp_path), implementation="manta")
+
+
+@pytest.mark.model
+def test_a_latent_vector_of_8_bits_is_refused(saved: tuple[str, PreTrainedModel]) -> None:
+    with pytest.raises(InvalidConfig, match=r"cache\.kv_dtype = 'int8' with latent attention"):
+        engine_of(saved[0], page=16, chunk=32, kv_dtype="int8")
