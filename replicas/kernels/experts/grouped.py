@@ -77,8 +77,10 @@ class SortedRows:
         order = np.argsort(flat, kind="stable")
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        experts, starts = np.unique(flat[order], return_index=True)
-        starts = np.append(starts, len(order)).astype(np.int64)
+        counts = np.bincount(flat)
+        experts = counts.nonzero()[0]
+        starts = np.zeros(len(experts) + 1, np.int64)
+        np.cumsum(counts[experts], out=starts[1:])
         tokens = torch.from_numpy(order // ids.shape[1])
         return SortedRows(tokens, experts, starts, torch.from_numpy(places).view(ids.shape))
 
