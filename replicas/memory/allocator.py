@@ -2,8 +2,7 @@
 
 Owns:      the free list; no other module knows which pages are free.
 Never:     touches K/V bytes (memory/pool.py) or picks victims (cache/).
-Invariant: free + held + pending == num_pages, and no page is two of these; page 0, the dummy sink of padded tokens,
-           is never handed out. Pending pages were freed inside a free group and are not yet free.
+Invariant: free + held == num_pages, and no page is both; page 0, the dummy sink of padded tokens, is never handed out.
 Thread:    scheduler thread only.
 """
 
@@ -30,7 +29,6 @@ class PagedTokenToKVPoolAllocator:
         self._num_free = num_pages
         self._held = np.zeros(num_pages + 1, dtype=np.bool_)
         self._order = np.zeros(num_pages + 1, dtype=np.int32)  # scratch: finds a page named twice in one call
-        self._pending: list[Pages] | None = None  # a list inside a free group
         self._offsets = np.arange(page_size, dtype=np.int32)
 
     @property
@@ -63,7 +61,7 @@ class PagedTokenToKVPoolAllocator:
         return pages
 
     def free(self, pages: Pages | Sequence[int]) -> None:
-        """Take back whole pages (SPEC K7: never single slots); inside a free group they become free at its end.
+        """Take back whole pages (SPEC K7: never single slots), all at once: a caller collects them (SPEC D02).
 
         Freeing a page that is not held, or twice, is a bug of the caller and fails an assertion; nothing is freed then.
         """
@@ -77,21 +75,9 @@ class PagedTokenToKVPoolAllocator:
         self._order[taken] = order
         assert (self._order[taken] == order).all(), f"double free: a page is named twice in {taken}"
         self._held[taken] = False
-        if self._pending is not None:
-            self._pending.append(taken.copy())
-        else:
-            self._push(taken)
-
-    def free_group_begin(self) -> None:
-        """Collect pages freed until `free_group_end`, which frees them at once (SPEC D02)."""
-        assert self._pending is None, "a free group is already open"
-        self._pending = []
-
-    def free_group_end(self) -> None:
-        assert self._pending is not None, "no free group is open"
-        freed, self._pending = self._pending, None
-        if freed:
-            self._push(np.concatenate(freed))
+        end = self._num_free + len(taken)
+        self._stack[self._num_free : end] = taken[::-1]  # so that the next alloc gets them in the same order
+        self._num_free = end
 
     def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int, *, rid: str) -> Slots:
         """Take slots for tokens [prefix_len, seq_len) of one request (SPEC D05, D06).
@@ -142,13 +128,6 @@ class PagedTokenToKVPoolAllocator:
         """Assert the invariant of the module's docstring. O(num_pages)."""
         state = self._held.astype(np.int32)
         np.add.at(state, self._stack[: self._num_free], 1)
-        for pages in self._pending or ():
-            np.add.at(state, pages, 1)
         assert state[0] == 0, "the dummy page 0 was handed out"
         wrong = np.flatnonzero(state[1:] != 1) + 1
-        assert not len(wrong), f"pages {wrong} are not exactly one of free, held and pending"
-
-    def _push(self, pages: Pages) -> None:
-        end = self._num_free + len(pages)
-        self._stack[self._num_free : end] = pages[::-1]  # so that the next alloc gets them in the same order
-        self._num_free = end
+        assert not len(wrong), f"pages {wrong} are not exactly one of free and held"

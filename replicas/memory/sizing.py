@@ -41,7 +41,8 @@ def kv_bytes(free_before: int, free_after: int, mem_fraction_static: float) -> i
     """Count the bytes for the KV pool: what is free after the weights, less a reserve for activations (SPEC A05).
 
     Args:   free_before, free_after: free device bytes before and after the weights were loaded (M1, M2).
-            mem_fraction_static: share of M1 for weights and KV together; the reserve is M1 * (1 - it).
+            mem_fraction_static: share of M1 for weights and KV together; the reserve is M1 * (1 - it), elsewhere called
+            reserve_ratio (SPEC A09).
     Raises: InvalidConfig when nothing is left.
     Source: SGLang's profile_max_num_token.
     """
@@ -79,11 +80,6 @@ def weight_bytes(model: ModelConfig, tp: int) -> int:
         exact = sparse * 4 * (moe.num_experts * (hidden + moe.score_bias) + moe.shared_gate * hidden)
     numbers = blocks * of_products + sum(rows * row for rows, row in tables) * of_tables
     return int(numbers) + vectors * DTYPE_BYTES[model.dtype] + exact
-
-
-def kv_bytes_by_reserve(free_before: int, free_after: int, reserve_ratio: float) -> int:
-    """Compute `kv_bytes` with ``reserve_ratio`` = 1 - mem_fraction_static (SPEC A09)."""
-    return kv_bytes(free_before, free_after, 1.0 - reserve_ratio)
 
 
 def pool_tokens(kv_bytes: int, cell_bytes: int, page_size: int, max_total_tokens: int | None) -> int:

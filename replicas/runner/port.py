@@ -38,10 +38,11 @@ def kv_memory(pool: MHATokenToKVPool, layout: KvLayout) -> KvMemory:
     """Describe the pages of ``pool``, the sink included. Raises: ValueError when ``layout`` is not the pool's."""
     if pool.device.type == "cpu":
         return KvMemory.of_array(layout, pool.buffer.view(torch.uint8).numpy())
+    [address], [num_bytes], [page_bytes] = pool.get_contiguous_buf_infos()
     return KvMemory.of_device(
         layout,
-        base_address=pool.buffer.data_ptr(),
-        num_pages=pool.num_pages + 1,
+        base_address=address,
+        num_pages=num_bytes // page_bytes,
         device=pool.buffer.device.index,
         owner=pool.buffer,
         reader=_page_reader(pool),

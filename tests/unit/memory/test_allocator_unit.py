@@ -93,19 +93,3 @@ def test_freeing_twice_is_noticed_and_frees_nothing() -> None:
     with pytest.raises(AssertionError, match="double free"):
         pages.free(held)
     pages.check()
-
-
-def test_a_free_group_gives_back_at_its_end() -> None:
-    """SPEC D02."""
-    pages = PagedTokenToKVPoolAllocator(num_pages=4, page_size=4)
-    pages.alloc(4, rid="a")
-    pages.free_group_begin()
-    pages.free([1])
-    pages.free([2, 3])
-    assert pages.num_free == 0
-    pages.check()
-    with pytest.raises(AssertionError, match="double free"):
-        pages.free([2])
-    pages.free_group_end()
-    assert pages.num_free == 3
-    pages.check()
