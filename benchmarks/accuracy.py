@@ -10,6 +10,7 @@ After the token where two answers first differ they are different texts, so that
 import argparse
 import math
 import statistics
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -20,11 +21,15 @@ import numpy as np
 
 from benchmarks import driver
 from benchmarks.harness import Row, Table
+from replicas.calibrate import heavy_channels
 from replicas.config import CacheConfig, KvDType
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
+from replicas.memory.sparse_pool import write_channels
+from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams, TokenIds
 
+CALIBRATION = Path(__file__).parent.parent / "docs" / "architecture.md"  # finds channels for `TEXT`
 TEXT = Path(__file__).with_name("texts") / "alice.txt"
 NUM_TOKENS = 2000
 KV_DTYPES: tuple[KvDType, ...] = ("float32", "bfloat16", "int8", "fp8")
@@ -96,6 +101,32 @@ def int8_rows(options: argparse.Namespace) -> list[Row]:
     table.add("equal greedy tokens", [100 * agreement.equal_share], "%")
     table.add("first difference, mean", [statistics.mean(agreement.first_differences)], "tokens")
     return table.rows
+
+
+def double_sparse_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure what attention to few tokens costs, by how many; channels are found on another text than is measured."""
+    num_tokens, table = 500 if options.quick else NUM_TOKENS, Table("perplexity with attention: double_sparse")
+    with tempfile.TemporaryDirectory() as folder:
+        exact = _perplexity_of(options, num_tokens, attention="torch_native", cache=CacheConfig(max_total_tokens=4096))
+        table.add("every token", [exact])
+        model, text = load_model_config(options.model, device="cpu"), CALIBRATION.read_text(encoding="utf-8")
+        for num_channels in (8, 16, 32):
+            path = Path(folder) / f"{num_channels}.json"
+            write_channels(path, heavy_channels(options.model, text, num_channels=num_channels), model)
+            for tokens in (64, 128, 256, 512):
+                cache = CacheConfig(max_total_tokens=4096, label_channels=str(path), sparse_tokens=tokens)
+                found = _perplexity_of(options, num_tokens, attention="double_sparse", cache=cache)
+                note = f"{100 * (found / exact - 1):+.2f} %"
+                table.add(f"{tokens} tokens, {num_channels} channels of {model.head_dim}", [found], note=note)
+    return table.rows
+
+
+def _perplexity_of(options: argparse.Namespace, num_tokens: int, **engine_options: Any) -> float:
+    engine = load_engine(options.model, num_threads=options.threads, **engine_options)
+    try:
+        return perplexity(engine, text_ids(engine, num_tokens))
+    finally:
+        engine.close()
 
 
 def kv_dtype_rows(options: argparse.Namespace) -> list[Row]:

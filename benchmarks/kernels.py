@@ -261,6 +261,7 @@ PARTS = {
     "products": Part(about="products by weights of each format, beside PyTorch's", measure=product_rows),
     "start": Part(about="compiling all kernels, and reading them from numba's cache", measure=start_rows),
     "kv_dtypes": Part(about="perplexity and answers by cache.kv_dtype", measure=accuracy.kv_dtype_rows),
+    "double_sparse": Part(about="perplexity with attention: double_sparse", measure=accuracy.double_sparse_rows),
     "accuracy": Part(about="perplexity and answers of int8 weights", measure=accuracy.int8_rows),
 }
 

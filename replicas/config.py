@@ -19,13 +19,13 @@ Quantization = Literal["none", "int8", "int4"]
 Implementation = Literal["auto", "manta", "transformers"]
 KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 ProductSetting = Literal["auto", "own", "blas"]
-Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native"]
+Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native", "double_sparse"]
 QueuePolicy = Literal["lpm", "dfs-weight", "hrrn", "fcfs", "lof", "random", "routing-key"]
 HostEviction = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru", "arc"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back", "adaptive"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout", "expected"]
 BACKENDS: Mapping[Device, tuple[Attention, ...]] = {
-    "cpu": ("cpu", "torch_native"),
+    "cpu": ("cpu", "torch_native", "double_sparse"),
     "cuda": ("flashinfer", "triton", "torch_native"),
 }
 # what of an AttentionKind each backend serves
@@ -33,6 +33,7 @@ SERVED_KINDS: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
     "flashinfer": frozenset({"scale", "window", "soft_cap"}),  # where all layers are of one kind: a plan is for all
     "triton": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
+    "double_sparse": frozenset(),
     "torch_native": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
 }
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -253,6 +254,8 @@ class CacheConfig:
     # number format of K and V, by default the model's (float32 where a CPU has float16 weights); int8, fp8: a scale per
     # token and head; on a GPU fp8 alone
     kv_dtype: KvDType | None = None
+    label_channels: str | None = None  # of attention: double_sparse, a file that replicas/calibrate.py writes
+    sparse_tokens: int = 256  # of attention: double_sparse, how many tokens a token attends to at most
     host_memory_bytes: int = 0  # host memory of one replica for pages that leave the pool (docs/tiers.md); 0: none
     host_eviction: HostEviction = "arc"  # which pages leave the host memory first
     # when pages are copied to the host: as they are computed, at their second use, when they are evicted, or then if
@@ -471,6 +474,8 @@ def settings_problems(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterato
         yield "cache.host_memory_bytes with cache.prefix_cache: chunk, which keeps no pages; leave one out"
     if cache.store is not None and not cache.host_memory_bytes:
         yield "cache.store without cache.host_memory_bytes: pages go to and from the store through host memory; set it"
+    if cache.sparse_tokens < 1:
+        yield f"cache.sparse_tokens = {cache.sparse_tokens}; allowed: 1 or more"
     if cache.store_bytes < 1:
         yield f"cache.store_bytes = {cache.store_bytes}; allowed: 1 or more"
     for name in ("max_running_requests", "chunked_prefill_size"):
@@ -526,6 +531,26 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
         yield f"attention = {attention!r} does not run on {device}; allowed there: auto, {', '.join(BACKENDS[device])}"
     elif attention != "auto" and (lacks := unserved_kinds(attention, model.attention_kinds)):
         yield f"attention = {attention!r} {lacks}; set attention: auto"
+    yield from _label_problems(model, cache, attention)
+
+
+def _label_problems(model: ModelConfig, cache: CacheConfig, attention: Attention) -> Iterator[str]:
+    """Of attention by labels of keys, which are made where keys are stored and go nowhere with pages."""
+    if attention != "double_sparse":
+        if cache.label_channels is not None:
+            yield "cache.label_channels without attention: double_sparse, which alone reads it; leave it out"
+        return
+    if cache.label_channels is None:
+        yield (
+            "attention = 'double_sparse' without cache.label_channels: make the file with python -m replicas.calibrate "
+            f"{model.path} TEXT, and name it"
+        )
+    if cache.host_memory_bytes:
+        yield "attention = 'double_sparse' with cache.host_memory_bytes: pages come back without labels; leave one out"
+    if cache.kv_dtype not in (None, "float32", "bfloat16"):
+        yield f"attention = 'double_sparse' with cache.kv_dtype = {cache.kv_dtype!r}; allowed: float32, bfloat16"
+    if model.mla is not None:
+        yield "attention = 'double_sparse' with latent attention (MLA), which has no keys of heads; set attention: auto"
 
 
 def _rank_problems(model: ModelConfig, tp: int) -> Iterator[str]:

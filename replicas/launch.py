@@ -199,6 +199,8 @@ def _page_home(config: EngineConfig, kv: KvCache, host: HostKVCache | None) -> T
 
 def port_spec(config: EngineConfig, settings: TransferSettings) -> PortSpec:
     """Return what all ports agree on. Raises: InvalidConfig when this engine's pages cannot be handed over."""
+    if config.attention == "double_sparse":
+        raise InvalidConfig("attention = 'double_sparse' with hand-offs: pages arrive without labels; set auto")
     try:
         identity = model_identity(config.model.path, config.model.quantization)
         return PortSpec(layout=kv_layout(config, identity), settings=settings)

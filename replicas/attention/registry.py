@@ -36,6 +36,7 @@ def make_attention(
     num_threads: int,
     kinds: Sequence[AttentionKind] = (),
     graph_rows: int = 0,
+    sparse_tokens: int = 0,
 ) -> tuple[AttentionBackend, AttentionChoice]:
     """Make the backend called ``name``; ``auto`` takes the fastest that serves the pool: on a CPU ``cpu``, else
     ``torch_native``; on a GPU the first of ON_A_GPU that runs a trial step.
@@ -44,6 +45,7 @@ def make_attention(
             num_heads, num_kv_heads: of this rank.
             kinds: of each layer; none: all are plain.
             graph_rows: of the largest decode step in a CUDA graph.
+            sparse_tokens: that a token attends to at most, of double_sparse.
     Raises: InvalidConfig for a backend asked for by name that cannot serve here; EngineDead when the GPU has failed.
     """
     on_cpu = pool.device.type == "cpu"
@@ -51,6 +53,11 @@ def make_attention(
         _make, pool=pool, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         num_threads=num_threads, kinds=kinds, graph_rows=graph_rows,
     )  # fmt: skip
+    if name == "double_sparse":
+        from replicas.attention.double_sparse import DoubleSparseAttention
+
+        sparse = DoubleSparseAttention(pool, num_tokens=sparse_tokens)
+        return sparse, AttentionChoice(name=name, why="as the settings say; a reference, slow")
     if name != "auto":
         lacks = unserved_kinds(name, kinds)
         if lacks is not None:

@@ -70,6 +70,7 @@ class ModelRunner:
         self.weight_bytes = weight_bytes(self._model)
         load_s = time.monotonic() - started_s
         log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, load_s)
+        self._channels = self._label_channels()
         self.pool_size = self._size_pool(free_before)
         self.max_running = sizing.max_running_requests(
             self.pool_size.num_tokens, config.model.context_len, config.scheduler.max_running_requests
@@ -86,6 +87,7 @@ class ModelRunner:
             kinds=config.model.attention_kinds,
             num_threads=config.num_threads,
             graph_rows=set_aside.graph_rows(config),
+            sparse_tokens=config.cache.sparse_tokens,
         )
         self._sampler = Sampler(config.model.vocab_size, self.device)
         self._sampled: Tensor | None = None  # [S] of the step launched last; rank 0 only
@@ -165,6 +167,8 @@ class ModelRunner:
         left -= set_aside.bytes_for_attention(config, self.tp.size, num_sms=num_sms(self.device))
         kv_bytes = self.tp.min_int(sizing.kv_bytes(free_before, left, cache.mem_fraction_static))
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
+        if self._channels is not None:
+            cell_bytes += self._channels.numel() * torch.float32.itemsize  # a token's labels
         kv_bytes -= set_aside.bytes_for_table(config, kv_bytes, cell_bytes)
         return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
 
@@ -196,8 +200,23 @@ class ModelRunner:
         self._attention.begun = batch.meta
         return self._model.forward(batch.input_ids, batch.meta, None)
 
+    def _label_channels(self) -> Tensor | None:
+        """Return the channels [L, K, C] of this rank's heads, for attention by labels; else None."""
+        if self._config.attention != "double_sparse":
+            return None
+        from replicas.memory.sparse_pool import rank_channels
+
+        return rank_channels(self._config, self.tp.rank)
+
     def _make_pool(self) -> MHATokenToKVPool:
         model = self._config.model
+        if self._channels is not None:
+            from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool
+
+            dtype, size = getattr(torch, self._config.kv_dtype), self.pool_size
+            return DoubleSparseTokenToKVPool(
+                size.num_pages, size.page_size, self._channels, model.head_dim, dtype, self.device
+            )
         return kv_pool(
             self._config.kv_dtype,
             num_pages=self.pool_size.num_pages,

@@ -1,0 +1,86 @@
+"""Attention by Double Sparsity, a reference for a CPU: each token attends to the few tokens whose labels match it best.
+
+Owns:      the choice of those tokens: the ``num_tokens`` of highest score, which is labels times the query's channels.
+Never:     is exact where a token has more than ``num_tokens`` before it and itself; up to there it is.
+Invariant: what a token attends to depends on the tokens before it alone, never on how its prompt was cut or cached.
+           Query heads that share a KV head choose each for itself.
+Thread:    the thread that runs the model.
+Source:    Yang et al. 2024, "Post-Training Sparse Attention with Double Sparsity" (arXiv:2408.07092), section 3. Unlike
+           there, prompts are computed so too, not decode steps alone: hit and miss would differ otherwise.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replicas.attention.base import BatchMeta
+from replicas.attention.torch_native import attend
+from replicas.errors import InvalidConfig
+from replicas.memory.pool import MHATokenToKVPool
+from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool
+
+QUERIES = 128  # that choose at a time: their scores are [H, 128, n]
+
+
+class DoubleSparseAttention:
+    """AttentionBackend over a DoubleSparseTokenToKVPool."""
+
+    def __init__(self, pool: MHATokenToKVPool, *, num_tokens: int) -> None:
+        """``num_tokens``: that a token attends to at most. Raises: InvalidConfig for a pool without labels."""
+        if not isinstance(pool, DoubleSparseTokenToKVPool):
+            raise InvalidConfig("attention: double_sparse needs a pool with labels: set cache.label_channels")
+        self._pool = pool
+        self._num_tokens = num_tokens
+        self._batch: BatchMeta | None = None
+        self._slots: list[Tensor] = []  # per request, [seq_len] its slots in order of position
+        self._bounds: list[int] = []  # [B + 1] request b owns q[bounds[b] : bounds[b + 1]]
+
+    def begin(self, batch: BatchMeta) -> None:
+        self._batch = batch
+        self._bounds = batch.qo_indptr.tolist()
+        rows, seq_lens = batch.rows.tolist(), batch.seq_lens.tolist()
+        self._slots = [batch.table[row, :n].long() for row, n in zip(rows, seq_lens, strict=True)]
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert self._batch is not None, "begin() comes before forward()"
+        assert sinks is None, "registry.py refuses such models"
+        pool = self._pool
+        pool.set_kv_buffer(layer, self._batch.out_slots, k, v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
+        for b, slots in enumerate(self._slots):
+            first, end = self._bounds[b : b + 2]
+            keys, values = (x.to(q.dtype) for x in pool.read_kv(layer, slots))
+            if len(slots) <= self._num_tokens:
+                out[first:end] = attend(q[first:end], keys, values)
+                continue
+            labels = pool.label_buffer[layer, slots]
+            for start in range(first, end, QUERIES):
+                part = q[start : min(start + QUERIES, end)]
+                num_seen = len(slots) - (end - start) + len(part)
+                seen = slice(0, num_seen)
+                chosen = choose(part, labels[seen], pool.channels[layer], self._num_tokens)
+                out[start : start + len(part)] = attend_to(part, keys[seen], values[seen], chosen)
+        return out.flatten(1)
+
+
+def choose(q: Tensor, labels: Tensor, channels: Tensor, num_tokens: int) -> Tensor:
+    """Choose for each of the last E tokens of a sequence of n the tokens of highest label score that it may see.
+
+    Args:    q: [E, H, D]; labels: [n, K, C]; channels: [K, C]; H is a multiple of K.
+    Returns: [H, E, n] bool; ``num_tokens`` of each row, or all that there are up to the token itself.
+    """
+    num_new, num_seen, group = len(q), len(labels), q.shape[1] // labels.shape[1]
+    of_heads = channels.repeat_interleave(group, dim=0)  # [H, C]
+    q_labels = q.gather(2, of_heads.expand(num_new, -1, -1)).transpose(0, 1)  # [H, E, C]
+    scores = q_labels.float() @ labels.repeat_interleave(group, dim=1).permute(1, 2, 0)  # [H, E, n]
+    position = torch.arange(num_seen, device=q.device)
+    future = position > position[num_seen - num_new :, None]
+    scores.masked_fill_(future, -torch.inf)
+    best = scores.topk(min(num_tokens, num_seen), dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True) & ~future
+
+
+def attend_to(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+    """Compute attention of q [E, H, D] over k, v [n, K, D] at the tokens ``chosen`` [H, E, n]. Returns: [E, H, D]."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=chosen, enable_gqa=True)[0].transpose(0, 1)
