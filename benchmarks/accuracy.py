@@ -32,7 +32,7 @@ from replicas.types import GenerateRequest, SamplingParams, TokenIds
 CALIBRATION = Path(__file__).parent.parent / "docs" / "architecture.md"  # finds channels for `TEXT`
 TEXT = Path(__file__).with_name("texts") / "alice.txt"
 NUM_TOKENS = 2000
-KV_DTYPES: tuple[KvDType, ...] = ("float32", "bfloat16", "int8", "fp8")
+KV_DTYPES: tuple[KvDType, ...] = ("float32", "bfloat16", "int8", "fp8", "fp8_e5m2")
 
 _numbers = count()
 

@@ -98,7 +98,7 @@ def kv_dtype_rows(limits: Limits, threads: int, *, quick: bool) -> list[Row]:
     """Measure the same decode step over narrower pools; the share is that of the bytes which are then read."""
     batch = 4 if quick else 32
     table, exact = Table(f"decode attention by cache.kv_dtype, batch {batch} x 1,100 tokens, a layer"), 0.0
-    for kv_dtype, token_bytes in (("float32", 1536), ("bfloat16", 768), ("int8", 408), ("fp8", 408)):
+    for kv_dtype, token_bytes in (("float32", 1536), ("bfloat16", 768), ("int8", 408), ("fp8", 408), ("fp8_e5m2", 408)):
         times = attention_s(decode_step(batch, 1100, kv_dtype=kv_dtype), threads)
         median = statistics.median(times)
         exact = exact or median

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from kvtransfer.errors import IncompatibleLayout
 
 MAX_COUNT = 2**31  # page ids are int32
-SCALED = frozenset({"int8", "fp8"})
+SCALED = frozenset({"int8", "fp8", "fp8_e5m2"})
 MAY_DIFFER = frozenset({"tp"})  # heads are sliced then
 MHA, MLA = "MHA", "MLA"  # architectures (SPEC H12)
 

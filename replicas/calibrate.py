@@ -81,7 +81,7 @@ def heavy_channels(
     if not 1 <= num_channels <= model.head_dim:
         raise InvalidConfig(f"--channels {num_channels}: this model's heads have {model.head_dim}")
     found = ChannelWeights(model.num_layers)
-    made = model_class(model.architecture)(model, tp, found)
+    made = model_class(model)(model, tp, found)
     load_weights(made, model, tp, products=Products())
     ids = Tokenizer(path).encode(text)[:most_tokens]
     for start in range(0, len(ids), min(piece_len, model.context_len)):

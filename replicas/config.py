@@ -17,7 +17,7 @@ Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
 Implementation = Literal["auto", "manta", "transformers"]
-KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
+KvDType = Literal["float32", "bfloat16", "float16", "int8", "fp8", "fp8_e5m2"]
 ProductSetting = Literal["auto", "own", "blas"]
 Attention = Literal["auto", "flashinfer", "triton", "cpu", "torch_native", "double_sparse"]
 QueuePolicy = Literal["lpm", "dfs-weight", "hrrn", "fcfs", "lof", "random", "routing-key"]
@@ -37,8 +37,10 @@ SERVED_KINDS: Mapping[str, frozenset[str]] = {
     "torch_native": frozenset({"scale", "window", "chunk", "soft_cap", "sinks"}),
 }
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1}  # of a number, beside its scale
-FP8_TENSOR = "fp8_tensor"  # what "fp8" is on a GPU: one scale for all K and one for all V, as FlashInfer takes them
+KV_DTYPE_BYTES: dict[str, int] = DTYPE_BYTES | {"int8": 1, "fp8": 1, "fp8_e5m2": 1}  # of a number, beside its scale
+# what 8-bit floats are on a GPU: in each layer one scale for all K and one for all V, as FlashInfer takes them
+FP8_TENSOR, E5M2_TENSOR = "fp8_tensor", "fp8_e5m2_tensor"
+OF_A_TENSOR: Mapping[str, str] = {"fp8": FP8_TENSOR, "fp8_e5m2": E5M2_TENSOR}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +253,8 @@ class CacheConfig:
     # CPU only: memory of one replica for weights and KV; by default 15 % of free RAM, at most 3 GiB
     device_memory_bytes: int | None = None
     max_total_tokens: int | None = None  # most tokens in the pool; by default all that fit
-    # number format of K and V, by default the model's (float32 where a CPU has float16 weights); int8, fp8: a scale per
-    # token and head; on a GPU fp8 alone
+    # number format of K and V, by default the model's (float32 where a CPU has float16 weights); int8, fp8 (e4m3) and
+    # fp8_e5m2: a scale per token and head; on a GPU the 8-bit floats alone, with the checkpoint's scales or 1
     kv_dtype: KvDType | None = None
     label_channels: str | None = None  # of attention: double_sparse, a file that replicas/calibrate.py writes
     sparse_tokens: int = 256  # of attention: double_sparse, how many tokens a token attends to at most
@@ -341,9 +343,9 @@ class EngineConfig:
 
     @property
     def kv_dtype(self) -> str:
-        """The number format of the pool; hand-offs want it equal, so fp8 of a GPU and of a CPU do not meet."""
-        if self.cache.kv_dtype == "fp8" and self.device == "cuda":
-            return FP8_TENSOR
+        """The number format of the pool; hand-offs want it equal, so 8-bit floats of a GPU and of a CPU do not meet."""
+        if self.cache.kv_dtype is not None and self.cache.kv_dtype in OF_A_TENSOR and self.device == "cuda":
+            return OF_A_TENSOR[self.cache.kv_dtype]
         if self.device == "cpu" and self.model.dtype == "float16":
             return self.cache.kv_dtype or "float32"  # the CPU's attention reads no float16
         return self.cache.kv_dtype or self.model.dtype
@@ -388,7 +390,7 @@ def kv_layout(config: EngineConfig, model: str, *, tp: int | None = None) -> KvL
 
 def kv_item_bytes(kv_dtype: str) -> int:
     """Return the bytes of one number of a pool, beside its scale."""
-    return 1 if kv_dtype == FP8_TENSOR else KV_DTYPE_BYTES[kv_dtype]
+    return 1 if kv_dtype in OF_A_TENSOR.values() else KV_DTYPE_BYTES[kv_dtype]
 
 
 # On a GPU a group costs six or seven launches a layer, about 1 ms of host; 16,384 tokens of an 8B model: 2 GiB, 0.7 ms
@@ -512,7 +514,7 @@ def _device_problems(model: ModelConfig, cache: CacheConfig, attention: Attentio
             f"cache.kv_dtype = {cache.kv_dtype!r} needs a head_dim that is a multiple of 4, this model has "
             f"{model.head_dim}: leave cache.kv_dtype out"
         )
-    if model.mla is not None and (scaled or cache.kv_dtype == FP8_TENSOR):
+    if model.mla is not None and scaled:
         yield (
             f"cache.kv_dtype = {cache.kv_dtype!r} with latent attention (MLA): a latent vector of so few bits is every "
             "head's K and V, and no kernel here reads one; leave cache.kv_dtype out, or set bfloat16"

@@ -17,8 +17,6 @@ MAX_DRAWN = 1 << 24  # random numbers of a pool; drawing gigabytes takes longer 
 class SmallPool:
     """A KvPool: the one page-major, head-major allocation, without the bookkeeping."""
 
-    k_scale = v_scale = 1.0
-
     def __init__(
         self, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, num_layers: int = 1
     ) -> None:
@@ -31,6 +29,9 @@ class SmallPool:
 
     def get_value_buffer(self, layer: int) -> Tensor:
         return self.data[:, layer, 1]
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        return 1.0, 1.0
 
     def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         page, offset = slots // self.page_size, slots % self.page_size

@@ -353,7 +353,7 @@ def _flashinfer(prefill: str, heads: Mapping[str, int]) -> Callable[[Any], Atten
 def _add_options(parse: argparse.ArgumentParser) -> None:
     parse.add_argument("--shape", help="this one alone, as in llama-8b")
     parse.add_argument("--what", help="these steps alone: decode, decode drawn, prefill, served")
-    parse.add_argument("--kv", choices=("fp8",), help="K and V in 8 bits, in place of the model's dtype")
+    parse.add_argument("--kv", choices=("fp8", "fp8_e5m2"), help="K and V in 8 bits, in place of the model's dtype")
     parse.add_argument("--batch", type=int, help="this number of requests alone")
 
 

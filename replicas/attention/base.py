@@ -93,8 +93,10 @@ class KvPool(Protocol):
     """The part of memory/pool.py's MHATokenToKVPool that attention uses."""
 
     page_size: int
-    k_scale: float  # what the numbers of K, and of V, are multiplied by
-    v_scale: float
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """Return what the numbers of K, and of V, of ``layer`` are multiplied by, beside scales that lie with them."""
+        ...
 
     def get_key_buffer(self, layer: int) -> Tensor:
         """Return a strided view [num_pages, K, page_size, D]."""

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 
 from replicas.kernels.narrow import (
+    E5M2_MAX,
     FP8_MAX,
     INT8_MAX,
     absolute,
     load_bf16,
+    load_e5m2,
     load_fp8,
     load_int8,
     prefetch,
     store_bf16,
+    store_e5m2,
     store_fp8,
     store_int8,
 )
@@ -46,8 +49,14 @@ from replicas.kernels.simd import (
 )
 from replicas.kernels.team import inlined
 
-FLOAT32, BFLOAT16, INT8, FP8 = range(4)  # what a pool's numbers are
-KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
+FLOAT32, BFLOAT16, INT8, FP8, E5M2 = range(5)  # what a pool's numbers are
+KINDS = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.int8: INT8,
+    torch.float8_e4m3fn: FP8,
+    torch.float8_e5m2: E5M2,
+}
 
 # One layer of the pool and of the batch, the part of the arguments that decode and extend share. Strides in bytes;
 # page_shift is log2 of the page size, or -1. Latent vectors (memory/latent_pool.py) are keys whose first value_dim
@@ -124,7 +133,7 @@ def store_scaled(a: Any, src: int, dst: int, scale_at: int) -> None:
         value = load(src + 4 * i)
         top = maximum(top, absolute(value))
         zeros = add(zeros, sub(value, value))
-    largest = INT8_MAX if a.kind == INT8 else FP8_MAX
+    largest = INT8_MAX if a.kind == INT8 else FP8_MAX if a.kind == FP8 else E5M2_MAX
     peak = max(hmax(top), 1e-30)
     store1(scale_at, peak / largest + hsum(zeros))
     factor = splat(largest / peak)
@@ -132,8 +141,10 @@ def store_scaled(a: Any, src: int, dst: int, scale_at: int) -> None:
         scaled = mul(load(src + 4 * i), factor)
         if a.kind == INT8:
             store_int8(dst + i, scaled)
-        else:
+        elif a.kind == FP8:
             store_fp8(dst + i, scaled)
+        else:
+            store_e5m2(dst + i, scaled)
 
 
 @inlined
@@ -175,7 +186,12 @@ def read_run(a: Any, src: int, scales: int, length: int, dst: int, ahead: int) -
             factor = splat(load1(scales + 4 * t))
             prefetch(src + ahead)
             for i in range(0, a.head_dim, W):
-                number = load_int8(src + i) if a.kind == INT8 else load_fp8(src + i)
+                if a.kind == INT8:
+                    number = load_int8(src + i)
+                elif a.kind == FP8:
+                    number = load_fp8(src + i)
+                else:
+                    number = load_e5m2(src + i)
                 store(dst + 4 * i, mul(number, factor))
             src += a.head_dim
             dst += 4 * a.head_dim

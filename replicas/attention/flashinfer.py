@@ -33,7 +33,7 @@ from replicas.scheduler.plan import PrefixGroup
 
 HEAD_DIMS = (64, 128, 256)
 HALVES = (torch.bfloat16, torch.float16)
-EIGHT_BITS = (torch.float8_e4m3fn,)  # FA2 and decode read them with queries in 16 bits; FA3 does not
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)  # FA2 and decode read them with queries in 16 bits; FA3 does not
 # "auto" is FA3 on a Hopper GPU, which neither splits keys among programs nor packs the heads of a group into a tile: a
 # group over 32k keys would be 8 of 128 rows on 32 of 132 multiprocessors, and 100 new tokens over a long prefix as few.
 # With FA2 for all, prompts, groups and decode compile one module. To be measured: docs/gpu.md, step 5
@@ -132,12 +132,13 @@ class FlashInferAttention:
         store_kv(q, k, v, self._pool, layer, batch.out_slots, turn)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
         first = batch.num_tokens - self._num_decode
+        scales = self._scales(layer)
         if first:
-            self._extend.run(q[:first], (keys, values), out=out[:first], **self._scales)
+            self._extend.run(q[:first], (keys, values), out=out[:first], **scales)
         if self._members is not None:
-            self._cascade(q[first:], (keys, values), out[first:], self._members)
+            self._cascade(q[first:], (keys, values), out[first:], self._members, scales)
         elif self._num_decode:
-            self._decode.run(q[first:], (keys, values), out=out[first:], **self._scales)
+            self._decode.run(q[first:], (keys, values), out=out[first:], **scales)
         return out.flatten(1)
 
     @property
@@ -145,16 +146,18 @@ class FlashInferAttention:
         """The tokens that a token sees; 0: all."""
         return int(self._planned.get("window_left", -1)) + 1
 
-    @property
-    def _scales(self) -> dict[str, float]:
-        """What `run` is told of a pool in 8 bits."""
-        pool = self._pool
-        return {"k_scale": pool.k_scale, "v_scale": pool.v_scale} if self._planned["kv_data_type"] in EIGHT_BITS else {}
+    def _scales(self, layer: int) -> dict[str, float]:
+        """Return what `run` is told of a layer of a pool in 8 bits."""
+        if self._planned["kv_data_type"] not in EIGHT_BITS:
+            return {}
+        return dict(zip(("k_scale", "v_scale"), self._pool.scales(layer), strict=True))
 
-    def _cascade(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, members: Tensor) -> None:
+    def _cascade(
+        self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, members: Tensor, scales: dict[str, float]
+    ) -> None:
         """Attend to each request's own keys, then to those of its group; q, out [B, H, D]."""
-        _, own = self._decode.run(q, kv, out=out, return_lse=True, **self._scales)  # [B, H] log2 of sums of weights
-        shared_out, shared = self._group.run(q[members], kv, return_lse=True, **self._scales)
+        _, own = self._decode.run(q, kv, out=out, return_lse=True, **scales)  # [B, H] log2 of sums of weights
+        shared_out, shared = self._group.run(q[members], kv, return_lse=True, **scales)
         out[members] = flashinfer.merge_state(out[members], own[members], shared_out, shared)[0]
 
     def _plan_extend(self, batch: BatchMeta, bounds: Ints, seq_lens: Ints) -> None:
@@ -236,7 +239,7 @@ def why_not(kv_dtype: torch.dtype, *, dtype: torch.dtype, head_dim: int) -> str 
     """What keeps FlashInfer's kernels from a pool in ``kv_dtype`` and queries in ``dtype``, in words that follow its
     name."""
     if kv_dtype not in (*HALVES, *EIGHT_BITS):
-        return f"knows K and V in bfloat16, float16 and float8_e4m3fn, not {_named(kv_dtype)}"
+        return f"knows K and V in bfloat16, float16, float8_e4m3fn and float8_e5m2, not {_named(kv_dtype)}"
     if kv_dtype in EIGHT_BITS and dtype not in HALVES:
         return f"wants queries in bfloat16 or float16 for K and V in {_named(kv_dtype)}, not in {_named(dtype)}"
     if dtype != kv_dtype and kv_dtype not in EIGHT_BITS:

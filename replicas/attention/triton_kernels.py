@@ -213,7 +213,7 @@ def extend(
 @triton.jit
 def turn_and_store(
     q, k, v, cos, sin, q_norm, k_norm, keys, values, out_slots, q_stride, k_stride, v_stride, page_stride, head_stride,
-    k_inverse, v_inverse, eps, num_heads, SCALED: tl.constexpr, NORMS: tl.constexpr, PAGE: tl.constexpr,
+    k_inverse, v_inverse, eps, num_heads, LARGEST: tl.constexpr, NORMS: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head): a query head is turned in place; a key head, and with it its value head, is stored.
@@ -244,18 +244,18 @@ def turn_and_store(
     else:
         slot = tl.load(out_slots + token)
         place = (slot // PAGE).to(tl.int64) * page_stride + kv_head * head_stride + (slot % PAGE) * D
-        _put(keys + place + i, turned, there, k_inverse, SCALED)
-        _put(keys + place + D // 2 + i, turned_too, there, k_inverse, SCALED)
+        _put(keys + place + i, turned, there, k_inverse, LARGEST)
+        _put(keys + place + D // 2 + i, turned_too, there, k_inverse, LARGEST)
         new_v = v + token * v_stride + kv_head * D
         for half in tl.static_range(2):
             value = tl.load(new_v + half * (D // 2) + i, mask=there)
-            _put(values + place + half * (D // 2) + i, value, there, v_inverse, SCALED)
+            _put(values + place + half * (D // 2) + i, value, there, v_inverse, LARGEST)
 
 
 @triton.jit
 def store(
     k, v, keys, values, out_slots, k_stride, v_stride, page_stride, head_stride, k_inverse, v_inverse,
-    SCALED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    LARGEST: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head): k, v [T, K, D] of the token into its slot."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -264,13 +264,14 @@ def store(
     place = (slot // PAGE).to(tl.int64) * page_stride + kv_head * head_stride + (slot % PAGE) * D + d
     new_k = tl.load(k + token * k_stride + kv_head * D + d, mask=d < D)
     new_v = tl.load(v + token * v_stride + kv_head * D + d, mask=d < D)
-    _put(keys + place, new_k, d < D, k_inverse, SCALED)
-    _put(values + place, new_v, d < D, v_inverse, SCALED)
+    _put(keys + place, new_k, d < D, k_inverse, LARGEST)
+    _put(values + place, new_v, d < D, v_inverse, LARGEST)
 
 
 @triton.jit
-def _put(to, x, there, inverse, SCALED: tl.constexpr):
-    """Store x; SCALED: in e4m3, times ``inverse`` of the pool's scale, cut to what the format holds."""
-    if SCALED:
-        x = tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -448.0), 448.0)
+def _put(to, x, there, inverse, LARGEST: tl.constexpr):
+    """Store x; LARGEST: of an 8-bit float, in which x times ``inverse`` of the layer's scale is stored, cut to what the
+    format holds; 0: x as it is."""
+    if LARGEST > 0:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -LARGEST), LARGEST)
     tl.store(to, x.to(to.dtype.element_ty), mask=there)

@@ -24,6 +24,7 @@ from replicas.attention import triton_kernels as kernels
 from replicas.attention.base import BatchMeta, HeadTurn, KvPool
 from replicas.attention.page_lists import to_device
 from replicas.config import AttentionKind
+from replicas.memory.scaled_pool import LARGEST
 from replicas.scheduler.plan import PrefixGroup
 
 MAX_SPLITS = 32
@@ -129,28 +130,28 @@ class TritonAttention:
             assert x.stride()[1:] == (shape.head_dim, 1), f"heads must lie in a row, strides are {x.stride()}"
         keys, values = self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)
         store_kv(q, k, v, self._pool, layer, batch.out_slots, turn)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
+        out, scales = torch.empty(q.shape, dtype=q.dtype, device=q.device), self._pool.scales(layer)  # [T, H, D]
         if self._tiles is not None:
-            self._extend(batch, q, (keys, values), self._tiles, out, kind, sinks)
+            self._extend(batch, q, (keys, values), self._tiles, out, kind, sinks, scales)
         if self._num_decode:
-            self._decode(batch, q, (keys, values), out, kind, sinks)
+            self._decode(batch, q, (keys, values), out, kind, sinks, scales)
         return out.flatten(1)
 
     def _extend(
         self, batch: BatchMeta, q: Tensor, kv: tuple[Tensor, Tensor], tiles: Tensor, out: Tensor, kind: AttentionKind,
-        sinks: Tensor | None,
+        sinks: Tensor | None, scales: tuple[float, float],
     ) -> None:  # fmt: skip
         shape, tile = self._shape, self._extend_tile(q.device)
         kernels.extend[(len(tiles), shape.num_kv_heads)](
             q, *kv, batch.table, batch.rows, batch.qo_indptr, batch.prefix_lens, tiles, out,
-            out if sinks is None else sinks, *self._numbers(q, kv[0], batch.table, kind), self._pool.v_scale,
+            out if sinks is None else sinks, *self._numbers(q, kv[0], batch.table, kind, scales[0]), scales[1],
             **shape.constants(q.dtype, kind), GROUP_ROWS=shape.group_rows, TILE=tile, SINKS=sinks is not None,
             BLOCK=64 if q.dtype != torch.float32 else 32, num_warps=8,
         )  # fmt: skip
 
     def _decode(
         self, batch: BatchMeta, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, kind: AttentionKind,
-        sinks: Tensor | None,
+        sinks: Tensor | None, scales: tuple[float, float],
     ) -> None:  # fmt: skip
         shape, size = self._shape, self._num_decode
         first = (batch.num_tokens - size, batch.rows.shape[0] - size)  # token, request
@@ -160,7 +161,7 @@ class TritonAttention:
         part_lse = torch.empty((size, shape.num_heads, parts), device=q.device)
         shared_lens = batch.seq_lens  # not read
         block = 64 if q.dtype != torch.float32 else 32
-        common, constants = self._numbers(q, kv[0], batch.table, kind), shape.constants(q.dtype, kind)
+        common, constants = self._numbers(q, kv[0], batch.table, kind, scales[0]), shape.constants(q.dtype, kind)
         if self._groups is not None:
             shared_lens = self._groups.shared_lens
             part_lse[:, :, splits:] = -math.inf  # of requests in no group
@@ -176,13 +177,15 @@ class TritonAttention:
         )  # fmt: skip
         kernels.merge_parts[(size, shape.num_heads)](
             part_out, part_lse, out, out if sinks is None else sinks, first[0], parts, shape.num_heads,
-            self._pool.v_scale, BLOCK_PARTS=triton.next_power_of_2(MAX_SPLITS + parts - splits), D=shape.head_dim,
+            scales[1], BLOCK_PARTS=triton.next_power_of_2(MAX_SPLITS + parts - splits), D=shape.head_dim,
             BLOCK_D=shape.block_d, SINKS=sinks is not None,
         )  # fmt: skip
 
-    def _numbers(self, q: Tensor, keys: Tensor, table: Tensor, kind: AttentionKind) -> tuple[float, ...]:
+    def _numbers(
+        self, q: Tensor, keys: Tensor, table: Tensor, kind: AttentionKind, k_scale: float
+    ) -> tuple[float, ...]:
         """Return scale, cap, window, chunk, strides and heads, as all attention kernels take them."""
-        scale = (self._shape.head_dim**-0.5 if kind.scale is None else kind.scale) * self._pool.k_scale
+        scale = (self._shape.head_dim**-0.5 if kind.scale is None else kind.scale) * k_scale
         cap, log2_e = kind.soft_cap, math.log2(math.e)
         scale, cap = (scale * log2_e, 0.0) if cap is None else (scale / cap, cap * log2_e)
         strides = q.stride(0), keys.stride(0), keys.stride(1), table.stride(0)
@@ -206,18 +209,19 @@ def store_kv(
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
-    inverse, scaled = (1.0 / pool.k_scale, 1.0 / pool.v_scale), keys.dtype == torch.float8_e4m3fn
+    k_scale, v_scale = pool.scales(layer)
+    inverse, largest = (1.0 / k_scale, 1.0 / v_scale), LARGEST.get(keys.dtype, 0.0)
     if turn is not None:
         q_norm, k_norm, eps = turn.norms or (q, q, 0.0)
         kernels.turn_and_store[(num_tokens, q.shape[1] + num_kv_heads)](
             q, k, v, turn.cos, turn.sin, q_norm, k_norm, keys, values, out_slots, q.stride(0), k.stride(0), v.stride(0),
-            keys.stride(0), keys.stride(1), *inverse, eps, q.shape[1], SCALED=scaled, NORMS=turn.norms is not None,
+            keys.stride(0), keys.stride(1), *inverse, eps, q.shape[1], LARGEST=largest, NORMS=turn.norms is not None,
             PAGE=keys.shape[2], D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
         )  # fmt: skip
         return
     kernels.store[(num_tokens, num_kv_heads)](
         k, v, keys, values, out_slots, k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), *inverse,
-        SCALED=scaled, PAGE=keys.shape[2], D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
+        LARGEST=largest, PAGE=keys.shape[2], D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
     )  # fmt: skip
 
 

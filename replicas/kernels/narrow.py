@@ -1,7 +1,8 @@
-"""Numbers of one and two bytes beside sixteen floats: bfloat16, int8, and 8-bit floats (e4m3).
+"""Numbers of one and two bytes beside sixteen floats: bfloat16, int8, and 8-bit floats (fp8 is e4m3, and e5m2).
 
 Owns:      the bit tricks. An 8-bit float is a float's upper bits with another bias: shifted into place and multiplied
-           by 2 ** 120 it is that float, its subnormal numbers too (Micikevicius et al. 2022, arXiv:2209.05433).
+           by 2 ** 120 (e5m2: 2 ** 112) it is that float, its subnormal numbers too (Micikevicius et al. 2022,
+           arXiv:2209.05433).
 Never:     chooses scales; callers multiply.
 Invariant: narrowing rounds to nearest, ties to even; what was widened narrows to the same bits.
 Thread:    any; inside kernels only. Memory is named by address (int64, bytes).
@@ -30,7 +31,7 @@ from replicas.kernels.simd import (
 
 BYTES = ir.VectorType(ir.IntType(8), W)
 HALVES = ir.VectorType(ir.IntType(16), W)
-INT8_MAX, FP8_MAX = 127.0, 448.0  # the largest magnitudes
+INT8_MAX, FP8_MAX, E5M2_MAX = 127.0, 448.0, 57_344.0  # the largest magnitudes
 
 
 @op(types.void, types.int64)
@@ -81,17 +82,41 @@ def store_int8(builder: Any, address: Any, value: Any) -> None:
 
 @op(vector, types.int64)
 def load_fp8(builder: Any, address: Any) -> Any:
-    bits = builder.zext(emit_load_bytes(builder, address), IVEC)
-    sign = builder.shl(builder.and_(bits, int_const(0x80)), int_const(24))
-    magnitude = builder.shl(builder.and_(bits, int_const(0x7F)), int_const(20))
-    return builder.fmul(builder.bitcast(builder.or_(sign, magnitude), VEC), splat_const(2.0**120))
+    return _load_float8(builder, address, mantissa=3)
 
 
 @op(types.void, types.int64, vector)
 def store_fp8(builder: Any, address: Any, value: Any) -> None:
     """Store ``value``, which lies within -448 and 448."""
-    bits = builder.bitcast(builder.fmul(value, splat_const(2.0**-120)), IVEC)
-    magnitude = _rounded(builder, builder.and_(bits, int_const(0x7FFFFFFF)), 20)
+    _store_float8(builder, address, value, mantissa=3)
+
+
+@op(vector, types.int64)
+def load_e5m2(builder: Any, address: Any) -> Any:
+    return _load_float8(builder, address, mantissa=2)
+
+
+@op(types.void, types.int64, vector)
+def store_e5m2(builder: Any, address: Any, value: Any) -> None:
+    """Store ``value``, which lies within -57,344 and 57,344."""
+    _store_float8(builder, address, value, mantissa=2)
+
+
+def _rebias(mantissa: int) -> float:
+    """Return what a float is multiplied by whose bits are those of an 8-bit one of ``mantissa`` bits, shifted."""
+    return float(2.0 ** (127 - (2 ** (6 - mantissa) - 1)))
+
+
+def _load_float8(builder: Any, address: Any, *, mantissa: int) -> Any:
+    bits = builder.zext(emit_load_bytes(builder, address), IVEC)
+    sign = builder.shl(builder.and_(bits, int_const(0x80)), int_const(24))
+    magnitude = builder.shl(builder.and_(bits, int_const(0x7F)), int_const(23 - mantissa))
+    return builder.fmul(builder.bitcast(builder.or_(sign, magnitude), VEC), splat_const(_rebias(mantissa)))
+
+
+def _store_float8(builder: Any, address: Any, value: Any, *, mantissa: int) -> None:
+    bits = builder.bitcast(builder.fmul(value, splat_const(1.0 / _rebias(mantissa))), IVEC)
+    magnitude = _rounded(builder, builder.and_(bits, int_const(0x7FFFFFFF)), 23 - mantissa)
     sign = builder.and_(builder.lshr(bits, int_const(24)), int_const(0x80))
     _store_bytes(builder, address, builder.trunc(builder.or_(sign, magnitude), BYTES))
 

@@ -31,8 +31,6 @@ class MHATokenToKVPool:
     """
 
     vectors = 2  # of a token, layer and head: K and V
-    k_scale = v_scale = 1.0  # what every number of K, of V, is multiplied by when it is read
-
     def __init__(
         self,
         num_pages: int,
@@ -92,6 +90,10 @@ class MHATokenToKVPool:
 
     def get_kv_buffer(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.get_key_buffer(layer), self.get_value_buffer(layer)
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """Return what every number of K, and of V, of ``layer`` is multiplied by when it is read."""
+        return 1.0, 1.0
 
     def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [T, K, D] at slots ``loc`` [T], cast to the pool's dtype."""

@@ -1,5 +1,5 @@
-"""Pools whose numbers are bytes: int8, or 8-bit floats (e4m3), each token and head with a scale of its own; on a GPU
-8-bit floats with one scale for all of K, and one for V.
+"""Pools whose numbers are bytes: int8, or 8-bit floats (e4m3, e5m2), each token and head with a scale of its own; on
+a GPU 8-bit floats with one scale for all of K, and one for V, in each layer.
 
 Owns:      the bytes of such a pool, scales included. A head's block of a page is its numbers [page_size, D], then its
            scales [page_size] float32: a page stays one run of bytes, and a run of heads another.
@@ -9,13 +9,15 @@ Invariant: a number times its scale is the value; the largest magnitude of a tok
 Thread:    the runner's.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvtransfer.layout import scale_bytes
-from replicas.config import FP8_TENSOR
+from replicas.config import E5M2_TENSOR, FP8_TENSOR, OF_A_TENSOR
 from replicas.memory.pool import MHATokenToKVPool
 
 KV_DTYPES = {
@@ -24,9 +26,11 @@ KV_DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
     FP8_TENSOR: torch.float8_e4m3fn,
+    E5M2_TENSOR: torch.float8_e5m2,
 }
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57_344.0}
 SMALLEST_PEAK = 1e-30  # what a vector of zeros is divided by
 
 
@@ -98,11 +102,17 @@ class ScaledKVPool(MHATokenToKVPool):
 
 
 class Fp8KVPool(MHATokenToKVPool):
-    """``buffer`` uint8 [num_pages + 1, L, 2, K, page_size, D]: e4m3, times ``k_scale`` or ``v_scale``. Both are 1:
-    K and V of most models lie far within the +-448 of the format; what does not is cut."""
+    """``buffer`` uint8 [num_pages + 1, L, 2, K, page_size, D]: e4m3 or e5m2, times a scale of K and one of V, of each
+    layer (SPEC C06). They are 1 unless a checkpoint has others (kv_scales.py): K and V of most models lie far within
+    the +-448 of e4m3; what does not is cut."""
+
+    layer_scales: Sequence[tuple[float, float]] = ()  # of K, of V; (): all 1
 
     def storage(self) -> tuple[tuple[int, ...], torch.dtype]:
         return super().storage()[0], torch.uint8
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        return self.layer_scales[layer] if self.layer_scales else (1.0, 1.0)
 
     def get_key_buffer(self, layer: int) -> Tensor:
         return super().get_key_buffer(layer).view(self.dtype)
@@ -113,14 +123,15 @@ class Fp8KVPool(MHATokenToKVPool):
     def set_kv_buffer(self, layer: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         loc, largest = loc.long(), LARGEST[self.dtype]
         page, offset = loc // self.page_size, loc % self.page_size
-        for part, (x, scale) in enumerate(((k, self.k_scale), (v, self.v_scale))):
+        for part, (x, scale) in enumerate(zip((k, v), self.scales(layer), strict=True)):
             numbers = (x.float() / scale).clamp(-largest, largest).to(self.dtype)
             self.buffer[:, layer, part][page, :, offset] = numbers.view(torch.uint8)
 
     def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         page, offset = slots // self.page_size, slots % self.page_size
         k, v = (self.buffer[:, layer, part][page, :, offset].view(self.dtype).float() for part in range(2))
-        return k * self.k_scale, v * self.v_scale
+        k_scale, v_scale = self.scales(layer)
+        return k * k_scale, v * v_scale
 
 
 def kv_pool(
@@ -142,5 +153,6 @@ def kv_pool(
         return MLATokenToKVPool(
             num_pages, page_size, num_layers, kv_lora_rank, rope_dim, KV_DTYPES[kv_dtype], device
         )
-    kind = ScaledKVPool if scale_bytes(kv_dtype) else Fp8KVPool if kv_dtype == FP8_TENSOR else MHATokenToKVPool
+    of_a_tensor = kv_dtype in OF_A_TENSOR.values()
+    kind = ScaledKVPool if scale_bytes(kv_dtype) else Fp8KVPool if of_a_tensor else MHATokenToKVPool
     return kind(num_pages, page_size, num_layers, num_kv_heads, head_dim, KV_DTYPES[kv_dtype], device)

@@ -11,6 +11,7 @@ Thread:    the engine thread on rank 0; the worker's main thread on other ranks.
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,8 +25,9 @@ from replicas.kernels import gpu
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
 from replicas.memory import sizing
+from replicas.memory.kv_scales import checkpoint_scales
 from replicas.memory.pool import MHATokenToKVPool
-from replicas.memory.scaled_pool import kv_pool
+from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
 from replicas.memory.table import ROW_SLACK
 from replicas.models.registry import model_class
 from replicas.runner import batch as batches
@@ -217,7 +219,7 @@ class ModelRunner:
             return DoubleSparseTokenToKVPool(
                 size.num_pages, size.page_size, self._channels, model.head_dim, dtype, self.device
             )
-        return kv_pool(
+        pool = kv_pool(
             self._config.kv_dtype,
             num_pages=self.pool_size.num_pages,
             page_size=self.pool_size.page_size,
@@ -227,6 +229,9 @@ class ModelRunner:
             device=self.device,
             kv_lora_rank=None if model.mla is None else model.mla.kv_lora_rank,
         )
+        if isinstance(pool, Fp8KVPool):
+            pool.layer_scales = checkpoint_scales(Path(model.path), model.num_layers)
+        return pool
 
     def _warm_up(self) -> float:
         """Compile and touch everything that would delay the first request; writes only to the dummy page 0.

@@ -8,12 +8,12 @@ Invariant: FlashInfer is counted where `attention` may choose it, installed or n
 import torch
 
 from replicas.attention.workspace import attention_bytes
-from replicas.config import FP8_TENSOR, EngineConfig
+from replicas.config import E5M2_TENSOR, FP8_TENSOR, EngineConfig
 from replicas.memory import sizing
 from replicas.memory.table import ROW_SLACK
 from replicas.runner.graphs import SIZES, graph_bytes
 
-FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR)
+FLASHINFERS = ("float16", "bfloat16", FP8_TENSOR, E5M2_TENSOR)
 
 
 def graph_rows(config: EngineConfig) -> int:

@@ -24,6 +24,7 @@ from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.panels import make
 from replicas.layers.layer import Layer, full_name
 from replicas.layers.tp_group import TpGroup
+from replicas.memory.kv_scales import KV_SCALE
 from replicas.models.llama import Llama
 from replicas.runner.model_files import listing, model_identity
 from replicas.runner.panel_file import Keep, panel_file
@@ -163,7 +164,8 @@ def _block(name: str) -> int:
 
 def _check_names(folder: Path, wanted: Iterable[str], found: set[str], *, tied: bool) -> None:
     missing = sorted(set(wanted) - found)
-    extra = sorted(n for n in found - set(wanted) if not DERIVED.search(n) and not (tied and n == "lm_head.weight"))
+    ignored = {name for name in found if DERIVED.search(name) or KV_SCALE.search(name)}  # KV_SCALE: kv_scales.py reads
+    extra = sorted(found - set(wanted) - ignored - ({"lm_head.weight"} if tied else set()))
     if missing or extra:
         raise InvalidConfig(
             f"model: the weights in {folder} do not fit its config.json: {len(missing)} missing{_some(missing)}, "

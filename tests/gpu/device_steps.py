@@ -42,11 +42,11 @@ def share(step: Step, members: list[int], length: int, *, num_decode: int) -> No
     batch.num_decode = num_decode
 
 
-def run(backend: AttentionBackend, step: Step, *, kind: AttentionKind = PLAIN) -> Tensor:
+def run(backend: AttentionBackend, step: Step, *, kind: AttentionKind = PLAIN, layer: int = 0) -> Tensor:
     """[T, H * D] of one layer."""
     backend.begin(step.batch)
     sinks = torch.linspace(-2.0, 3.0, step.q.shape[1], device=step.q.device) if kind.sinks else None
-    return backend.forward(0, step.q, step.k, step.v, sinks).clone()
+    return backend.forward(layer, step.q, step.k, step.v, sinks).clone()
 
 
 def oracle(step: Step, *, kind: AttentionKind = PLAIN) -> Tensor:

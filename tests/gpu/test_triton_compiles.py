@@ -58,7 +58,10 @@ print(json.dumps(made_of))
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is here: the other tests run the compiled kernels")
 @pytest.mark.parametrize(
     ("dtype", "pool", "group", "head_dim", "special"),
-    [("*bf16", "*bf16", 3, 64, True), ("*fp16", "*fp16", 4, 128, False), ("*bf16", "*fp8e4nv", 4, 128, False)],
+    [
+        ("*bf16", "*bf16", 3, 64, True), ("*fp16", "*fp16", 4, 128, False), ("*bf16", "*fp8e4nv", 4, 128, False),
+        ("*bf16", "*fp8e5", 4, 128, False),
+    ],  # fmt: skip
 )
 def test_every_kernel_compiles_for_a_hopper_gpu(
     dtype: str, pool: str, group: int, head_dim: int, special: bool, tmp_path: Path
@@ -68,7 +71,7 @@ def test_every_kernel_compiles_for_a_hopper_gpu(
     rows = triton_paged.triton.next_power_of_2(group)
     shape = {"GROUP": group, "PAGE": 16, "D": head_dim, "BLOCK_D": head_dim}
     common = shape | {"BLOCK": 64, "LIMITED": special, "CAPPED": special, "PRECISION": "tf32"}
-    scaled = {"SCALED": pool != dtype}
+    scaled = {"LARGEST": 0.0 if pool == dtype else 57_344.0 if pool == "*fp8e5" else 448.0}
     store = scaled | {key: shape[key] for key in ("PAGE", "D", "BLOCK_D")}
     merge = {"BLOCK_PARTS": 64, "D": head_dim, "BLOCK_D": head_dim, "SINKS": special}
     turn = scaled | {"NORMS": True, "PAGE": 16, "D": head_dim, "HALF": head_dim // 2}

@@ -27,7 +27,7 @@ def exact() -> Iterator[float]:
     made.close()
 
 
-@pytest.mark.parametrize(("kv_dtype", "percent"), [("bfloat16", 0.2), ("int8", 1.0), ("fp8", 3.0)])
+@pytest.mark.parametrize(("kv_dtype", "percent"), [("bfloat16", 0.2), ("int8", 1.0), ("fp8", 3.0), ("fp8_e5m2", 6.0)])
 def test_perplexity_stays_within(exact: float, kv_dtype: KvDType, percent: float) -> None:
     made = engine(kv_dtype)
     assert perplexity(made, text_ids(made, NUM_TOKENS)) == pytest.approx(exact, rel=percent / 100)

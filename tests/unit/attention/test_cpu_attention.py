@@ -168,7 +168,7 @@ def test_a_group_of_a_mixed_step_counts_from_its_first_row() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24])
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8", "fp8_e5m2"])
 def test_pools_of_narrow_numbers_are_read_as_the_oracle_reads_them(kv_dtype: str, page_size: int) -> None:
     """SPEC K10, K11."""
     groups = [([0, 1, 4], 192)] if page_size != 1 else [([0, 1, 4], 130)]
@@ -178,7 +178,7 @@ def test_pools_of_narrow_numbers_are_read_as_the_oracle_reads_them(kv_dtype: str
     assert error(make_step([(64, 63), (0, 30), (33, 2)], page_size=page_size, kv_dtype=kv_dtype)) < 1e-5
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("head_dim", [16, 80])
 def test_new_tokens_become_the_bytes_that_the_pool_would_make(kv_dtype: str, head_dim: int) -> None:
     step = make_step([(20, 40), (3, 2)], head_dim=head_dim, kv_dtype=kv_dtype)
@@ -192,7 +192,7 @@ def test_new_tokens_become_the_bytes_that_the_pool_would_make(kv_dtype: str, hea
     assert torch.equal(ours, pool.buffer)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_what_is_no_number_is_none_in_the_pool_either(kv_dtype: str, odd: float) -> None:
     """Else a model that broke would go on with zeros. Of four requests the second and the last (one token each)."""

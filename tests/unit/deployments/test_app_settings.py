@@ -89,7 +89,7 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(args: dict[str, Any], say
         ("gpu-memory-utilization: 0.5", "is unknown (here it is cache.mem_fraction_static)"),
         ("scheduler: {async_scheduling: true}", "scheduler.async_scheduling: is unknown (here it is scheduler.over"),
         ("enforce_eager: true", "(here it is cuda_graphs)"),
-        ("cache: {kv_dtype: fp8_e5m2}", "cache.kv_dtype: must be 'float32', 'bfloat16', 'float16', 'int8' or 'fp8'"),
+        ("cache: {kv_dtype: fp8_e3m4}", "cache.kv_dtype: must be 'float32', 'bfloat16', 'float16', 'int8', 'fp8' or"),
         ("cache: {kv_dtype: int8, kv_cache_dtype: int8}", "kv_dtype and kv_cache_dtype are both given"),
     ],
 )
@@ -118,7 +118,7 @@ def test_priorities_can_be_written_in_yaml_where_on_and_off_are_booleans() -> No
     ("text", "dtype"),
     [
         ("kv_cache_dtype: fp32", "float32"), ("kv_cache_dtype: bf16", "bfloat16"), ("kv_dtype: fp16", "float16"),
-        ("kv_cache_dtype: int8", "int8"), ("kv_cache_dtype: fp8", "fp8"), ("kv_dtype: fp8_e4m3", "fp8"),
+        ("kv_cache_dtype: int8", "int8"), ("kv_cache_dtype: fp8", "fp8"), ("kv_dtype: fp8_e4m3", "fp8"), ("kv_dtype: fp8_e5m2", "fp8_e5m2"),
         ("kv_cache_dtype: auto", None), ("kv_dtype: null", None),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import kv_pool
 
 TP = 2
-KV_DTYPES = ["float32", "bfloat16", "int8", "fp8"]
+KV_DTYPES = ["float32", "bfloat16", "int8", "fp8", "fp8_e5m2"]
 
 
 def pages(*ids: int) -> np.ndarray:

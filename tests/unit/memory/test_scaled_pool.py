@@ -11,7 +11,7 @@ from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import kv_pool
 
 SHAPE = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8}
-KINDS = pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+KINDS = pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "fp8_e5m2"])
 
 
 def pool(kv_dtype: str, *, page_size: int = 4) -> MHATokenToKVPool:
@@ -41,9 +41,9 @@ def test_a_head_is_its_numbers_then_its_scales() -> None:
     assert torch.equal(v[0, 2], -vector)
 
 
-@pytest.mark.parametrize(("kv_dtype", "share"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
+@pytest.mark.parametrize(("kv_dtype", "share"), [("int8", 0.5 / 127), ("fp8", 1 / 16), ("fp8_e5m2", 1 / 8)])
 def test_a_number_is_off_by_at_most_half_a_step(kv_dtype: str, share: float) -> None:
-    """int8: half of the largest / 127; e4m3 has three bits behind the point: 1/16 of the number itself."""
+    """int8: half of the largest / 127; e4m3 has three bits behind the point: 1/16 of the number itself; e5m2 two."""
     made, x = pool(kv_dtype), torch.randn(16, 3, 8, generator=torch.Generator().manual_seed(1)) * 50
     made.set_kv_buffer(0, torch.arange(16), x, x)
     k, _ = made.read_kv(0, torch.arange(16))
@@ -89,7 +89,7 @@ def test_bytes_of_another_shape_are_refused() -> None:
         pool("int8").write_slots(np.array([1], dtype=np.int32), torch.zeros(2, 2, 1, 3, 8, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize(("ranks", "others"), [(1, 3), (3, 1), (2, 6), (6, 2)])
 def test_pages_between_unequal_ranks_move_heads_with_their_scales(kv_dtype: str, ranks: int, others: int) -> None:
     """6 heads; pages of 7 tokens, so that a head's block of numbers is no power of two."""
