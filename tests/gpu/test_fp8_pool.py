@@ -112,7 +112,8 @@ def test_an_engine_on_a_gpu_answers_from_a_pool_of_8_bits(
     """With the scales of the checkpoint. Its own prompt is read back in 8 bits, so the first token is among the three
     most likely of Transformers'."""
     model = tiny.save("llama", tmp_path)
-    scales = {f"model.layers.{i}.self_attn.{part}_scale": 2.0 ** -(i + (part == "v")) for i in range(3) for part in "kv"}
+    layers = [f"model.layers.{i}.self_attn." for i in range(3)]
+    scales = {f"{at}{part}_scale": 2.0 ** -(i + (part == "v")) for i, at in enumerate(layers) for part in "kv"}
     weights = load_file(tmp_path / "model.safetensors") | {name: torch.tensor(scale) for name, scale in scales.items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = engine_config(tmp_path, "cuda")

@@ -118,7 +118,8 @@ def test_priorities_can_be_written_in_yaml_where_on_and_off_are_booleans() -> No
     ("text", "dtype"),
     [
         ("kv_cache_dtype: fp32", "float32"), ("kv_cache_dtype: bf16", "bfloat16"), ("kv_dtype: fp16", "float16"),
-        ("kv_cache_dtype: int8", "int8"), ("kv_cache_dtype: fp8", "fp8"), ("kv_dtype: fp8_e4m3", "fp8"), ("kv_dtype: fp8_e5m2", "fp8_e5m2"),
+        ("kv_cache_dtype: int8", "int8"), ("kv_cache_dtype: fp8", "fp8"), ("kv_dtype: fp8_e4m3", "fp8"),
+        ("kv_dtype: fp8_e5m2", "fp8_e5m2"),
         ("kv_cache_dtype: auto", None), ("kv_dtype: null", None),
     ],
 )  # fmt: skip
