@@ -146,7 +146,7 @@ def test_an_unsupported_pool_is_named(flashinfer_attention: Any) -> None:
     why_not = flashinfer_attention.why_not
     half, full = torch.bfloat16, torch.float32
     assert why_not(half, dtype=half, head_dim=128) is None
-    says = "knows K and V in bfloat16, float16 and float8_e4m3fn, not float32"
+    says = "knows K and V in bfloat16, float16, float8_e4m3fn and float8_e5m2, not float32"
     assert why_not(full, dtype=full, head_dim=128) == says
     assert why_not(torch.float8_e4m3fn, dtype=half, head_dim=128) is None
     assert why_not(torch.float8_e4m3fn, dtype=full, head_dim=128) == (

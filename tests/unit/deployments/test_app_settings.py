@@ -170,7 +170,7 @@ def test_a_secret_of_a_wrong_type_is_not_shown() -> None:
         ({"model": {"path": "models/none"}}, "there is no such folder .*make model"),
         (
             {"model": MODEL_ARGS, "attention": "triton"},
-            r"attention = 'triton' does not run on cpu; allowed there: auto, cpu, torch_native$",
+            r"attention = 'triton' does not run on cpu; allowed there: auto, cpu, torch_native, double_sparse$",
         ),
         (
             {"model": MODEL_ARGS, "attention": "cpu", "replicas": {"gpus": 1}},
