@@ -23,7 +23,7 @@ QUERIES = 128  # that choose at a time: their scores are [H, 128, n]
 
 
 class DoubleSparseAttention:
-    """AttentionBackend over a DoubleSparseTokenToKVPool."""
+    """AttentionBackend over a DoubleSparseTokenToKVPool: approximate beyond ``num_tokens``."""
 
     def __init__(self, pool: MHATokenToKVPool, *, num_tokens: int) -> None:
         """``num_tokens``: that a token attends to at most. Raises: InvalidConfig for a pool without labels."""

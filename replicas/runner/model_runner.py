@@ -72,12 +72,12 @@ class ModelRunner:
         self.weight_bytes = weight_bytes(self._model)
         load_s = time.monotonic() - started_s
         log.info("weights: %.0f MiB in %.1f s", self.weight_bytes / 2**20, load_s)
-        self._channels = self._label_channels()
-        self.pool_size = self._size_pool(free_before)
+        channels = self._label_channels()
+        self.pool_size = self._size_pool(free_before, channels)
         self.max_running = sizing.max_running_requests(
             self.pool_size.num_tokens, config.model.context_len, config.scheduler.max_running_requests
         )
-        self.pool = self._make_pool()
+        self.pool = self._make_pool(channels)
         self.table = batches.DeviceTable(self.max_running + 1, config.model.context_len + ROW_SLACK, self.device)
         self._attention.backend, self.attention_choice = make_attention(
             config.attention,
@@ -163,14 +163,14 @@ class ModelRunner:
         assert budget is not None
         return budget // self.tp.size - weights
 
-    def _size_pool(self, free_before: int) -> sizing.PoolSize:
+    def _size_pool(self, free_before: int, channels: Tensor | None = None) -> sizing.PoolSize:
         config, cache = self._config, self._config.cache
         left = self._free_bytes(self.weight_bytes) - set_aside.bytes_for_graphs(config)
         left -= set_aside.bytes_for_attention(config, self.tp.size, num_sms=num_sms(self.device))
         kv_bytes = self.tp.min_int(sizing.kv_bytes(free_before, left, cache.mem_fraction_static))
         cell_bytes = config.model.kv_cell_bytes(tp=self.tp.size, kv_dtype=config.kv_dtype)
-        if self._channels is not None:
-            cell_bytes += self._channels.numel() * torch.float32.itemsize  # a token's labels
+        if channels is not None:
+            cell_bytes += channels.numel() * torch.float32.itemsize  # a token's labels
         kv_bytes -= set_aside.bytes_for_table(config, kv_bytes, cell_bytes)
         return sizing.pool_size(kv_bytes, cell_bytes, cache.page_size, cache.max_total_tokens)
 
@@ -210,14 +210,14 @@ class ModelRunner:
 
         return rank_channels(self._config, self.tp.rank)
 
-    def _make_pool(self) -> MHATokenToKVPool:
+    def _make_pool(self, channels: Tensor | None) -> MHATokenToKVPool:
         model = self._config.model
-        if self._channels is not None:
+        if channels is not None:
             from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool
 
             dtype, size = getattr(torch, self._config.kv_dtype), self.pool_size
             return DoubleSparseTokenToKVPool(
-                size.num_pages, size.page_size, self._channels, model.head_dim, dtype, self.device
+                size.num_pages, size.page_size, channels, model.head_dim, dtype, self.device
             )
         pool = kv_pool(
             self._config.kv_dtype,
