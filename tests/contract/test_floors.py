@@ -81,6 +81,10 @@ FLOORS: dict[str, set[str]] = {
         "replicas.engine", "replicas.disagg", "replicas.runner", "replicas.cache", "replicas.memory.host",
         "replicas.text", "replicas.config", "replicas.types", "replicas.errors", "kvtransfer",
     },
+    "replicas.calibrate": {
+        "replicas.runner", "replicas.models", "replicas.attention", "replicas.layers.tp_group", "replicas.memory",
+        "replicas.text", "replicas.config", "replicas.errors",
+    },
     "replicas.replay": {
         "replicas.launch", "replicas.engine", "replicas.config", "replicas.request", "replicas.types",
         "replicas.errors", "kvtransfer.replay", "kvtransfer.errors",
