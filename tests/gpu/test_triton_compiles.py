@@ -61,7 +61,7 @@ print(json.dumps(made_of))
     [
         ("*bf16", "*bf16", 3, 64, True), ("*fp16", "*fp16", 4, 128, False), ("*bf16", "*fp8e4nv", 4, 128, False),
         ("*bf16", "*fp8e5", 4, 128, False),
-    ],  # fmt: skip
+    ],
 )
 def test_every_kernel_compiles_for_a_hopper_gpu(
     dtype: str, pool: str, group: int, head_dim: int, special: bool, tmp_path: Path
