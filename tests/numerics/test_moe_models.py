@@ -13,7 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from replicas.config import CacheConfig, MoEConfig, Products, Quantization, SchedulerConfig
+from replicas.config import (
+    CacheConfig,
+    Hardware,
+    MoEConfig,
+    ParallelConfig,
+    Products,
+    Quantization,
+    SchedulerConfig,
+    resolve,
+)
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig
 from replicas.launch import load_engine
@@ -161,3 +170,14 @@ def test_ranks_split_every_inner_size(tmp_path: Path) -> None:
     assert config.tp_sizes() == [1, 2, 4]
     assert config.moe is not None
     assert replace(config, moe=replace(config.moe, shared_intermediate_size=42)).tp_sizes() == [1, 2]
+
+
+def test_ranks_that_would_cut_a_group_of_an_experts_inputs_are_refused(tmp_path: Path) -> None:
+    """Experts of 96 on two ranks have 48 inputs each: groups of 16, not of 32; on three they have 32."""
+    tiny.save("qwen3-moe", tmp_path, hidden_size=96, num_attention_heads=6, num_key_value_heads=6, head_dim=32,
+              moe_intermediate_size=96, intermediate_size=192)  # fmt: skip
+    config = load_model_config(str(tmp_path), quantization="int4")
+    machine = Hardware(device="cpu", num_cpus=2, available_memory_bytes=1 << 34)
+    with pytest.raises(InvalidConfig, match=r"48 and 96 of the MLP's last .* cut groups .* for this model: \[1, 3\]"):
+        resolve(config, machine, parallel=ParallelConfig(tp=2))
+    assert resolve(config, machine, parallel=ParallelConfig(tp=3)).parallel.tp == 3
