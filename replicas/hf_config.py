@@ -157,6 +157,18 @@ def _rope_from_hf(path: str, hf: Mapping[str, Any]) -> RopeConfig:
     return RopeConfig(theta=theta, kind=kind, scaling=scaling, short_factor=short, long_factor=long)
 
 
+def _followed_rope(hf: Mapping[str, Any]) -> RopeConfig:
+    """Return what tells pages of other contexts apart in a model whose rotation is Transformers' own: the kind and the
+    original context of a scaling that follows the served one, of all layers or of some."""
+    raw = _rope_parameters(hf)
+    for each in (raw, *(value for value in raw.values() if isinstance(value, Mapping))):
+        kind = each.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = int(hf["max_position_embeddings"]) if kind == "dynamic" else _original_context(hf, each)
+            return RopeConfig(kind=kind, scaling={"original_max_position_embeddings": float(original)})
+    return RopeConfig()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """A model's shape as the engine needs it. Heads are those of all ranks."""
@@ -205,7 +217,7 @@ def model_config_from_outline(
         num_kv_heads=outline.num_kv_heads,
         head_dim=outline.head_dim,
         rms_norm_eps=float(hf.get("rms_norm_eps") or 1e-6),
-        rope=RopeConfig(),
+        rope=_followed_rope(hf),
         context_len=context_len,
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         attention_bias=False,
