@@ -3,7 +3,7 @@
 Owns:      the scalings that Hugging Face calls linear, llama3, yarn, dynamic and longrope.
 Invariant: an engine has one set of frequencies, made when it starts for the context that it serves. Where others make
            them by the longest text of a batch (dynamic, longrope), K of a prefix would depend on what came after it,
-           and a cached page would be wrong for the next request. ``RopeConfig.meaning`` tells such sets apart.
+           and a cached page would be wrong for the next request. ``RopeConfig.fitted_len`` tells such sets apart.
 
            dynamic: plain up to the original context, as in Transformers; in an engine that serves more, those that
            Transformers uses for a text as long as the served context.
