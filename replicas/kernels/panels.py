@@ -9,8 +9,9 @@ Invariant: what a packed number stands for is exact in fp32 but for one rounding
 Source:    block_q4_1 and block_q8_0 of ggml (https://github.com/ggml-org/ggml, ggml-common.h).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ PLAIN: dict[WeightFormat, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
 _SCALES = {"int8": torch.bfloat16, "q8_0": torch.float16, "q4_1": torch.float16}
-CHUNK_ROWS = 4096  # of a weight, that are rounded at a time; whole panels
+CHUNK_ROWS = 1024  # of a weight, that are read and packed at a time; whole panels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +60,66 @@ class Panels:
         return out.flatten(1)[:, : self.k]
 
 
+class StoredWeight(Protocol):
+    """A weight [N, K] in a checkpoint whose numbers are of another kind than a tensor's: read when it is packed."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def fits(self) -> WeightFormat | None:
+        """The format of panels that holds its numbers as they are; None: they are widened."""
+        ...
+
+    def narrow(self, dim: int, start: int, length: int) -> Self:
+        """Cut as a tensor is cut; reads nothing."""
+        ...
+
+    def floats(self, start: int, stop: int) -> Tensor:
+        """Read rows [start, stop), widened: a fresh fp32 tensor [rows, K]."""
+        ...
+
+    def groups(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Read rows as `fits` has them: numbers [rows, K], scales [rows, G], least numbers [rows, G]."""
+        ...
+
+
+class Rows:
+    """Weights one below the other [N, K], of which a packer reads some rows at a time."""
+
+    def __init__(self, pieces: Sequence[Tensor | StoredWeight]) -> None:
+        self.pieces = pieces
+        self.shape = (sum(piece.shape[0] for piece in pieces), int(pieces[0].shape[1]))
+
+    @property
+    def fits(self) -> WeightFormat | None:
+        """The format that holds the numbers of all of them as they are."""
+        formats = {None if isinstance(piece, Tensor) else piece.fits for piece in self.pieces}
+        return formats.pop() if len(formats) == 1 else None
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Read rows, widened where they are stored in another kind; a view where one tensor has all of them."""
+        parts = [piece[a:b] if isinstance(piece, Tensor) else piece.floats(a, b) for piece, a, b in self._cut(rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def groups(self, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Read rows of weights that fit a format, as `StoredWeight.groups`."""
+        parts = [piece.groups(a, b) for piece, a, b in self._cut(rows) if not isinstance(piece, Tensor)]
+        numbers, scales, least = zip(*parts, strict=True)
+        return torch.cat(numbers), torch.cat(scales), None if least[0] is None else torch.cat(least)
+
+    def _cut(self, rows: slice) -> list[tuple[Tensor | StoredWeight, int, int]]:
+        """List the pieces that have some of ``rows``, with their own first row and the one behind their last."""
+        start, stop, _ = rows.indices(self.shape[0])
+        found, first = [], 0
+        for piece in self.pieces:
+            a, b = max(start - first, 0), min(stop - first, piece.shape[0])
+            if a < b:
+                found.append((piece, a, b))
+            first += piece.shape[0]
+        return found
+
+
 Packs = Callable[[Callable[[], Panels]], Panels]  # gives a weight's panels: those that are kept, or what is made now
 
 
@@ -67,31 +128,45 @@ def make(panels: Callable[[], Panels]) -> Panels:
     return panels()
 
 
-def pack(weight: Tensor, format_: WeightFormat) -> Panels:
-    """Pack ``weight`` [N, K] of any float dtype, rounded to the nearest numbers of ``format_``."""
-    n, k = weight.shape
-    chunks = torch.split(weight, CHUNK_ROWS)
+def pack(weight: Tensor | Rows, format_: WeightFormat) -> Panels:
+    """Pack ``weight`` [N, K] of any float dtype, rounded to the nearest numbers of ``format_``; of stored weights that
+    fit it the numbers as they are. Beside the panels it needs memory for `CHUNK_ROWS` rows."""
     if format_ in PLAIN:
-        return Panels(format_, n, k, 0, torch.cat([_pack_plain(chunk, PLAIN[format_]) for chunk in chunks]))
+        return by_chunks(weight, format_, 0, lambda rows: _pack_plain(weight[rows], PLAIN[format_]))
+    if isinstance(weight, Rows) and weight.fits == format_:
+        return by_chunks(weight, format_, GROUP, lambda rows: _pack_groups(format_, *weight.groups(rows)))
     if format_ == "int8":
-        return pack_int8(*round_int8(weight))
-    rounded = [_round(chunk.float(), format_, GROUP) for chunk in chunks]
-    return Panels(format_, n, k, GROUP, torch.cat([_pack_groups(format_, *parts) for parts in rounded]))
+        group = group_length(weight.shape[1])
+        return by_chunks(weight, format_, group, lambda rows: pack_int8(*round_int8(weight[rows])).data)
+    return by_chunks(
+        weight, format_, GROUP, lambda rows: _pack_groups(format_, *_round(weight[rows].float(), format_, GROUP))
+    )
+
+
+def by_chunks(weight: Tensor | Rows, format_: WeightFormat, group: int, packed: Callable[[slice], Tensor]) -> Panels:
+    """Pack some rows at a time: ``packed`` makes panels [p, bytes of a panel] of a slice of rows."""
+    n, k = weight.shape
+    first = packed(slice(0, CHUNK_ROWS))
+    if n <= CHUNK_ROWS:
+        return Panels(format_, n, k, group, first)
+    data = torch.empty(-(-n // COLUMNS), first.shape[1], dtype=torch.uint8)
+    data[: len(first)] = first
+    for start in range(CHUNK_ROWS, n, CHUNK_ROWS):
+        part = packed(slice(start, start + CHUNK_ROWS))
+        data[start // COLUMNS : start // COLUMNS + len(part)] = part
+    return Panels(format_, n, k, group, data)
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round [N, K] to (int8 [N, K], scales [N, G] bf16): the numbers of a group in steps of its largest magnitude /
     127."""
-    group = group_length(weight.shape[1])
-    parts = [_round(chunk.float(), "int8", group)[:2] for chunk in torch.split(weight, CHUNK_ROWS)]
-    return torch.cat([numbers for numbers, _ in parts]), torch.cat([scales for _, scales in parts])
+    return _round(weight.float(), "int8", group_length(weight.shape[1]))[:2]
 
 
 def pack_int8(numbers: Tensor, scales: Tensor) -> Panels:
     """Pack what `round_int8` made."""
-    group = numbers.shape[1] // scales.shape[1]
     n, k = numbers.shape
-    return Panels("int8", n, k, group, _pack_groups("int8", numbers, scales, None))
+    return Panels("int8", n, k, k // scales.shape[1], _pack_groups("int8", numbers, scales, None))
 
 
 def group_bytes(format_: WeightFormat, group: int) -> int:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from replicas.config import Products, RopeConfig
 from replicas.kernels import elementwise
-from replicas.kernels.panels import PLAIN, Packs, make
+from replicas.kernels.panels import PLAIN, Packs, Rows, make
 from replicas.kernels.weight_formats import WeightFormat, table_format
-from replicas.layers.layer import Layer, Put, computes_in
+from replicas.layers.layer import Layer, Piece, Put, computes_in, loaded
 from replicas.layers.linear import Matmul
 from replicas.layers.tp_group import TpGroup
 
@@ -29,13 +29,15 @@ from replicas.layers.tp_group import TpGroup
 class VocabParallelEmbedding(Layer):
     """The embedding: token ids to hidden states, rows split over the ranks."""
 
+    takes_stored = True
+
     def __init__(self, vocab_size: int, *, tp: TpGroup) -> None:
         self._vocab_size = vocab_size
         self._tp = tp
         self._rows = -(-vocab_size // tp.size)
         self._first = tp.rank * self._rows
-        self.weight: Tensor | None = None  # [S, hidden]
-        self.table: Matmul | None = None  # instead, where its numbers share scales
+        self.weight: Piece | None = None  # [S, hidden]; a tensor after finalize
+        self.table: Matmul | None = None  # instead, where its numbers share scales, or are no tensor of the checkpoint
         self._dtype = torch.float32  # of what is looked up
         self._in_file = False
 
@@ -43,19 +45,26 @@ class VocabParallelEmbedding(Layer):
         return {"weight": self._put}
 
     def multiply_by(self, products: Products, format_: WeightFormat) -> None:
-        self.table = None if format_ in PLAIN else Matmul(products, table_format(format_))
+        stored = not (self.weight is None or isinstance(self.weight, Tensor))
+        plain = format_ in PLAIN and not stored
+        self.table = None if plain else Matmul(products, _format_of(self.weight, format_))
 
-    def _put(self, tensor: Tensor) -> None:
+    def _put(self, tensor: Piece) -> None:
         self.weight = slice_vocab(tensor, first=self._first, rows=self._rows)
 
     def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
         assert self.weight is not None, "no embedding was put"
         self._dtype = computes_in(device, dtype)
+        if device.type != "cpu":
+            self.weight, self.table = loaded([self.weight], device, dtype), None
+            return
         if self.table is not None:
             weight, self.weight = self.weight, None
-            self.table.prepare(lambda: weight, None, packs)
-        elif device.type != "cpu" or self.weight.dtype.itemsize > dtype.itemsize:
-            self.weight = self.weight.to(device, dtype)
+            self.table.prepare(lambda: Rows([weight]), None, packs)
+            return
+        assert isinstance(self.weight, Tensor), "multiply_by() comes after a stored weight is put"
+        if self.weight.dtype.itemsize > dtype.itemsize:
+            self.weight = self.weight.to(dtype)
         else:
             self._in_file = True  # a view of the mapped checkpoint, of which few rows are read
 
@@ -63,7 +72,7 @@ class VocabParallelEmbedding(Layer):
     def num_bytes(self) -> int:
         if self.table is not None:
             return self.table.num_bytes
-        return 0 if self.weight is None or self._in_file else self.weight.nbytes
+        return self.weight.nbytes if isinstance(self.weight, Tensor) and not self._in_file else 0
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Look up [T] ids: a fresh tensor [T, hidden]."""
@@ -77,31 +86,33 @@ class VocabParallelEmbedding(Layer):
     def _rows_of(self, local: Tensor) -> Tensor:
         if self.table is not None:
             return self.table.rows(local)
-        assert self.weight is not None, "finalize() comes before the first call"
+        assert isinstance(self.weight, Tensor), "finalize() comes before the first call"
         return F.embedding(local, self.weight).to(self._dtype)
 
 
 class ParallelLMHead(Layer):
     """The head: hidden states to logits over the whole vocabulary. ``tied``: the embedding that shares its weight."""
 
+    takes_stored = True
+
     def __init__(self, vocab_size: int, *, tp: TpGroup, tied: VocabParallelEmbedding | None) -> None:
         self._vocab_size = vocab_size
         self._tp = tp
         self._tied = tied
         self._rows = -(-vocab_size // tp.size)
-        self._piece: Tensor | None = None  # [S, hidden], until finalize
+        self._piece: Piece | None = None  # [S, hidden], until finalize
         self.matmul = Matmul()
 
     def slots(self) -> Mapping[str, Put]:
         return {} if self._tied else {"weight": self._put}
 
-    def _put(self, tensor: Tensor) -> None:
+    def _put(self, tensor: Piece) -> None:
         self._piece = slice_vocab(tensor, first=self._tp.rank * self._rows, rows=self._rows)
 
     def multiply_by(self, products: Products, format_: WeightFormat) -> None:
         """Comes after the embedding's, if tied."""
         shared = self._tied.table if self._tied is not None else None
-        self.matmul = shared or Matmul(products, table_format(format_))
+        self.matmul = shared or Matmul(products, _format_of(self._piece, format_))
 
     def finalize(self, device: torch.device, dtype: torch.dtype, packs: Packs = make) -> None:
         """Comes after the embedding's, if tied."""
@@ -110,9 +121,11 @@ class ParallelLMHead(Layer):
         weight = self._piece if self._tied is None else self._tied.weight
         assert weight is not None, "no output head was put"
         if device.type == "cpu":
-            self.matmul.prepare(lambda: weight, None, packs)
+            self.matmul.prepare(lambda: Rows([weight]), None, packs)
         else:
-            self.matmul.keep(weight.to(device, dtype), None)
+            # a tied weight is there already, and is not copied
+            whole = weight.to(device, dtype) if isinstance(weight, Tensor) else loaded([weight], device, dtype)
+            self.matmul.keep(whole, None)
         self._piece = None
 
     @property
@@ -130,8 +143,19 @@ class ParallelLMHead(Layer):
         return self._tp.all_gather(logits)[:, : self._vocab_size]
 
 
-def slice_vocab(tensor: Tensor, *, first: int, rows: int) -> Tensor:
+def _format_of(weight: Piece | None, format_: WeightFormat) -> WeightFormat:
+    """Choose the format of a table beside products in ``format_``: of stored numbers, what holds them as they are."""
+    if format_ == "float32" and weight is not None and not isinstance(weight, Tensor) and weight.fits is not None:
+        return weight.fits
+    return table_format(format_)
+
+
+def slice_vocab(tensor: Piece, *, first: int, rows: int) -> Piece:
     """Cut rows [first, first + rows) of [V, hidden]; rows from V on are zero. A view if all rows exist."""
+    if not isinstance(tensor, Tensor):
+        if first + rows <= tensor.shape[0]:
+            return tensor.narrow(0, first, rows)
+        tensor, first = tensor.floats(min(first, tensor.shape[0]), tensor.shape[0]), 0
     there = tensor[first : first + rows]
     if len(there) == rows:
         return there

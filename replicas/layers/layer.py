@@ -5,17 +5,18 @@ Never:     reads files (runner/weights.py does).
 Invariant: weights are put once, as whole tensors; each layer keeps its rank's slice; ``finalize`` comes before a call.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from replicas.config import Products
-from replicas.kernels.panels import Packs, make
+from replicas.kernels.panels import CHUNK_ROWS, Packs, Rows, StoredWeight, make
 from replicas.kernels.weight_formats import WeightFormat
 
 Put = Callable[[Tensor], None]  # takes a whole weight as it lies in the checkpoint
+Piece = Tensor | StoredWeight  # a rank's slice of a weight
 
 
 class Whole(NamedTuple):
@@ -27,6 +28,8 @@ class Whole(NamedTuple):
 
 class Layer:
     """A node of the tree. Leaves have ``slots``; nodes above have ``parts``. Inference only: no gradients anywhere."""
+
+    takes_stored = False  # its weights may be put as `StoredWeight`, before ``multiply_by``; else widened, as tensors
 
     def parts(self) -> Mapping[str, "Layer"]:
         """Return the layers below this one, by the name that precedes theirs ("" if there is no such level)."""
@@ -68,6 +71,17 @@ class Layer:
             for prefix, layer in self.walk()
             for name, whole in layer.wholes().items()
         }
+
+
+def loaded(pieces: Sequence[Piece], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Bring weights [.., K], one below the other, to a device in ``dtype``; stored ones some rows at a time."""
+    if all(isinstance(piece, Tensor) for piece in pieces):
+        return torch.cat([piece.to(device, dtype) for piece in pieces if isinstance(piece, Tensor)])
+    rows = Rows(pieces)
+    out = torch.empty(rows.shape, dtype=dtype, device=device)
+    for start in range(0, rows.shape[0], CHUNK_ROWS):
+        out[start : start + CHUNK_ROWS] = rows[start : start + CHUNK_ROWS]
+    return out
 
 
 def computes_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:

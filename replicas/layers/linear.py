@@ -22,20 +22,21 @@ from replicas.config import Products
 from replicas.kernels import elementwise, gpu, int8
 from replicas.kernels.int8 import Int8Kernel
 from replicas.kernels.linear import ANY_ROWS, LinearKernel
-from replicas.kernels.panels import Packs, Panels, make, pack, round_int8
+from replicas.kernels.panels import Packs, Panels, Rows, by_chunks, make, pack, round_int8
 from replicas.kernels.program import ReadingStage, Stage
 from replicas.kernels.team import Team, team
-from replicas.kernels.weight_formats import WeightFormat
-from replicas.layers.layer import Layer, Put
+from replicas.kernels.weight_formats import WeightFormat, group_length
+from replicas.layers.layer import Layer, Piece, Put, loaded
 from replicas.layers.tp_group import TpGroup
 
 OWN = Products()
 
 
-def pack_as(weight: Tensor, format_: WeightFormat) -> Panels:
+def pack_as(weight: Tensor | Rows, format_: WeightFormat) -> Panels:
     """Pack a weight [out, in] for the kernel that multiplies by ``format_`` on this CPU."""
     if format_ == "int8" and int8.serves(weight.shape[1]):
-        return int8.pack(*round_int8(weight))
+        group = group_length(weight.shape[1])
+        return by_chunks(weight, "int8", group, lambda rows: int8.pack(*round_int8(weight[rows])).data)
     return pack(weight, format_)
 
 
@@ -50,10 +51,11 @@ class Matmul:
         self._kernel: LinearKernel | Int8Kernel | None = None
         self._shape = (0, 0)
 
-    def prepare(self, weight: Callable[[], Tensor], bias: Tensor | None, packs: Packs = make) -> None:
+    def prepare(self, weight: Callable[[], Tensor | Rows], bias: Tensor | None, packs: Packs = make) -> None:
         """Take the final weight [out, in] and bias [out] fp32 on a CPU; called once, or `keep` is.
 
-        ``weight``: reads it, of any float dtype; not called where ``packs`` has its panels and BLAS does not need it.
+        ``weight``: gives it, of any float dtype; it is not read where ``packs`` has its panels and BLAS does not need
+        it.
         """
         panels = packs(lambda: pack_as(weight(), self._format))
         self._shape = panels.n, panels.k
@@ -63,7 +65,7 @@ class Matmul:
         else:
             self._kernel = LinearKernel(panels, threads, bias, rounds=self._format == "int8")
         if self._format == "float32" and self._shape in self._products.blas_rows:
-            self.weight, self.bias = weight().float(), bias
+            self.weight, self.bias = weight()[:].float(), bias
 
     def keep(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take the final weight and bias as PyTorch multiplies by them: on a GPU."""
@@ -117,16 +119,20 @@ class Matmul:
 class _Linear(Layer):
     """A product by several named weights, one below the other."""
 
+    takes_stored = True
+
     def __init__(self, names: tuple[str, ...], *, bias: bool) -> None:
         self._names = names
         self._has_bias = bias
-        self._pieces: dict[str, Tensor] = {}  # name -> this rank's slice, until finalize
+        self._pieces: dict[str, Piece] = {}  # name -> this rank's slice, until finalize
         self.matmul = Matmul()
 
     def multiply_by(self, products: Products, format_: WeightFormat) -> None:
-        self.matmul = Matmul(products, format_)
+        weights = self._put_pieces("weight")
+        fits = Rows(weights).fits if weights and format_ == "float32" else None
+        self.matmul = Matmul(products, fits or format_)
 
-    def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
+    def _slice(self, name: str, tensor: Piece) -> Piece | None:
         """Cut this rank's share of a whole weight [out, in] or bias [out]; None if it has none."""
         raise NotImplementedError
 
@@ -136,7 +142,7 @@ class _Linear(Layer):
         return {key: self._putter(key) for key in keys}
 
     def _putter(self, key: str) -> Put:
-        def put(tensor: Tensor) -> None:
+        def put(tensor: Piece) -> None:
             piece = self._slice(key, tensor)
             if piece is not None:
                 self._pieces[key] = piece
@@ -147,14 +153,13 @@ class _Linear(Layer):
         weights, biases = self._put_pieces("weight"), self._put_pieces("bias")
         assert weights, f"no weight was put for {self._names}"
         if device.type == "cpu":
-            bias = torch.cat(biases).to(dtype).float() if biases else None
-            self.matmul.prepare(lambda: weights[0] if len(weights) == 1 else torch.cat(weights), bias, packs)
+            bias = loaded(biases, device, dtype).float() if biases else None
+            self.matmul.prepare(lambda: Rows(weights), bias, packs)
         else:
-            fused = [torch.cat([piece.to(device, dtype) for piece in pieces]) for pieces in (weights, biases) if pieces]
-            self.matmul.keep(fused[0], fused[1] if biases else None)
+            self.matmul.keep(loaded(weights, device, dtype), loaded(biases, device, dtype) if biases else None)
         self._pieces.clear()
 
-    def _put_pieces(self, kind: str) -> list[Tensor]:
+    def _put_pieces(self, kind: str) -> list[Piece]:
         return [self._pieces[key] for name in self._names if (key := _key(name, kind)) in self._pieces]
 
     @property
@@ -169,7 +174,7 @@ class ColumnParallelLinear(_Linear):
         super().__init__(names, bias=bias)
         self._tp = tp
 
-    def _slice(self, name: str, tensor: Tensor) -> Tensor:
+    def _slice(self, name: str, tensor: Piece) -> Piece:
         rows = share(tensor.shape[0], self._tp.size, name)
         return tensor.narrow(0, self._tp.rank * rows, rows)
 
@@ -196,7 +201,7 @@ class QKVParallelLinear(ColumnParallelLinear):
             share(num_kv_heads, tp.size, "KV heads")
         self._first_kv_head = tp.rank * num_kv_heads // tp.size
 
-    def _slice(self, name: str, tensor: Tensor) -> Tensor:
+    def _slice(self, name: str, tensor: Piece) -> Piece:
         if name.startswith("q_proj"):
             return super()._slice(name, tensor)
         rows = self.num_kv_heads * self.head_dim
@@ -216,7 +221,7 @@ class RowParallelLinear(_Linear):
         super().__init__(("",), bias=bias)
         self._tp = tp
 
-    def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
+    def _slice(self, name: str, tensor: Piece) -> Piece | None:
         if name == "bias":
             return tensor if self._tp.rank == 0 else None  # added once
         columns = share(tensor.shape[1], self._tp.size, name)

@@ -1,0 +1,196 @@
+"""An ordinary model folder for a GGUF file: config.json and tokenizer made of its metadata, weights a link to it.
+
+Owns:      ``<file>.gguf.hf`` beside the file, or under ``~/.cache/manta/gguf`` (XDG_CACHE_HOME) where that cannot be
+           written; it is made once, and anew when the file has changed. Everything else reads it as any folder.
+Never:     copies or converts weights: ``model.gguf`` in the folder is a link.
+Invariant: a folder with its final name is complete.
+Thread:    any; of processes that make it at once one wins, and their folders are equal.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from replicas.checkpoints.gguf_file import GgufFile, hf_name
+from replicas.errors import InvalidConfig
+
+LINK = "model.gguf"
+MADE_OF = "gguf.json"  # what the folder was made of
+VERSION = 1  # of what is made
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def gguf_in(path: Path) -> Path | None:
+    """Return the GGUF file that ``path`` means: itself, or the only one in a folder without config.json; None if it
+    means none. Raises: InvalidConfig where there are several."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise InvalidConfig(
+            f"model: {path} has {len(files)} GGUF files; set model.path to one: {', '.join(f.name for f in files[:8])}"
+        )
+    return files[0] if files else None
+
+
+def folder_of(file: Path) -> Path:
+    """Return the folder that stands for GGUF ``file``; makes it if it is not there or was made of another file.
+
+    Raises: InvalidConfig for a file that is no whole GGUF of a model that runs here.
+    """
+    file = file.absolute()
+    made_of = {"version": VERSION, "size": file.stat().st_size, "head": _digest(file)}
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta" / "gguf"
+    places = [file.with_name(f"{file.name}.hf"), cache / f"{xxhash.xxh3_64(str(file).encode()).hexdigest()}-{file.name}.hf"]
+    for place in places:
+        if _was_made_of(place, made_of):
+            return place
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+        except OSError:
+            continue
+        try:
+            _write(GgufFile(file), partial)
+            (partial / LINK).symlink_to(file)
+            _write_json(partial / MADE_OF, made_of)
+            partial.chmod(0o755)
+            _put(partial, place, made_of)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return place
+    raise InvalidConfig(f"model: neither {places[0].parent} nor {cache} can be written, for the config of {file}")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as data:
+        return str(xxhash.xxh3_64(data.read(1 << 23)).hexdigest())  # the metadata, mostly
+
+
+def _was_made_of(place: Path, made_of: dict[str, Any]) -> bool:
+    try:
+        return bool(json.loads((place / MADE_OF).read_text()) == made_of and (place / LINK).is_file())
+    except (OSError, ValueError):
+        return False
+
+
+def _put(partial: Path, place: Path, made_of: dict[str, Any]) -> None:
+    """Give the folder its final name, unless another process was quicker."""
+    if place.exists() and not _was_made_of(place, made_of):
+        shutil.rmtree(place, ignore_errors=True)  # of another file, or what an interrupted removal left
+    try:
+        partial.rename(place)
+    except OSError:
+        if not _was_made_of(place, made_of):
+            raise
+
+
+def _write(file: GgufFile, folder: Path) -> None:
+    config = config_of(file)
+    _write_json(folder / "config.json", config)
+    ends = {config["eos_token_id"], file.metadata.get("tokenizer.ggml.eot_token_id", config["eos_token_id"])}
+    eos = sorted(each for each in ends if each is not None)
+    _write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
+    _write_tokenizer(file, folder)
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """Make config.json's settings. Raises: InvalidConfig for an architecture that is not read, or a missing field."""
+    name, names = str(file.field("general.architecture")), {hf_name(each) for each in file.tensors}
+    if name not in ARCHITECTURES or file.metadata.get(f"{name}.expert_count", 0):
+        experts = " with experts" if file.metadata.get(f"{name}.expert_count", 0) else ""
+        raise InvalidConfig(
+            f"model: {file.path} has architecture {name!r}{experts}; supported as GGUF: {', '.join(ARCHITECTURES)}, "
+            "without experts. Serve the model's safetensors"
+        )
+    heads = int(file.field("{arch}.attention.head_count"))
+    hidden, own = int(file.field("{arch}.embedding_length")), file.metadata.get(f"{name}.attention.key_length")
+    head_dim = int(own or file.metadata.get(f"{name}.rope.dimension_count") or hidden // heads)
+    window = file.metadata.get(f"{name}.attention.sliding_window")
+    return {
+        "architectures": [ARCHITECTURES[name]],
+        "model_type": name,
+        "hidden_size": hidden,
+        "intermediate_size": int(file.field("{arch}.feed_forward_length")),
+        "num_hidden_layers": int(file.field("{arch}.block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(file.metadata.get(f"{name}.attention.head_count_kv", heads)),
+        "head_dim": head_dim,
+        "max_position_embeddings": int(file.field("{arch}.context_length")),
+        "vocab_size": _vocab_size(file),
+        "hidden_act": "silu",
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
+        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in names,
+        # GGUF holds these two in fp32: 1e-5 reads back as 9.9999997e-06
+        "rms_norm_eps": float(f"{file.field('{arch}.attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": float(f"{file.metadata.get(f'{name}.rope.freq_base', 10_000.0):.6g}"),
+        "rope_scaling": _rope_scaling(file, name, head_dim),
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "tie_word_embeddings": "lm_head.weight" not in names,
+        **{f"{each}_token_id": file.metadata.get(f"tokenizer.ggml.{each}_token_id") for each in ("bos", "eos")},
+    }
+
+
+def _vocab_size(file: GgufFile) -> int:
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise InvalidConfig(f"model: {file.path} has no token_embd.weight; is it a file of a language model?")
+    return table.shape[0]
+
+
+def _rope_scaling(file: GgufFile, name: str, head_dim: int) -> dict[str, Any] | None:
+    """Read how positions are scaled; llama.cpp stores Llama 3's rule as a factor for each frequency."""
+    kind = str(file.metadata.get(f"{name}.rope.scaling.type", "none"))
+    if "rope_freqs.weight" in file.tensors:
+        tensor = file.tensors["rope_freqs.weight"]
+        factors = np.frombuffer(file.data()[tensor.offset : tensor.offset + tensor.num_bytes], np.float32)
+        scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
+        wanted = _llama3_factors(float(file.field("{arch}.rope.freq_base")), head_dim, scaling)
+        if len(factors) != len(wanted) or not np.allclose(factors, wanted, rtol=1e-3):
+            raise InvalidConfig(f"model: {file.path} scales rotary frequencies otherwise than Llama 3; serve safetensors")
+        return scaling
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": float(file.field("{arch}.rope.scaling.factor"))}
+    original = file.metadata.get(f"{name}.rope.scaling.original_context_length")
+    return scaling if original is None else {**scaling, "original_max_position_embeddings": int(original)}
+
+
+def _llama3_factors(theta: float, head_dim: int, scaling: dict[str, Any]) -> Any:
+    """Compute what each frequency is divided by (as Transformers' ``llama3``): [D / 2]."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1.0 / (keep + (1.0 - keep) / scaling["factor"])
+
+
+def _write_tokenizer(file: GgufFile, folder: Path) -> None:
+    """Write the tokenizer that Transformers makes of the metadata."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise InvalidConfig(f"model: no tokenizer can be made of the metadata of {file.path}: {error}") from error
+    if file.metadata.get("tokenizer.ggml.pre") == "smollm":  # digits singly, which Transformers does not know
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    tokenizer.save_pretrained(str(folder))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,129 @@
+"""A checkpoint in safetensors, plain or quantised.
+
+Owns:      which files there are, and which of their tensors make a weight.
+Never:     reads numbers: tensors are views of mapped files, quantised weights read rows when they are asked for.
+Invariant: only files of the model's own folder are opened, whatever an index names.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from replicas.checkpoints.methods import FLOAT8, Method, method_of
+from replicas.checkpoints.stored import Window
+from replicas.errors import InvalidConfig
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def listing(folder: Path) -> str:
+    """Name what a folder holds, for messages."""
+    return ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """List a checkpoint's files: those of the index if there is one, else model.safetensors. Raises: InvalidConfig."""
+    names = sorted(set(_weight_map(folder).values())) or [WHOLE]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise InvalidConfig(
+            f"model: {folder} lacks {', '.join(missing)}; there is: {listing(folder)}. Only safetensors and GGUF "
+            f"are read: fetch the folder again, or save the model with Transformers' save_pretrained"
+        )
+    return [folder / name for name in names]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Read the index: tensor -> file. {} without one."""
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+        names = {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidConfig(f"model: {index} is no index of weights: {error!r}. Fetch the folder again") from error
+    outside = [file for file in names.values() if Path(file).name != file or not file.endswith(".safetensors")]
+    if outside:
+        raise InvalidConfig(f"model: {index} names {outside[0]!r}; allowed: safetensors files of the same folder")
+    return names
+
+
+class SafetensorsCheckpoint:
+    """The weights of a folder."""
+
+    def __init__(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
+        """``quantization``: config.json's quantization_config. Raises: InvalidConfig for files that are not whole, or
+        are of a method that is not read."""
+        self.method: Method | None = method_of(str(folder), quantization) if quantization else None
+        self._parts: dict[str, dict[str, Tensor]] = defaultdict(dict)  # weight -> what the file has for it, by last name
+        placed = _weight_map(folder)
+        for file in safetensors_files(folder):
+            for name, tensor in _tensors(file):
+                if placed.get(name, file.name) == file.name:
+                    weight, part = self._place(name)
+                    self._parts[weight][part] = tensor
+            self._check_placed(file, placed)
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """Tell which weight a tensor belongs to, and as what."""
+        base, _, last = name.rpartition(".")
+        if self.method is not None and base and last in (*self.method.main, *self.method.beside):
+            return f"{base}.weight", last
+        return name, last
+
+    def _check_placed(self, file: Path, placed: Mapping[str, str]) -> None:
+        wanted = [name for name, at in placed.items() if at == file.name]
+        lost = [n for n in wanted if (place := self._place(n))[1] not in self._parts.get(place[0], {})]
+        if lost:
+            raise InvalidConfig(
+                f"model: {file} lacks {lost[0]} ({len(lost)} in all), which {INDEX} says is there. The folder mixes two "
+                "models, or the download is incomplete: fetch it again"
+            )
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, parts in self._parts.items() if self._is_weight(parts)}
+
+    def _is_weight(self, parts: Mapping[str, Tensor]) -> bool:
+        """Tell whether there are numbers; scales alone (of a KV cache, of activations) are none."""
+        return self.method is None or not parts.keys() <= set(self.method.beside)
+
+    def num_bytes(self, name: str) -> int:
+        return sum(tensor.nbytes for tensor in self._parts[name].values())
+
+    def mapped(self, name: str) -> Iterator[Tensor]:
+        yield from self._parts[name].values()
+
+    def weight(self, name: str) -> Tensor | Window:
+        """Return a view of the file, or a weight that reads it. Raises: InvalidConfig when parts are missing."""
+        parts, method = self._parts[name], self.method
+        plain = next(iter(parts.values()))
+        if method is None or name.rpartition(".")[2] != "weight":
+            self._refuse_float8(name, plain)
+            return plain
+        if parts.keys() == {"weight"} and plain.dtype not in FLOAT8:
+            return plain  # a module that was not converted
+        return Window.of(method.read(name, parts))
+
+    def _refuse_float8(self, name: str, tensor: Tensor) -> None:
+        if tensor.dtype in FLOAT8:
+            raise InvalidConfig(
+                f"model: {name} is stored in {tensor.dtype}, and config.json has no quantization_config that says how "
+                "it is scaled"
+            )
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield a file's tensors as views of the mapped file. Raises: InvalidConfig for a file that is cut."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # no mapping
+                yield str(name), tensors.get_tensor(name)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise InvalidConfig(f"model: {file} cannot be read: {error}. It may be cut short: fetch it again") from error
