@@ -122,6 +122,15 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAs:
+    """How a quantised checkpoint stores its weights, and what of that is served as it is, on a CPU in float32."""
+
+    about: str  # for people: "GPTQ, 4 bits, groups of 128"
+    products: WeightFormat | None = None  # the format that holds weights of products as they are; None: widened
+    tables: WeightFormat | None = None  # the vocabulary's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only model; names follow Hugging Face's config.json."""
 
@@ -146,6 +155,7 @@ class ModelConfig:
     dtype: DType  # of the weights; on a GPU of the activations too, which are fp32 on a CPU
     # int8: weights and activations of products, a scale for 32 of either; int4: weights alone, Q4_1
     quantization: Quantization = "none"
+    stored: StoredAs | None = None  # None: the checkpoint has plain floats
     implementation: Literal["manta", "transformers"] = "manta"  # whose code runs it
     attention_kinds: tuple[AttentionKind, ...] = ()  # of each layer; empty: all are plain
     mla: MLAConfig | None = None
@@ -169,7 +179,19 @@ class ModelConfig:
     @property
     def weight_number_bytes(self) -> tuple[float, float]:
         """Bytes of a weight of products and of the vocabulary's tables, with its part of a scale."""
+        if self.stored is not None and self.stored.products is not None:
+            return NUMBER_BYTES[self.stored.products], NUMBER_BYTES[self.stored.tables or self.weight_format]
         return NUMBER_BYTES[self.weight_format], NUMBER_BYTES[table_format(self.weight_format)]
+
+    def describe_weights(self) -> str:
+        """Say in words how the checkpoint stores quantised weights and how they are served; "" of plain floats."""
+        if self.stored is None:
+            return ""
+        if self.quantization != "none":
+            return f"{self.stored.about}; rounded to {self.quantization} when they are loaded"
+        if self.stored.products is not None:
+            return f"{self.stored.about}; multiplied as they are ({self.stored.products})"
+        return f"{self.stored.about}; dequantised to {self.dtype} when they are loaded"
 
     def kv_cell_bytes(self, *, tp: int, kv_dtype: str) -> int:
         """Bytes of one token's K and V on one rank, all layers, scales included (SPEC A06); heads are replicated

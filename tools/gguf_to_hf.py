@@ -1,6 +1,6 @@
 """Converts a GGUF file of the Llama family for Transformers: tensors, config, tokenizer, chat template.
 
-Owns:      the mapping of names and layouts between llama.cpp and Hugging Face.
+Owns:      the folder's files. Names and layouts are replicas/checkpoints/gguf_file.py's, which engines read files with.
 Never:     downloads anything or knows where the result lies (tools/embedded_model.py).
 Invariant: the tensors are exact dequantisations in fp32; query and key rows are in Hugging Face's rotate-half order.
 """
@@ -12,57 +12,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader
-from gguf.quants import dequantize
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from replicas.checkpoints.gguf_file import GgufCheckpoint, GgufFile
 
 FloatArray = npt.NDArray[np.float32]
 
-TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 CONTROL_TOKEN = 3  # GGUF token type of special tokens
-
-
-def hf_name(name: str) -> str:
-    """Map ``blk.7.attn_q.weight`` to ``model.layers.7.self_attn.q_proj.weight``."""
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    _, layer, part, kind = name.split(".")
-    return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
-
-
-def rotate_half_rows(weight: FloatArray, *, num_heads: int) -> FloatArray:
-    """Undo llama.cpp's order of rotary rows: it interleaves the two halves of each head, Hugging Face keeps them apart.
-
-    Args:    weight: [num_heads * D, hidden], row 2 i + j of a head is row j * D / 2 + i of ours.
-    Source:  ``LlamaModel.permute`` of llama.cpp's convert_hf_to_gguf.py does the opposite.
-    """
-    rows, hidden = weight.shape
-    half = rows // num_heads // 2
-    return weight.reshape(num_heads, half, 2, hidden).swapaxes(1, 2).reshape(rows, hidden)
 
 
 class GgufModel:
     """The tensors and metadata of one GGUF file."""
 
     def __init__(self, path: Path) -> None:
-        self._reader = GGUFReader(str(path))
-        self.num_tensors = len(self._reader.tensors)
+        self._file = GgufFile(path)
+        self.num_tensors = len(self._file.tensors)
 
     def write(self, folder: Path, *, on_tensor: Callable[[], None]) -> None:
         """Write the whole Hugging Face folder; ``on_tensor`` is called after each tensor."""
@@ -77,23 +43,15 @@ class GgufModel:
         (folder / "chat_template.jinja").write_text(self._field("tokenizer.chat_template"), encoding="utf-8")
 
     def _field(self, name: str) -> Any:
-        field = self._reader.get_field(name)
-        if field is None:
-            raise ValueError(f"the GGUF file has no field {name!r}; is it a file of the Llama family?")
-        return field.contents()
+        return self._file.field(name)
 
     def _tensors(self, on_tensor: Callable[[], None]) -> dict[str, FloatArray]:
-        num_heads = self._field("llama.attention.head_count")
-        num_kv_heads = self._field("llama.attention.head_count_kv")
-        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+        checkpoint = GgufCheckpoint(self._file)
         tensors: dict[str, FloatArray] = {}
-        for tensor in self._reader.tensors:
-            weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-            weight = weight.reshape([int(n) for n in reversed(tensor.shape)])  # GGUF lists the fastest dimension first
-            part = tensor.name.split(".")[-2]
-            if part in heads:
-                weight = rotate_half_rows(weight, num_heads=heads[part])
-            tensors[hf_name(tensor.name)] = np.ascontiguousarray(weight)
+        for name in checkpoint.names:
+            weight = checkpoint.weight(name)
+            floats = weight.float() if isinstance(weight, Tensor) else weight.floats(0, weight.shape[0])
+            tensors[name] = np.ascontiguousarray(floats.numpy())
             on_tensor()
         return tensors
 

@@ -20,7 +20,7 @@ from deployments.command.announce import OBSERVATORY
 from deployments.replica.feasible import ANY_MEMORY, examined
 from deployments.settings import settings_file
 from deployments.settings.capacity import Capacity, shortages
-from deployments.settings.places import local_path
+from deployments.settings.places import local_model
 from deployments.settings.schema import AppConfig
 from deployments.settings.settings_file import SettingsFile, nearest, sentences, setting_of, shown, unknown
 from deployments.watch.observatory import settings as observatory
@@ -127,7 +127,7 @@ class _Check:
             return  # as above
         model = args.get("model")
         path = model.get("path") if isinstance(model, dict) else None
-        if isinstance(path, str) and path.count("/") == 1 and not Path(local_path(path)).is_dir():
+        if isinstance(path, str) and path.count("/") == 1 and local_model(path) is None:
             self._say(f"asking the Hugging Face hub for {path}'s config.json, for half a minute at most")
         ram = ANY_MEMORY if self._on_cluster else available_ram()
         config, problems = examined(args, available_bytes=ram)

@@ -16,11 +16,11 @@ from deployments.settings.places import check_model_path, local_path
 from deployments.settings.roles import check_ranks, config_of, roles_of
 from deployments.settings.schema import AppConfig, examine, parse
 from deployments.settings.settings_file import setting_of
+from replicas.checkpoints.checkpoint import weight_files
 from replicas.config import Device, EngineConfig, Hardware, ModelConfig, resolve, settings_problems
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.memory import sizing
 from replicas.runner.model_files import load_model_config
-from replicas.runner.weights import safetensors_files
 from routing.types import Role
 
 ANY_MEMORY = 1 << 62  # of replicas on machines that are not this one
@@ -150,5 +150,5 @@ def _model(config: AppConfig) -> ModelConfig:
             f"model.revision = {config.model.revision!r}: {config.model.path} is a folder, which has one; leave it out"
         )
     if local:  # a hub's folder holds its config.json alone at first
-        safetensors_files(folder)
+        weight_files(folder)
     return model

@@ -7,28 +7,40 @@ import difflib
 import ipaddress
 from pathlib import Path
 
+from replicas.checkpoints.gguf_folder import folder_of, gguf_in
 from replicas.errors import InvalidConfig
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, where models/ lies
 
 
 def local_path(path: str) -> str:
-    """Resolve ``path`` of the settings for the loaders: a folder's full path, or a hub id unchanged."""
-    for folder in (root / Path(path).expanduser() for root in _roots()):
-        if folder.is_dir():
-            return str(folder.resolve())
-    return path
+    """Resolve ``path`` of the settings for the loaders: a folder's full path, which of a GGUF file is the one that
+    stands for it, or a hub id unchanged. Raises: InvalidConfig for a GGUF file that cannot be served."""
+    found = local_model(path)
+    if found is None:
+        return path
+    file = gguf_in(found)
+    return str(found if file is None else folder_of(file))
+
+
+def local_model(path: str) -> Path | None:
+    """Find a folder or a GGUF file; None for a hub id."""
+    for each in (root / Path(path).expanduser() for root in _roots()):
+        if each.is_dir() or (each.suffix == ".gguf" and each.is_file()):
+            return each.resolve()
+    return None
 
 
 def shown_path(path: str) -> str:
     """Shorten ``path`` for clients: relative to the project's root if it lies inside."""
-    found = Path(local_path(path))
-    return str(found.relative_to(ROOT)) if found.is_relative_to(ROOT) else str(found) if found.is_dir() else path
+    found = local_model(path) or Path(path)
+    return str(found.relative_to(ROOT)) if found.is_relative_to(ROOT) else str(found) if found.exists() else path
 
 
 def check_model_path(path: str) -> None:
-    """Check that a folder exists; a hub id (owner/name) is left to the loader. Raises: InvalidConfig."""
-    if Path(local_path(path)).is_dir():
+    """Check that a folder or a GGUF file exists; a hub id (owner/name) is left to the loader. Raises: InvalidConfig."""
+    if local_model(path) is not None:
+        local_path(path)
         return
     looks_like_folder = path.startswith((".", "/", "~", "models/")) or path.count("/") != 1
     if looks_like_folder:
@@ -59,7 +71,8 @@ def _roots() -> list[Path]:
 def weights_bytes(path: str) -> int:
     """Sum the size of the weights in a local folder; 0 if there is no such folder."""
     folder = Path(local_path(path))
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")] if folder.is_dir() else []
+    return sum(file.stat().st_size for file in files)
 
 
 def is_loopback(host: str) -> bool:

@@ -7,6 +7,7 @@ Source:    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; dequantisa
            reader needs 20 s for a vocabulary of 49,152 tokens, for which this one needs 0.1.
 """
 
+import functools
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class GgufFile:
     """The metadata and the table of tensors of one file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises: InvalidConfig for a file that is no GGUF, is cut, is a part of one, or has a type that is not read."""
+        """Raises: InvalidConfig for a file that is no GGUF, is cut, is a part of one, or has a type unknown here."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -194,13 +195,12 @@ class GgufCheckpoint:
     def __init__(self, file: GgufFile) -> None:
         self._file, self._data = file, file.data()
         self._by_name = {hf_name(name): each for name, each in file.tensors.items() if name not in DERIVED}
-        heads = ()
-        if file.metadata.get("general.architecture") == "llama":  # others keep the halves apart themselves
+        self._heads: dict[str, int] = {}  # whose rotary rows are interleaved; other architectures keep halves apart
+        if file.metadata.get("general.architecture") == "llama":
             count = int(file.field("{arch}.attention.head_count"))
-            heads = (("q_proj", count), ("k_proj", int(file.metadata.get("llama.attention.head_count_kv", count))))
-        self._heads = dict(heads)
+            self._heads = {"q_proj": count, "k_proj": int(file.metadata.get("llama.attention.head_count_kv", count))}
 
-    @property
+    @functools.cached_property
     def names(self) -> set[str]:
         return set(self._by_name)
 
@@ -228,7 +228,7 @@ class GgufCheckpoint:
             tensor = data.view(plain[each.kind]).view(each.shape)
             return tensor if order is None else tensor[order]
         if len(each.shape) == 1:
-            raise InvalidConfig(f"model: {self._file.path}: {each.name} is a vector in {each.kind}; wanted: F32, F16, BF16")
+            raise InvalidConfig(f"model: {self._file.path}: {each.name} is a vector in {each.kind}; wanted: floats")
         return Window.of(_Blocks(each, data.view(each.shape[0], -1), order))
 
 

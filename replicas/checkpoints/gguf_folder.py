@@ -11,17 +11,20 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from replicas.checkpoints.gguf_file import GgufFile, hf_name
+from replicas.checkpoints.gguf_file import FITS, GgufFile, hf_name
+from replicas.config import StoredAs
 from replicas.errors import InvalidConfig
 
 LINK = "model.gguf"
-MADE_OF = "gguf.json"  # what the folder was made of
+MADE_OF = "gguf.json"  # what the folder was made of, and how the file stores weights
 VERSION = 1  # of what is made
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -50,7 +53,8 @@ def folder_of(file: Path) -> Path:
     file = file.absolute()
     made_of = {"version": VERSION, "size": file.stat().st_size, "head": _digest(file)}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta" / "gguf"
-    places = [file.with_name(f"{file.name}.hf"), cache / f"{xxhash.xxh3_64(str(file).encode()).hexdigest()}-{file.name}.hf"]
+    of_path = xxhash.xxh3_64(str(file).encode()).hexdigest()
+    places = [file.with_name(f"{file.name}.hf"), cache / f"{of_path}-{file.name}.hf"]
     for place in places:
         if _was_made_of(place, made_of):
             return place
@@ -61,9 +65,10 @@ def folder_of(file: Path) -> Path:
         except OSError:
             continue
         try:
-            _write(GgufFile(file), partial)
+            read = GgufFile(file)
+            _write(read, partial)
             (partial / LINK).symlink_to(file)
-            _write_json(partial / MADE_OF, made_of)
+            _write_json(partial / MADE_OF, {"made_of": made_of, "stored": asdict(stored(read))})
             partial.chmod(0o755)
             _put(partial, place, made_of)
         finally:
@@ -79,8 +84,9 @@ def _digest(file: Path) -> str:
 
 def _was_made_of(place: Path, made_of: dict[str, Any]) -> bool:
     try:
-        return bool(json.loads((place / MADE_OF).read_text()) == made_of and (place / LINK).is_file())
-    except (OSError, ValueError):
+        written = json.loads((place / MADE_OF).read_text())
+        return bool(written["made_of"] == made_of and (place / LINK).is_file())
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -93,6 +99,24 @@ def _put(partial: Path, place: Path, made_of: dict[str, Any]) -> None:
     except OSError:
         if not _was_made_of(place, made_of):
             raise
+
+
+def stored_in_gguf(folder: Path, file: Path) -> StoredAs:
+    """Describe how a GGUF file stores the weights of ``folder``, whose config.json may be another's than ours."""
+    if file.name == LINK and (folder / MADE_OF).is_file():
+        return StoredAs(**json.loads((folder / MADE_OF).read_text())["stored"])
+    return stored(GgufFile(file))
+
+
+def stored(file: GgufFile) -> StoredAs:
+    """Describe how a GGUF file stores weights: its kinds of blocks, and the panels that hold them as they are."""
+    weights = {hf_name(name): each.kind for name, each in file.tensors.items() if len(each.shape) == 2}
+    tables = {name: kind for name, kind in weights.items() if name in ("model.embed_tokens.weight", "lm_head.weight")}
+    blocks = [kind for name, kind in weights.items() if name not in tables]
+    counts = ", ".join(f"{kind} ({count})" for kind, count in sorted(Counter(weights.values()).items()))
+    found = [{FITS.get(kind) for kind in kinds} for kinds in (blocks, tables.values())]
+    products, of_tables = (each.pop() if len(each) == 1 else None for each in found)
+    return StoredAs(about=f"GGUF, weights in {counts}", products=products, tables=of_tables if products else None)
 
 
 def _write(file: GgufFile, folder: Path) -> None:
@@ -158,7 +182,7 @@ def _rope_scaling(file: GgufFile, name: str, head_dim: int) -> dict[str, Any] | 
         scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
         wanted = _llama3_factors(float(file.field("{arch}.rope.freq_base")), head_dim, scaling)
         if len(factors) != len(wanted) or not np.allclose(factors, wanted, rtol=1e-3):
-            raise InvalidConfig(f"model: {file.path} scales rotary frequencies otherwise than Llama 3; serve safetensors")
+            raise InvalidConfig(f"model: {file.path} scales frequencies otherwise than Llama 3; serve safetensors")
         return scaling
     if kind == "none":
         return None

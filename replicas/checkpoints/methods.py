@@ -1,7 +1,7 @@
 """The ways in which libraries store a quantised weight in safetensors, by the names of its parts.
 
-Owns:      which ``quant_method`` of config.json is read, and what is said of those that are not; the order in which each
-           library packs numbers into words.
+Owns:      which ``quant_method`` of config.json is read, and what is said of those that are not; the order in which
+           each library packs numbers into words.
 Never:     opens files (safetensors_files.py does).
 Invariant: parts that do not fit each other, or are missing, are an InvalidConfig that names the weight.
 Source:    GPTQ: Frantar et al. 2023 (arXiv:2210.17323), as AutoGPTQ packs it; AWQ: Lin et al. 2024 (arXiv:2306.00978),

@@ -5,6 +5,7 @@ Never:     reads numbers: tensors are views of mapped files, quantised weights r
 Invariant: only files of the model's own folder are opened, whatever an index names.
 """
 
+import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -61,7 +62,7 @@ class SafetensorsCheckpoint:
         """``quantization``: config.json's quantization_config. Raises: InvalidConfig for files that are not whole, or
         are of a method that is not read."""
         self.method: Method | None = method_of(str(folder), quantization) if quantization else None
-        self._parts: dict[str, dict[str, Tensor]] = defaultdict(dict)  # weight -> what the file has for it, by last name
+        self._parts: dict[str, dict[str, Tensor]] = defaultdict(dict)  # weight -> its parts, by last name
         placed = _weight_map(folder)
         for file in safetensors_files(folder):
             for name, tensor in _tensors(file):
@@ -82,11 +83,11 @@ class SafetensorsCheckpoint:
         lost = [n for n in wanted if (place := self._place(n))[1] not in self._parts.get(place[0], {})]
         if lost:
             raise InvalidConfig(
-                f"model: {file} lacks {lost[0]} ({len(lost)} in all), which {INDEX} says is there. The folder mixes two "
-                "models, or the download is incomplete: fetch it again"
+                f"model: {file} lacks {lost[0]} ({len(lost)} in all), which {INDEX} says is there. The folder mixes "
+                "two models, or the download is incomplete: fetch it again"
             )
 
-    @property
+    @functools.cached_property
     def names(self) -> set[str]:
         return {name for name, parts in self._parts.items() if self._is_weight(parts)}
 

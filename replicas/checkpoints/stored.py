@@ -1,7 +1,7 @@
 """Weights whose numbers share scales or have eight bits: what they stand for, and a part of one.
 
-Owns:      how numbers, zeros and scales make a weight, whatever library packed them; when panels of Q4_1 or Q8_0 numbers
-           hold the same weight, bit for bit (Q4_1: number * scale + least, Q8_0: number * scale; groups of 32).
+Owns:      how numbers, zeros and scales make a weight, whatever library packed them; when panels of Q4_1 or Q8_0
+           numbers hold the same weight (Q4_1: number * scale + least, Q8_0: number * scale; groups of 32).
 Never:     knows names or files; reads more rows than it is asked for.
 Invariant: `floats` and `groups` of the same rows stand for equal numbers.
 Thread:    the one that loads the model.

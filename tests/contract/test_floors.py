@@ -50,11 +50,13 @@ FLOORS: dict[str, set[str]] = {
     "replicas.attention": {
         "replicas.scheduler.plan", "replicas.kernels", "replicas.memory", "replicas.errors", "replicas.config",
     },
+    "replicas.checkpoints": {"replicas.kernels.weight_formats", "replicas.config", "replicas.errors"},
     "replicas.models": {
         "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config", "replicas.hf_config",
     },
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",
+        "replicas.checkpoints",
         "replicas.scheduler.plan", "replicas.config", "replicas.hf_config", "replicas.errors", "replicas.types",
         "kvtransfer.layout", "kvtransfer.types", "kvtransfer.errors", "kvtransfer.ports", "kvtransfer.replay.payload",
         "kvtransfer.peers",
@@ -128,17 +130,17 @@ ONLY: dict[str, set[str]] = {
     "llvmlite": {"replicas.kernels"},
     "transformers": {
         "replicas.text.tokenizer", "replicas.runner.model_files", "replicas.models.transformers",
-        "replicas.models.outline", "replicas.models.sharding",
+        "replicas.models.outline", "replicas.models.sharding", "replicas.checkpoints.gguf_folder",
     },
-    "safetensors": {"replicas.runner.weights", "replicas.memory.kv_scales"},
-    "gguf": set(),
+    "safetensors": {"replicas.checkpoints.safetensors_files", "replicas.memory.kv_scales"},
+    "gguf": {"replicas.checkpoints.gguf_file"},
     "torch": {
         "kvtransfer.ports.agent", "tests.local_agents", "kvtransfer.ports.memory", "replicas.memory.pool",
         "replicas.memory.scaled_pool", "replicas.memory.latent_pool", "replicas.memory.lazy_pool",
         "replicas.memory.sparse_pool", "replicas.calibrate",
         "replicas.memory.host",
         "replicas.kernels", "replicas.layers", "replicas.attention", "replicas.models",
-        "replicas.runner", "replicas.launch",
+        "replicas.checkpoints", "replicas.runner", "replicas.launch",
     },
 }
 OURS = {floor.split(".")[0] for floor in FLOORS}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from replicas.checkpoints.gguf_file import hf_name, rotate_half_order
 from tools import embedded_model, gguf_to_hf
 
 
@@ -109,12 +110,12 @@ class Interrupted(Quick):
 def test_rotary_rows_come_apart_into_halves() -> None:
     """Two heads of 4 rows. llama.cpp keeps the pairs that turn together side by side: a0 b0 a1 b1 -> a0 a1 b0 b1."""
     rows = np.array([[0], [10], [1], [11], [20], [30], [21], [31]], dtype=np.float32)
-    assert gguf_to_hf.rotate_half_rows(rows, num_heads=2).ravel().tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
+    assert rows[rotate_half_order(8, num_heads=2)].ravel().tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
 
 
 def test_names_become_those_of_hugging_face() -> None:
     names = ["token_embd.weight", "blk.7.attn_q.weight", "blk.12.ffn_norm.weight", "output_norm.weight"]
-    assert [gguf_to_hf.hf_name(name) for name in names] == [
+    assert [hf_name(name) for name in names] == [
         "model.embed_tokens.weight",
         "model.layers.7.self_attn.q_proj.weight",
         "model.layers.12.post_attention_layernorm.weight",

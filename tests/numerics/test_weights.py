@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from replicas.checkpoints.safetensors_files import safetensors_files
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.runner.model_files import load_model_config
-from replicas.runner.weights import safetensors_files, weight_bytes
+from replicas.runner.weights import weight_bytes
 from tests.numerics import tiny
 from tests.numerics.paged import assert_close_in_range, open_model
 
@@ -126,7 +127,7 @@ def test_only_safetensors_are_read(llama: Path) -> None:
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported: 'silu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized; supported: weights in float32"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "is quantized by 'hqq'; supported: gptq, awq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ],
 )

@@ -1,0 +1,89 @@
+"""What a model's folder holds for weights, whatever the kind of its files.
+
+Owns:      which files those are, and in what words a quantised checkpoint is described.
+Never:     loads a layer (runner/weights.py does); downloads.
+Invariant: what `stored_as` promises to keep as it is, `Checkpoint.weight` has in that format, unless a tensor's own
+           scales are too fine for it: that tensor is widened.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from replicas.checkpoints.gguf_folder import LINK, stored_in_gguf
+from replicas.config import StoredAs
+from replicas.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from replicas.checkpoints.stored import Window
+
+
+class Checkpoint(Protocol):
+    """The weights on disk, under Hugging Face's names."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def num_bytes(self, name: str) -> int:
+        """Count a weight's bytes on disk."""
+        ...
+
+    def mapped(self, name: str) -> Iterator["Tensor"]:
+        """Yield the parts of mapped files that hold a weight."""
+        ...
+
+    def weight(self, name: str) -> "Tensor | Window":
+        """Return a view of the mapped file, or a `StoredWeight` that reads it. Raises: InvalidConfig."""
+        ...
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open the weights of a model's folder: safetensors, else a GGUF file. Raises: InvalidConfig."""
+    file = gguf_of(folder)
+    if file is not None:
+        from replicas.checkpoints.gguf_file import GgufCheckpoint, GgufFile
+
+        return GgufCheckpoint(GgufFile(file))
+    from replicas.checkpoints.safetensors_files import SafetensorsCheckpoint
+
+    config = folder / "config.json"
+    quantization = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
+    return SafetensorsCheckpoint(folder, quantization)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files that hold the weights. Raises: InvalidConfig when they are missing."""
+    from replicas.checkpoints.safetensors_files import safetensors_files
+
+    file = gguf_of(folder)
+    return safetensors_files(folder) if file is None else [file]
+
+
+def gguf_of(folder: Path) -> Path | None:
+    """Return the GGUF file that a folder with config.json takes its weights from; None where it has safetensors."""
+    if (folder / LINK).is_file():
+        return folder / LINK
+    files = [] if any(folder.glob("*.safetensors*")) else sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise InvalidConfig(f"model: {folder} has {len(files)} GGUF files; set model.path to one of them")
+    return files[0] if files else None
+
+
+def stored_as(folder: Path, config: Mapping[str, Any]) -> StoredAs | None:
+    """Describe a quantised checkpoint; None for plain floats. ``config``: config.json's settings.
+
+    Raises: InvalidConfig for a method that is not read.
+    """
+    file = gguf_of(folder)
+    if file is not None:
+        return stored_in_gguf(folder, file)
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return None
+    from replicas.checkpoints.methods import method_of
+
+    method = method_of(str(folder), quantization)
+    return StoredAs(about=method.about, products=method.fits)
