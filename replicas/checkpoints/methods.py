@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replicas.checkpoints.stored import Floats8, Integers, Source
+from replicas.checkpoints.stored import Floats8, Integers, WeightSource
 from replicas.errors import InvalidConfig
 from replicas.kernels.weight_formats import GROUP, WeightFormat
 
@@ -33,7 +33,7 @@ class Method:
     about: str  # for people: "GPTQ, 4 bits, groups of 128"
     main: tuple[str, ...]  # parts of which one is there for a quantised weight; "weight" only beside a scale
     beside: tuple[str, ...]  # parts that belong to it
-    read: Callable[[str, Parts], Source]  # weight's name, its parts
+    read: Callable[[str, Parts], WeightSource]  # weight's name, its parts
     fits: WeightFormat | None = None  # the panels that hold such weights as they are, unless a scale is too fine
 
 
@@ -96,7 +96,7 @@ def _gptq(where: str, config: Mapping[str, Any]) -> Method:
         raise _refuse(where, f"checkpoint_format {form!r}", "gptq, gptq_v2")
     offset, pack = (1 if form == "gptq" else 0), 32 // bits
 
-    def read(weight: str, parts: Parts) -> Source:
+    def read(weight: str, parts: Parts) -> WeightSource:
         words, scales, zeros = (_part(weight, parts, name) for name in ("qweight", "scales", "qzeros"))
         k, (num_groups, n) = words.shape[0] * pack, scales.shape
         _fit(weight, "qweight", words.shape, (k // pack, n))
@@ -153,7 +153,7 @@ def _awq(where: str, config: Mapping[str, Any]) -> Method:
     if (bits, version) != (4, "gemm"):
         raise _refuse(where, f"{bits} bits of AWQ in version {version!r}", "4 bits in version 'gemm'")
 
-    def read(weight: str, parts: Parts) -> Source:
+    def read(weight: str, parts: Parts) -> WeightSource:
         words, scales, zeros = (_part(weight, parts, name) for name in ("qweight", "scales", "qzeros"))
         k, (num_groups, n) = words.shape[0], scales.shape
         _fit(weight, "qweight", words.shape, (k, n // 8))
@@ -196,7 +196,7 @@ def _compressed(where: str, config: Mapping[str, Any]) -> Method:
         )
     bits = min(bits for _, bits in kinds)
 
-    def read(weight: str, parts: Parts) -> Source:
+    def read(weight: str, parts: Parts) -> WeightSource:
         scales = _part(weight, parts, "weight_scale")
         if "weight_packed" in parts:
             return _packed(weight, parts, scales)
@@ -230,7 +230,7 @@ def _compressed(where: str, config: Mapping[str, Any]) -> Method:
     )
 
 
-def _packed(weight: str, parts: Parts, scales: Tensor) -> Source:
+def _packed(weight: str, parts: Parts, scales: Tensor) -> WeightSource:
     """Read numbers that are packed along the inputs, the middle number added to each."""
     words = parts["weight_packed"]
     n, k = (int(each) for each in _part(weight, parts, "weight_shape").tolist())
@@ -280,7 +280,7 @@ def _order(weight: str, parts: Parts, k: int, num_groups: int) -> Tensor | None:
 def _fp8(where: str, config: Mapping[str, Any]) -> Method:
     block = config.get("weight_block_size")
 
-    def read(weight: str, parts: Parts) -> Source:
+    def read(weight: str, parts: Parts) -> WeightSource:
         numbers = _part(weight, parts, "weight")
         if numbers.dtype not in FLOAT8:
             raise InvalidConfig(f"model: {weight} has a scale and numbers of {numbers.dtype}; wanted float8")
@@ -296,7 +296,7 @@ def _fp8(where: str, config: Mapping[str, Any]) -> Method:
     )
 
 
-def _float8(weight: str, numbers: Tensor, scales: Tensor, block: Any) -> Source:
+def _float8(weight: str, numbers: Tensor, scales: Tensor, block: Any) -> WeightSource:
     n, k = (int(each) for each in numbers.shape)
     if scales.numel() == 1:
         return Floats8(numbers, scales.reshape(1, 1), (n, k))

@@ -19,7 +19,7 @@ from replicas.kernels.weight_formats import GROUP, WeightFormat
 Groups = tuple[Tensor, Tensor, Tensor | None]  # numbers [R, K], scales [R, K / 32] fp16, least numbers [R, K / 32] fp16
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A whole weight [N, K] of a checkpoint, in numbers of its own kind."""
 
     @property
@@ -37,12 +37,12 @@ class Source(Protocol):
 class Window:
     """A part of a weight: rows and columns [start, stop). It is a `StoredWeight` of replicas/kernels/panels.py."""
 
-    source: Source
+    source: WeightSource
     rows: tuple[int, int]
     columns: tuple[int, int]
 
     @classmethod
-    def of(cls, source: Source) -> Self:
+    def of(cls, source: WeightSource) -> Self:
         """Return the whole weight."""
         return cls(source, (0, source.shape[0]), (0, source.shape[1]))
 

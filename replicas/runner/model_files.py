@@ -107,8 +107,8 @@ def load_model_config(
     if config.stored is not None:
         if config.implementation == "transformers":
             raise UnsupportedModel(
-                f"model: {folder} is quantized ({config.stored.about}), and {config.architecture} runs by Transformers' "
-                "code, which Manta gives plain weights only. Serve the model's unquantized checkpoint"
+                f"model: {folder} is quantized ({config.stored.about}), and {config.architecture} is run by "
+                "Transformers' code, from plain weights alone. Serve the model's unquantized checkpoint"
             )
         if device != "cpu" or quantization != "none" or config.dtype != "float32":
             config = replace(config, stored=replace(config.stored, products=None, tables=None))
