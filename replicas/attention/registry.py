@@ -23,6 +23,7 @@ from replicas.scheduler.plan import PrefixGroup
 log = logging.getLogger(__name__)
 
 ON_A_GPU = ("flashinfer", "triton", "torch_native")  # the fastest first
+NO_LATENT = "reads K and V of heads, and this model keeps latent vectors"
 
 
 def make_attention(
@@ -70,6 +71,8 @@ def make_attention(
             reason = missing("triton") or missing(name)  # flashinfer stores K and V with a kernel of Triton's
             if reason is not None:
                 raise InvalidConfig(f"attention: {name} {reason}; install it, or leave attention at auto")
+            if name == "triton" and pool.vectors == 1:
+                raise InvalidConfig(f"attention: {name} {NO_LATENT}; set attention: auto")
         backend, why = make(name), "as the settings say"
     elif on_cpu:
         from replicas.attention import cpu
@@ -129,6 +132,11 @@ def _make(
     if name == "flashinfer":
         add_scripts_to_path()
         log.info("attention: compiling FlashInfer's kernels, minutes, once on this machine")
+        if pool.vectors == 1:
+            from replicas.attention.flashinfer_mla import FlashInferLatentAttention
+
+            scale = (kinds[0].scale if kinds else None) or head_dim**-0.5
+            return FlashInferLatentAttention(pool, dtype=dtype, num_heads=num_heads, scale=scale)
         from replicas.attention.flashinfer import FlashInferAttention
 
         kind = kinds[0] if kinds else AttentionKind()
@@ -144,6 +152,16 @@ def _why_not(name: str, pool: MHATokenToKVPool, dtype: torch.dtype, head_dim: in
     """Say what keeps a GPU backend from being tried, in words that follow its name."""
     if name == "torch_native":
         return None
+    latent = pool.vectors == 1
+    if latent and name == "triton":
+        return NO_LATENT
+    if latent:
+        reason = missing("flashinfer")
+        if reason is None:
+            from replicas.attention import flashinfer_mla
+
+            reason = flashinfer_mla.why_not(pool, dtype=dtype)
+        return reason
     reason = missing("triton")  # which the FlashInfer backend stores K and V with
     if reason is not None:
         return f"needs triton, which {reason}" if name == "flashinfer" else reason

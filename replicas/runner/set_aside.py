@@ -7,7 +7,7 @@ Invariant: FlashInfer is counted where `attention` may choose it, installed or n
 
 import torch
 
-from replicas.attention.workspace import attention_bytes
+from replicas.attention.workspace import INT_BYTES, MIN_BYTES, attention_bytes
 from replicas.config import E5M2_TENSOR, FP8_TENSOR, EngineConfig
 from replicas.memory import sizing
 from replicas.memory.table import ROW_SLACK
@@ -44,6 +44,8 @@ def bytes_for_attention(config: EngineConfig, num_ranks: int, *, num_sms: int) -
     model = config.model
     if config.device != "cuda" or config.attention not in ("auto", "flashinfer") or config.kv_dtype not in FLASHINFERS:
         return 0
+    if model.mla is not None:
+        return MIN_BYTES + INT_BYTES  # of its one wrapper, which FlashInfer recommends for any shape
     return attention_bytes(
         num_heads=model.num_heads // num_ranks,
         num_kv_heads=max(1, model.num_kv_heads // num_ranks),
