@@ -17,7 +17,7 @@ MANY_REGISTERS = compiles_for("avx512f")
 _OUTER_6X4, _OUTER_4X4, _OUTER_3X4, _OUTER_2X4, _OUTER_1X4 = (outer_tile(r, 4, fetches=False) for r in (6, 4, 3, 2, 1))
 _OUTER_6X1, _OUTER_3X1, _OUTER_1X1 = (outer_tile(r, 1, fetches=False) for r in (6, 3, 1))
 _FETCH_6X4, _FETCH_4X4, _FETCH_3X4, _FETCH_1X4 = (outer_tile(r, 4, fetches=True) for r in (6, 4, 3, 1))
-_FETCH_6X1, _FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (6, 3, 1))
+_FETCH_6X1, _FETCH_4X1, _FETCH_3X1, _FETCH_1X1 = (outer_tile(r, 1, fetches=True) for r in (6, 4, 3, 1))
 _DOT_4X4, _DOT_1X4 = (dot_tile(rows, 4) for rows in (4, 1))
 _DOT_3X2, _DOT_2X2 = (dot_tile(rows, 2) for rows in (3, 2))
 _DOT_4X1, _DOT_1X1 = (dot_tile(rows, 1) for rows in (4, 1))
@@ -92,9 +92,12 @@ def outer_fetch(
             elif wide:
                 _FETCH_1X4(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
                 row += 1
-            elif left >= 6:
+            elif left >= 6 and left != 8 and left != 7:
                 _FETCH_6X1(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
                 row += 6
+            elif left >= 4:
+                _FETCH_4X1(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
+                row += 4
             elif left >= 3:
                 _FETCH_3X1(a_at, lda, b_at, ldb, c_at, ldc, k, keep, ahead)
                 row += 3
