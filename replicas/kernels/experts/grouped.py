@@ -123,21 +123,21 @@ class GroupedKernel:
         out = torch.empty(len(x), self._columns)
         stage = self._first.stage(x, out, self._team)  # its scratch is for all rows; kept until the run has ended
         function, one = stage.prepare(1, 0)
-        arguments = np.empty(len(rows.experts), np.dtype(function.arguments))
-        arguments[:] = np.frombuffer(bytes(one), arguments.dtype)[0]
+        place = {field[0]: i for i, field in enumerate(one._fields_)}  # all are int64
+        arguments = np.frombuffer(bytes(one), np.int64)[None].repeat(len(rows.experts), 0)
         counters = np.zeros((len(rows.experts), COUNTER_BYTES // 8), np.int64)
         first = rows.starts[:-1]
         for name, row_bytes in _row_bytes(one).items():
-            arguments[name] += first * row_bytes
-        arguments["weight"] += rows.experts * self._expert_bytes
-        arguments["m"] = rows.starts[1:] - first
-        arguments["counter"] = counters.ctypes.data + COUNTER_BYTES * np.arange(len(counters))
+            arguments[:, place[name]] += first * row_bytes
+        arguments[:, place["weight"]] += rows.experts * self._expert_bytes
+        arguments[:, place["m"]] = rows.starts[1:] - first
+        arguments[:, place["counter"]] = counters.ctypes.data + COUNTER_BYTES * np.arange(len(counters))
         self._team.run(
             run_groups,
             GroupArgs(
                 function=function.address,
                 arguments=arguments.ctypes.data,
-                argument_bytes=arguments.itemsize,
+                argument_bytes=arguments.strides[0],
                 number=len(arguments),
             ),
         )
