@@ -3,8 +3,8 @@
 Owns:      the order of operations of a block, and the weights' names in Hugging Face checkpoints.
 Never:     makes keys or values of a head: queries go into the latent space (layers/latent.py), and the backend attends
            there with one KV head, whose values are its keys' first columns (memory/latent_pool.py).
-Invariant: prompts, chunks of them and single tokens run the same operations, so hits equal misses. Expanding a long
-           chunk's keys and values instead would halve its attention (docs/models.md), and give other last bits.
+Invariant: prompts, chunks of them and single tokens run the same operations, so hits equal misses. To expand a long
+           chunk's keys and values instead is 1.7 times as fast (docs/performance.md), and gives other last bits.
 Source:    DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1; DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.
 
     x ─┬─ q_a, norm, q_b ─> each head's query ─┬─ nope ─ into the latent space ─┬─> attention ─> out of it ─> o
