@@ -179,12 +179,16 @@ class Outline:
     head_dim: int  # the widest of keys and values; narrower ones are filled with zeros
     kinds: tuple[AttentionKind, ...]  # one per call
     vocab_size: int  # rows of logits
+    first_position: int  # the position of a text's first token: RoBERTa's follow the padding's
     hidden_size: int
     num_weights: int  # numbers in the weights; tied ones count once
     tp_sizes: tuple[int, ...]  # numbers of ranks that it can be split over
 
 
-CONTEXTS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "n_ctx", "seq_length")
+CONTEXTS = (
+    "max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "n_ctx", "seq_length",
+    "max_target_positions",
+)  # fmt: skip
 
 
 def model_config_from_outline(
@@ -204,14 +208,18 @@ def model_config_from_outline(
     """
     own = next((hf[key] for key in CONTEXTS if isinstance(hf.get(key), int) and hf[key] > 0), None)
     if own is None:
-        raise UnsupportedModel(f"{path}: its config.json has no context length, which is one of {', '.join(CONTEXTS)}")
-    context_len, longest = contexts({**hf, "max_position_embeddings": own})
+        raise UnsupportedModel(
+            f"{architecture} cannot be served through Transformers: {path}/config.json has no context length, which is "
+            f"one of {', '.join(CONTEXTS)}"
+        )
+    context_len, longest = contexts({**hf, "max_position_embeddings": own - outline.first_position})
+    inner = hf.get("intermediate_size")  # a list of each layer's in some
     config = ModelConfig(
         path=path,
         architecture=architecture,
         vocab_size=outline.vocab_size,
         hidden_size=outline.hidden_size,
-        intermediate_size=int(hf.get("intermediate_size") or 4 * outline.hidden_size),
+        intermediate_size=inner if isinstance(inner, int) else 4 * outline.hidden_size,
         num_layers=outline.num_calls,
         num_heads=outline.num_heads,
         num_kv_heads=outline.num_kv_heads,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
@@ -30,6 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from replicas.config import AttentionKind
 from replicas.errors import UnsupportedModel
@@ -46,6 +48,7 @@ IGNORED = frozenset({
     "dropout", "use_cache", "position_ids", "cache_position", "output_attentions", "output_hidden_states", "layer_idx",
     "output_router_logits", "logits_to_keep", "return_dict", "deterministic", "num_items_in_batch", "is_training",
 })  # fmt: skip
+KEPT = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # in Transformers' cache: K and V, or nothing
 OWN_CODE = "its attention is code of its own, which takes no attention function"
 KNOWN = IGNORED | {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
 MASKS = {"causal_mask_function", "sliding_window_overlay", "chunked_overlay"}
@@ -69,6 +72,7 @@ class _Mask:
 
     window: int | None = None
     chunk: int | None = None
+    causal: bool = True
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -119,13 +123,21 @@ def _refused_by_config(config: PreTrainedConfig) -> str | None:
         return "it is an encoder-decoder; what is served here has a decoder alone"
     if biased := _position_bias(config):
         return f"{OWN_CODE}{biased}"
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if causal_class(config) is None:
         return "Transformers has no causal language model for it"
     state = [kind for kind in getattr(text_config(config), "layer_types", None) or () if not kind.endswith("attention")]
     state += [kind for kind in getattr(text_config(config), "layer_types", None) or () if "linear" in kind]
     if state:
         return f"{len(state)} of its layers are {', '.join(sorted(set(state)))}: they keep a state that is no K and V"
     return None
+
+
+def causal_class(config: PreTrainedConfig) -> Any:
+    """Return Transformers' causal class for a config: by its type, or by the name that it gives; None without one."""
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM._model_mapping[type(config)]
+    name = (config.architectures or ["?"])[0]
+    return getattr(transformers, name) if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else None
 
 
 def _outlined(config: PreTrainedConfig) -> Outline:
@@ -139,6 +151,7 @@ def _outlined(config: PreTrainedConfig) -> Outline:
         num_calls=len(calls.shapes),
         kinds=tuple(replace(kind, scale=None) if kind.scale == plain else kind for kind in calls.kinds),
         vocab_size=logits.shape[-1],
+        first_position=first_position(model),
         hidden_size=text_config(config).hidden_size,
         num_weights=num_weights,
         tp_sizes=_tp_sizes(model, heads),
@@ -148,25 +161,22 @@ def _outlined(config: PreTrainedConfig) -> Outline:
 def _made(config: PreTrainedConfig) -> PreTrainedModel:
     """Make the module of a config on the meta device."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=OUTLINED, dtype=torch.bfloat16).eval()
+        model = causal_class(config)._from_config(config, attn_implementation=OUTLINED, dtype=torch.bfloat16).eval()
     silence_padding(model)
     return model
 
 
 def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
-    """Run a prompt of TOKENS; fills ``calls``. Returns: logits of one row. Raises: _Refused."""
+    """Run a prompt of TOKENS; fills ``calls``. Returns: logits. Raises: _Refused."""
     for module in model.modules():
         module._manta = calls
     state = DynamicCache(config=model.config)
     _require_kv(state)
-    takes = inspect.signature(model.forward).parameters
-    if "position_ids" not in takes and "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+    if not takes_positions(model) and not counting(model):
         raise _Refused("it counts the positions of its tokens itself: its forward pass takes no position_ids")
-    if "logits_to_keep" not in takes:
-        raise _Refused("its forward pass makes logits of every token: it has no logits_to_keep")
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     with torch.inference_mode():
-        out = model(ids, position_ids=ids, past_key_values=state, use_cache=True, logits_to_keep=ids[0, :1])
+        out = model(ids, position_ids=ids, past_key_values=state, use_cache=True)
     if not calls.shapes:
         raise _Refused(f"{OWN_CODE}{_position_bias(model.config)}")
     _require_kv(state)
@@ -176,7 +186,7 @@ def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:
 
 def _require_kv(state: DynamicCache) -> None:
     """Raise _Refused if a layer's state is more than K and V."""
-    other = sorted({type(layer).__name__ for layer in state.layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
+    other = sorted({type(layer).__name__ for layer in state.layers} - KEPT)
     if other:
         raise _Refused(f"its layers keep a state that is no K and V ({', '.join(other)})")
 
@@ -197,6 +207,23 @@ def _tp_sizes(model: PreTrainedModel, heads: dict[str, int]) -> tuple[int, ...]:
         log.debug("%s: one rank, %s", type(model).__name__, error)
         return (1,)
     return tuple(sizes)
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """Return the position of a text's first token: 0, but in RoBERTa's kin, where it is the one after the padding's."""
+    counting = [part for part in model.modules() if hasattr(part, "create_position_ids_from_input_ids")]
+    return int(counting[0].padding_idx) + 1 if counting else 0
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Tell whether the forward pass takes the positions of its tokens."""
+    return any("position_ids" in inspect.signature(part.forward).parameters for part in (model, model.base_model))
+
+
+def counting(model: PreTrainedModel) -> list[nn.Module]:
+    """List the embeddings of positions that count from the length of a cache, unless they are told (BART's decoder)."""
+    told = {"past_key_values_length", "position_ids"}
+    return [part for part in model.modules() if told <= set(inspect.signature(part.forward).parameters)]
 
 
 def silence_padding(model: PreTrainedModel) -> None:
@@ -254,6 +281,8 @@ def _kind(module: nn.Module, mask: Tensor | None, head_dim: int, arguments: dict
         marked: _Mask | None = getattr(mask, "_manta", None)
         if marked is None:
             raise _Refused("it computes the mask of its attention itself, beyond causal, windowed or chunked")
+        if not marked.causal:
+            raise _Refused("its tokens see those that come after them")
         seen = marked
     scale, soft_cap = arguments.get("scaling"), arguments.get("softcap")
     if isinstance(scale, Tensor) or isinstance(soft_cap, Tensor):
@@ -270,14 +299,14 @@ def _kind(module: nn.Module, mask: Tensor | None, head_dim: int, arguments: dict
 def _mask(*_: object, mask_function: Callable[..., Any], q_length: int, kv_length: int, **__: Any) -> Tensor:
     """Make a mask without numbers that says what the one of ``mask_function`` would let a token see."""
     window = chunk = None
+    causal = True
     for name, values in _conditions(mask_function):
-        if name == "bidirectional_mask_function":
-            raise _Refused("its tokens see those that come after them")
-        if name not in MASKS:
+        causal = causal and name != "bidirectional_mask_function"  # refused where it is used: it may be an encoder's
+        if causal and name not in MASKS:
             raise _Refused(f"its mask has a condition of its own ({name}), beyond causal, windowed or chunked")
         window, chunk = values.get("sliding_window", window), values.get("chunk_size", chunk)
     mask = torch.empty(1, 1, q_length, kv_length, device="meta", dtype=torch.bool)
-    mask._manta = _Mask(window, chunk)  # type: ignore[attr-defined]
+    mask._manta = _Mask(window, chunk, causal)  # type: ignore[attr-defined]
     return mask
 
 

@@ -12,13 +12,15 @@ Unrun:     on a GPU: the module runs there in the served dtype; its decode steps
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from replicas.attention.base import AttentionBackend, BatchMeta
@@ -27,7 +29,7 @@ from replicas.errors import InvalidConfig
 from replicas.layers.layer import computes_in
 from replicas.layers.linear import Matmul
 from replicas.layers.tp_group import TpGroup
-from replicas.models.outline import silence_padding
+from replicas.models.outline import causal_class, counting, first_position, read, silence_padding, takes_positions
 from replicas.models.sharding import shard
 
 SERVED = "manta"  # the attention function of a served model; there is no mask function of this name, so no mask is made
@@ -42,13 +44,16 @@ class TransformersModel:
         self._attention = attention
         self._module: PreTrainedModel | None = None
         self._calls = 0  # of attention in the forward pass that runs
+        self._first_position = 0
+        self._keeps = True  # its forward pass sends the wanted rows alone through the head; some send all
+        self._positions = torch.empty(0)  # [1, T] of the step that runs
         self._dtype = computes_in(tp.device, getattr(torch, config.dtype))  # of activations
 
     def load(self, products: Products) -> None:
         """Read the weights from the config's folder. Raises: InvalidConfig if some are missing or do not fit."""
         config, device = self.config, self._tp.device
         with _quiet():
-            module, told = AutoModelForCausalLM.from_pretrained(
+            module, told = causal_class(read(Path(config.path))).from_pretrained(
                 config.path,
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=SERVED,
@@ -66,6 +71,11 @@ class TransformersModel:
             )
         module.eval().requires_grad_(requires_grad=False)
         silence_padding(module)
+        self._first_position = first_position(module)
+        self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
+        if not takes_positions(module):
+            for part in counting(module):
+                part.register_forward_pre_hook(self._tell_positions, with_kwargs=True)
         if self._tp.size > 1:
             shard(module, self._tp)
         module.to(device)
@@ -95,15 +105,19 @@ class TransformersModel:
         assert self._module is not None, "load() comes before the first step"
         self._attention.begin(meta)
         self._calls = 0
+        self._positions = (meta.positions + self._first_position).unsqueeze(0)
         out = self._module(
             input_ids=input_ids.unsqueeze(0),
-            position_ids=meta.positions.unsqueeze(0),
+            position_ids=self._positions,
             use_cache=False,
-            logits_to_keep=0 if logits_rows is None else logits_rows,
+            **({"logits_to_keep": logits_rows} if self._keeps and logits_rows is not None else {}),
         )
         assert self._calls == self.config.num_layers, f"{self._calls} calls of attention"
         logits: Tensor = out.logits[0].float()
-        return logits
+        return logits if self._keeps or logits_rows is None else logits.index_select(0, logits_rows)
+
+    def _tell_positions(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return given, {**named, "position_ids": self._positions[0]}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Run the next call of attention. query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv]: [1, T, H, Dv]."""
