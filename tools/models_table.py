@@ -8,6 +8,7 @@ greedy ids are equal. What runs natively is run so. What is refused says why in 
 """
 
 import argparse
+import contextlib
 import re
 import tempfile
 import time
@@ -167,6 +168,8 @@ def judge(model_type: str, folder: Path, config: PreTrainedConfig | None = None)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     if config is None:
         config = tiny_config(model_type)
+        with contextlib.suppress(Exception), torch.device("meta"):  # as its model saves it: without its encoder
+            config = AutoModelForCausalLM.from_config(config).config
         config.architectures = [name]
         config.save_pretrained(folder)
     try:
