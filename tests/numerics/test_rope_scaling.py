@@ -71,7 +71,7 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(family: str, name
         paged = open_model(tmp_path, attention="cpu")
         for ours, (logits, _) in zip(paged.prefill(prompts, chunk=chunk), wanted, strict=True):
             assert_close_in_range(ours, logits, 1e-4)
-        assert open_model(tmp_path, attention="cpu").greedy(prompts, 64, chunk=chunk) == [ids for _, ids in wanted]
+    assert open_model(tmp_path, attention="cpu").greedy(prompts, 64, chunk=5) == [ids for _, ids in wanted]
 
 
 def test_longrope_within_the_original_context_has_the_short_factors(tmp_path: Path) -> None:

@@ -47,10 +47,10 @@ def test_logits_and_64_greedy_tokens_past_the_window_are_those_of_transformers(n
     assert list(load_model_config(str(tmp_path)).attention_kinds) == kinds
     wanted = [tiny.reference(model, prompt, 64) for prompt in tiny.PROMPTS]
     for attention, chunk in (("torch_native", 100), ("cpu", 100), ("cpu", 5)):
-        first, second = (open_model(tmp_path, attention=attention) for _ in range(2))
-        for ours, (logits, _) in zip(first.prefill(tiny.PROMPTS, chunk=chunk), wanted, strict=True):
+        paged = open_model(tmp_path, attention=attention)
+        for ours, (logits, _) in zip(paged.prefill(tiny.PROMPTS, chunk=chunk), wanted, strict=True):
             assert_close_in_range(ours, logits, 1e-4)
-        assert second.greedy(tiny.PROMPTS, 64, chunk=chunk) == [ids for _, ids in wanted]
+    assert open_model(tmp_path, attention="cpu").greedy(tiny.PROMPTS, 64, chunk=5) == [ids for _, ids in wanted]
 
 
 def test_without_the_window_the_tokens_are_others(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def answers(engines: list[Engine], *requests: tuple[Engine, GenerateRequest]) ->
     return made
 
 
-@pytest.fixture(params=[(1, 16), (8, 512), (16, 16)], ids=lambda p: f"page{p[0]}-chunk{p[1]}")
+@pytest.fixture(params=[(1, 16), (16, 512)], ids=lambda p: f"page{p[0]}-chunk{p[1]}")
 def engines(request: pytest.FixtureRequest, folder: Path) -> Iterator[list[Engine]]:
     page, chunk = request.param
     fabric = LocalFabric()
@@ -132,10 +132,10 @@ def test_an_answer_is_that_of_transformers_missed_hit_and_handed_over(engines: l
 
 @pytest.mark.model
 def test_a_long_answer_holds_the_pages_of_its_window_alone(folder: Path, tmp_path: Path) -> None:
-    """180 tokens after a prompt of 70, in pages of 8 and a window of 24 tokens: 3 pages, one where it is cut on either
+    """120 tokens after a prompt of 70, in pages of 8 and a window of 24 tokens: 3 pages, one where it is cut on either
     side, and two tokens for a step under way. The prompt is found by the next request all the same."""
     engine = make_engine(str(folder), 8, 32, None)
-    long = SamplingParams(max_new_tokens=180, temperature=0.0, ignore_eos=True)
+    long = SamplingParams(max_new_tokens=120, temperature=0.0, ignore_eos=True)
     engine.submit(GenerateRequest(rid="long", token_ids=np.array(PROMPT, np.int32), sampling=long))
     made, held = list[int](), list[int]()
     while engine.has_work:
@@ -145,7 +145,7 @@ def test_a_long_answer_holds_the_pages_of_its_window_alone(folder: Path, tmp_pat
         held.append(stats.protected_pages + stats.reserved_pages)
         engine.scheduler.check()
     model = tiny.save("mistral", tmp_path, sliding_window=WINDOW)
-    assert made == tiny.reference(model, PROMPT, 180)[1]
+    assert made == tiny.reference(model, PROMPT, 120)[1]
     assert max(held[:5]) == 9, "the prompt is held while it is computed, and seen"
     assert max(held[60:-1]) == 5
     assert held[-1] == 0
