@@ -70,6 +70,7 @@ class ReplicaInfo:
     transfer: PeerAddress | None = None  # where its transfer service listens; None where it takes part in no hand-off
     metrics: str | None = None  # host:port that serves its metrics; None where they are off
     moves: MoveAddress | None = None  # where others push cached pages to; None without a host tier
+    weights: str = ""  # of a quantised checkpoint: how it is stored, and how its weights are served
     host_bytes: int = 0  # of the host tier
     tiers: Mapping[str, str] = field(default_factory=dict)  # with a host tier: its policies, and the store's address
 

@@ -325,6 +325,7 @@ class ServedEngine:
             attention_why=engine.started.attention.why,
             kernels=instruction_set() if config.device == "cpu" else "",
             products=config.products.describe(),
+            weights=config.model.describe_weights(),
             num_threads=config.num_threads,
             pool=engine.describe(),
             role=self._role,

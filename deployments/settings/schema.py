@@ -41,7 +41,7 @@ from routing.policies import POLICIES
 class ModelSettings(Settings):
     """The group ``model``: which model is served, in which number formats."""
 
-    path: str = Field(min_length=1)  # folder (relative to the project's root) or hub id
+    path: str = Field(min_length=1)  # folder or GGUF file (relative to the project's root), or hub id
     revision: str | None = Field(default=None, min_length=1)  # branch, tag or commit of a hub id; by default main
     served_name: str | None = None  # name that requests use; by default the last part of the path
     # number format of the weights, and on a GPU of the computation; a CPU computes in float32. By default float32 on a

@@ -5,6 +5,7 @@ Never:     slices or fuses (layers do), or decides where the KV pool goes.
 Invariant: a model is loaded completely, or InvalidConfig says which weights are missing or unexpected.
 """
 
+import ctypes
 import logging
 import re
 import sys
@@ -87,8 +88,11 @@ def load_weights(
             layer.finalize(tp.device, getattr(torch, config.dtype), keep(prefix))
             names = there.intersection(full_name(prefix, name) for name in (*layer.slots(), *layer.wholes()))
             give_back_mapped((part for name in names for part in checkpoint.mapped(name)), mappings)
+            if names:
+                _trim_heap()
             loaded.add(sum(map(checkpoint.num_bytes, names)))
             advance(done, len(layers))
+    give_back_mapped((part for name in there for part in checkpoint.mapped(name)), mappings)  # a tied table, read last
 
 
 def _put(layer: Layer, prefix: str, checkpoint: Checkpoint, config: ModelConfig) -> list[tuple[Put, Window]]:
@@ -127,6 +131,13 @@ def give_back_mapped(parts: Iterable[Tensor], mappings: Sequence[tuple[int, int]
         if any(first <= start and end <= last for first, last in mappings):
             start += -start % ALIGNMENT
             give_back(start, max(end - start, 0))
+
+
+def _trim_heap() -> None:
+    """Give the holes that packing has left between kept weights back to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _kept(config: ModelConfig, tp: TpGroup) -> AbstractContextManager[Keep]:
