@@ -11,6 +11,7 @@ Thread:    all of the team; tasks are taken one by one.
 """
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,9 @@ class LinearKernel:
         self.weight = pack(weight, "float32") if isinstance(weight, Tensor) else weight
         self._bias, self._team, self._rounds = bias, team, rounds
         self._counter = np.zeros(8, np.int64)
+        self._counter_at = self._counter.ctypes.data
+        self._last: LinearStage | None = None  # of the last call, for the next of as many rows
+        self._asked = 0, 0
 
     @property
     def num_bytes(self) -> int:
@@ -257,7 +261,11 @@ class LinearKernel:
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(x.shape[0], self.weight.n)
-        function, arguments = self.stage(x, out, self._team).prepare(x.shape[0], self._counter.ctypes.data)
+        stage, asked = self._last, (x.shape[0], threading.get_ident())  # the scratch is the thread's
+        if stage is None or self._asked != asked:
+            self._last, self._asked = (stage := self.stage(x, out, self._team)), asked
+        stage.move(x, out)
+        function, arguments = stage.prepare(x.shape[0], self._counter_at)
         self._counter[0] = 0
         self._team.run(function, arguments)
         return out
@@ -307,6 +315,11 @@ class LinearStage:
             scratch=scratch + 4 * floats,
             scratch_stride=4 * own,
         )
+
+    def move(self, x: Tensor, out: Tensor) -> None:
+        """Multiply rows of another ``x`` into another ``out``."""
+        self.read_from(x)
+        self._arguments.out, self._arguments.out_stride = out.data_ptr(), 4 * out.stride(0)
 
     def read_from(self, x: Tensor) -> None:
         """Multiply the rows of ``x`` [.., K] from now on."""

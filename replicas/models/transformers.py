@@ -1,7 +1,7 @@
 """Serves a causal model through Transformers' own module, with the engine's attention, pool and packed batch.
 
-Owns:      how such a model is loaded (by Transformers' loader, in the served dtype, one copy of each weight), what of
-           it is replaced (products of a CPU by ours, weight by weight), and its forward pass.
+Owns:      how such a model is loaded (by Transformers' loader, in the served dtype, one copy of each weight), and its
+           forward pass.
 Never:     decides whether a model can be served so (models/outline.py does, before weights are read), or runs code that
            comes with a checkpoint.
 Invariant: attention is called as often, and in the order, that the outline says: the n-th call reads and writes layer n
@@ -27,9 +27,9 @@ from replicas.attention.base import AttentionBackend, BatchMeta
 from replicas.config import ModelConfig, Products
 from replicas.errors import InvalidConfig
 from replicas.layers.layer import computes_in
-from replicas.layers.linear import Matmul
 from replicas.layers.tp_group import TpGroup
 from replicas.models.outline import causal_class, counting, first_position, read, silence_padding, takes_positions
+from replicas.models.own_parts import product_bytes, use_own_norms, use_own_products
 from replicas.models.sharding import shard
 
 SERVED = "manta"  # the attention function of a served model; there is no mask function of this name, so no mask is made
@@ -81,7 +81,8 @@ class TransformersModel:
         module.to(device)
         _freeze_rope(module, config.context_len)
         if device.type == "cpu":
-            _use_own_products(module, config, products)
+            use_own_products(module, config, products)
+            use_own_norms(module)
         for part in module.modules():
             part._manta = self
         self._module = module
@@ -91,8 +92,7 @@ class TransformersModel:
         """Bytes of this rank's weights; tied ones count once."""
         assert self._module is not None, "load() comes first"
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        own = [part.matmul.num_bytes for part in self._module.modules() if isinstance(part, _Product)]
-        return sum([tensor.nbytes for tensor in tensors] + own)
+        return product_bytes(self._module) + sum([tensor.nbytes for tensor in tensors])
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, meta: BatchMeta, logits_rows: Tensor | None = None) -> Tensor:
@@ -178,62 +178,6 @@ def _expert(experts: Any, name: str, expert: int, x: Tensor) -> Tensor:
 
 
 ExpertsInterface.register(SERVED, _experts)
-
-
-class _Product(nn.Module):
-    """A Linear whose product is ours; its weight lies in panels alone."""
-
-    def __init__(self, linear: nn.Linear, matmul: Matmul) -> None:
-        super().__init__()
-        self.matmul = matmul
-        weight, bias = linear.weight, linear.bias
-        self.out_features, self.in_features = weight.shape  # of this rank's part
-        matmul.prepare(lambda: weight, None if bias is None else bias.float())
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight [out, in], read back from the panels: for the few modules that look at it."""
-        return self.matmul.rows(torch.arange(self.out_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.matmul(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-
-
-class _Rows(nn.Module):
-    """An embedding that is tied to the head: it reads the rows of the head's panels."""
-
-    def __init__(self, head: _Product) -> None:
-        super().__init__()
-        self._head = [head]  # in a list: the head's own place in the module is enough
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self._head[0].matmul.rows(ids.flatten()).view(*ids.shape, -1)
-
-
-def _use_own_products(module: PreTrainedModel, config: ModelConfig, products: Products) -> None:
-    """Put our products in the place of Linears, one by one, and compute the rest in fp32."""
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    tied = head is not None and embedding is not None and head.weight is embedding.weight
-    own_rows = tied and type(embedding) is nn.Embedding and type(head) is nn.Linear
-    for name, part in list(module.named_modules()):
-        if type(part) is not nn.Linear or (part is head and tied and not own_rows):
-            continue
-        product = _Product(part, Matmul(products, config.weight_format))
-        if part is head and own_rows:
-            module.set_input_embeddings(_Rows(product))
-            embedding.weight = None
-        product._forward_hooks.update(part._forward_hooks)  # the sum over ranks
-        module.set_submodule(name, product)
-        part.weight = part.bias = None
-    kept = {
-        id(parameter)
-        for part in module.modules()
-        if hasattr(part, "has_gate") and hasattr(part, "is_transposed")  # experts, which _experts multiplies by
-        for parameter in part.parameters(recurse=False)
-    }
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.is_floating_point() and id(tensor) not in kept:
-            tensor.data = tensor.data.float()
 
 
 def _freeze_rope(module: nn.Module, context_len: int) -> None:

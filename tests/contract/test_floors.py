@@ -53,6 +53,7 @@ FLOORS: dict[str, set[str]] = {
     "replicas.checkpoints": {"replicas.kernels.weight_formats", "replicas.config", "replicas.errors"},
     "replicas.models": {
         "replicas.layers", "replicas.attention", "replicas.errors", "replicas.config", "replicas.hf_config",
+        "replicas.kernels.elementwise",
     },
     "replicas.runner": {
         "replicas.models", "replicas.attention", "replicas.layers", "replicas.kernels", "replicas.memory",

@@ -1,0 +1,150 @@
+"""Puts our CPU kernels in the place of parts of a Transformers module: Linears, and norms that compute the same.
+
+Owns:      which parts are replaced, and the products that Linears with the same input share.
+Never:     changes what a part computes, but for the order of its sums.
+Invariant: a weight lies in memory once: its panels are made layer by layer, and what it was read into is dropped.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from replicas.config import ModelConfig, Products
+from replicas.kernels import elementwise
+from replicas.layers.linear import Matmul
+
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # called in this order, in every family
+
+
+class _Product(nn.Module):
+    """A Linear whose product is ours; its weight lies in panels alone, below those of others that read the same input.
+
+    The first of them that is called makes the outputs of all, and keeps them until the last one has been called.
+    """
+
+    def __init__(self, shared: "_Shared", first: int, size: int) -> None:
+        super().__init__()
+        self._shared, self._rows = shared, slice(first, first + size)
+        self.out_features, self.in_features = size, shared.in_features
+
+    @property
+    def matmul(self) -> Matmul:
+        return self._shared.matmul
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in], read back from the panels: for the few modules that look at it."""
+        return self.matmul.rows(torch.arange(self._rows.start, self._rows.stop))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self._shared
+        if shared.x is not x:
+            shared.x, shared.out = x, shared.matmul(x.reshape(-1, self.in_features))
+        out = shared.out[:, self._rows].view(*x.shape[:-1], self.out_features)
+        if self._rows.stop == shared.out_features:
+            shared.x, shared.out = None, torch.empty(0)
+        return out
+
+
+class _Shared:
+    """The product by the weights of one or more Linears, and its result while they are called one after the other."""
+
+    def __init__(self, linears: Sequence[nn.Linear], matmul: Matmul) -> None:
+        self.matmul = matmul
+        self.x: Tensor | None = None  # the input that ``out`` was made of
+        self.out = torch.empty(0)
+        weights = [linear.weight for linear in linears]
+        self.in_features, self.out_features = weights[0].shape[1], sum(len(weight) for weight in weights)
+        biases = [linear.bias.float() for linear in linears if linear.bias is not None]
+        whole = (lambda: weights[0]) if len(weights) == 1 else (lambda: torch.cat(weights))
+        matmul.prepare(whole, torch.cat(biases) if biases else None)
+
+
+class _Rows(nn.Module):
+    """An embedding that is tied to the head: it reads the rows of the head's panels."""
+
+    def __init__(self, head: _Product) -> None:
+        super().__init__()
+        self._head = [head]  # in a list: the head's own place in the module is enough
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self._head[0].matmul.rows(ids.flatten()).view(*ids.shape, -1)
+
+
+def _siblings(name: str, linears: Mapping[str, nn.Linear]) -> list[str]:
+    """List the Linears that read the same input as ``name``, itself among them, in order of their calls."""
+    parent, _, own = name.rpartition(".")
+    for together in SAME_INPUT:
+        names = [f"{parent}.{each}" for each in together]
+        parts = [linears.get(each) for each in names]
+        if own in together and all(part is not None for part in parts):
+            shapes = {(part.weight.shape[1], part.bias is None, len(part._forward_hooks)) for part in parts if part}
+            if len(shapes) == 1:
+                return names
+    return [name]
+
+
+def use_own_products(module: PreTrainedModel, config: ModelConfig, products: Products) -> None:
+    """Put our products in the place of Linears, one by one, and compute the rest in fp32."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    own_rows = tied and type(embedding) is nn.Embedding and type(head) is nn.Linear
+    linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
+    for name, part in linears.items():
+        if type(module.get_submodule(name)) is not nn.Linear or (part is head and tied and not own_rows):
+            continue
+        names = _siblings(name, linears)
+        parts = [linears[each] for each in names]
+        shared, first = _Shared(parts, Matmul(products, config.weight_format)), 0
+        for each, linear in zip(names, parts, strict=True):
+            product = _Product(shared, first, len(linear.weight))
+            first += product.out_features
+            product._forward_hooks.update(linear._forward_hooks)  # the sum over ranks
+            if linear is head and own_rows:
+                module.set_input_embeddings(_Rows(product))
+                embedding.weight = None
+            module.set_submodule(each, product)
+            linear.weight = linear.bias = None  # type: ignore[assignment]
+    kept = {
+        id(parameter)
+        for part in module.modules()
+        if hasattr(part, "has_gate") and hasattr(part, "is_transposed")  # experts, which _experts multiplies by
+        for parameter in part.parameters(recurse=False)
+    }
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point() and id(tensor) not in kept:
+            tensor.data = tensor.data.float()
+
+
+class _Norm(nn.Module):
+    """An RMSNorm in one launch of ours."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if elementwise.serves(rows := x.reshape(-1, x.shape[-1])):
+            return elementwise.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def use_own_norms(module: nn.Module) -> None:
+    """Put our RMSNorm in the place of norms that compute the same: told by what they make of random numbers."""
+    for name, part in list(module.named_modules()):
+        weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
+        if not type(part).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
+            continue
+        x = torch.randn(3, *weight.shape)
+        ours = F.rms_norm(x, weight.shape, weight, eps)
+        if weight.dim() == 1 and torch.allclose(part(x), ours, rtol=1e-5, atol=1e-5):
+            module.set_submodule(name, _Norm(weight, eps))
+
+
+def product_bytes(module: nn.Module) -> int:
+    """Count the bytes of the weights that lie in panels."""
+    shared = {part._shared for part in module.modules() if isinstance(part, _Product)}
+    return sum(each.matmul.num_bytes for each in shared)
