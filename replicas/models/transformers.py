@@ -92,7 +92,8 @@ class TransformersModel:
         """Bytes of this rank's weights; tied ones count once."""
         assert self._module is not None, "load() comes first"
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        return product_bytes(self._module) + sum([tensor.nbytes for tensor in tensors])
+        others: int = sum(tensor.nbytes for tensor in tensors)
+        return product_bytes(self._module) + others
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, meta: BatchMeta, logits_rows: Tensor | None = None) -> Tensor:

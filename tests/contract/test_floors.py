@@ -131,7 +131,8 @@ ONLY: dict[str, set[str]] = {
     "llvmlite": {"replicas.kernels"},
     "transformers": {
         "replicas.text.tokenizer", "replicas.runner.model_files", "replicas.models.transformers",
-        "replicas.models.outline", "replicas.models.sharding", "replicas.checkpoints.gguf_folder",
+        "replicas.models.outline", "replicas.models.own_parts", "replicas.models.sharding",
+        "replicas.checkpoints.gguf_folder",
     },
     "safetensors": {"replicas.checkpoints.safetensors_files", "replicas.memory.kv_scales"},
     "gguf": {"replicas.checkpoints.gguf_file"},
