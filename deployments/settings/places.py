@@ -7,7 +7,6 @@ import difflib
 import ipaddress
 from pathlib import Path
 
-from replicas.checkpoints.gguf_folder import folder_of, gguf_in
 from replicas.errors import InvalidConfig
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, where models/ lies
@@ -19,6 +18,10 @@ def local_path(path: str) -> str:
     found = local_model(path)
     if found is None:
         return path
+    if (found / "config.json").exists():
+        return str(found)
+    from replicas.checkpoints.gguf_folder import folder_of, gguf_in
+
     file = gguf_in(found)
     return str(found if file is None else folder_of(file))
 

@@ -90,11 +90,6 @@ class Matmul:
         return (self._kernel.stage(x, out, team),)
 
     @property
-    def one_order(self) -> bool:
-        """Whether ranks add their parts of a row in one order, whatever the row's place among others."""
-        return self._products.one_order
-
-    @property
     def shape(self) -> tuple[int, int]:
         """The weight's shape (out, in)."""
         assert self._shape[0], "finalize() comes before the first step"
@@ -124,6 +119,7 @@ class _Linear(Layer):
     def __init__(self, names: tuple[str, ...], *, bias: bool) -> None:
         self._names = names
         self._has_bias = bias
+        self._one_order = False  # ranks add their parts of a row in one order, whatever the row's place among others
         self._pieces: dict[str, Piece] = {}  # name -> this rank's slice, until finalize
         self.matmul = Matmul()
 
@@ -131,6 +127,7 @@ class _Linear(Layer):
         weights = self._put_pieces("weight")
         fits = Rows(weights).fits if weights and format_ == "float32" else None
         self.matmul = Matmul(products, fits or format_)
+        self._one_order = products.one_order
 
     def _slice(self, name: str, tensor: Piece) -> Piece | None:
         """Cut this rank's share of a whole weight [out, in] or bias [out]; None if it has none."""
@@ -229,7 +226,7 @@ class RowParallelLinear(_Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [T, in / tp] into [T, out]."""
-        return add_over_ranks(self.matmul(x), self._tp, one_order=self.matmul.one_order)
+        return add_over_ranks(self.matmul(x), self._tp, one_order=self._one_order)
 
 
 def add_over_ranks(part: Tensor, tp: TpGroup, *, one_order: bool) -> Tensor:

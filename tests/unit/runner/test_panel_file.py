@@ -113,7 +113,8 @@ def _load_in_process(folder: Path, results: "multiprocessing.Queue[list[str]]") 
 
 
 def test_of_engines_that_start_together_one_packs(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # not of this process, whose OpenMP threads a fork would lack
+    context.set_forkserver_preload(["replicas.runner.panel_file", __name__])
     results: multiprocessing.Queue[list[str]] = context.Queue()
     processes = [context.Process(target=_load_in_process, args=(tmp_path, results)) for _ in range(4)]
     for process in processes:
