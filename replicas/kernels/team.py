@@ -10,6 +10,7 @@ Thread:    any; the interpreter lock is released while a kernel runs. Each calli
 
 import ctypes
 import functools
+import hashlib
 import logging
 import pathlib
 import threading
@@ -21,7 +22,8 @@ import llvmlite.binding  # type: ignore[import-untyped]
 import numba
 import numpy as np
 import torch
-from numba.core import types
+from numba.core import sigutils, types
+from numba.core.ccallback import CFunc
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,12 +64,25 @@ class Kernel:
     def address(self) -> int:
         record = numba.from_dtype(np.dtype(self.arguments))
         signature = types.void(types.CPointer(record))  # type: ignore[attr-defined]
+        compiled: Any = CFunc(self.function, sigutils.normalize_signature(signature), locals={}, options=_OPTIONS)
         try:
-            self._compiled = numba.cfunc(signature, cache=True, **_OPTIONS)(self.function)  # owns the code: keep it
+            compiled.enable_caching()
+            # numba looks at the file of this function alone; what it calls lies in others
+            compiled._cache._cache_file._source_stamp = _sources()
         except RuntimeError as error:  # neither the package's folder nor the user's cache can be written
             log.warning("%s: compiled anew at every start; set NUMBA_CACHE_DIR to a folder that can be written", error)
-            self._compiled = numba.cfunc(signature, **_OPTIONS)(self.function)
-        return int(self._compiled.address)
+        compiled.compile()
+        self._compiled = compiled  # owns the code: keep it
+        return int(compiled.address)
+
+
+@functools.cache
+def _sources() -> str:
+    """Hash the files that kernels are made of: code that was kept on disk is of these, or is made anew."""
+    digest, package = hashlib.blake2b(digest_size=16), pathlib.Path(__file__).parent
+    for file in sorted([*package.rglob("*.py"), *package.with_name("attention").glob("cpu*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def kernel(arguments: type[ctypes.Structure]) -> Callable[[Callable[[Any], None]], Kernel]:
