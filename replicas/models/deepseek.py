@@ -23,11 +23,11 @@ from replicas.config import ModelConfig
 from replicas.layers.embedding import RotaryEmbedding, Rotation
 from replicas.layers.latent import LatentProjection
 from replicas.layers.layer import Layer, computes_in
-from replicas.layers.linear import ColumnParallelLinear, GatedMLP, RowParallelLinear
-from replicas.layers.moe import MoE
+from replicas.layers.linear import ColumnParallelLinear, RowParallelLinear
 from replicas.layers.norm import RMSNorm
 from replicas.layers.tp_group import TpGroup
-from replicas.models.llama import DecoderBlock, Llama
+from replicas.models.llama import Llama
+from replicas.models.moe import MoEBlock
 
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
 
@@ -71,28 +71,10 @@ class LatentAttention(Layer):
         return rotation(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) if self._mla.interleaved else x.contiguous())
 
 
-class DeepseekBlock(DecoderBlock):
+class DeepseekBlock(MoEBlock):
     """A block of latent attention, and an MLP or experts."""
 
-    def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
-        super().__init__(config, index, tp, backend)
-        self.attn = LatentAttention(config, index, tp, backend)
-        if config.moe is None or index in config.moe.dense_layers:
-            self.mlp: GatedMLP | MoE = GatedMLP(tp=tp, bias=False)
-        else:
-            self.mlp = MoE(config.moe, tp)
-
-    def parts(self) -> Mapping[str, Layer]:
-        return {
-            "input_layernorm": self.input_norm,
-            "self_attn": self.attn,
-            "post_attention_layernorm": self.post_norm,
-            "mlp": self.mlp,
-        }
-
-    def __call__(self, residual: Tensor, term: Tensor | None, rotation: Rotation) -> Tensor:
-        term = self.attn(self.input_norm.after_adding(term, residual), rotation)
-        return self.mlp(self.post_norm.after_adding(term, residual))
+    attention = LatentAttention
 
 
 class Deepseek(Llama):

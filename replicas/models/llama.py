@@ -23,6 +23,7 @@ from replicas.layers.tp_group import TpGroup
 
 if TYPE_CHECKING:
     from replicas.layers.moe import MoE
+    from replicas.models.deepseek import LatentAttention
 
 
 class LlamaAttention(Layer):
@@ -71,27 +72,15 @@ def _weights(norms: tuple[RMSNorm, RMSNorm] | None) -> tuple[Tensor, Tensor, flo
     return of_q, of_k, norms[0].eps
 
 
-class DecoderBlock(Layer):
-    """One block: what it computes stands behind a norm, and is added to the residual stream."""
+class LlamaBlock(Layer):
+    """One block: attention, and an MLP or experts. Each stands behind a norm, and is added to the residual stream."""
+
+    attention: "type[LlamaAttention | LatentAttention]" = LlamaAttention
 
     def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
         self.input_norm = RMSNorm(config.rms_norm_eps)
-        self.post_norm = RMSNorm(config.rms_norm_eps)
-
-    def __call__(self, residual: Tensor, term: Tensor | None, rotation: Rotation) -> Tensor:
-        """Add ``term``, what the block before has made, and this block's first term to ``residual`` [T, hidden] in
-        place. Returns: the second term [T, hidden], which is still to be added."""
-        raise NotImplementedError
-
-
-class LlamaBlock(DecoderBlock):
-    """A block of attention over keys and values of heads, and an MLP."""
-
-    attention = LlamaAttention
-
-    def __init__(self, config: ModelConfig, index: int, tp: TpGroup, backend: AttentionBackend) -> None:
-        super().__init__(config, index, tp, backend)
         self.attn = self.attention(config, index, tp, backend)
+        self.post_norm = RMSNorm(config.rms_norm_eps)
         self.mlp = self.feed_forward(config, index, tp)
 
     def feed_forward(self, config: ModelConfig, index: int, tp: TpGroup) -> "GatedMLP | MoE":
@@ -107,6 +96,8 @@ class LlamaBlock(DecoderBlock):
         }
 
     def __call__(self, residual: Tensor, term: Tensor | None, rotation: Rotation) -> Tensor:
+        """Add ``term``, what the block before has made, and this block's first term to ``residual`` [T, hidden] in
+        place. Returns: the second term [T, hidden], which is still to be added."""
         term = self.attn(self.input_norm.after_adding(term, residual), rotation)
         return self.mlp(self.post_norm.after_adding(term, residual))
 
@@ -114,7 +105,7 @@ class LlamaBlock(DecoderBlock):
 class Llama(Layer):
     """The Llama family: LlamaForCausalLM, MistralForCausalLM."""
 
-    block: type[DecoderBlock] = LlamaBlock
+    block = LlamaBlock
 
     def __init__(self, config: ModelConfig, tp: TpGroup, attention: AttentionBackend) -> None:
         self.config = config

@@ -47,11 +47,11 @@ class Mixtral(Llama):
     block = MixtralBlock
 
 
-class QwenMoeBlock(LlamaBlock):
+class MoEBlock(LlamaBlock):
     """A Llama block with experts, or with an MLP in layers that the config names."""
 
     def feed_forward(self, config: ModelConfig, index: int, tp: TpGroup) -> GatedMLP | MoE:
-        if config.moe is not None and index in config.moe.dense_layers:
+        if config.moe is None or index in config.moe.dense_layers:
             return super().feed_forward(config, index, tp)
         return experts_of(config, tp)
 
@@ -60,10 +60,10 @@ class Qwen2Moe(Llama):
     """Qwen2MoeForCausalLM (Qwen1.5-MoE, Qwen2-57B-A14B): biases on queries, keys and values, and beside the experts one
     with a gate that computes every token."""
 
-    block = QwenMoeBlock
+    block = MoEBlock
 
 
-class Qwen3MoeBlock(QwenMoeBlock, Qwen3Block):
+class Qwen3MoeBlock(MoEBlock, Qwen3Block):
     """A block with Qwen3's attention and experts."""
 
 
