@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replicas.attention.base import BatchMeta
-from replicas.attention.torch_native import attend
+from replicas.attention.torch_native import PLAIN, TorchNativeAttention
+from replicas.config import AttentionKind
 from replicas.errors import InvalidConfig
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool
@@ -22,45 +22,30 @@ from replicas.memory.sparse_pool import DoubleSparseTokenToKVPool
 QUERIES = 128  # that choose at a time: their scores are [H, 128, n]
 
 
-class DoubleSparseAttention:
+class DoubleSparseAttention(TorchNativeAttention):
     """AttentionBackend over a DoubleSparseTokenToKVPool: approximate beyond ``num_tokens``."""
 
     def __init__(self, pool: MHATokenToKVPool, *, num_tokens: int) -> None:
         """``num_tokens``: that a token attends to at most. Raises: InvalidConfig for a pool without labels."""
         if not isinstance(pool, DoubleSparseTokenToKVPool):
             raise InvalidConfig("attention: double_sparse needs a pool with labels: set cache.label_channels")
-        self._pool = pool
+        super().__init__(pool)
+        self._labelled = pool
         self._num_tokens = num_tokens
-        self._batch: BatchMeta | None = None
-        self._slots: list[Tensor] = []  # per request, [seq_len] its slots in order of position
-        self._bounds: list[int] = []  # [B + 1] request b owns q[bounds[b] : bounds[b + 1]]
 
-    def begin(self, batch: BatchMeta) -> None:
-        self._batch = batch
-        self._bounds = batch.qo_indptr.tolist()
-        rows, seq_lens = batch.rows.tolist(), batch.seq_lens.tolist()
-        self._slots = [batch.table[row, :n].long() for row, n in zip(rows, seq_lens, strict=True)]
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        assert self._batch is not None, "begin() comes before forward()"
-        assert sinks is None, "registry.py refuses such models"
-        pool = self._pool
-        pool.set_kv_buffer(layer, self._batch.out_slots, k, v)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
-        for b, slots in enumerate(self._slots):
-            first, end = self._bounds[b : b + 2]
-            keys, values = (x.to(q.dtype) for x in pool.read_kv(layer, slots))
-            if len(slots) <= self._num_tokens:
-                out[first:end] = attend(q[first:end], keys, values)
-                continue
-            labels = pool.label_buffer[layer, slots]
-            for start in range(first, end, QUERIES):
-                part = q[start : min(start + QUERIES, end)]
-                num_seen = len(slots) - (end - start) + len(part)
-                seen = slice(0, num_seen)
-                chosen = choose(part, labels[seen], pool.channels[layer], self._num_tokens)
-                out[start : start + len(part)] = attend_to(part, keys[seen], values[seen], chosen)
-        return out.flatten(1)
+    def attended(self, layer: int, q: Tensor, slots: Tensor, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+        assert kind == PLAIN, "registry.py refuses such models"
+        if len(slots) <= self._num_tokens:
+            return super().attended(layer, q, slots, kind, sinks)
+        pool, out, first = self._labelled, torch.empty_like(q), len(slots) - len(q)
+        keys, values = (x.to(q.dtype) for x in pool.read_kv(layer, slots))
+        labels = pool.label_buffer[layer, slots]
+        for start in range(0, len(q), QUERIES):
+            part = q[start : start + QUERIES]
+            seen = slice(0, first + start + len(part))
+            chosen = choose(part, labels[seen], pool.channels[layer], self._num_tokens)
+            out[start : start + len(part)] = attend_to(part, keys[seen], values[seen], chosen)
+        return out
 
 
 def choose(q: Tensor, labels: Tensor, channels: Tensor, num_tokens: int) -> Tensor:

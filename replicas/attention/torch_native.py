@@ -44,9 +44,14 @@ class TorchNativeAttention:
         out = q.new_empty(*q.shape[:2], v.shape[-1])  # [T, H, D of V]
         for b, slots in enumerate(self._slots):
             span = slice(self._bounds[b], self._bounds[b + 1])
-            k_seen, v_seen = self._pool.read_kv(layer, slots)
-            out[span] = attend(q[span], k_seen.to(q.dtype), v_seen.to(q.dtype), kind, sinks)
+            out[span] = self.attended(layer, q[span], slots, kind, sinks)
         return out.flatten(1)
+
+    def attended(self, layer: int, q: Tensor, slots: Tensor, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+        """Compute the attention of q [E, H, D], the last tokens of one request, whose ``slots`` [n] end with theirs.
+        Returns: [E, H, D of V]."""
+        k, v = (x.to(q.dtype) for x in self._pool.read_kv(layer, slots))
+        return attend(q, k, v, kind, sinks)
 
 
 def gather(buffer: Tensor, slots: Tensor, page_size: int) -> Tensor:
