@@ -24,13 +24,17 @@ each_shape = pytest.mark.parametrize("shape", [ODD, SERVED], ids=["odd", "served
 
 
 def save_rounded(model: PreTrainedModel, folder: Path, format_: WeightFormat) -> PreTrainedModel:
-    """Rounds the weights of the products and of the vocabulary's tables in place, and saves."""
+    """Rounds the weights of the products, of experts too, and of the vocabulary's tables in place, and saves. What
+    chooses experts is never rounded to numbers that share scales."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if name.endswith("gate.weight") and format_ in ("int8", "q4_1"):
+                continue
+            if parameter.dim() > 1:
                 table = "embed" in name or "lm_head" in name
-                rounded = pack(parameter, table_format(format_) if table else format_)
-                parameter.copy_(rounded.rows(torch.arange(len(parameter))))
+                for weight in parameter if parameter.dim() == 3 else [parameter]:
+                    rounded = pack(weight, table_format(format_) if table else format_)
+                    weight.copy_(rounded.rows(torch.arange(len(weight))))
             elif format_ in ("bfloat16", "float16"):
                 parameter.copy_(parameter.to(getattr(torch, format_)))
     model.save_pretrained(folder)
