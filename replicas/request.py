@@ -75,7 +75,6 @@ class Holding:
     row: int  # its row of the ReqToTokenPool
     lock: object  # receipt of the prefix cache for the locked path
     prefix_len: int  # leading tokens whose pages belong to the tree (whole pages, locked by ``lock``)
-    host_len: int  # tokens behind the prefix that were on the host when it was locked
     kv_len: int  # tokens that have a slot: [0, prefix_len) the tree's, [prefix_len, kv_len) its own
     gone_len: int = 0  # tokens before its window, whose pages are no longer held: whole pages; prefix_len is 0 then
 

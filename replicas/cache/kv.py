@@ -104,9 +104,7 @@ class KvCache:
         match = self._cache.match_prefix(req.ids[:longest], req.salt)
         self._table.write(row, 0, self._allocator.pages_to_slots(match.pages))
         lock = self._cache.inc_lock_ref(match.node)
-        req.holding = Holding(
-            row=row, lock=lock, prefix_len=match.prefix_len, host_len=match.host_len, kv_len=match.prefix_len
-        )
+        req.holding = Holding(row=row, lock=lock, prefix_len=match.prefix_len, kv_len=match.prefix_len)
         req.computed_len = match.prefix_len
         self._holders[row] = req
         return match.prefix_len
@@ -138,7 +136,7 @@ class KvCache:
         Raises:  PagesExhausted when even eviction cannot make room; nothing is loaded then.
         """
         tiers, holding, ps = self.store.tiers, _holding(req), self.page_size
-        if tiers is None or not holding.host_len or holding.prefix_len != holding.kv_len:
+        if tiers is None or holding.prefix_len != holding.kv_len:
             return 0, 0
         ids = req.ids[: self.longest_reuse(req, whole=whole)]
         match = tiers.match_prefix(ids, req.salt, count_hit=False)
