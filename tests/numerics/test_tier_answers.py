@@ -15,7 +15,7 @@ from replicas.config import CacheConfig, KvDType, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams, TierStats
-from tests.harness import to_host
+from tests.harness import load_always, to_host
 from tests.numerics import tiny
 from tests.numerics.interrupted import save_model
 
@@ -50,6 +50,7 @@ def engine_of(
         context_len=256,
     )
     try:
+        load_always(engine.kv)
         yield engine
     finally:
         engine.close()

@@ -73,8 +73,8 @@ def accepting(app: Running) -> list[str]:
 
 
 def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -> None:
-    app.until(lambda: len(accepting(app)) == 2, 15)
-    app.until(lambda: [each["running"] for each in state(app)["autoscaling"]["targets"]] == [2], 15)
+    app.until(lambda: len(accepting(app)) == 2, 60)
+    app.until(lambda: [each["running"] for each in state(app)["autoscaling"]["targets"]] == [2], 60)
     seen = state(app)
     said = app.log.read_text()
     assert f"watch it: {app.url}/manta/ (asks for the admin key)" in said
@@ -85,7 +85,7 @@ def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -
         [pool] = replica["pools"]
         states = ("free", "evictable", "protected", "reserved", "quarantined")
         assert sum(pool[name] for name in states) == pool["capacity"] == 8_000
-        assert replica["report_age_s"] < 2
+        assert replica["report_age_s"] < 10
     [target] = seen["autoscaling"]["targets"]
     counts = [target[name] for name in ("role", "running", "desired", "minimum", "maximum")]
     assert counts == ["unified", 2, 2, 2, 2]
@@ -94,7 +94,7 @@ def test_the_state_shows_router_replicas_and_how_many_are_wanted(app: Running) -
 def test_a_request_is_shown_with_its_stages_its_explanation_and_its_path_in_the_tree(app: Running) -> None:
     assert ask(app, SHARED + "One?", "first") == 200
     assert ask(app, SHARED + "Two?", "second") == 200
-    app.until(lambda: (row_of(app, "second") or {}).get("stages") is not None, 10)
+    app.until(lambda: (row_of(app, "second") or {}).get("stages") is not None, 60)
     row = row_of(app, "second")
     assert row is not None
     assert (row["outcome"], row["output_tokens"], row["tries"]) == ("finished", 4, 1)
@@ -184,19 +184,19 @@ def test_a_reader_that_leaves_is_no_viewer_any_longer(app: Running) -> None:
         [line] = [line for line in lines if line.startswith("manta_observatory_viewers{")]
         return float(line.rpartition(" ")[2])
 
-    app.until(lambda: num_viewers() == 0, 15)
+    app.until(lambda: num_viewers() == 0, 60)
     with httpx.stream("GET", f"{app.url}/manta/api/events", headers=SHOWN, timeout=30) as stream:
         lines = stream.iter_lines()  # kept: without its reader the connection ends
         next(lines)
-        app.until(lambda: num_viewers() == 1, 15)
-    app.until(lambda: num_viewers() == 0, 15)
+        app.until(lambda: num_viewers() == 1, 60)
+    app.until(lambda: num_viewers() == 0, 60)
 
 
 def test_a_replica_that_dies_leaves_state_and_discovery_and_another_one_comes(app: Running) -> None:
     gone = next(each for each in app.states() if each["replica"]["replica_id"] == accepting(app)[0])["replica"]
     targets = {entry["targets"][0] for entry in get(app, "/sd").json()}
     os.kill(gone["pid"], signal.SIGKILL)
-    left_s = app.until(lambda: gone["replica_id"] not in accepting(app), 10)
+    left_s = app.until(lambda: gone["replica_id"] not in accepting(app), 60)
     [left] = targets - {entry["targets"][0] for entry in get(app, "/sd").json()}
     app.until(lambda: len(accepting(app)) == 2, 60)
     joined = {entry["targets"][0] for entry in get(app, "/sd").json()} - targets

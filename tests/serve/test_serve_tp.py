@@ -61,7 +61,7 @@ def test_serves_own_proxy_serves_where_haproxy_is_turned_off(app: Running) -> No
         assert answer.read().endswith(b"data: [DONE]\n\n")
     with httpx.stream("POST", f"{app.url}/v1/completions", json=body | {"max_tokens": 2000}, timeout=60) as answer:
         next(answer.iter_bytes())
-    app.until(app.idle, 5)
+    app.until(app.idle, 30)
 
 
 def test_three_ranks_hand_over_to_one_and_the_answer_is_the_same(app: Running) -> None:

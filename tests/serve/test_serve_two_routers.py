@@ -107,14 +107,14 @@ def test_both_routers_know_the_same_pages_soon_after_a_load(app: Running) -> Non
             apart.append(sum(abs(sum(one[replica]) - sum(other[replica])) for replica in one))
         assert {answer.result().status_code for answer in answers} == {200}
     ended_s = time.monotonic()
-    app.until(app.idle, 5.0)
+    app.until(app.idle, 30)
 
     def agree() -> bool:
         pools = {state["replica"]["replica_id"]: state["stats"]["pool"] for state in app.states()}
         held = {replica_id: [pool["evictable_pages"], 0] for replica_id, pool in pools.items()}
         return all(router["cache_pages"] == held for router in routers(app).values())
 
-    app.until(agree, 10.0)
+    app.until(agree, 60)
     settled_s = time.monotonic() - ended_s
     print(f"pages apart under load {apart}; both equal to the replicas' caches {settled_s:.2f} s after it")
     for topic in TOPICS:
@@ -146,7 +146,7 @@ def test_a_burst_beyond_the_queues_is_answered_whole_or_refused_with_a_time_to_c
         again = [text for text, answer in zip(texts, answers, strict=True) if answer.status_code != 200]
         tries = list(pool.map(lambda text: until_served(app, text), again))
     print(f"of {BURST} at once {len(served)} were served, {len(refused)} refused; those came again {max(tries)} times")
-    app.until(app.idle, 5.0)
+    app.until(app.idle, 30)
     assert sum(router["num_open"] for router in routers(app).values()) == 0
 
 
