@@ -154,7 +154,7 @@ def reference(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tup
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelType:
     """What came out for one model type."""
 
     model_type: str
@@ -163,7 +163,7 @@ class Row:
     why: str = ""
 
 
-def judge(model_type: str, folder: Path, config: PreTrainedConfig | None = None) -> Row:
+def judge(model_type: str, folder: Path, config: PreTrainedConfig | None = None) -> ModelType:
     """Say what becomes of a model of ``model_type`` before its weights are looked for; writes its config.json."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     if config is None:
@@ -175,11 +175,11 @@ def judge(model_type: str, folder: Path, config: PreTrainedConfig | None = None)
     try:
         found = load_model_config(str(folder))
     except UnsupportedModel as refused:
-        return Row(model_type, name, "refused", str(refused).rpartition("through Transformers: ")[2])
-    return Row(model_type, name, "natively" if found.implementation == "manta" else "through Transformers")
+        return ModelType(model_type, name, "refused", str(refused).rpartition("through Transformers: ")[2])
+    return ModelType(model_type, name, "natively" if found.implementation == "manta" else "through Transformers")
 
 
-def try_out(model_type: str) -> Row:
+def try_out(model_type: str) -> ModelType:
     """Make a tiny model of ``model_type`` and run it, or find out why it is refused."""
     from tests.numerics.paged import open_model
 
@@ -187,7 +187,7 @@ def try_out(model_type: str) -> Row:
         AutoConfig.for_model(model_type)
     except StrictDataclassError as error:
         said = f"Transformers refuses its own default config: {' '.join(str(error).split())}"
-        return Row(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "refused", said)
+        return ModelType(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "refused", said)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         try:
@@ -206,16 +206,16 @@ def try_out(model_type: str) -> Row:
             for a, (b, _) in zip(first.prefill(PROMPTS, chunk=5), wanted, strict=True)
         ]
         if max(errors) > 1e-3 or second.greedy(PROMPTS, NUM_NEW) != [ids for _, ids in wanted]:
-            return Row(model_type, row.name, WRONG, f"{row.how}: logits differ by {max(errors):.1e} of their range")
+            return ModelType(model_type, row.name, WRONG, f"{row.how}: {max(errors):.1e} of the logits' range off")
         return row
 
 
-def written() -> list[Row]:
+def written() -> list[ModelType]:
     """Read the rows of docs/models.md."""
-    return [Row(*found) for found in ROW.findall(PAGE.read_text())]
+    return [ModelType(*found) for found in ROW.findall(PAGE.read_text())]
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[ModelType]) -> str:
     """Write docs/models.md."""
     counts = Counter(row.how for row in rows)
     runs = counts["natively"] + counts["through Transformers"]
@@ -247,7 +247,7 @@ def main() -> None:
             if options.types:
                 traceback.print_exc()
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            row = Row(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], WRONG, said)
+            row = ModelType(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], WRONG, said)
         print(f"{row.model_type:24s} {row.how:22s} {time.monotonic() - started_s:5.1f} s  {row.why}", flush=True)
         rows[model_type] = row
     print(Counter(row.how for row in rows.values()))

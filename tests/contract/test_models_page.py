@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tools.models_table import PAGE, WRONG, Row, judge, page, written
+from tools.models_table import PAGE, WRONG, ModelType, judge, page, written
 
 ROWS = written()
 EVERY = 8  # how many rows one of this test's cases stands for
@@ -39,7 +39,7 @@ def test_what_is_refused_has_a_reason_and_what_runs_needs_none() -> None:
 
 @same_version
 @pytest.mark.parametrize("row", ROWS[::EVERY], ids=lambda row: row.model_type)
-def test_a_row_is_what_the_code_says_of_a_config_like_it(row: Row, tmp_path: Path) -> None:
+def test_a_row_is_what_the_code_says_of_a_config_like_it(row: ModelType, tmp_path: Path) -> None:
     """Its weights are not there: whether they give Transformers' answers, `python -m tools.models_table` has tried."""
     said = judge(row.model_type, tmp_path)
     assert (said.how, said.why.replace("|", "/")) == (row.how, row.why)

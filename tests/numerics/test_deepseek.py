@@ -20,7 +20,6 @@ from replicas.config import CacheConfig, ParallelConfig, SchedulerConfig
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidConfig, UnsupportedModel
 from replicas.launch import load_engine
-from replicas.layers.tp_group import TpGroup
 from replicas.replay.replay import extract, restore
 from replicas.runner.model_files import load_model_config
 from replicas.types import GenerateRequest, SamplingParams
@@ -29,10 +28,9 @@ from tests.embedded import MODEL
 from tests.numerics import tiny
 from tests.numerics.handing_over import GREEDY, check_held, make_engine, tiny_prompt
 from tests.numerics.paged import assert_close_in_range, open_model
-from tests.numerics.ranks import run_ranks
 from tests.numerics.test_hand_off import check_pair, trio
 from tests.numerics.test_hand_off_nixl import Processes, check_balance, check_processes
-from tests.numerics.test_tensor_parallel import answer, assert_same
+from tests.numerics.test_tensor_parallel import check_two_ranks
 
 NUM_NEW = 24
 PROMPT = np.random.default_rng(3).integers(0, tiny.VOCAB, 90).astype(np.int32)
@@ -172,13 +170,7 @@ def test_a_snapshot_goes_on_with_other_pages_and_ranks(
 
 def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
     """Heads and experts' inner sizes split in two; the latent vector and what makes it on both."""
-    configs = []
-    for kind in ("v2", "v3-halves"):
-        tiny.save(kind, tmp_path / kind)
-        configs.append(load_model_config(str(tmp_path / kind)))
-    one = answer(TpGroup(device="cpu"), configs, tiny.PROMPTS, 24)
-    for ours in run_ranks(2, answer, configs, tiny.PROMPTS, 24, meet=tmp_path / "meet"):
-        assert_same(ours, one)
+    check_two_ranks(("v2", "v3-halves"), tmp_path)
 
 
 @pytest.mark.model

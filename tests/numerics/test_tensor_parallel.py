@@ -1,5 +1,6 @@
 """A model split over ranks, each a process, says what one rank says."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -27,15 +28,20 @@ def answer(tp: TpGroup, configs: list[ModelConfig], prompts: list[list[int]], nu
     return answers
 
 
+def check_two_ranks(kinds: Iterable[str], folder: Path) -> None:
+    """Two ranks make the logits and tokens of one, for each of tiny's ``kinds``."""
+    configs = []
+    for kind in kinds:
+        tiny.save(kind, folder / kind)
+        configs.append(load_model_config(str(folder / kind)))
+    wanted = answer(TpGroup(device="cpu"), configs, tiny.PROMPTS, 24)
+    for ours in run_ranks(2, answer, configs, tiny.PROMPTS, 24, meet=folder / "meet"):
+        assert_same(ours, wanted)
+
+
 def test_two_ranks_agree_with_one_for_every_family(tmp_path: Path) -> None:
     """KV heads split in two, or one head on both ranks; vocabulary of 101 padded to 2 x 51."""
-    configs = []
-    for kind in sorted(tiny.CONFIGS):
-        tiny.save(kind, tmp_path / kind)
-        configs.append(load_model_config(str(tmp_path / kind)))
-    wanted = answer(TpGroup(device="cpu"), configs, tiny.PROMPTS, 24)
-    for ours in run_ranks(2, answer, configs, tiny.PROMPTS, 24, meet=tmp_path / "meet"):
-        assert_same(ours, wanted)
+    check_two_ranks(sorted(tiny.CONFIGS), tmp_path)
 
 
 @pytest.mark.model
