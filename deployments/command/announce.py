@@ -164,6 +164,7 @@ def _computes(replica: Mapping[str, Any], config: AppConfig) -> str:
 def curl(url: str, model: str, *, with_key: bool = False) -> str:
     """Write a command to paste, in short lines. Args: with_key: send the key that the shell has in KEY."""
     message = {"role": "user", "content": "What is the capital of France?"}
-    asked = f'{{"model": {json.dumps(model)}, "max_tokens": 32,\n       "messages": {json.dumps([message])}}}'
+    sampling = '"max_tokens": 32, "temperature": 0'
+    asked = f'{{"model": {json.dumps(model)}, {sampling},\n       "messages": {json.dumps([message])}}}'
     key = ' \\\n  -H "Authorization: Bearer $KEY"' if with_key else ""
     return f"curl {url}/v1/chat/completions{key} \\\n  -H 'Content-Type: application/json' \\\n  -d '{asked}'"
