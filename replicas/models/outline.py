@@ -163,7 +163,34 @@ def _made(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model = causal_class(config)._from_config(config, attn_implementation=OUTLINED, dtype=torch.bfloat16).eval()
     silence_padding(model)
+    for rope in changing_ropes(model):
+        rope.settle()  # it looks at its tokens' positions, which have no values here
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class ChangingRope:
+    """Rotary frequencies, of one type of layers or of all, that Transformers makes anew for a longer batch."""
+
+    part: nn.Module
+    layer_type: str | None
+
+    def settle(self) -> None:
+        """Keep the frequencies as they are now, for every batch."""
+        if self.layer_type is None:
+            self.part.__dict__["rope_type"] = "default"
+        else:
+            self.part.__dict__["rope_type"][self.layer_type] = "default"
+
+
+def changing_ropes(model: nn.Module) -> list[ChangingRope]:
+    found = []
+    for part in model.modules():
+        kinds: Any = getattr(part, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                found.append(ChangingRope(part, layer_type))
+    return found
 
 
 def _run(model: PreTrainedModel, calls: _Calls) -> Tensor:

@@ -28,7 +28,15 @@ from replicas.config import ModelConfig, Products
 from replicas.errors import InvalidConfig
 from replicas.layers.layer import computes_in
 from replicas.layers.tp_group import TpGroup
-from replicas.models.outline import causal_class, counting, first_position, read, silence_padding, takes_positions
+from replicas.models.outline import (
+    causal_class,
+    changing_ropes,
+    counting,
+    first_position,
+    read,
+    silence_padding,
+    takes_positions,
+)
 from replicas.models.own_parts import product_bytes, use_own_norms, use_own_products
 from replicas.models.sharding import shard
 
@@ -183,17 +191,10 @@ ExpertsInterface.register(SERVED, _experts)
 
 def _freeze_rope(module: nn.Module, context_len: int) -> None:
     """Set rotary frequencies that follow the longest sequence for ``context_len``, for every batch."""
-    for part in module.modules():
-        kinds: Any = getattr(part, "rope_type", None)
-        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
-                continue
-            last = torch.tensor([[context_len - 1]], device=next(part.buffers()).device)
-            part(last.float(), last, **({} if layer_type is None else {"layer_type": layer_type}))
-            if layer_type is None:
-                part.__dict__["rope_type"] = "default"
-            else:
-                kinds[layer_type] = "default"
+    for rope in changing_ropes(module):
+        last = torch.tensor([[context_len - 1]], device=next(rope.part.buffers()).device)
+        rope.part(last.float(), last, **({} if rope.layer_type is None else {"layer_type": rope.layer_type}))
+        rope.settle()
 
 
 @contextlib.contextmanager

@@ -81,13 +81,19 @@ def test_longrope_within_the_original_context_has_the_short_factors(tmp_path: Pa
     assert open_model(tmp_path).greedy([prompt], 7) != paged.greedy([prompt], 7), "long factors are others"
 
 
-def test_dynamic_scaling_beyond_the_original_context_is_that_of_a_text_as_long_as_the_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize("implementation", ["manta", "transformers"])
+def test_dynamic_scaling_beyond_the_original_context_is_that_of_a_text_as_long_as_the_context(
+    implementation: Implementation, tmp_path: Path
+) -> None:
     """Chunks, hits and batches cannot change it, since it is made once, for the context that is served."""
     model = tiny.save("llama", tmp_path, rope_parameters={"rope_theta": 1000.0, **ROPES["dynamic"]})
     text = torch.randint(tiny.VOCAB, (400,), generator=torch.Generator().manual_seed(5)).tolist()
     with torch.inference_mode():
         wanted = model(torch.tensor([text])).logits[0]
-    whole, chunked = (open_model(tmp_path, context_len=400).prefill([text], chunk=size)[0] for size in (400, 37))
+    whole, chunked = (
+        open_model(tmp_path, context_len=400, implementation=implementation).prefill([text], chunk=size)[0]
+        for size in (400, 37)
+    )
     assert_close_in_range(whole, wanted, 1e-4)
     assert_close_in_range(chunked, wanted, 1e-4)
 
@@ -104,9 +110,8 @@ def test_pages_of_other_frequencies_are_not_the_same_pages(implementation: Imple
 
     assert page_of("longrope", 8) == page_of("longrope", 16) != page_of("longrope", 17) == page_of("longrope", 256)
     assert page_of("yarn", 8) == page_of("yarn", 256)
-    if implementation == "manta":  # Transformers' module for dynamic scaling is refused
-        assert page_of("dynamic", 8) == page_of("dynamic", 256)
-        assert len({page_of("dynamic", context_len) for context_len in (256, 257, 258)}) == 3
+    assert page_of("dynamic", 8) == page_of("dynamic", 256)
+    assert len({page_of("dynamic", context_len) for context_len in (256, 257, 258)}) == 3
 
 
 def test_a_scaled_context_is_served_and_one_beyond_it_is_refused_by_engine_and_ingress(tmp_path: Path) -> None:
