@@ -72,7 +72,7 @@ async def ways(calls: Calls) -> dict[str, list[str]]:
         await house.start()
         for role, loop in replicas.items():
             house.add(ServedEngine(loop, replica_id=role.value, node_id="here", role=role))
-        assert await house.fleet.wait_ready(5.0)
+        assert await house.fleet.wait_ready(30)
         while len(house.router.views) < len(replicas):
             await asyncio.sleep(0.01)
         app = make_app(house.service(next(iter(replicas.values())).engine.tokenizer))

@@ -67,7 +67,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         replicas = [PromptReader("r0"), PromptReader("r1")]
         for replica in replicas:
             house.add(replica)
-        assert await house.fleet.wait_ready(5.0)
+        assert await house.fleet.wait_ready(30)
         face = ModelFace(
             name="tiny", path="tiny", tokenizer_path="tiny", context_len=CONTEXT_LEN, vocab_size=2000,
             architectures=("Tiny",), model_type="tiny",

@@ -122,7 +122,7 @@ async def running() -> AsyncIterator[Running]:
     assert router is not None
     await house.start()
     house.add(ServedEngine(loop, replica_id="r0", node_id="here", metrics_address=replica.target.address))
-    assert await house.fleet.wait_ready(5.0)
+    assert await house.fleet.wait_ready(30)
     face = read_face(ModelSettings(path=MODEL))
     service = Service(
         model=face, tokenizer=engine.tokenizer, dispatcher=house.dispatcher, fleet=house.fleet, leases=house.leases,
@@ -159,7 +159,7 @@ async def traffic(client: httpx.AsyncClient) -> None:
 async def test_a_replica_and_a_router_tell_what_the_catalogue_says_and_no_more(running: Running) -> None:
     before = {each: await scrape(each) for each in (running.replica, running.router)}
     await traffic(running.client)
-    async with asyncio.timeout(5):  # until the replica has published what it did last
+    async with asyncio.timeout(30):  # until the replica has published what it did last
         while (await scrape(running.replica)).total("scheduler_finished_requests_total") < 3:
             await asyncio.sleep(0.02)
     for process, metrics, who in (
@@ -226,7 +226,7 @@ async def test_apart_hand_offs_are_told_too() -> None:
     await house.start()
     for replica_id, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
         house.add(HandOffReplica(replica_id, role, desks))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(house.router.views) < 2:
             await asyncio.sleep(0.005)
     async for _ in house.dispatcher.stream(ask()):

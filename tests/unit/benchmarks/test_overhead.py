@@ -122,7 +122,7 @@ async def fleet() -> AsyncIterator[str]:
 
 
 async def test_a_scraper_and_a_view_watch_until_the_end() -> None:
-    async with fleet() as url, watching(url) as seen, asyncio.timeout(5):
+    async with fleet() as url, watching(url) as seen, asyncio.timeout(30):
         while not (seen.scrapes and seen.events):
             await asyncio.sleep(0)
     assert (seen.scrapes, seen.events) == (1, 1)

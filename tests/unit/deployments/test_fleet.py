@@ -32,14 +32,14 @@ async def test_a_member_is_ready_once_it_has_attached_and_reported(house: House)
     assert not await house.fleet.wait_ready(0.01)
     house.add(ScriptedReplica("r0"))
     assert house.fleet.describe() == "r0: starting"
-    assert await house.fleet.wait_ready(5)
+    assert await house.fleet.wait_ready(30)
     assert house.fleet.describe() == "r0: accepting"
     assert [each.replica_id for each in house.fleet.infos] == ["r0"]
 
 
 async def test_a_replica_that_leaves_is_forgotten_at_once(house: House) -> None:
     house.add(ScriptedReplica("r0"))
-    await house.fleet.wait_ready(5)
+    await house.fleet.wait_ready(30)
     house.remove("r0")
     assert house.fleet.num_ready == 0
     assert house.fleet.infos == []
@@ -59,7 +59,7 @@ async def test_a_replica_that_cannot_be_reached_yet_is_tried_again(house: House)
 
     shy = Shy("r0")
     house.add(shy)
-    assert await house.fleet.wait_ready(5)
+    assert await house.fleet.wait_ready(30)
     assert shy.num_asked == 2
 
 
@@ -175,7 +175,7 @@ async def test_a_replica_that_does_not_answer_is_left_out_of_the_answers(house: 
     async def ask_stuck(replica_id: str) -> int:
         return await asyncio.Event().wait() if replica_id == "r0" else 7
 
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(4):  # ANSWER_S is 5
         assert await house.fleet.ask_all(ask_stuck, timeout_s=0.01) == {"r1": 7}
 
 
@@ -199,7 +199,7 @@ async def test_a_router_that_stops_attaches_no_replica_again(house: House) -> No
             return await super().attach(address)
 
     house.add(Asked("r0"))
-    assert await house.fleet.wait_ready(5)
+    assert await house.fleet.wait_ready(30)
     await house.fleet.stop()
     house.fleet.on_lost("r0")
     await asyncio.sleep(0)

@@ -69,7 +69,7 @@ class Apart:
 
     async def add(self, loop: EngineLoop, replica_id: str, role: Role) -> None:
         self.house.add(ServedEngine(loop, replica_id=replica_id, node_id="here", role=role))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while replica_id not in {view.replica_id for view in self.house.router.views}:
                 await asyncio.sleep(0.01)
 

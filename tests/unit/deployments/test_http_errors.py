@@ -392,7 +392,7 @@ async def test_what_is_refused_leaves_nothing_open(client: httpx.AsyncClient, en
 async def test_what_an_engine_died_of_is_not_for_clients(client: httpx.AsyncClient, house: House) -> None:
     house.remove("r0")
     house.add(ScriptedReplica("dying", refuse=EngineDead("a step failed with OSError: /secret/path")))
-    assert await house.fleet.wait_ready(5)
+    assert await house.fleet.wait_ready(30)
     error = check_error(await client.post(TEXT, json=text()), 503)
     assert "secret" not in error["message"]
     assert "no other replica could continue it" in error["message"]

@@ -88,7 +88,7 @@ async def test_a_body_is_not_read_before_the_key_is_right(service: Service) -> N
     async with listening(make_app(service, keys=KEYS)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
         writer.close()
 
@@ -139,7 +139,7 @@ async def test_a_request_is_aborted_only_with_the_key_that_opened_it(
     assert len({owner_of(rid) for rid in rids} - {""}) == 2
     assert await aborted(ONE) == 1
     assert (await pending[0]).json()["choices"][0]["finish_reason"] == "abort"
-    async with asyncio.timeout(5):  # its lease ends a moment later
+    async with asyncio.timeout(30):  # its lease ends a moment later
         while await aborted(ONE):
             await asyncio.sleep(0.01)
     assert not pending[1].done()

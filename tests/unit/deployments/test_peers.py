@@ -124,7 +124,7 @@ async def ours() -> AsyncIterator[House]:
     house = House()
     await house.start()
     house.add(ScriptedReplica("r0"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not house.fleet.num_ready:
             await asyncio.sleep(0.002)
     async for _ in house.dispatcher.stream(ask(rid="a1.0-mine")):

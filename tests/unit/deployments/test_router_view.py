@@ -24,7 +24,7 @@ async def house() -> AsyncIterator[House]:
     house = House()
     await house.start()
     house.add(ScriptedReplica("r0"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not house.fleet.num_ready:
             await asyncio.sleep(0.002)
     yield house

@@ -204,12 +204,10 @@ def test_another_token_fails_the_room_and_gets_no_page(make: Make) -> None:
 
 
 def test_a_peer_that_is_gone_fails_the_room_without_waiting_for_an_answer(make: Make) -> None:
-    p, d = make(seed=1), make(seed=2)
+    p, d = make(seed=1), make(seed=2, call_timeout_s=300.0)
     p.service.close()
-    start_s = time.monotonic()
     receive(d, p, page_ids(5, 6, 2, 8))
-    d.wait(ReceiveDrained, 1)
-    assert time.monotonic() - start_s < 4.0  # not by call_timeout_s, which is 5
+    d.wait(ReceiveDrained, 1)  # for WAIT_S at most
     assert d.of(1) == ["ReceiveFailed", "ReceiveDrained"]
 
 
