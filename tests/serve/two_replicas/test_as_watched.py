@@ -42,7 +42,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     page.close()
 
 
-def test_all_targets_are_up_within_fifteen_seconds(fleet: Watched) -> None:
+def test_all_targets_are_up_within_a_minute(fleet: Watched) -> None:
     print(f"4 targets up {fleet.up_s:.1f} s after the start of Prometheus")
     assert fleet.up_s < UP_S
 
@@ -82,7 +82,8 @@ def test_the_page_shows_the_replicas_and_the_shared_prefix_of_a_request_and_why_
     assert trunk["tokens"] >= 128
     on_path = '.cell.on-path[aria-level="2"]'
     label = browser.one(on_path).get_attribute("aria-label") or ""
-    assert label.startswith(f"{trunk['tokens']} tokens, ")  # of which all prompts for completions are children
+    below = ", " if trunk["subtree_nodes"] > 1 else "; "  # other prompts for completions, unless all went elsewhere
+    assert label.startswith(f"{trunk['tokens']} tokens{below}")
     browser.picture("live_unified")
     assert browser.complaints() == []
 
