@@ -111,7 +111,7 @@ def outline(config: PreTrainedConfig, name: str) -> Outline:
     except _Refused as refused:
         reason = str(refused)
     except KeyError as error:
-        reason = OWN_CODE if error.args == (OUTLINED,) else f"its forward pass cannot be traced: it lacks {error}"
+        reason = OWN_CODE if error.args == (OUTLINED,) else "its forward pass cannot be traced: KeyError"
     except Exception as error:  # noqa: BLE001 - of any model's code, which may fail in any way when it has no weights
         said = " ".join(str(error).split())[:200]
         reason = f"its forward pass cannot be traced without weights: {type(error).__name__}: {said}"

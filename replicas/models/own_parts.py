@@ -79,9 +79,9 @@ def _siblings(name: str, linears: Mapping[str, nn.Linear]) -> list[str]:
     parent, _, own = name.rpartition(".")
     for together in SAME_INPUT:
         names = [f"{parent}.{each}" for each in together]
-        parts = [linears.get(each) for each in names]
-        if own in together and all(part is not None for part in parts):
-            shapes = {(part.weight.shape[1], part.bias is None, len(part._forward_hooks)) for part in parts if part}
+        parts = [linears[each] for each in names if each in linears and linears[each].weight is not None]
+        if own in together and len(parts) == len(names):  # one that has been replaced has no weight
+            shapes = {(part.weight.shape[1], part.bias is None, len(part._forward_hooks)) for part in parts}
             if len(shapes) == 1:
                 return names
     return [name]

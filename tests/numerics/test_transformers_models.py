@@ -75,6 +75,15 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(saved: Saved) -> 
     assert parts.greedy(PROMPTS, 64, chunk=5) == [ids for _, ids in wanted]
 
 
+def test_linears_of_one_input_that_differ_in_bias_are_not_one_product(tmp_path: Path) -> None:
+    """Whisper's decoder has biases in its queries and values, and none in its keys."""
+    model = make(tiny_config("whisper"), tmp_path)
+    logits, wanted = tiny.reference(model, PROMPTS[0], 16)
+    served = open_model(tmp_path, implementation="transformers")
+    assert_close_in_range(served.prefill([PROMPTS[0]], chunk=100)[0], logits, 1e-4)
+    assert served.greedy([PROMPTS[0]], 16) == [wanted]
+
+
 def test_a_hit_a_chunked_prompt_and_a_hand_off_say_the_same(saved: Saved) -> None:
     folder, wanted = saved
     fabric = LocalFabric()
