@@ -143,7 +143,9 @@ class Running:
         return list(self.info()["internal_states"])
 
     def info(self) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.url}/get_server_info", headers=self._shown, timeout=30).json())
+        """What the server says of itself; asked for again while Serve's proxy, slow on a busy machine, is replaced."""
+        with httpx.Client(transport=httpx.HTTPTransport(retries=5), timeout=30) as client:
+            return dict(client.get(f"{self.url}/get_server_info", headers=self._shown).json())
 
     def idle(self) -> bool:
         """Nothing runs, and every page is free or evictable."""

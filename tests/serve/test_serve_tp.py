@@ -81,7 +81,7 @@ def test_a_dead_rank_is_noticed_and_its_replica_replaced(app: Running) -> None:
     before, decode = replica_id(app, "prefill"), replica_id(app, "decode")
     os.kill(ranks(app)[0], signal.SIGKILL)
     app.until(lambda: replica_id(app, "prefill") not in (before, ""), 120)
-    app.until(lambda: len(ranks(app)) == 2, 20)
+    app.until(lambda: len(ranks(app)) == 2, 120)
     assert replica_id(app, "decode") == decode
     route, apart = ask(app)
     assert "hand_off=transferred" in route
