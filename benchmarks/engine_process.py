@@ -95,6 +95,7 @@ class _Settings:
     context_len: int
     pool_tokens: int
     probe: Probe | None
+    heartbeat_misses: int
     dumps: str  # folder of the sockets that tell stacks
 
 
@@ -128,6 +129,7 @@ class EngineProcess:
         context_len: int = 256,
         pool_tokens: int = 2048,
         probe: Probe | None = None,
+        heartbeat_misses: int = 3,
     ) -> None:
         """``transport``: "cma" or "tcp"; ``probe``: a function that can be pickled."""
         context = prepared()
@@ -143,6 +145,7 @@ class EngineProcess:
             context_len=context_len,
             pool_tokens=pool_tokens,
             probe=probe,
+            heartbeat_misses=heartbeat_misses,
             dumps=self._dumps.name,
         )
         self._process = context.Process(target=_main, args=(theirs, settings), daemon=tp == 1)
@@ -258,6 +261,7 @@ def _main(pipe: Connection, settings: _Settings) -> None:
             transport="tcp" if settings.transport == "tcp" else "auto",
             open_timeout_s=TRANSFER_S,
             room_timeout_s=TRANSFER_S,
+            heartbeat_misses=settings.heartbeat_misses,
         ),
     )
     loop = EngineLoop(engine)

@@ -42,9 +42,17 @@ def save_model(folder: Path) -> str:
     return str(folder)
 
 
-def engine(model: str, *, tp: int = 1, probe: Probe | None = None) -> EngineProcess:
+def engine(model: str, *, tp: int = 1, probe: Probe | None = None, heartbeat_misses: int = 3) -> EngineProcess:
     return EngineProcess(
-        model, page=16, chunk=32, transport="cma", tp=tp, context_len=4096, pool_tokens=16384, probe=probe
+        model,
+        page=16,
+        chunk=32,
+        transport="cma",
+        tp=tp,
+        context_len=4096,
+        pool_tokens=16384,
+        probe=probe,
+        heartbeat_misses=heartbeat_misses,
     )
 
 

@@ -28,6 +28,7 @@ from tests.numerics.interrupted import (
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 SOON_S = TRANSFER_S - 5.0  # before any other limit
+MISSES = 25  # seconds: peers that only wait for a processor do not take each other for dead before a rank is missed
 
 
 def follower_pids() -> Callable[[], list[int | None]]:
@@ -43,14 +44,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def other(model: str) -> Iterator[EngineProcess]:
     """Nobody stops it."""
-    end = engine(model)
+    end = engine(model, heartbeat_misses=MISSES)
     yield end
     end.close()
 
 
 @pytest.fixture
 def victim(model: str) -> Iterator[EngineProcess]:
-    end = engine(model, tp=2, probe=follower_pids)
+    end = engine(model, tp=2, probe=follower_pids, heartbeat_misses=MISSES)
     yield end
     end.close()
 
