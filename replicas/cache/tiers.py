@@ -65,10 +65,11 @@ class HiRadixCache(RadixCache):
 
     def insert(self, token_ids: TokenIds, pages: Pages, salt: str, *, priority: int = 0) -> int:
         already = super().insert(token_ids, pages, salt, priority=priority)
-        for node, _ in self._path(token_ids, salt):
-            if not node.on_host and self._write.at_insert(node.hit_count):
-                self._give_host_pages(node)
-        self._copy()
+        if not self._write.at_eviction:
+            for node, _ in self._path(token_ids, salt):
+                if not node.on_host and self._write.at_insert(node.hit_count):
+                    self._give_host_pages(node)
+            self._copy()
         return already
 
     def evict(self, num_pages: int) -> Pages:
