@@ -184,6 +184,7 @@ class ChangingRope:
 
 
 def changing_ropes(model: nn.Module) -> list[ChangingRope]:
+    """List those of ``model`` that are not settled."""
     found = []
     for part in model.modules():
         kinds: Any = getattr(part, "rope_type", None)

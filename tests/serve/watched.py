@@ -17,7 +17,7 @@ from tests.serve.prometheus import Prometheus, complaints, prometheus
 from tests.serve.running import Running
 from tests.serve.traffic import NAME, Traffic
 
-UP_S = 60.0  # all targets, from the start of Prometheus, on a machine that does much else
+UP_S = 15.0  # all targets, from the start of Prometheus
 SETTLED_S = 15.0  # until a scrape has seen what happened last
 RATES_S = 90.0  # until every query has data: some three scrapes under load
 # judged by the alerts, and not what these tests are about: how quick this machine is
@@ -62,7 +62,7 @@ def watched(app: Running, folder: Path, *, num_processes: int) -> Iterator[Watch
     """All targets up, and ``app`` under load until boards have something to show; it has served nothing yet."""
     app.until(lambda: len(httpx.get(f"{app.url}/manta/sd", timeout=30).json()) == num_processes, 30)
     with prometheus(folder, f"{app.url}/manta") as server:
-        up_s = app.until(lambda: is_up(server, num_processes), 3 * UP_S)
+        up_s = app.until(lambda: is_up(server, num_processes), 4 * UP_S)
         found = Watched(app=app, prometheus=server, traffic=Traffic(app.url), up_s=up_s)
         disaggregated = found.state()["mode"] == "disaggregated"
 

@@ -21,7 +21,7 @@ def fleet(app: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
         yield running
 
 
-def test_all_targets_are_up_within_a_minute(fleet: Watched) -> None:
+def test_all_targets_are_up_within_fifteen_seconds(fleet: Watched) -> None:
     print(f"4 targets up {fleet.up_s:.1f} s after the start of Prometheus")
     assert fleet.up_s < UP_S
 

@@ -94,7 +94,7 @@ def test_a_request_id_is_echoed_once(app: Running) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_a_client_that_leaves_frees_its_pages_at_once(app: Running, streaming: bool) -> None:
+async def test_a_client_that_leaves_frees_its_pages_within_a_second(app: Running, streaming: bool) -> None:
     body = {"prompt": PROMPT, "max_tokens": 6000, "ignore_eos": True, "stream": streaming}
     async with httpx.AsyncClient(timeout=60) as http:
         pending = asyncio.create_task(_first_bytes(http, f"{app.url}/v1/completions", body))
@@ -102,7 +102,7 @@ async def test_a_client_that_leaves_frees_its_pages_at_once(app: Running, stream
             while not any(state["num_open"] for state in await asyncio.to_thread(app.states)):
                 await asyncio.sleep(0.02)
         pending.cancel()
-    assert await asyncio.to_thread(app.until, app.idle, 30) < 5.0  # all of it takes minutes
+    assert await asyncio.to_thread(app.until, app.idle, 30) < 1.0
 
 
 async def _first_bytes(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> None:

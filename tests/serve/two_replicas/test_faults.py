@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.serve, pytest.mark.model, pytest.mark.timeout(500)]
 TOKENS = 160  # so many that no stream is through when the last one has begun
 GOES_ON_S = 5.0  # the bound on the gap of a stream whose replica hangs; the rest is what a busy machine adds
 SERVES_AGAIN_S = 5.0
-SLACK_S = 40.0
+SLACK_S = 10.0
+BUSY_S = 40.0  # in the place of that for a hang: 27 s were seen at load 17, and one that is not noticed takes over 60
 # greedy, seeded, and two choices of one request
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -114,7 +115,7 @@ def test_streams_go_on_elsewhere_with_the_same_ids_when_a_replica_fails_at_a_ran
         assert all(stream.done for stream in streams)
         worst_s = max(stream.worst_gap_s for stream in streams)
         print(f"{how} at token {at}: worst gap of a stream {worst_s:.2f} s")
-        assert worst_s < GOES_ON_S + SLACK_S
+        assert worst_s < GOES_ON_S + BUSY_S
         if how != "SIGKILL":
             assert worst_s > 1.0, "nothing hung"
     finally:

@@ -192,7 +192,7 @@ async def test_a_receiver_that_says_nothing_holds_the_end_up_for_a_moment_only(
         assert (await traced.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
         before_s = time.monotonic()
         await traced.tracing.stop()
-        assert time.monotonic() - before_s < 10.0
+        assert time.monotonic() - before_s < 2.0
         await traced.client.aclose()
     assert "did not take the last spans" in caplog.text
 

@@ -93,12 +93,12 @@ def test_a_service_that_hangs_ends_each_call_at_its_deadline_and_touches_no_page
         for number in range(3):
             status, seconds = read(store)
             assert status is ReadStatus.ERROR
-            assert DEADLINE_S <= seconds < 15
+            assert DEADLINE_S <= seconds < DEADLINE_S + 1
             assert store.stats().errors == number + 1
             clock.now += 60
         started = time.monotonic()
         assert store.contains([key_of(number) for number in range(100)]) == [False] * 100
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < DEADLINE_S + 1
         number_asked = 0
         while asked.acquire(blocking=False):
             number_asked += 1
