@@ -45,6 +45,16 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What an output must be: every token is held to it (replicas/grammar)."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str  # the schema as JSON, the regular expression, or the grammar in llguidance's dialect of Lark
+    after: str = ""  # it begins behind the first of this text in the output, as "</think>"; before, any token may come
+    lenient: bool = False  # of a schema: keywords that cannot be enforced are left out, instead of refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. Field meanings follow SGLang and OpenAI.
 
@@ -70,6 +80,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop: bool = False  # keep the stop string in the text (SGLang's no_stop_trim)
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
 
     @property
     def greedy(self) -> bool:
@@ -82,9 +93,7 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether every step edits the logits; until min_new_tokens steps may in addition, by the ids that end it."""
-        return (
-            self.has_penalties or bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.bad_words)
-        )
+        return self.has_penalties or bool(self.logit_bias) or self.allowed_token_ids is not None or bool(self.bad_words)
 
     def for_choice(self, index: int) -> "SamplingParams":
         """Return the parameters of choice ``index`` when n > 1: equal but for the seed, which choice 0 keeps."""

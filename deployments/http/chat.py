@@ -30,6 +30,7 @@ from deployments.http.convert import (
 from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_logprobs_body
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Deltas, Key
+from deployments.output.parts import Reader, TextReader
 from replicas.errors import InvalidRequest
 from replicas.types import GenerateRequest, TokenDelta
 
@@ -78,7 +79,22 @@ class ChatForm(OpenAIForm):
         return chat_logprobs(self.service.tokenizer, delta.logprobs, num_top=self.body.top_logprobs or 0)
 
 
-async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A conversation that is ready to be sent to a replica, and what reads its answer."""
+
+    request: GenerateRequest
+
+    def new_reader(self) -> Reader:
+        """Make the reader of one choice's text."""
+        return TextReader()
+
+
+async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
+    """Check and tokenise a conversation, of this endpoint or of another that has converted its body to one.
+
+    Raises: InvalidRequest, PromptTooLong, UnknownModel, Busy.
+    """
     check_model(service, body.model)
     _refuse(body)
     num_prompt = logprobs_wanted(body)
@@ -99,6 +115,11 @@ async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
         prompt_logprobs_from=None if num_prompt is None else 0,
     )
     checked(service, request, names={"prompt": "messages", "max_tokens": limit_name})
+    return Prepared(request=request)
+
+
+async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
+    request = (await prepare(service, body, name)).request
     answer_id, created = f"chatcmpl-{name}", int(time.time())
     has_logprobs = request.return_logprobs
     form = ChatForm(service=service, body=body, answer_id=answer_id, created=created, has_logprobs=has_logprobs)

@@ -56,6 +56,7 @@ class NativeForm:
 
     is_cumulative = True
     only_text = False
+    names_events = False
 
     tokenizer: Tokenizer
     requests: list[GenerateRequest]
@@ -70,15 +71,13 @@ class NativeForm:
         bodies = [self._body(number, delta) for (number, _), delta in deltas.items()]
         return bodies if self.is_list else bodies[0]
 
-    def event(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> dict[str, Any]:
+    def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[dict[str, Any]]:
         number, choice = key
         body = self._body(number, delta)
-        if not self.is_list:
-            return body
-        return {**body, "index": self.firsts[number] + choice}
+        return [{**body, "index": self.firsts[number] + choice} if self.is_list else body]
 
-    def last_event(self, latest: Deltas) -> None:
-        return None
+    def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
+        return []
 
     def _body(self, number: int, delta: TokenDelta) -> dict[str, Any]:
         request, usage, finish = self.requests[number], delta.usage, delta.finish

@@ -27,6 +27,7 @@ class OpenAIForm(ABC):
     kind: ClassVar[str]  # the answer's ``object``
     chunk_kind: ClassVar[str]
     is_cumulative = False
+    names_events = False
 
     service: Service
     body: SamplingFields
@@ -54,18 +55,18 @@ class OpenAIForm(ABC):
         """Fields of the whole answer that precede its usage."""
         return {}
 
-    def event(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> dict[str, Any] | None:
+    def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[dict[str, Any]]:
         choice = self.chunk(key, delta, begins=begins)
         if choice is None:
-            return None
+            return []
         body = self._body(self.chunk_kind, [choice])
-        return {**body, "usage": usage_body(latest)} if self._has_usage_in_each else body
+        return [{**body, "usage": usage_body(latest)} if self._has_usage_in_each else body]
 
-    def last_event(self, latest: Deltas) -> dict[str, Any] | None:
+    def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
         options = self.body.stream_options
         if options is None or not options.include_usage:
-            return None
-        return {**self._body(self.chunk_kind, []), "usage": usage_body(latest)}
+            return []
+        return [{**self._body(self.chunk_kind, []), "usage": usage_body(latest)}]
 
     @property
     def _has_usage_in_each(self) -> bool:

@@ -44,9 +44,10 @@ FEW_LOGPROBS = 100  # rows, each of a token and up to 20 alternatives
 _MARK = "\0the text\0"  # never part of a model's name or an id
 
 
-def sse(payload: dict[str, Any]) -> bytes:
-    """Encode ``payload`` as one server-sent event."""
-    return b"data: " + _ENCODER.encode(payload).encode() + b"\n\n"
+def sse(payload: dict[str, Any], *, named: bool = False) -> bytes:
+    """Encode ``payload`` as one server-sent event; ``named``: by its type, as OpenAI's Responses and Anthropic do."""
+    name = f"event: {payload['type']}\n".encode() if named else b""
+    return name + b"data: " + _ENCODER.encode(payload).encode() + b"\n\n"
 
 
 class TextEvents:
@@ -76,11 +77,16 @@ class Form(Protocol):
     def whole(self, deltas: Deltas) -> Any:
         """Make the body of an answer that is not streamed. Args: deltas: each choice as one delta, sorted."""
 
-    def event(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> dict[str, Any] | None:
-        """Make the event of ``delta``; None if it has nothing for the client. ``latest``: last delta of each choice."""
+    @property
+    def names_events(self) -> bool:
+        """Whether an event has its type as its name; such a stream ends with its last event, others with DONE."""
 
-    def last_event(self, latest: Deltas) -> dict[str, Any] | None:
-        """Make the event after the end of all choices; None if the endpoint has none."""
+    def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[dict[str, Any]]:
+        """Make the events of ``delta``; none if it has nothing for the client. ``latest``: last delta of each
+        choice."""
+
+    def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
+        """Make the events after the end of all choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,25 +123,23 @@ class Answer:
                 if delta.text:
                     yield texts[key].event(delta.text)
                 continue
-            event = await made(partial(self._event, key, delta, latest, begins), [delta])
-            if event is not None:
-                yield event
+            events = await made(partial(self._encoded, key, delta, latest, begins), [delta])
+            if events:
+                yield events
             if form.only_text and delta.finish is None:
                 texts[key] = straight.texts[delta.index] = TextEvents(partial(self._text_event, key, delta))
-        last = form.last_event(latest)
-        if last is not None:
-            yield sse(last)
-        yield DONE
+        named = form.names_events
+        last = b"".join(sse(payload, named=named) for payload in form.last_events(latest))
+        yield last if named else last + DONE
 
-    def _event(self, key: Key, delta: TokenDelta, latest: Deltas, begins: bool) -> bytes | None:
-        payload = self.form.event(key, delta, latest, begins=begins)
-        return None if payload is None else sse(payload)
+    def _encoded(self, key: Key, delta: TokenDelta, latest: Deltas, begins: bool) -> bytes:
+        payloads = self.form.events(key, delta, latest, begins=begins)
+        return b"".join(sse(payload, named=self.form.names_events) for payload in payloads)
 
     def _text_event(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
         """Make the payload of a later event of the same choice that has nothing but ``text``."""
         plain = replace(delta, text=text, finish=None, logprobs=(), prompt_logprobs=())
-        payload = self.form.event(key, plain, {}, begins=False)
-        assert payload is not None, "an event without its text"
+        [payload] = self.form.events(key, plain, {}, begins=False)
         return payload
 
 

@@ -29,6 +29,7 @@ FLOORS: dict[str, set[str]] = {
     "replicas.layers.tp_group": {"replicas.errors"},
     "replicas.distributions": {"replicas.types", "kvtransfer.types"},
     "replicas.text": {"replicas.types", "replicas.errors", "replicas.config"},
+    "replicas.grammar": {"replicas.text", "replicas.types", "replicas.errors"},
     "replicas.memory": {
         "replicas.kernels.weight_formats", "replicas.types", "replicas.errors", "replicas.config", "kvtransfer.layout",
     },
@@ -72,8 +73,8 @@ FLOORS: dict[str, set[str]] = {
     },
     "replicas.engine": {
         "replicas.runner", "replicas.scheduler", "replicas.cache", "replicas.memory", "replicas.request",
-        "replicas.text", "replicas.disagg", "replicas.distributions", "replicas.config", "replicas.observer",
-        "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
+        "replicas.text", "replicas.grammar", "replicas.disagg", "replicas.distributions", "replicas.config",
+        "replicas.observer", "replicas.types", "replicas.errors", "kvtransfer.replay", "kvtransfer.types",
         "kvtransfer.rooms.transfer_service",
     },
     "replicas.engine.ranks": {
@@ -98,8 +99,8 @@ FLOORS: dict[str, set[str]] = {
 }
 # the rooms of deployments/, from the lowest: each may import what is below it, and the houses under deployments/
 ROOMS = (
-    ("settings",), ("channel",), ("dispatch",), ("fleet",), ("http",), ("watch",), ("router", "replica"), ("app",),
-    ("command", "__main__"),
+    ("settings",), ("channel",), ("dispatch",), ("fleet",), ("output",), ("http",), ("watch",), ("router", "replica"),
+    ("app",), ("command", "__main__"),
 )  # fmt: skip
 BELOW = {"dashboards", "kvtransfer", "routing", "replicas", "deployments.logs", "deployments.autoscaling"}
 for level in ROOMS:
@@ -117,6 +118,8 @@ ONLY: dict[str, set[str]] = {
     "httpx": {"deployments"},
     "prometheus_client": {"deployments"},
     "yaml": {"deployments", "dashboards"},
+    "jsonschema": {"deployments.output"},
+    "llguidance": {"replicas.grammar"},
     "promql_parser": set(),
     "msgspec": {"kvtransfer", "deployments.channel"},
     "nixl": {"kvtransfer.ports.agent"},
