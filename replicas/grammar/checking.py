@@ -27,9 +27,9 @@ def grammar_of(constraint: Constraint) -> str:
     """
     check_text(constraint.text)
     if constraint.kind == "regex":
-        return LLMatcher.grammar_from_regex(constraint.text)
+        return str(LLMatcher.grammar_from_regex(constraint.text))
     if constraint.kind == "lark":
-        return LLMatcher.grammar_from_lark(constraint.text)
+        return str(LLMatcher.grammar_from_lark(constraint.text))
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     if constraint.lenient:
         options |= {"lenient": True, "coerce_one_of": True}
