@@ -54,9 +54,12 @@ MOST_REPLICAS = 1024
 ENDPOINTS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
     "/generate": "generate",
     "/tokenize": "tokens",
     "/detokenize": "tokens",
+    "/v1/messages/count_tokens": "tokens",
 }
 
 

@@ -29,6 +29,7 @@ from deployments.http.convert import (
     salt_of,
     truncated,
 )
+from deployments.http.http_errors import body_of
 from deployments.http.openai_format import number as json_number
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Deltas, Key
@@ -78,6 +79,9 @@ class NativeForm:
 
     def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
         return []
+
+    def error_events(self, error: Exception) -> list[dict[str, Any]]:
+        return [body_of(error)[1]]
 
     def _body(self, number: int, delta: TokenDelta) -> dict[str, Any]:
         request, usage, finish = self.requests[number], delta.usage, delta.finish

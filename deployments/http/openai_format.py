@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from deployments.http.bodies import SamplingFields
+from deployments.http.http_errors import body_of
 from deployments.http.service import Service
 from deployments.http.streaming import Deltas, Key
 from replicas.text.tokenizer import Tokenizer
@@ -67,6 +68,9 @@ class OpenAIForm(ABC):
         if options is None or not options.include_usage:
             return []
         return [{**self._body(self.chunk_kind, []), "usage": usage_body(latest)}]
+
+    def error_events(self, error: Exception) -> list[dict[str, Any]]:
+        return [body_of(error)[1]]
 
     @property
     def _has_usage_in_each(self) -> bool:

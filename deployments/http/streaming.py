@@ -23,7 +23,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from deployments.http.arrivals import Generations, generations_of
-from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, body_of, error_body
+from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, error_body
 from replicas.types import GenerateRequest, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,9 @@ class Form(Protocol):
     def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
         """Make the events after the end of all choices."""
 
+    def error_events(self, error: Exception) -> list[dict[str, Any]]:
+        """Make the events that end a stream which has begun, where its request has failed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -102,7 +105,7 @@ class Answer:
         generations = generations_of(request, self.answer_id)
         if streams:
             straight = Straight()
-            return await stream(request, self._events(generations, straight), straight)
+            return await stream(request, self._events(generations, straight), straight, self._error_events)
         return await answer(request, self._whole(generations))
 
     async def _whole(self, generations: Generations) -> Response:
@@ -128,12 +131,16 @@ class Answer:
                 yield events
             if form.only_text and delta.finish is None:
                 texts[key] = straight.texts[delta.index] = TextEvents(partial(self._text_event, key, delta))
-        named = form.names_events
-        last = b"".join(sse(payload, named=named) for payload in form.last_events(latest))
-        yield last if named else last + DONE
+        last = self._joined(form.last_events(latest))
+        yield last if form.names_events else last + DONE
 
     def _encoded(self, key: Key, delta: TokenDelta, latest: Deltas, begins: bool) -> bytes:
-        payloads = self.form.events(key, delta, latest, begins=begins)
+        return self._joined(self.form.events(key, delta, latest, begins=begins))
+
+    def _error_events(self, error: Exception) -> bytes:
+        return self._joined(self.form.error_events(error))
+
+    def _joined(self, payloads: list[dict[str, Any]]) -> bytes:
         return b"".join(sse(payload, named=self.form.names_events) for payload in payloads)
 
     def _text_event(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
@@ -181,10 +188,15 @@ async def answer(request: Request, work: Awaitable[Response]) -> Response:
         return JSONResponse(body, status_code=CLIENT_CLOSED)
 
 
-async def stream(request: Request, events: AsyncGenerator[bytes, None], straight: "Straight") -> Response:
+async def stream(
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    straight: "Straight",
+    error_events: Callable[[Exception], bytes],
+) -> Response:
     """Answer with server-sent events, and with those that go ``straight`` from the channel meanwhile.
 
-    An error before the first of them is an ordinary error response.
+    An error before the first of them is an ordinary error response; ``error_events`` makes the events of a later one.
     """
     try:
         first = await until_gone(request.receive, anext(events))
@@ -193,7 +205,7 @@ async def stream(request: Request, events: AsyncGenerator[bytes, None], straight
     except BaseException:
         await events.aclose()
         raise
-    return SseResponse(first, events, straight)
+    return SseResponse(first, events, straight, error_events)
 
 
 class Straight:
@@ -243,7 +255,7 @@ def _resumed(begun: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any,
 
 
 class SseResponse(Response):
-    """A response that sends ``first``, then ``events``; an error between them becomes an ``{"error": ...}`` event.
+    """A response that sends ``first``, then ``events``; an error between them becomes events too.
 
     Its start passes the middlewares. Events go past them to what `Arrivals` was given: with 16 streams of 20 tokens a
     second their code is out of the caches each time.
@@ -251,13 +263,20 @@ class SseResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], straight: Straight) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        straight: Straight,
+        error_events: Callable[[Exception], bytes],
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._first = first
         self._events = events
         self._straight = straight
+        self._error_events = error_events
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
@@ -274,7 +293,7 @@ class SseResponse(Response):
             async for event in self._events:
                 await send({"type": BODY, "body": event, "more_body": True})
         except Exception as error:  # noqa: BLE001 - the status is sent: only an event can carry the error
-            await send({"type": BODY, "body": sse(body_of(error)[1]), "more_body": True})
+            await send({"type": BODY, "body": self._error_events(error), "more_body": True})
         await send({"type": BODY, "body": b"", "more_body": False})
 
 

@@ -44,6 +44,8 @@ OPERATIONS = {  # endpoint that generates -> gen_ai.operation.name
     "chat": "chat",
     "completions": "text_completion",
     "generate": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
 }
 _WORST_FIRST = ("failed", "refused", "aborted", "finished", "running")
 Attribute = str | int | float | bool | Sequence[str]
