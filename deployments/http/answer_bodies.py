@@ -55,13 +55,14 @@ class UsageBody(AnswerBody):
 
 
 FinishReason = Literal["stop", "length", "abort"]
+ChoiceReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class ChoiceBody(AnswerBody):
     """What every choice of an answer has."""
 
     index: int
-    finish_reason: FinishReason | None = Field(description="null until the choice ends.")
+    finish_reason: ChoiceReason | None = Field(description="null until the choice ends.")
     matched_stop: int | str | None = Field(description="The stop string or token that ended it.")
     token_ids: list[int] = Field(default=[], description="With return_token_ids.")
 
@@ -132,18 +133,53 @@ class ChatLogprobsBody(AnswerBody):
     content: list[TopLogprobsBody]
 
 
+class CalledFunctionBody(AnswerBody):
+    """The function that a tool call names, and its arguments."""
+
+    name: str
+    arguments: str = Field(description="JSON as the model wrote it: unfinished if max_tokens cut it.")
+
+
+class ToolCallBody(AnswerBody):
+    """One tool call of a message."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionBody
+
+
 class ChatMessageBody(AnswerBody):
     """The message of a chat's choice."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where there are only tool calls.")
+    reasoning_content: str = Field(default="", description="What the model thought before it answered.")
+    tool_calls: list[ToolCallBody] = []
+
+
+class CalledFunctionPartBody(AnswerBody):
+    """The name, in the first event of a tool call, or some of its arguments."""
+
+    name: str = ""
+    arguments: str
+
+
+class ToolCallPartBody(AnswerBody):
+    """The new part of one tool call."""
+
+    index: int
+    id: str = Field(default="", description="In the first event of the call, as type and name.")
+    type: Literal["function"] = "function"
+    function: CalledFunctionPartBody
 
 
 class ChatDeltaBody(AnswerBody):
     """The new part of a chat's message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str = ""
+    content: str | None = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallPartBody] = []
 
 
 class ChatChoiceBody(ChoiceBody):

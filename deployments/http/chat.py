@@ -6,7 +6,8 @@ Invariant: each choice's first chunk carries the role, and its last the finish r
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -27,12 +28,13 @@ from deployments.http.convert import (
     salt_of,
     truncated,
 )
-from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_logprobs_body
+from deployments.http.openai_format import OpenAIForm, chat_logprobs, prompt_logprobs_body, usage_body
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Deltas, Key
-from deployments.output.parts import Reader, TextReader
+from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, ReasoningPart, TextPart, TextReader
+from deployments.output.reading import ChoiceReading, call_id
 from replicas.errors import InvalidRequest
-from replicas.types import GenerateRequest, TokenDelta
+from replicas.types import FinishReason, GenerateRequest, TokenDelta
 
 router = APIRouter()
 _TAKEN = frozenset({"self", "messages", "tools", "check"})  # arguments beside the template's variables
@@ -58,13 +60,13 @@ class ChatForm(OpenAIForm):
         message = {"role": "assistant", "content": delta.text}
         return self._choice(delta.index, delta, {"message": message}, self._logprobs(delta))
 
-    def chunk(self, key: Key, delta: TokenDelta, *, begins: bool) -> dict[str, Any] | None:
+    def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
         content: dict[str, Any] = {"role": "assistant"} if begins else {}
         if begins or delta.text:
             content["content"] = delta.text
         if not (content or self._has_news(delta)):
-            return None
-        return self._choice(delta.index, delta, {"delta": content}, self._logprobs(delta))
+            return []
+        return [self._choice(delta.index, delta, {"delta": content}, self._logprobs(delta))]
 
     def beside_choices(self, deltas: Deltas) -> dict[str, Any]:
         num_top = self.body.prompt_logprobs
@@ -84,10 +86,89 @@ class Prepared:
     """A conversation that is ready to be sent to a replica, and what reads its answer."""
 
     request: GenerateRequest
+    make_reader: Callable[[], Reader] | None = None  # None where the answer is all text, whatever it says
 
     def new_reader(self) -> Reader:
         """Make the reader of one choice's text."""
-        return TextReader()
+        return TextReader() if self.make_reader is None else self.make_reader()
+
+    def new_reading(self) -> ChoiceReading:
+        """Make the state of reading one choice: its parts, and how many tokens were reasoning."""
+        return ChoiceReading(self.new_reader())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPartsForm(ChatForm):
+    """The form of a chat completion with tool calls or reasoning."""
+
+    prepared: Prepared
+    names_call: bool = False  # tool_choice names the tool: it ends with "stop" then, as OpenAI's does
+    read: dict[int, ChoiceReading] = field(default_factory=dict)  # by choice
+
+    @property
+    def only_text(self) -> bool:
+        return False
+
+    def usage(self, deltas: Deltas) -> dict[str, Any]:
+        return usage_body(deltas, num_reasoning=sum(each.num_reasoning for each in self.read.values()))
+
+    def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        for part in self._parts(delta):
+            match part:
+                case TextPart(text):
+                    message["content"] = (message["content"] or "") + text
+                case ReasoningPart(text):
+                    message["reasoning_content"] = message.get("reasoning_content", "") + text
+                case CallPart():
+                    message.setdefault("tool_calls", []).append(self._call(delta.index, part))
+                case ArgumentsPart(index, text):
+                    message["tool_calls"][index]["function"]["arguments"] += text
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+        return self._with_reason(self._choice(delta.index, delta, {"message": message}, self._logprobs(delta)), delta)
+
+    def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
+        contents = [self._content(delta.index, part) for part in self._parts(delta)]
+        if begins:
+            contents[:1] = [{"role": "assistant", "content": None} | (contents[0] if contents else {})]
+        if not contents and (delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
+            contents = [{}]
+        first, later = replace(delta, finish=None), replace(delta, finish=None, token_ids=(), logprobs=())
+        made = [
+            self._choice(delta.index, each, {"delta": content}, self._logprobs(each))
+            for content, each in zip(contents, [first, *[later] * len(contents)], strict=False)
+        ]
+        if delta.finish is not None:  # in an event of its own, as OpenAI's
+            last = replace(later, finish=delta.finish)
+            made.append(self._with_reason(self._choice(delta.index, last, {"delta": {}}, self._logprobs(last)), delta))
+        return made
+
+    def _parts(self, delta: TokenDelta) -> list[Part]:
+        if delta.index not in self.read:
+            self.read[delta.index] = self.prepared.new_reading()
+        return self.read[delta.index].read(delta)
+
+    def _content(self, choice: int, part: Part) -> dict[str, Any]:
+        match part:
+            case TextPart(text):
+                return {"content": text}
+            case ReasoningPart(text):
+                return {"reasoning_content": text}
+            case CallPart(index):
+                return {"tool_calls": [{"index": index, **self._call(choice, part)}]}
+            case ArgumentsPart(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _call(self, choice: int, part: CallPart) -> dict[str, Any]:
+        name = call_id(self.answer_id, choice, part.index)
+        return {"id": name, "type": "function", "function": {"name": part.name, "arguments": ""}}
+
+    def _with_reason(self, choice: dict[str, Any], delta: TokenDelta) -> dict[str, Any]:
+        stopped = delta.finish is not None and delta.finish.reason is FinishReason.STOP
+        if stopped and self.read[delta.index].num_calls and not self.names_call:
+            choice["finish_reason"] = "tool_calls"
+        return choice
 
 
 async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
@@ -119,10 +200,16 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
 
 
 async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
-    request = (await prepare(service, body, name)).request
-    answer_id, created = f"chatcmpl-{name}", int(time.time())
-    has_logprobs = request.return_logprobs
-    form = ChatForm(service=service, body=body, answer_id=answer_id, created=created, has_logprobs=has_logprobs)
+    prepared = await prepare(service, body, name)
+    request, answer_id = prepared.request, f"chatcmpl-{name}"
+    of_body: dict[str, Any] = {
+        "service": service,
+        "body": body,
+        "answer_id": answer_id,
+        "created": int(time.time()),
+        "has_logprobs": request.return_logprobs,
+    }
+    form = ChatForm(**of_body) if prepared.make_reader is None else ChatPartsForm(**of_body, prepared=prepared)
     return Answer(requests=[request], form=form, answer_id=answer_id)
 
 

@@ -62,9 +62,9 @@ class CompletionForm(OpenAIForm):
     def choice(self, key: Key, delta: TokenDelta) -> dict[str, Any]:
         return self._completion(key, delta, self.prompts[key[0]] + delta.text)
 
-    def chunk(self, key: Key, delta: TokenDelta, *, begins: bool) -> dict[str, Any] | None:
+    def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
         text = (self.prompts[key[0]] if begins else "") + delta.text
-        return self._completion(key, delta, text) if text or self._has_news(delta) else None
+        return [self._completion(key, delta, text)] if text or self._has_news(delta) else []
 
     def _completion(self, key: Key, delta: TokenDelta, text: str) -> dict[str, Any]:
         number, index = key

@@ -41,8 +41,8 @@ class OpenAIForm(ABC):
         """The choice of an answer that is not streamed."""
 
     @abstractmethod
-    def chunk(self, key: Key, delta: TokenDelta, *, begins: bool) -> dict[str, Any] | None:
-        """The choice of an event; None where ``delta`` has nothing for the client."""
+    def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
+        """The choice of each event; none where ``delta`` has nothing for the client."""
 
     @property
     def only_text(self) -> bool:
@@ -50,24 +50,25 @@ class OpenAIForm(ABC):
 
     def whole(self, deltas: Deltas) -> dict[str, Any]:
         choices = [self.choice(key, delta) for key, delta in deltas.items()]
-        return {**self._body(self.kind, choices), **self.beside_choices(deltas), "usage": usage_body(deltas)}
+        return {**self._body(self.kind, choices), **self.beside_choices(deltas), "usage": self.usage(deltas)}
 
     def beside_choices(self, deltas: Deltas) -> dict[str, Any]:
         """Fields of the whole answer that precede its usage."""
         return {}
 
+    def usage(self, deltas: Deltas) -> dict[str, Any]:
+        """The usage of the whole answer, or of as much as there is of it. ``deltas``: the last one of each choice."""
+        return usage_body(deltas)
+
     def events(self, key: Key, delta: TokenDelta, latest: Deltas, *, begins: bool) -> list[dict[str, Any]]:
-        choice = self.chunk(key, delta, begins=begins)
-        if choice is None:
-            return []
-        body = self._body(self.chunk_kind, [choice])
-        return [{**body, "usage": usage_body(latest)} if self._has_usage_in_each else body]
+        bodies = [self._body(self.chunk_kind, [choice]) for choice in self.chunks(key, delta, begins=begins)]
+        return [{**body, "usage": self.usage(latest)} for body in bodies] if self._has_usage_in_each else bodies
 
     def last_events(self, latest: Deltas) -> list[dict[str, Any]]:
         options = self.body.stream_options
         if options is None or not options.include_usage:
             return []
-        return [{**self._body(self.chunk_kind, []), "usage": usage_body(latest)}]
+        return [{**self._body(self.chunk_kind, []), "usage": self.usage(latest)}]
 
     def error_events(self, error: Exception) -> list[dict[str, Any]]:
         return [body_of(error)[1]]
@@ -104,10 +105,11 @@ class OpenAIForm(ABC):
         }
 
 
-def usage_body(deltas: Deltas) -> dict[str, Any]:
+def usage_body(deltas: Deltas, *, num_reasoning: int = 0) -> dict[str, Any]:
     """Sum the usage of a whole answer: a prompt counts once, whatever its number of choices; every output counts.
 
     Args: deltas: the last one of each choice.
+          num_reasoning: of the output tokens of all choices, those that were reasoning.
     """
     usages = {key: delta.usage for key, delta in deltas.items()}
     prompts = {number: usage.prompt_tokens for (number, _), usage in usages.items()}
@@ -121,7 +123,7 @@ def usage_body(deltas: Deltas) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }
 
 
