@@ -3,9 +3,9 @@
 Owns:      the stream and the leases of the try; the number of the try, and which replicas later tries leave out.
 Never:     chooses a replica or starts another try (dispatcher.py).
 Invariant: however a try ends, nothing of it is left open but leases about to return, its outcome is noted, and its
-           decision is reported done. Between two stretches of STEADY_S in which tokens came, at most ``max_tries``
-           tries fail: a stream that outlives many replicas goes on, and a request that kills each replica after a few
-           tokens kills ``max_tries``.
+           decision is reported done. At most ``max_tries`` tries fail in a row that each brought fewer than GOES_ON
+           tokens of one choice: an answer outlives any number of replicas, and a request that kills each replica
+           before it decodes kills ``max_tries``.
 Thread:    the router's event loop.
 """
 
@@ -23,7 +23,9 @@ from replicas.types import HandOffReport, TokenDelta
 from routing.router import Router
 from routing.types import Ending, RouteOutcome
 
-STEADY_S = 10.0  # a try that brought tokens for this long does not count as failed
+# A try that brought so many tokens of one choice does not count as failed. The first token after a failure comes from
+# the prefill of what was delivered: a request that ends each replica in its next decode step brings one in every try.
+GOES_ON = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,43 +52,40 @@ class StraightWay(Protocol):
 class Tries:
     """The tries of one request."""
 
-    def __init__(self, max_tries: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_tries: int) -> None:
         self._max_tries = max_tries
-        self._clock = clock
         self.number = 0  # of the try; rids of tries differ by it
         self.excluded: frozenset[str] = frozenset()
-        self._num_failed = 0  # since a replica has served it for STEADY_S
-        self._first_s: float | None = None  # when this try brought its first and last tokens
-        self._last_s = 0.0
+        self._num_failed = 0  # since the last try that went on
+        self._brought: dict[tuple[str, int], int] = {}  # tokens of this try, by choice: its rid and index
+        self._went_on = False
 
     @property
     def is_last(self) -> bool:
         """Whether the request has failed if this try does."""
-        return self._num_failed + 1 >= self._max_tries and not self._steady
+        return self._num_failed + 1 >= self._max_tries and not self._went_on
 
     @property
     def is_last_of_several(self) -> bool:
         return self.is_last and self._num_failed > 0
 
-    def brought_tokens(self) -> None:
-        self._last_s = self._clock()
-        if self._first_s is None:
-            self._first_s = self._last_s
+    def brought(self, delta: TokenDelta) -> None:
+        """Count the tokens of ``delta``, which this try brought."""
+        if not self._went_on:
+            choice = delta.rid, delta.index
+            self._brought[choice] = self._brought.get(choice, 0) + len(delta.token_ids)
+            self._went_on = self._brought[choice] >= GOES_ON
 
     def failed(self, replica_id: str, error: MantaError) -> bool:
         """Note that this try failed at ``replica_id``. Returns: whether there is another one."""
-        if self._steady:
+        if self._went_on:
             self._num_failed, self.excluded = 0, frozenset()
         if not isinstance(error, ReplicaHangs):  # fleet.py leaves out one that hangs
             self.excluded |= {replica_id}
         self._num_failed += 1
         self.number += 1
-        self._first_s = None
+        self._brought, self._went_on = {}, False
         return self._num_failed < self._max_tries
-
-    @property
-    def _steady(self) -> bool:
-        return self._first_s is not None and self._last_s - self._first_s >= STEADY_S
 
 
 class Attempt:
@@ -184,8 +183,7 @@ class Attempt:
         self._router.prefill_done(self._decision)
 
     def _note(self, delta: TokenDelta, prefill: PrefillLeg | None) -> None:
-        if delta.token_ids:
-            self._tries.brought_tokens()
+        self._tries.brought(delta)
         if self._noted.ttft_s is None and delta.token_ids:
             self._noted.ttft_s = self._clock() - self._decision.time_s
             usage = delta.usage

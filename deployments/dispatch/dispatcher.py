@@ -9,7 +9,7 @@ Thread:    the router's event loop.
 
     parts of what is left ─> choose ─> lease + stream ──finish of every choice──> done      queue too long: Saturated
             ^                              │ replica gone, engine dead, overloaded: excluded, reason kept; or it hangs
-            └──────────────────────────────┘ at most ``max_tries`` times (attempt.py)
+            └──────────────────────────────┘ at most ``max_tries`` times since tokens came (attempt.py)
 
 A pair's decode leg is the request; its prefill leg runs beside it (prefill_leg.py) and can only end the try.
 """
@@ -148,7 +148,7 @@ class Dispatcher:
         Raises: the error of the replica that refused it; NoReplica; Saturated; the last try's error if all failed.
         """
         progress, started_s = Progress(request), self._clock()
-        tries = Tries(self._limits.max_tries, self._clock)
+        tries = Tries(self._limits.max_tries)
         failure: MantaError | None = None
         self.num_open += 1
         try:

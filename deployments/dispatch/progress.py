@@ -57,10 +57,12 @@ class Progress:
 
     def so_far(self) -> GenerateRequest:
         """Return the request with what was delivered as part of its prompt: whoever has that in its cache goes on
-        soonest. As it is, with several choices."""
-        if len(self._ids) > 1 or not self._ids[0]:
+        soonest. Of several choices, the longest that has not ended stands for all."""
+        unfinished = [ids for ids, ended in zip(self._ids, self._ended, strict=True) if not ended]
+        longest = max(unfinished, key=len, default=[])
+        if not longest:
             return self.request
-        ids = np.concatenate((self.request.token_ids, np.array(self._ids[0], dtype=np.int32)))
+        ids = np.concatenate((self.request.token_ids, np.array(longest, dtype=np.int32)))
         return dataclasses.replace(self.request, token_ids=ids)
 
     def parts(self, *, number: int, deadline_s: float | None) -> list[Part]:

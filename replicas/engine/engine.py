@@ -84,7 +84,7 @@ class Intake:
         request.validate(vocab_size=self._model.vocab_size)
         require_possible(request, has_transfer=self._has_transfer)
         if request.resumed_ids and request.sampling.n > 1:
-            raise InvalidRequest("resumed_ids: a request with n > 1 is resumed by sending it anew", param="resumed_ids")
+            raise InvalidRequest("resumed_ids: of one choice, but n > 1: resume each by itself", param="resumed_ids")
         length = len(request.token_ids)
         room = 1 if request.sampling.max_new_tokens > 0 else 0
         if length + room > self.longest:

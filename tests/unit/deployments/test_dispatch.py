@@ -5,9 +5,11 @@ import contextlib
 
 import pytest
 
-from deployments.dispatch.leases import ReplicaGone
+from deployments.channel.channel_client import ChannelClient
+from deployments.channel.channel_server import ChannelAddress
+from deployments.dispatch.leases import ReplicaGone, ReplicaInfo
 from replicas.errors import InvalidRequest, MantaError, Overloaded
-from replicas.types import FinishReason
+from replicas.types import FinishReason, GenerateRequest
 from routing.types import NoReplica
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import ask, ids
@@ -23,6 +25,31 @@ class Draining(ScriptedReplica):
         await asyncio.sleep(0.05)  # the tokens arrive
         generation.cancel()
         raise ReplicaGone(f"replica {self.replica_id} drains")
+
+
+class Mortal(ScriptedReplica):
+    """It dies for good when it has sent ``life`` tokens of a request. Its connection alone tells of it, so that the
+    router has them all."""
+
+    def __init__(self, replica_id: str, *, life: int) -> None:
+        super().__init__(replica_id)
+        self.life = life
+
+    async def attach(self, address: ChannelAddress) -> ReplicaInfo:
+        if self.requests:
+            raise ReplicaGone(f"replica {self.replica_id} is dead")
+        return await super().attach(address)
+
+    async def lease(self, router_id: str, rid: str) -> MantaError | None:
+        try:
+            return await super().lease(router_id, rid)
+        except ReplicaGone:
+            await asyncio.Event().wait()
+            raise
+
+    async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
+        self.die_at = len(request.resumed_ids) + self.life
+        await super()._generate(client, request)
 
 
 async def test_a_request_is_streamed_under_the_name_it_came_with(house: House) -> None:
@@ -78,12 +105,17 @@ async def test_each_unfinished_choice_is_resumed_by_itself_with_its_own_seed(hou
     assert [delta.finish is not None for delta in deltas].count(True) == 3
 
 
-async def test_the_tries_are_bounded_and_the_last_error_is_told(house: House) -> None:
-    replicas = [ScriptedReplica(f"r{i}", die_at=i) for i in range(4)]
-    await house.ready(*replicas)
+async def test_an_answer_outlives_any_number_of_replicas_that_each_bring_two_tokens(house: House) -> None:
+    await house.ready(*(Mortal(f"r{i}", life=2) for i in range(11)))
+    assert ids(await house.collect(max_new_tokens=22)) == list(range(1000, 1022))
+    assert house.dispatcher.num_retries == 10
+
+
+async def test_a_request_that_ends_each_replica_after_one_token_is_tried_max_tries_times(house: House) -> None:
+    """The token of the prefill of what was delivered; the decode step behind it kills."""
+    await house.ready(*(Mortal(f"r{i}", life=1) for i in range(8)))
     with pytest.raises(ReplicaGone):
-        await house.collect()
-    assert [len(replica.requests) for replica in replicas] == [1, 1, 1, 0]
+        await house.collect(max_new_tokens=22)
     assert house.dispatcher.num_retries == 3
 
 

@@ -9,14 +9,14 @@ import pytest
 from deployments.channel.channel_server import ChannelAddress
 from deployments.channel.frames import ReplicaReport
 from deployments.dispatch import ray_leases
-from deployments.dispatch.attempt import STEADY_S, Tries
+from deployments.dispatch.attempt import Tries
 from deployments.dispatch.leases import ReplicaGone, ReplicaHangs, ReplicaInfo
 from deployments.fleet.fleet import SETTLED_STEPS, STALE_S, Fleet, Hangs
 from replicas.types import TokenDelta
 from routing.types import Role
 from tests.harness import Clock
 from tests.unit.deployments.in_process import House, LocalLeases, ScriptedReplica
-from tests.unit.deployments.sample_values import ask, ids, info, stats
+from tests.unit.deployments.sample_values import ask, ids, info, stats, token
 from tests.waiting import until_async
 
 BOTH = ("r0", "r1")
@@ -305,27 +305,24 @@ def test_a_hung_step_is_passed_over_by_new_requests_and_taken_again_when_it_ends
     assert fleet.num_ready == 2
 
 
-def test_tries_are_counted_anew_after_a_replica_has_served_for_a_while() -> None:
-    clock = Clock()
-    tries, gone = Tries(2, clock), ReplicaGone("gone")
-    for number in range(5):  # rolling restarts under one long stream
+def test_tries_are_counted_since_the_last_that_brought_two_tokens_of_one_choice() -> None:
+    tries, gone, asked = Tries(2), ReplicaGone("gone"), ask(n=2)
+    for number in range(5):  # replicas that die one after the other under one answer
         assert tries.number == number
         assert not tries.is_last or number
-        tries.brought_tokens()
-        clock.now_s += STEADY_S
-        tries.brought_tokens()
+        tries.brought(token(asked, 0, 0, None))
+        tries.brought(token(asked, 0, 1, None))
         assert not tries.is_last
         assert tries.failed(f"r{number}", gone)
         assert tries.excluded == {f"r{number}"}
-    tries.brought_tokens()
-    clock.now_s += STEADY_S - 1
-    tries.brought_tokens()  # a request that kills each of them soon
+    tries.brought(token(asked, 0, 2, None))
+    tries.brought(token(asked, 1, 0, None))  # one token of each choice: both come from prefill
     assert tries.is_last
     assert not tries.failed("r9", gone)
 
 
 def test_a_replica_that_hung_may_be_tried_again() -> None:
-    tries = Tries(3, Clock())
+    tries = Tries(3)
     assert tries.failed("r0", ReplicaHangs("silent"))
     assert tries.failed("r1", ReplicaGone("gone"))
     assert tries.excluded == {"r1"}
@@ -409,12 +406,13 @@ async def test_a_request_waits_for_the_only_replica_although_it_hangs(clocked: H
 
 async def test_the_last_try_stays_with_a_replica_that_hangs(clocked: House, clock: Clock) -> None:
     """Of two: the first died, so to fail is all that the request could do instead of waiting."""
-    first, second, third = ScriptedReplica("r0", die_at=2), ScriptedReplica("r1"), ScriptedReplica("r2")
-    second.pause_at = third.pause_at = 5
+    first, second, third = ScriptedReplica("r0", die_at=1), ScriptedReplica("r1"), ScriptedReplica("r2")
     await clocked.ready(first, second, third)
     deltas = list[TokenDelta]()
+    second.hold.clear()
+    third.hold.clear()
     reading = follow(clocked, deltas, max_new_tokens=8)
-    await until_token(deltas, 5)
+    await until_async(lambda: bool(second.requests or third.requests))
     [at] = [replica for replica in (second, third) if replica.requests]
     [other] = {second, third} - {at}
     clock.now_s += 6.0

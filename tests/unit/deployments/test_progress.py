@@ -64,4 +64,15 @@ def test_what_was_delivered_counts_as_prompt_where_a_replica_is_chosen() -> None
     for position in range(3):
         progress.accept(token(request, 0, position, None), None)
     assert progress.so_far().token_ids.tolist() == [1, 2, 3, 4, 1000, 1001, 1002]
-    assert Progress(ask(n=2)).so_far().token_ids.tolist() == [1, 2, 3, 4]
+
+
+def test_of_several_choices_the_longest_that_has_not_ended_counts_as_prompt() -> None:
+    request = ask(n=3, max_new_tokens=8)
+    progress = Progress(request)
+    assert progress.so_far() is request
+    end = Finish(reason=FinishReason.STOP)
+    for choice, num_tokens in enumerate([3, 1, 2]):
+        for position in range(num_tokens):
+            ends = choice == 0 and position == 2
+            progress.accept(token(request, choice, position, end if ends else None), None)
+    assert progress.so_far().token_ids.tolist() == [1, 2, 3, 4, 1000, 1001]
