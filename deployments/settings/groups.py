@@ -61,6 +61,7 @@ def _scheduler(value: Any) -> Any:
     return {**value, **{name: "on" if is_on else "off" for name, is_on in flags.items()}}
 
 
+ToolFormatName = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "deepseek_v3"]
 DTYPE_NAMES = BeforeValidator(_dtype)
 QUANTIZATION_NAMES = BeforeValidator(_quantization)
 CACHE_NAMES = BeforeValidator(_cache)

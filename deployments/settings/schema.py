@@ -20,6 +20,7 @@ from deployments.settings.groups import (
     ReplicaSettings,
     RoleSettings,
     Settings,
+    ToolFormatName,
     TransferGroup,
 )
 from deployments.settings.keys import SECRET, KeyDigests, read_keys
@@ -58,6 +59,11 @@ class ModelSettings(Settings):
     # longest prompt and output together, in tokens; by default the model's. With dynamic rope scaling up to its factor
     # times that
     context_len: int | None = Field(default=None, ge=1)
+    # how the model writes tool calls; auto: as its chat template, and as hermes where that knows no tools; none: calls
+    # are not looked for
+    tool_format: Literal["auto", "none", ToolFormatName] = "auto"
+    # how the model writes its reasoning; think: between a pair of think tags; auto: so if its chat template names them
+    reasoning_format: Literal["auto", "none", "think"] = "auto"
 
     @property
     def name(self) -> str:

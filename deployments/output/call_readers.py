@@ -1,0 +1,308 @@
+"""Readers of tool calls, one for each family of formats (tool_formats.py).
+
+Owns:      what is a call, and what is text. The rules, for all formats:
+           - arguments are passed on as they were generated, whatever they are: a string or null too. A call that is
+             complete without arguments gets ``{}``; a call that is cut gets what came.
+           - what does not continue as the format has it, before a call's name is known, is text; nothing is lost.
+             Behind the name, what came is the call, and what does not belong to it is text.
+           - a name that no tool has is a call still: the client answers it best.
+           - whitespace between calls, and before the first where no text is, is dropped.
+Thread:    the owner of the choice.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.output.parts import ArgumentsPart, CallPart, Part, TextPart
+from deployments.output.text_machine import Steps, Tags, TextMachine
+from deployments.output.tool_formats import TEXT, ToolFormat, as_json, value_types
+
+_CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
+
+
+class CallReader(TextMachine):
+    """Finds text and calls; what a call looks like is its children's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gap: list[str] | None = []  # whitespace since the beginning, or since a call; None behind other text
+        self._num_calls = 0
+
+    def end(self) -> list[Part]:
+        """Return what was kept back: the text has ended, perhaps in the middle of a call."""
+        parts = super().end()
+        return parts if self._num_calls or not self._gap else [*parts, TextPart("".join(self._gap))]
+
+    def _text(self, text: str) -> None:
+        if self._gap is not None:
+            self._gap.append(text)
+            if not text or text.isspace():
+                return
+            text, self._gap = "".join(self._gap), None
+        self._parts.append(TextPart(text))
+
+    def _call(self, name: str) -> None:
+        self._raw, self._gap = None, []
+        self._parts.append(CallPart(self._num_calls, name))
+        self._num_calls += 1
+
+    def _arguments(self, text: str) -> None:
+        self._parts.append(ArgumentsPart(self._num_calls - 1, text))
+
+    def _close(self) -> None:
+        """Drop the whitespace between a call's arguments and its end."""
+        self._gap = None if self._gap is None else []
+
+    def _not_a_call(self) -> None:
+        """Give what was read since ``_raw`` began as text, unless it has become a call."""
+        raw, self._raw = self._raw, None
+        if raw:
+            self._text("".join(raw))
+
+    def _object(self, *, is_tagged: bool) -> Steps[bool]:
+        """Read an object with a name and arguments, which begins here. Returns: whether it is a call.
+
+        Args: is_tagged: a tag said that a call comes. Without one, an object is a call if it has both, and no
+              other keys than calls have, so that an answer in JSON is not kept back.
+        """
+        name: str | None = None
+        has_arguments = is_closed = False
+        held: list[str] = []  # arguments that came before the name
+
+        def arguments(piece: str) -> None:
+            if self._raw is None:
+                self._arguments(piece)
+            else:
+                held.append(piece)
+
+        def begin(name: str) -> None:
+            self._call(name)
+            for piece in held:
+                self._arguments(piece)
+
+        self._take(1)
+        while char := (yield from self._after_spaces()):
+            if char in "},":
+                self._take(1)
+                is_closed = char == "}"
+                if is_closed:
+                    break
+                continue
+            key = yield from self._string()
+            if key is None or (not is_tagged and key not in _CALL_KEYS) or (yield from self._after_spaces()) != ":":
+                break
+            self._take(1)
+            char = yield from self._after_spaces()
+            if key == "name" and name is None:
+                name = yield from self._string()
+                if not name:
+                    break
+                if is_tagged or has_arguments:
+                    begin(name)
+            elif key in ("arguments", "parameters") and not has_arguments:
+                has_arguments = char not in ",}"
+                if name and self._raw is not None and has_arguments:
+                    begin(name)
+                yield from self._value(arguments)
+            else:
+                yield from self._value(None)
+        if self._raw is not None:
+            return False
+        if not has_arguments and (is_closed or not self._is_cut):
+            self._arguments("{}")
+        return True
+
+    def _objects(self, *, is_tagged: bool, end: str = "") -> Steps[None]:
+        """Read objects that are divided by commas, semicolons or whitespace, up to and with ``end``."""
+        is_found = False
+        while char := (yield from self._after_spaces()):
+            if is_found and char in ",;":
+                self._take(1)
+            elif is_found and char == end:
+                self._take(1)
+                self._raw = None
+                return
+            elif char == "{" and (yield from self._object(is_tagged=is_tagged)):
+                is_found, self._raw = True, []
+            else:
+                break
+        self._not_a_call()
+
+
+class HermesReader(CallReader):
+    """Reads ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``."""
+
+    def _read(self) -> Steps[None]:
+        outside, inside = Tags.of("<tool_call>"), Tags.of("<tool_call>", "</tool_call>")
+        is_call = False
+        while tag := (yield from self._scan(inside if is_call else outside, self._text)):
+            is_call = False
+            if tag == "</tool_call>":
+                self._close()
+            else:
+                self._raw = [tag]
+                is_call = (yield from self._after_spaces()) == "{" and (yield from self._object(is_tagged=True))
+                self._not_a_call()
+
+
+class LlamaReader(CallReader):
+    """Reads ``{"name": ..., "parameters": ...}`` at the beginning, or behind ``<|python_tag|>``."""
+
+    def _read(self) -> Steps[None]:
+        self._raw = []
+        yield from self._objects(is_tagged=False)
+        while tag := (yield from self._scan(Tags.of("<|python_tag|>"), self._text)):
+            self._raw = [tag]
+            yield from self._objects(is_tagged=True)
+
+
+class MistralReader(CallReader):
+    """Reads ``[TOOL_CALLS][{"name": ..., "arguments": ...}, ...]`` and ``[TOOL_CALLS]name[ARGS]{...}``."""
+
+    def _read(self) -> Steps[None]:
+        while tag := (yield from self._scan(Tags.of("[TOOL_CALLS]"), self._text)):
+            self._raw = [tag]
+            char = yield from self._after_spaces()
+            if char == "[":
+                self._take(1)
+                yield from self._objects(is_tagged=True, end="]")
+            elif char == "{":
+                yield from self._objects(is_tagged=True)
+            else:
+                yield from self._named()
+
+    def _named(self) -> Steps[None]:
+        """Read ``name[ARGS]{...}``; a ``[CALL_ID]id`` may stand before ``[ARGS]``, or ``[ARGS]`` be left out."""
+        name, label = (yield from self._word("[{<")), ""
+        char = yield from self._after_spaces()
+        while name and char == "[" and label != "ARGS":
+            self._take(1)
+            label = yield from self._word("[]")
+            if label not in ("ARGS", "CALL_ID") or not (yield from self._literal("]")):
+                return self._not_a_call()
+            if label == "CALL_ID":
+                yield from self._word("[{")
+            char = yield from self._after_spaces()
+        if not name or (label != "ARGS" and char != "{"):
+            return self._not_a_call()
+        self._call(name)
+        char = yield from self._after_spaces()
+        if char == "{":
+            yield from self._value(self._arguments)
+        elif not self._is_cut:
+            self._arguments("{}")
+        return None
+
+
+class DeepseekReader(CallReader):
+    """Reads DeepSeek V3's calls (``function``, separator, name, JSON in a fence) and V3.1's (name, separator, JSON)."""
+
+    def _read(self) -> Steps[None]:
+        begin = (all_begin, one_begin) = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+        end = (all_end, one_end) = ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
+        outside, inside, behind = Tags.of(*begin), Tags.of(*begin, *end, "```"), Tags.of(*begin, *end)
+        tags = outside
+        while tag := (yield from self._scan(tags, self._text)):
+            if tag in (all_end, one_end):
+                self._close()
+                tags = outside if tag == all_end else behind
+            elif tag in begin:
+                self._raw = [tag]
+                if tag == all_begin:
+                    yield from self._after_spaces()
+                if (tag == one_begin or (yield from self._literal(one_begin))) and (yield from self._headed()):
+                    tags = inside
+                self._not_a_call()
+
+    def _headed(self) -> Steps[bool]:
+        """Read a call from behind its first tag to the end of its arguments. Returns: whether it is one."""
+        name = yield from self._word("<")
+        if not (yield from self._literal("<｜tool▁sep｜>")):
+            return False
+        char = yield from self._after_spaces()
+        if char and char not in "{<":
+            name = yield from self._word("<`{")
+            if (yield from self._after_spaces()) == "`":
+                yield from self._word("<{")
+            char = yield from self._after_spaces()
+        if not name or not char or char not in "{<`":
+            return False
+        self._call(name)
+        if char == "{":
+            yield from self._value(self._arguments)
+        else:
+            self._arguments("{}")
+        return True
+
+
+class QwenCoderReader(CallReader):
+    """Reads ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
+
+    The arguments become one JSON object, whose values are what the tool's schema says. Text values are passed on as
+    they come, others when they are whole. A value ends at ``</parameter>`` only, since it may hold other tags.
+
+    Args: schemas: of the parameters of each tool, by the tool's name.
+    """
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._schemas = schemas
+
+    def _read(self) -> Steps[None]:
+        begin = ("<tool_call>", "<function=")
+        inside = Tags.of("<parameter=", "</function>", "</tool_call>", *begin)
+        behind, outside = Tags.of("</tool_call>", *begin), Tags.of(*begin)
+        tags, separator = outside, ""
+        properties: Mapping[str, Any] = {}
+        while tag := (yield from self._scan(tags, self._text)):
+            if tag == "<parameter=":
+                separator = (yield from self._parameter(properties, separator)) or separator
+                continue
+            if tags is inside:
+                self._arguments("}")
+            self._close()
+            tags = behind if tag == "</function>" else outside
+            if tag in begin:
+                self._raw = [tag]
+                yield from self._after_spaces()
+                named = tag == "<function=" or (yield from self._literal("<function="))
+                name = (yield from self._word("<>")) if named else ""
+                if name and (yield from self._literal(">")):
+                    self._call(name)
+                    self._arguments("{")
+                    schema = self._schemas.get(name)
+                    given = schema.get("properties") if isinstance(schema, Mapping) else None
+                    properties = given if isinstance(given, Mapping) else {}
+                    tags, separator = inside, ""
+                self._not_a_call()
+
+    def _parameter(self, properties: Mapping[str, Any], separator: str) -> Steps[str]:
+        """Read a parameter from behind ``<parameter=``. Returns: what divides it from the next; empty if it is none."""
+        self._raw = ["<parameter="]
+        key = yield from self._word("<>")
+        if not key or not (yield from self._literal(">")):
+            self._not_a_call()
+            return ""
+        self._raw = None
+        self._arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        if (yield from self._peek()) == "\n":
+            self._take(1)
+        end, types = Tags.of("\n</parameter>", "</parameter>"), value_types(properties.get(key))
+        if types == TEXT:
+            self._arguments('"')
+            if (yield from self._scan(end, lambda text: self._arguments(json.dumps(text, ensure_ascii=False)[1:-1]))):
+                self._arguments('"')
+            return ", "
+        read: list[str] = []
+        is_whole = yield from self._scan(end, read.append)
+        self._arguments(as_json("".join(read), types) if is_whole else "".join(read))
+        return ", "
+
+
+def reader_of(tool_format: ToolFormat, schemas: Mapping[str, Any]) -> CallReader:
+    """Make a reader of calls in this format. Args: schemas: of each tool's parameters, by the tool's name."""
+    if tool_format.name == "qwen3_coder":
+        return QwenCoderReader(schemas)
+    kinds = {"hermes": HermesReader, "llama3_json": LlamaReader, "mistral": MistralReader}
+    return kinds.get(tool_format.name, DeepseekReader)()

@@ -1,0 +1,116 @@
+"""What a model's output is made of: how it writes tool calls and reasoning, found in its chat template or set.
+
+Owns:      the choice of both formats, and of the readers for one choice of a request.
+Invariant: the format that a grammar is made from (``tools``) is the one that the reader reads.
+Thread:    any; it is read-only, and its readers belong to one choice each.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from deployments.output.call_readers import reader_of
+from deployments.output.parts import Reader, TextReader
+from deployments.output.reasoning import BEGIN, END, ReasoningReader
+from deployments.output.text_machine import Steps, Tags, TextMachine
+from deployments.output.tool_formats import ToolFormat, format_of, sniffed
+from deployments.settings.groups import ToolFormatName
+
+_BLOCK = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_STRINGS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+
+
+class TemplateSource(Protocol):
+    """The part of a Tokenizer from which formats are found."""
+
+    special_ids: frozenset[int]
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """How one model writes tool calls and reasoning."""
+
+    tools: ToolFormat | None  # None: it writes none that is known; what it writes is text
+    has_reasoning: bool
+    template_has_tools: bool  # else the tools must be described in a message
+    special_tags: frozenset[str]  # tags of these formats that are special tokens of the model
+    dropped: tuple[str, ...]  # the other special tokens, if some tags are: a reader leaves them out
+
+    @staticmethod
+    def of(
+        tokenizer: TemplateSource,
+        *,
+        tool_format: Literal["auto", "none", ToolFormatName] = "auto",
+        reasoning_format: Literal["auto", "none", "think"] = "auto",
+    ) -> "OutputFormat":
+        """Find the formats of a model. A template without tools gets hermes, which is the widest known."""
+        template = tokenizer.chat_template or ""
+        has_tools = names_tools(template)
+        name = tool_format
+        if name == "auto":
+            name = sniffed(template) or ("none" if has_tools or not template else "hermes")
+        tools = None if name == "none" else format_of(name, template)
+        has_reasoning = reasoning_format == "think" or (reasoning_format == "auto" and END in template)
+        tags = {*(tools.tags if tools else ()), *((BEGIN, END) if has_reasoning else ())}
+        special = {tokenizer.token_text(token_id) for token_id in tokenizer.special_ids} - {""}
+        return OutputFormat(
+            tools=tools,
+            has_reasoning=has_reasoning,
+            template_has_tools=has_tools,
+            special_tags=frozenset(tags & special),
+            dropped=tuple(sorted(special - tags)) if tags & special else (),
+        )
+
+    @property
+    def needs_special(self) -> bool:
+        """Whether the engine must leave special tokens in the text for a reader (``skip_special_tokens`` False)."""
+        return bool(self.special_tags)
+
+    @property
+    def end_of_reasoning(self) -> str:
+        """The text behind which the answer begins (``Constraint.after``); empty for a model without reasoning."""
+        return END if self.has_reasoning else ""
+
+    def opens_in_prompt(self, prompt_text: str) -> bool:
+        """Whether the prompt, of which the end is enough, leaves reasoning open, so that the output goes on with it."""
+        return self.has_reasoning and prompt_text.rstrip().endswith(BEGIN)
+
+    def reader(
+        self, *, schemas: Mapping[str, Any] | None, reasoning_open: bool = False, separate_reasoning: bool = True
+    ) -> Reader:
+        """Make a reader for the text of one choice.
+
+        Args: schemas: of the parameters of each tool, by the tool's name; None: calls are not looked for.
+              reasoning_open: the prompt leaves it open (`opens_in_prompt`).
+              separate_reasoning: give reasoning in parts of its own; else it is text, with its tags.
+        """
+        reader: Reader = TextReader() if schemas is None or self.tools is None else reader_of(self.tools, schemas)
+        if self.has_reasoning:
+            reader = ReasoningReader(reader, is_open=reasoning_open, is_separate=separate_reasoning)
+        return WithoutTokens(reader, Tags.of(*self.dropped)) if self.dropped else reader
+
+
+class WithoutTokens(TextMachine):
+    """Leaves some tokens out of the text that another reader reads."""
+
+    def __init__(self, reader: Reader, tokens: Tags) -> None:
+        super().__init__()
+        self._reader = reader
+        self._tokens = tokens
+
+    def _read(self) -> Steps[None]:
+        while (yield from self._scan(self._tokens, lambda text: self._parts.extend(self._reader.push(text)))):
+            pass
+        self._parts += self._reader.end()
+
+
+def names_tools(template: str) -> bool:
+    """Return whether a chat template uses the variable ``tools``."""
+    blocks = (_STRINGS.sub("''", block[1]) for block in _BLOCK.finditer(template))
+    return any(re.search(r"(?<![.\w])tools\b", block) for block in blocks)
