@@ -115,7 +115,7 @@ class RouteLog:
 
     def find(self, name: str) -> RouteRecord | None:
         """Find a record by the client's name (the most recent one with it), the answer's id, or the internal rid."""
-        for each in (name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-")):
+        for each in (name, *(name.removeprefix(kind) for kind in ("chatcmpl-", "cmpl-", "msg_"))):
             found = self._records.get(self._by_name.get(each, each))
             if found is not None:
                 return found

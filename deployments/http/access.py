@@ -60,7 +60,7 @@ class KeyCheck:
             headers = Headers(scope=scope)
             caller = self._keys.caller(headers)
             if caller is None and path_of(scope) not in OPEN:
-                await error_response(_key_needed(headers))(scope, receive, send)
+                await error_response(_key_needed(headers), scope)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller or ANYBODY
         await self._app(scope, receive, send)
@@ -201,6 +201,6 @@ class BrowserCheck:
             try:
                 self._rules.check(scope["method"], path, Headers(scope=scope))
             except Refused as refused:
-                await error_response(refused)(scope, receive, send)
+                await error_response(refused, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

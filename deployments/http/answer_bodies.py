@@ -213,6 +213,71 @@ class ChatCompletionChunkBody(OpenAIAnswerBody):
     usage: UsageBody | None = None
 
 
+class ContentBlockBody(AnswerBody):
+    """One content block of a message."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    id: str = Field(default="", description="Of a tool_use, as its name and input.")
+    name: str = ""
+    input: dict[str, Any] = {}
+
+
+class MessageUsageBody(AnswerBody):
+    """The tokens that a message has used; input_tokens and cache_read_input_tokens sum to the prompt's."""
+
+    input_tokens: int = Field(description="Prompt tokens that were computed.")
+    cache_read_input_tokens: int = Field(description="Prompt tokens that came from the cache.")
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class MessageBody(AnswerBody):
+    """An answer in Anthropic's form."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlockBody]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    stop_sequence: str | None
+    usage: MessageUsageBody
+
+
+class MessageEventBody(AnswerBody):
+    """One event of a streamed message; the other fields are those of its type in Anthropic's documentation."""
+
+    type: Literal[
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop",
+    ]  # fmt: skip
+    index: int = Field(default=0, description="Of the content block.")
+
+
+class CountedTokensBody(AnswerBody):
+    """The number of a prompt's tokens."""
+
+    input_tokens: int
+
+
+class MessagesErrorDetailBody(AnswerBody):
+    """What is wrong, in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(AnswerBody):
+    """The body of every error under /v1/messages, also as an event in a stream that has begun."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetailBody
+    request_id: str | None
+
+
 class NativeFinishBody(AnswerBody):
     """Why a choice of /generate has ended."""
 

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from deployments.http import answer_bodies as answers
 from deployments.http.access import OPEN
 from deployments.http.admin import MAX_FLUSH_WAIT_S
+from deployments.http.apis.messages import CountTokensRequest, MessagesRequest
 from deployments.http.bodies import (
     MAX_PROMPTS,
     AbortRequest,
@@ -59,6 +60,19 @@ MESSAGE = {
         },
     },
 }
+_TURNS: Limit = {
+    "minItems": 1,
+    "items": {
+        "object": {
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"enum": ["user", "assistant", "system"]},
+                "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+            },
+        }
+    },
+}
+_TOOL_CHOICE: Limit = {"properties": {"type": {"enum": ["auto", "any", "tool", "none"]}}}
 _ANYTHING = ""  # in place of a type, where the field's may be any
 _NOT_DONE: Limit = {
     "enum": [None, False, 0, "", [], {}],
@@ -80,6 +94,11 @@ def limits_of(service: Service) -> dict[str, Limits]:
     stops: Limit = {"maxItems": 64, "items": {"string": {"minLength": 1, "maxLength": 1024}}}
     return {
         "model": {"string": {"enum": [service.model.name, ""]}},
+        "MessagesRequest.messages": {"array": _TURNS},
+        "CountTokensRequest.messages": {"array": _TURNS},
+        "MessagesRequest.max_tokens": {"integer": {"minimum": 0}},  # at most as many as the context leaves
+        "MessagesRequest.tool_choice": {"object": _TOOL_CHOICE},
+        "CountTokensRequest.tool_choice": {"object": _TOOL_CHOICE},
         "messages": {"array": {"minItems": 1, "items": {"object": {"$ref": "#/components/schemas/Message"}}}},
         "prompt": texts,
         "input_ids": texts,
@@ -174,6 +193,8 @@ class Described:
     answer: type[BaseModel] | None = None  # None: plain text
     many: bool = False  # a list of answers, for several prompts or choices
     event: type[BaseModel] | None = None  # of a stream
+    names_events: bool = False  # as `Form.names_events`
+    error: type[BaseModel] = answers.ErrorBody
     errors: tuple[int, ...] = _ALL
     query: Mapping[str, Any] = field(default_factory=dict)
     content: tuple[str, ...] = ()  # of the answer, where it is not JSON
@@ -190,6 +211,15 @@ _GENERATES = {
         body=NativeRequest, answer=answers.GeneratedBody, many=True, event=answers.GeneratedBody, errors=_RUN
     ),
 }
+_MESSAGES = {
+    "/v1/messages": Described(
+        body=MessagesRequest, answer=answers.MessageBody, event=answers.MessageEventBody, names_events=True,
+        error=answers.MessagesErrorBody, errors=_RUN,
+    ),
+    "/v1/messages/count_tokens": Described(
+        body=CountTokensRequest, answer=answers.CountedTokensBody, error=answers.MessagesErrorBody, errors=_BODY
+    ),
+}  # fmt: skip
 _TOKENIZE = Described(body=TokenizeRequest, answer=answers.TokensBody, errors=_BODY)
 _DETOKENIZE = Described(body=DetokenizeRequest, answer=answers.TextBody, errors=_BODY)
 _HEALTH = Described(answer=answers.HealthBody, errors=(*_ALL, 503))
@@ -201,6 +231,8 @@ _EXAMPLES: Mapping[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
     ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
     NativeRequest: {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8}},
+    MessagesRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
+    CountTokensRequest: {"messages": [{"role": "user", "content": "Hello"}]},
     TokenizeRequest: {"messages": [{"role": "user", "content": "Hello"}]},
     DetokenizeRequest: {"tokens": [19, 20]},
     ExplainRequest: {"prompt": "The capital of France is", "max_tokens": 8},
@@ -213,6 +245,7 @@ _KEYS = {
 }
 ROUTES: Mapping[str, Described] = {
     **_GENERATES,
+    **_MESSAGES,
     "/tokenize": _TOKENIZE,
     "/v1/tokenize": _TOKENIZE,
     "/detokenize": _DETOKENIZE,
@@ -272,8 +305,7 @@ def _document(routers: Sequence[APIRouter], service: Service, *, asks_for_key: b
             "securitySchemes": _KEYS,
             "schemas": _schemas(service),
             "responses": {
-                str(status): {"description": text, "content": _content(JSON, _ref(answers.ErrorBody))}
-                for status, text in _STATUSES.items()
+                str(status): _error(status, answers.ErrorBody) for status in _STATUSES
             },
         },
     }
@@ -298,8 +330,16 @@ def _operation(route: APIRoute, method: str, described: Described) -> dict[str, 
         operation["responses"]["200"] = {"description": "As GET answers, without the body"}
     for status in sorted(described.errors):
         error = {"$ref": f"#/components/responses/{status}"}
-        operation["responses"][str(status)] = {"description": _STATUSES[status]} if method == "HEAD" else error
+        if method == "HEAD":
+            error = {"description": _STATUSES[status]}
+        elif described.error is not answers.ErrorBody:
+            error = _error(status, described.error)
+        operation["responses"][str(status)] = error
     return operation
+
+
+def _error(status: int, error: type[BaseModel]) -> dict[str, Any]:
+    return {"description": _STATUSES[status], "content": _content(JSON, _ref(error))}
 
 
 def _answer(described: Described) -> dict[str, Any]:
@@ -311,14 +351,17 @@ def _answer(described: Described) -> dict[str, Any]:
         schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
     content = _content(JSON, schema)
     if described.event is not None:
-        content[EVENTS] = {"itemSchema": _event(described.event)}
+        content[EVENTS] = {"itemSchema": _event(described, described.event)}
     return {"description": "The answer", "content": content}
 
 
-def _event(event: type[BaseModel]) -> dict[str, Any]:
+def _event(described: Described, event: type[BaseModel]) -> dict[str, Any]:
     """One of a stream's, as OpenAPI 3.2 describes them. An error ends the stream."""
-    either = {"anyOf": [_ref(event), _ref(answers.ErrorBody)]}
+    either = {"anyOf": [_ref(event), _ref(described.error)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": either}
+    if described.names_events:
+        named = {"event": {"type": "string"}, "data": data}
+        return {"type": "object", "required": list(named), "properties": named}
     last = {"const": "[DONE]"}
     return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [last, data]}}}
 
@@ -334,11 +377,11 @@ def _ref(model: type[BaseModel]) -> dict[str, Any]:
 def _schemas(service: Service) -> dict[str, Any]:
     """Every body and answer by name."""
     bodies = {each.body for each in ROUTES.values() if each.body is not None}
-    given = {model for each in ROUTES.values() for model in (each.answer, each.event) if model is not None}
+    given = {model for each in ROUTES.values() for model in (each.answer, each.event, each.error) if model is not None}
     schemas = _of_models(bodies)
     for name, schema in schemas.items():
         limit(name, schema.get("properties", {}), limits_of(service))
-    return schemas | {"Message": MESSAGE} | _of_models(given | {answers.ErrorBody})
+    return schemas | {"Message": MESSAGE} | _of_models(given)
 
 
 def _of_models(models: Iterable[type[BaseModel]]) -> dict[str, Any]:

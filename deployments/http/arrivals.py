@@ -3,7 +3,7 @@
     in   x-request-id: NAME             the request's name, else a new one; in log lines too
          x-manta-session: ID            among equally good replicas, the one that had this session last
          x-manta-replicas: ID, ID       only these replicas
-    out  x-request-id: NAME
+    out  x-request-id: NAME            of Anthropic's routes also request-id, which its SDK reads
          x-manta-route: replica=ID; overlap_predicted=96; overlap_actual=96; policy=...; reason=...; tries=1
          one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
          where some must be loaded: tiers_predicted=device+host+store and load_s, and tiers_actual likewise;
@@ -38,6 +38,7 @@ from deployments.dispatch.route_log import (
 )
 from deployments.dispatch.timeline import Arrival
 from deployments.http.access import caller_of, scoped
+from deployments.http.http_errors import MESSAGES
 from deployments.http.service import Service, service_of
 from deployments.settings.keys import ANYBODY, Caller
 from replicas.errors import InvalidRequest
@@ -101,6 +102,8 @@ class Arrivals:
                 headers = MutableHeaders(scope=message)
                 if self._echo:
                     headers[REQUEST_ID] = name
+                if scope["path"].endswith(MESSAGES):
+                    headers["request-id"] = name
                 parts = header_parts(self._routes, state["generations"].rids) if "generations" in state else []
                 if parts:
                     headers[ROUTE] = ", ".join(parts)

@@ -1,6 +1,10 @@
 """Errors as HTTP answers: the status, and one body for the OpenAI SDK, SGLang's clients and people.
 
     {"object": "error", "message": ..., "error": {"message", "type", "param", "code"}}
+
+Under /v1/messages it is Anthropic's:
+
+    {"type": "error", "error": {"type", "message"}, "request_id": ...}
 """
 
 import logging
@@ -12,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replicas.errors import EngineDead, InvalidRequest, MantaError
+from replicas.errors import EngineDead, InvalidRequest, MantaError, PromptTooLong
 from replicas.types import Finish
 from routing.types import NoReplica
 
@@ -23,6 +27,9 @@ CLIENT_CLOSED = 499
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           405: "invalid_request_error", 408: "timeout", 413: "invalid_request_error", 415: "invalid_request_error",
           429: "rate_limit_error", 499: "request_aborted", 503: "service_unavailable", 504: "timeout"}  # fmt: skip
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # the paths whose errors have Anthropic's form
+_MESSAGES_TYPES = {408: "timeout_error", 413: "request_too_large", 499: "api_error", 500: "api_error",
+                   503: "overloaded_error", 504: "timeout_error"}  # others as above  # fmt: skip
 
 
 class BodyTooLarge(InvalidRequest):
@@ -71,7 +78,23 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
     return 500, error_body(f"internal error: {type(error).__name__}; the router's log has the details", status=500)
 
 
-def error_response(error: Exception) -> Response:
+def messages_error(status: int, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
+    """Put an error's ``body`` into Anthropic's form, which names no field and no code. Its clients know a prompt that
+    is too long by these words."""
+    error = body["error"]
+    too_long = "prompt is too long: " if error["code"] == PromptTooLong.code else ""
+    shown = {"type": _MESSAGES_TYPES.get(status, error["type"]), "message": too_long + error["message"]}
+    return {"type": "error", "error": shown, "request_id": request_id}
+
+
+def _in_form_of(scope: Scope, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Put an error's body into the form that the route of ``scope`` has."""
+    if not scope["path"].endswith(MESSAGES):
+        return body
+    return messages_error(status, body, scope.get("state", {}).get("request_name"))
+
+
+def error_response(error: Exception, scope: Scope) -> Response:
     status, body = body_of(error)
     wait_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
     headers = {"Retry-After": str(max(math.ceil(wait_s), RETRY_AFTER_S))} if status in (429, 503) else {}
@@ -79,7 +102,7 @@ def error_response(error: Exception) -> Response:
         headers["WWW-Authenticate"] = 'Bearer realm="manta"'
     if isinstance(error, BodyTooLarge | BodyTooSlow):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JSONResponse(_in_form_of(scope, status, body), status_code=status, headers=headers)
 
 
 class Unforeseen:
@@ -101,19 +124,20 @@ class Unforeseen:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
 
 
 def install(app: FastAPI) -> None:
     """Install the handlers for all errors of ``app``."""
 
-    async def ours(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def ours(request: Request, error: Exception) -> Response:
+        return error_response(error, request.scope)
 
     async def starlettes(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         body = error_body(message, status=error.status_code)
+        body = _in_form_of(request.scope, error.status_code, body)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     app.add_exception_handler(MantaError, ours)

@@ -117,7 +117,7 @@ async def ask_for_key(request: Request, error: Exception) -> Response:
     """Answer a request without the key: a browser that wants a page is redirected to the login."""
     if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
         return RedirectResponse(f"{home(request)}login", status_code=303)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 def home(request: Request) -> str:

@@ -68,7 +68,7 @@ async def test_when_every_queue_is_too_long_the_answer_is_429_with_the_wait(scri
     await scripted.ready(*replicas)
     with pytest.raises(Saturated, match=r"the shortest wait is estimated at 1\d\.\d s, at most 10 s") as error:
         await scripted.collect(rid="a1.0-me")
-    response = error_response(error.value)
+    response = error_response(error.value, {"path": "/generate"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "2")
     assert scripted.router.num_open == 0
     record = scripted.dispatcher.routes.find("me")

@@ -16,6 +16,8 @@ def payload(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("text", ["", " the", 'say "yes"\n', "\\n as two", "é 漢 🙂", "\0\x1f\x7f\u2028", "{}"])
 def test_an_event_is_byte_for_byte_that_of_the_whole_payload(text: str) -> None:
     assert TextEvents(payload).event(text) == sse(payload(text))
+    named = lambda text: {"type": "delta", **payload(text)}  # noqa: E731
+    assert TextEvents(named, named=True).event(text) == sse(named(text), named=True)
 
 
 def test_a_payload_with_the_text_in_two_places_is_refused() -> None:

@@ -1,0 +1,1 @@
+"""The endpoints of other makers' interfaces, each of which converts its requests to a chat."""

@@ -1,0 +1,255 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API, for Claude Code and Anthropic's SDKs.
+
+Owns:      the conversion of a message's request to a chat; each turn gives the same chat, so that the next one finds
+           it in the cache.
+Never:     drops what the model should see: a block or tool that it cannot is refused by its name. The attribution
+           line of Claude Code, other in each request and meant for Anthropic's servers, is left out, and the answer's
+           `DROPPED` header says so: at the head of the prompt it would keep all behind it from the cache.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from deployments.http.apis.message_form import MessageForm
+from deployments.http.arrivals import name_of
+from deployments.http.bodies import ChatRequest, Items, WireType, read_body
+from deployments.http.chat import prepare
+from deployments.http.convert import refuse_unsupported
+from deployments.http.service import service_of
+from deployments.http.streaming import Answer, JsonAnswer
+from deployments.output.reading import call_id
+from replicas.errors import InvalidRequest
+
+router = APIRouter()
+DROPPED = "x-manta-dropped"
+_ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+Block = Mapping[str, Any]
+
+
+class CountTokensRequest(WireType):
+    """The body of /v1/messages/count_tokens: what a prompt is made from."""
+
+    model: str | None = None
+    messages: Items[dict[str, Any]]
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None  # here or in a block: no effect, the cache keeps prefixes by itself
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages: a prompt, and how it is to be answered."""
+
+    max_tokens: int
+    stop_sequences: Items[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    # Manta's own, as in a chat
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+
+
+@router.post("/v1/messages")
+async def messages(request: Request) -> Response:
+    """Continue a conversation."""
+    service = service_of(request)
+    body = await read_body(request, MessagesRequest, max_bytes=service.max_body_bytes)
+    refuse_unsupported(body, mcp_servers=None, container=None)
+    system, dropped = _system(body.system)
+    name = name_of(request)
+    prepared = await prepare(service, chat_of(body, system, _sampling(body)), name)
+    limit = min(body.max_tokens, prepared.request.sampling.max_new_tokens)
+    sampling = dataclasses.replace(prepared.request.sampling, max_new_tokens=limit)
+    sampling.validate(vocab_size=service.model.vocab_size)
+    form = MessageForm(
+        answer_id=f"msg_{name}",
+        model=service.model.name,
+        max_tokens=body.max_tokens,
+        stop=sampling.stop,
+        reading=prepared.new_reading(),
+        call_id=functools.partial(call_id, prepared.request.rid, 0, prefix="toolu_"),
+    )
+    answer = Answer(
+        requests=[dataclasses.replace(prepared.request, sampling=sampling)], form=form, answer_id=form.answer_id
+    )
+    return _told(await answer.respond(request, streams=body.stream), dropped)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of the prompt that /v1/messages makes from the same fields."""
+    service = service_of(request)
+    body = await read_body(request, CountTokensRequest, max_bytes=service.max_body_bytes)
+    system, dropped = _system(body.system)
+    prepared = await prepare(service, chat_of(body, system, {}), name_of(request))
+    return _told(JsonAnswer({"input_tokens": len(prepared.request.token_ids)}), dropped)
+
+
+def _told(response: Response, dropped: bool) -> Response:
+    if dropped:
+        response.headers[DROPPED] = "attribution"
+    return response
+
+
+def _sampling(body: MessagesRequest) -> dict[str, Any]:
+    """Collect the fields of a chat beside its prompt. It has no limit of its own: Claude Code asks for more than small
+    contexts have, and as at Anthropic the answer then ends where the context does."""
+    names = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority", "timeout")
+    return {"stop": body.stop_sequences, **{name: getattr(body, name) for name in names}}
+
+
+def chat_of(body: CountTokensRequest, system: str, fields: dict[str, Any]) -> ChatRequest:
+    """Convert a body to a chat. Raises: InvalidRequest."""
+    turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for number, message in enumerate(body.messages):
+        turns += _turns(f"messages.{number}", message)
+    continues = bool(turns) and turns[-1]["role"] == "assistant"
+    if continues and "tool_calls" in turns[-1]:
+        raise _wrong("messages", "the last one ends in a tool_use block: give its tool_result")
+    thinking = (body.thinking or {}).get("type")
+    kwargs = {"enable_thinking": thinking == "enabled"} if thinking in ("enabled", "disabled") else None
+    output = body.output_config or {}
+    return ChatRequest(
+        model=body.model,
+        messages=turns,
+        tools=[_tool(f"tools.{number}", tool) for number, tool in enumerate(body.tools or ())] or None,
+        **_tool_choice(body.tool_choice or {}),
+        chat_template_kwargs=kwargs,
+        reasoning_effort=_string("output_config", output, "effort") if "effort" in output else None,
+        response_format=_response_format(output.get("format")),
+        continue_final_message=continues or None,
+        **fields,
+    )
+
+
+def _wrong(where: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {what}", param=where.partition(".")[0])
+
+
+def _string(where: str, given: Mapping[str, Any], name: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"{where}.{name}", f"must be a string, got {type(value).__name__}")
+    return value
+
+
+def _system(system: str | list[dict[str, Any]] | None) -> tuple[str, bool]:
+    """Join the system prompt. Returns: it without the attribution line, and whether it had one."""
+    texts = [_text("system", block) for block in _blocks("system", system or [])]
+    whole = "\n".join(texts)
+    kept = _ATTRIBUTION.sub("", whole, count=1) if _ATTRIBUTION.match(whole) else whole
+    return kept, kept != whole
+
+
+def _blocks(where: str, content: Any) -> Iterator[Block]:
+    """Yield the blocks of a content, which may be one text."""
+    if isinstance(content, str):
+        yield {"type": "text", "text": content}
+    elif isinstance(content, list) and all(isinstance(block, dict) for block in content):
+        yield from content
+    else:
+        raise _wrong(where, "must be a string or a list of content blocks")
+
+
+def _text(where: str, block: Block) -> str:
+    """Read a text block; every other is refused."""
+    if block.get("type") != "text":
+        kind = str(block.get("type"))[:64]
+        raise _wrong(where, f"a block of type {kind!r} is not supported here by this server: send text")
+    return _string(where, block, "text")
+
+
+def _turns(where: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of the chat that ``message`` stands for: each tool result is one of its own."""
+    role, content = message.get("role"), f"{where}.content"
+    blocks = _blocks(content, message.get("content"))
+    if role == "assistant":
+        yield _assistant(content, blocks)
+        return
+    if role not in ("user", "system"):
+        raise _wrong(f"{where}.role", f"must be user or assistant, got {str(role)[:64]!r}")
+    texts: list[str] = []
+    for number, block in enumerate(blocks):
+        if role == "system" or block.get("type") != "tool_result":
+            texts.append(_text(f"{content}.{number}", block))
+            continue
+        if texts:
+            yield {"role": role, "content": "\n".join(texts)}
+            texts = []
+        yield _tool_result(f"{content}.{number}", block)
+    if texts:
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def _tool_result(where: str, block: Block) -> dict[str, Any]:
+    blocks = _blocks(f"{where}.content", block.get("content") or "")
+    text = "\n".join(_text(f"{where}.content", each) for each in blocks)
+    failed = "Error: " if block.get("is_error") else ""  # a chat has no field for it
+    return {"role": "tool", "tool_call_id": _string(where, block, "tool_use_id"), "content": failed + text}
+
+
+def _assistant(where: str, blocks: Iterator[Block]) -> dict[str, Any]:
+    """Convert an assistant's turn; what a model thought comes back as the reasoning that templates may show."""
+    texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    calls = []
+    for number, block in enumerate(blocks):
+        at, kind = f"{where}.{number}", block.get("type")
+        if kind == "tool_use":
+            arguments = block.get("input")
+            if not isinstance(arguments, dict):
+                raise _wrong(f"{at}.input", "must be an object")
+            function = {"name": _string(at, block, "name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
+            calls.append({"id": _string(at, block, "id"), "type": "function", "function": function})
+        elif kind == "thinking":
+            texts[kind].append(_string(at, block, kind))
+        elif kind != "redacted_thinking":  # which only Anthropic can read
+            texts["text"].append(_text(at, block))
+    turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts["text"])}
+    if texts["thinking"]:
+        turn["reasoning_content"] = "\n".join(texts["thinking"])
+    return {**turn, "tool_calls": calls} if calls else turn
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise _wrong(where, f"the tool {str(tool['type'])[:64]!r} is Anthropic's own, and not supported by this server")
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise _wrong(f"{where}.input_schema", "must be an object")
+    function = {"name": _string(where, tool, "name"), "parameters": schema}
+    return {"type": "function", "function": function | {k: tool[k] for k in ("description", "strict") if k in tool}}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    kind = str(choice.get("type"))
+    fields: dict[str, Any] = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    if kind == "tool":
+        function = {"name": _string("tool_choice", choice, "name")}
+        return {**fields, "tool_choice": {"type": "function", "function": function}}
+    if choice and kind not in _CHOICES:
+        raise _wrong("tool_choice.type", f"must be auto, any, tool or none, got {kind[:64]!r}")
+    return {**fields, "tool_choice": _CHOICES[kind]} if choice else fields
+
+
+def _response_format(output_format: Any) -> dict[str, Any] | None:
+    """Convert ``output_config.format``, of which Anthropic has one kind, always enforced."""
+    if output_format is None:
+        return None
+    if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
+        raise _wrong("output_config.format", "must be an object of type json_schema")
+    schema = {"name": "output", "schema": output_format.get("schema"), "strict": True}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,333 @@
+"""/v1/messages against what Claude Code and Anthropic's SDK send and read, on the real model."""
+
+import hashlib
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.http.apis.message_form import MessageForm
+from deployments.http.apis.messages import MessagesRequest, chat_of
+from deployments.http.http_app import make_app
+from deployments.http.http_errors import GenerationFailed
+from deployments.http.service import Service
+from deployments.output.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart, TextReader
+from deployments.output.reading import ChoiceReading
+from deployments.settings.keys import ApiKey, KeyDigests
+from replicas.errors import InvalidRequest
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import Finish, FinishReason, TokenDelta, Usage
+from tests.embedded import MODEL
+from tests.unit.deployments.in_process import House, ScriptedReplica
+from tests.unit.deployments.listening import client_of
+
+pytestmark = pytest.mark.model
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+USER = {"role": "user", "content": "What is the capital of France?"}
+ASK: dict[str, Any] = {"model": "", "max_tokens": 16, "messages": [USER], "temperature": 0}
+READ = {"name": "Read", "description": "Read a file.", "input_schema": {"type": "object", "properties": {}}}
+# as Claude Code sends a second turn
+TURNS: list[dict[str, Any]] = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"},
+            {"type": "text", "text": "What is in a.txt?", "cache_control": {"type": "ephemeral"}},
+        ],
+    },
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "I must read it.", "signature": "x"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"path": "ä.txt", "limit": 2}},
+            {"type": "tool_use", "id": "toolu_2", "name": "Read", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "hello"}]},
+            {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no such file", "is_error": True},
+            {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}},
+        ],
+    },
+]
+
+
+def attribution(digest: str) -> dict[str, Any]:
+    return {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.100; cc_entrypoint=cli; cch={digest};"}
+
+
+def events_of(body: str) -> list[dict[str, Any]]:
+    """Payloads of a stream, each of which is named by its type."""
+    found = []
+    for event in filter(None, body.split("\n\n")):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the SDK makes of a stream."""
+    started, *rest, last = events
+    message: dict[str, Any] = started["message"]
+    arguments: dict[int, str] = {}
+    assert last == {"type": "message_stop"}
+    for event in rest:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            block, (_, name) = message["content"][event["index"]], event["delta"]
+            if name == "partial_json":
+                arguments[event["index"]] = arguments.get(event["index"], "") + event["delta"][name]
+            else:
+                block[name] += event["delta"][name]
+        elif event["type"] == "message_delta":
+            message |= {**event["delta"], "usage": event["usage"]}
+    for index, text in arguments.items():
+        message["content"][index]["input"] = json.loads(text)
+    assert sum(event["type"] == "content_block_stop" for event in rest) == len(message["content"])
+    return message
+
+
+async def post(client: httpx.AsyncClient, route: str = MESSAGES, **body: Any) -> dict[str, Any]:
+    answer = await client.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def refusal(client: httpx.AsyncClient, status: int, **body: Any) -> str:
+    """Type and message of an error in Anthropic's form."""
+    answer = await client.post(MESSAGES, json=body)
+    assert answer.status_code == status, answer.text
+    found = answer.json()
+    assert found["type"] == "error"
+    assert found["request_id"] == answer.headers["request-id"]
+    return f"{found['error']['type']}: {found['error']['message']}"
+
+
+def prompt_tokens(answer: dict[str, Any]) -> int:
+    usage = answer["usage"]
+    return int(usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"])
+
+
+async def test_a_message_is_answered(client: httpx.AsyncClient) -> None:
+    answer = await client.post(MESSAGES, json=ASK, headers={"anthropic-version": "2023-06-01"})
+    body = answer.json()
+    assert body["content"] == [{"type": "text", "text": "The capital of France is Paris."}]
+    assert (body["type"], body["role"], body["stop_reason"]) == ("message", "assistant", "end_turn")
+    assert body["stop_sequence"] is None
+    assert (prompt_tokens(body), body["usage"]["output_tokens"]) == (37, 8)
+    assert body["id"] == f"msg_{answer.headers['request-id']}"
+
+
+async def test_a_streamed_message_adds_up_to_the_whole_one(client: httpx.AsyncClient) -> None:
+    whole = await post(client, **ASK)
+    answer = await client.post(MESSAGES, json={**ASK, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    streamed = added_up(events_of(answer.text))
+    for each in (whole, streamed):
+        each.pop("id")
+        each["usage"] = prompt_tokens(each)
+    assert streamed == whole
+
+
+async def test_why_an_answer_ended_is_said(client: httpx.AsyncClient) -> None:
+    cut = await post(client, **{**ASK, "max_tokens": 3})
+    assert cut["stop_reason"] == "max_tokens"
+    assert cut["content"][0]["text"] == "The capital of"
+    stopped = await post(client, **ASK, stop_sequences=["moon", " Paris"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " Paris")
+    assert stopped["content"][0]["text"] == "The capital of France is"
+
+
+async def test_more_tokens_than_the_context_has_may_be_asked_for(client: httpx.AsyncClient) -> None:
+    assert (await post(client, **{**ASK, "max_tokens": 32_000}))["stop_reason"] == "end_turn"
+    assert "max_tokens" in await refusal(client, 400, **{**ASK, "max_tokens": -1})
+    assert "max_tokens" in await refusal(client, 400, messages=[USER])
+
+
+async def test_a_turn_of_the_assistant_at_the_end_is_continued(client: httpx.AsyncClient) -> None:
+    body = await post(client, **{**ASK, "messages": [USER, {"role": "assistant", "content": "The capital of"}]})
+    assert body["content"] == [{"type": "text", "text": " France is Paris."}]
+
+
+async def test_errors_have_anthropics_form(client: httpx.AsyncClient, service: Service) -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    wrong = {
+        "messages.0.content.0: a block of type 'image' is not": {"messages": [{"role": "user", "content": [image]}]},
+        "tools.0: the tool 'web_search_20250305' is": {"tools": [search]},
+        "messages.0.role: must be": {"messages": [{"role": "wizard", "content": "x"}]},
+        "mcp_servers: is not supported": {"mcp_servers": [{"url": "http://x"}]},
+        "tool_choice.type: must be": {"tool_choice": {"type": ["any"]}},
+        "prompt is too long: This model's maximum context length is 8192": {
+            "messages": [{"role": "user", "content": "word " * 9000}]
+        },
+    }
+    for message, fields in wrong.items():
+        assert (await refusal(client, 400, **{**ASK, **fields})).startswith(f"invalid_request_error: {message}")
+    assert (await refusal(client, 404, **{**ASK, "model": "gpt"})).startswith("not_found_error: the model 'gpt'")
+    keys = KeyDigests(api=(ApiKey(digest=hashlib.sha256(b"secret").digest(), name="somebody"),))
+    async with client_of(make_app(service, keys=keys)) as closed:
+        assert (await refusal(closed, 401, **ASK)).startswith("authentication_error: an API key is asked for")
+        assert (await closed.post(MESSAGES, json=ASK, headers={"x-api-key": "secret"})).status_code == 200
+        assert "object" in (await closed.post("/v1/chat/completions", json={})).json()  # other routes: OpenAI's
+
+
+async def test_counted_tokens_are_those_of_the_prompt(client: httpx.AsyncClient) -> None:
+    prompt = {"system": [{"type": "text", "text": "You are brief."}], "messages": TURNS[:1]}
+    counted = await post(client, COUNT, **prompt)
+    assert counted == {"input_tokens": prompt_tokens(await post(client, **prompt, max_tokens=1))}
+
+
+async def test_what_claude_code_says_about_itself_changes_no_prompt() -> None:
+    """Its digest is another one in each request, and stands at the head of all."""
+    replica = ScriptedReplica("r0")
+    you = {"type": "text", "text": "You are Claude Code."}
+    line = attribution("1")["text"]
+    async with House() as house:
+        await house.ready(replica)
+        service = house.service(Tokenizer(MODEL))
+        async with client_of(make_app(service)) as client:
+            for system, dropped in (
+                ([attribution("a1b2"), you], "attribution"),
+                ([attribution("c3d4"), you], "attribution"),
+                (f"{line}\n{you['text']}", "attribution"),
+                ([you], None),
+            ):
+                body = {**ASK, "max_tokens": 1, "system": system}
+                for route in (MESSAGES, COUNT):
+                    answer = await client.post(route, json=body)
+                    assert answer.headers.get("x-manta-dropped") == dropped
+    first, *others = [request.token_ids.tolist() for request in replica.requests]
+    assert others == [first] * 3
+
+
+async def test_the_next_turn_finds_the_last_one_in_the_cache(client: httpx.AsyncClient) -> None:
+    system = [attribution("1"), {"type": "text", "text": "You are a guide who answers in one sentence. " * 20}]
+    messages: list[dict[str, Any]] = [USER]
+    first = await post(client, **{**ASK, "system": system, "messages": messages})
+    messages += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And of Spain?"}]
+    system[0] = attribution("2")
+    second = await post(client, **{**ASK, "system": system, "messages": messages})
+    assert second["usage"]["cache_read_input_tokens"] >= 0.9 * prompt_tokens(first)
+
+
+def test_a_turn_of_claude_code_becomes_a_chat() -> None:
+    body = MessagesRequest(
+        max_tokens=5, messages=TURNS, tools=[READ], thinking={"type": "enabled", "budget_tokens": 1024},
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )  # fmt: skip
+    chat = chat_of(body, "You are Claude Code.", {})
+    assert chat.messages == [
+        {"role": "system", "content": "You are Claude Code."},
+        {"role": "user", "content": "<system-reminder>Be brief.</system-reminder>\nWhat is in a.txt?"},
+        {
+            "role": "assistant", "content": "I look.", "reasoning_content": "I must read it.",
+            "tool_calls": [
+                {
+                    "id": "toolu_1", "type": "function",
+                    "function": {"name": "Read", "arguments": '{"path": "ä.txt", "limit": 2}'},
+                },
+                {"id": "toolu_2", "type": "function", "function": {"name": "Read", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "hello"},
+        {"role": "tool", "tool_call_id": "toolu_2", "content": "Error: no such file"},
+        {"role": "user", "content": "Go on."},
+    ]  # fmt: skip
+    assert chat.tools == [
+        {
+            "type": "function",
+            "function": {"name": "Read", "parameters": READ["input_schema"], "description": "Read a file."},
+        }
+    ]
+    assert chat.tool_choice == "required"
+    assert (chat.model_dump()["parallel_tool_calls"], chat.chat_template_kwargs) == (False, {"enable_thinking": True})
+    with pytest.raises(InvalidRequest, match="give its tool_result"):
+        chat_of(MessagesRequest(max_tokens=5, messages=TURNS[:2]), "", {})
+
+
+class Scripted:
+    """A reader that finds the given parts, one for each character that is pushed."""
+
+    def __init__(self, *parts: Part) -> None:
+        self._parts = list(parts)
+
+    def push(self, text: str) -> list[Part]:
+        found, self._parts = self._parts[: len(text)], self._parts[len(text) :]
+        return found
+
+    def end(self) -> list[Part]:
+        return self._parts
+
+
+def delta_of(text: str, finish: FinishReason | None = None) -> TokenDelta:
+    usage = Usage(prompt_tokens=9, completion_tokens=5, cached_tokens=4)
+    return TokenDelta(rid="r", text=text, usage=usage, finish=None if finish is None else Finish(reason=finish))
+
+
+def form_of(*parts: Part) -> MessageForm:
+    reader = Scripted(*parts) if parts else TextReader()
+    return MessageForm(
+        answer_id="msg_1", model="m", max_tokens=5, stop=(), reading=ChoiceReading(reader),
+        call_id=lambda index: f"toolu_{index}",
+    )
+
+
+def whole(*parts: Part, finish: FinishReason = FinishReason.STOP) -> dict[str, Any]:
+    return form_of(*parts).whole({(0, 0): delta_of("x" * len(parts), finish)})
+
+
+def streamed(*parts: Part, finish: FinishReason = FinishReason.STOP) -> dict[str, Any]:
+    form, latest = form_of(*parts), {(0, 0): delta_of("")}
+    events = [form.events((0, 0), delta_of("x"), latest, begins=i == 0) for i in range(len(parts))]
+    events.append(form.events((0, 0), delta_of("", finish), latest, begins=not parts))
+    return added_up([event for each in events for event in each])
+
+
+def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+    parts = (
+        ReasoningPart("I must"), ReasoningPart(" look."), TextPart("I"), TextPart(" look."),
+        CallPart(0, "Read"), ArgumentsPart(0, '{"path": '), ArgumentsPart(0, '"a.txt"}'),
+        CallPart(1, "Now"),
+    )  # fmt: skip
+    answer = whole(*parts)
+    assert answer["content"] == [
+        {"type": "thinking", "thinking": "I must look.", "signature": ""},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "toolu_0", "name": "Read", "input": {"path": "a.txt"}},
+        {"type": "tool_use", "id": "toolu_1", "name": "Now", "input": {}},
+    ]
+    assert answer["stop_reason"] == "tool_use"
+    assert answer["usage"] == {
+        "input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 5,
+    }  # fmt: skip
+    assert streamed(*parts) == answer
+
+
+def test_arguments_that_are_no_object_have_the_name_that_anthropic_gives_them() -> None:
+    def input_of(text: str, finish: FinishReason = FinishReason.STOP) -> Any:
+        return whole(CallPart(0, "f"), ArgumentsPart(0, text), finish=finish)["content"][0]["input"]
+
+    assert input_of('{"a": [1, 2], "b": "thr', FinishReason.LENGTH) == {"a": [1, 2]}
+    assert input_of("[1]") == {"INVALID_JSON": "[1]"}
+    assert input_of("{a: 1}") == {"INVALID_JSON": "{a: 1}"}
+
+
+def test_an_answer_without_content_has_an_empty_text() -> None:
+    assert whole()["content"] == streamed()["content"] == [{"type": "text", "text": ""}]
+    assert whole(ReasoningPart("Hm"), finish=FinishReason.LENGTH)["stop_reason"] == "max_tokens"
+
+
+def test_an_error_in_a_stream_is_an_event() -> None:
+    error = GenerationFailed(Finish(reason=FinishReason.ERROR, message="no memory", http_status=503))
+    [event] = form_of().error_events(error)
+    assert event["type"] == "error"
+    assert event["error"] == {"type": "overloaded_error", "message": "no memory"}
