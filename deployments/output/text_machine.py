@@ -108,11 +108,12 @@ class TextMachine:
         return "".join(read)
 
     def _literal(self, text: str) -> Steps[bool]:
-        """Read ``text``, or as much of it as there is. Returns: whether all of it came."""
-        for char in text:
-            if (yield from self._peek()) != char:
+        """Read ``text``, if it is what comes next; else nothing. Returns: whether it was."""
+        while not (come := self._buffer[self._pos : self._pos + len(text)]).startswith(text):
+            if self._ended or not text.startswith(come):
                 return False
-            self._take(1)
+            yield
+        self._take(len(text))
         return True
 
     def _scan(self, tags: Tags, sink: Sink) -> Steps[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from deployments.output import tool_formats
 from deployments.output.call_readers import reader_of
-from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, ReasoningPart, TextPart
+from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, TextPart
 
 FORMATS = {
     "hermes": tool_formats.HERMES,
@@ -27,34 +27,29 @@ SCHEMAS: Mapping[str, Any] = {
     }
 }  # fmt: skip
 
+TEXT, THINK = "text", "think"  # kinds of what is no call; no tool of these tests has such a name
 Short = str | tuple[str, ...]
 
 
 def short(parts: Iterable[Part]) -> list[Short]:
     """Text as itself, ("think", text), and a call as (name, arguments); neighbours of one kind are joined."""
-    out: list[Short] = []
+    found: list[tuple[str, list[str]]] = []
+    num_calls = 0
     for part in parts:
-        last = out[-1] if out else None
-        if isinstance(part, TextPart):
-            if isinstance(last, str):
-                out[-1] = last + part.text
-            else:
-                out.append(part.text)
-        elif isinstance(part, ReasoningPart):
-            if isinstance(last, tuple) and last[0] == "think":
-                out[-1] = ("think", last[1] + part.text)
-            else:
-                out.append(("think", part.text))
-        elif isinstance(part, CallPart):
-            assert part.index == sum(isinstance(each, tuple) and each[0] != "think" for each in out)
-            out.append((part.name, ""))
+        if isinstance(part, CallPart):
+            assert part.index == num_calls
+            num_calls += 1
+            found.append((part.name, []))
+        elif isinstance(part, ArgumentsPart):
+            assert part.index == num_calls - 1, "arguments are of the last call"
+            call = next(each for each in reversed(found) if each[0] not in (TEXT, THINK))
+            call[1].append(part.text)
         else:
-            assert isinstance(part, ArgumentsPart)
-            calls = [at for at, each in enumerate(out) if isinstance(each, tuple) and each[0] != "think"]
-            assert part.index == len(calls) - 1, "arguments are of the last call"
-            name, arguments = out[calls[-1]]
-            out[calls[-1]] = (name, arguments + part.text)
-    return out
+            kind = TEXT if isinstance(part, TextPart) else THINK
+            if not found or found[-1][0] != kind:
+                found.append((kind, []))
+            found[-1][1].append(part.text)
+    return ["".join(texts) if kind == TEXT else (kind, "".join(texts)) for kind, texts in found]
 
 
 def read(reader: Reader, pieces: Iterable[str]) -> list[Short]:

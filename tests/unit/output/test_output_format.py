@@ -1,0 +1,145 @@
+"""The formats that are found in a chat template, or set; and what a reader of them needs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments.output.output_format import OutputFormat, names_tools
+from deployments.output.tool_formats import ToolFormat, as_json, value_types
+from tests.unit.output.outputs import FORMATS, calls_of, read
+
+# the lines of the models' own templates that write a call
+QWEN = """{%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+{{- "<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>" }}{%- endif %}"""
+QWEN3 = QWEN + """{%- set content = message.content.split('</think>')[-1] %}"""
+LLAMA = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{{- "<|python_tag|>" + tool_call.name + ".call(" }}
+{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}"""
+MISTRAL = """{%- if tools is not none %}{{- "[AVAILABLE_TOOLS] [" }}{%- endif %}{{- "[TOOL_CALLS] [" }}"""
+SMALL = """{{- "[AVAILABLE_TOOLS]" + (tools | tojson) }}{{- "[TOOL_CALLS]" + name + "[ARGS]" + arguments }}"""
+CODER = """{%- for tool in tools %}{%- endfor %}{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}
+{{- '<parameter=' + args_name + '>\\n' }}"""
+DEEPSEEK = """{{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' }}
+{{ '\\n' + '```json' + '\\n' }}"""
+DEEPSEEK_31 = """{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' + arguments}}
+{{'<think>'}}{{'</think>'}}"""
+GLM = """{% if tools %}{% endif %}{{ '<tool_call>' + name }}<arg_key>{{ k }}</arg_key>{{ arguments }}"""
+SMOL = """{% for message in messages %}{{'<|im_start|>' + message['role'] + message['content']}}{% endfor %}"""
+
+
+def tokenizer(template: str | None, *special: str) -> Any:
+    texts = dict(enumerate(special))
+    return SimpleNamespace(chat_template=template, special_ids=frozenset(texts), token_text=texts.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "has_reasoning", "has_tools"),
+    [
+        (QWEN, "hermes", False, True),
+        (QWEN3, "hermes", True, True),
+        (LLAMA, "llama3_json", False, True),
+        (MISTRAL, "mistral", False, True),
+        (SMALL, "mistral_named", False, True),
+        (CODER, "qwen3_coder", False, True),
+        (DEEPSEEK, "deepseek_v3", False, False),
+        (DEEPSEEK_31, "deepseek_v31", True, False),
+        (SMOL, "hermes", False, False),
+        (GLM, None, False, True),
+        (None, None, False, False),
+    ],
+)
+def test_formats_are_found_in_the_chat_template(
+    template: str | None, name: str | None, has_reasoning: bool, has_tools: bool
+) -> None:
+    found = OutputFormat.of(tokenizer(template))
+    assert found.tools == (FORMATS[name] if name else None)
+    assert (found.has_reasoning, found.template_has_tools) == (has_reasoning, has_tools)
+
+
+def test_settings_win_over_the_template() -> None:
+    found = OutputFormat.of(tokenizer(QWEN3), tool_format="mistral", reasoning_format="none")
+    assert (found.tools, found.has_reasoning, found.end_of_reasoning) == (FORMATS["mistral"], False, "")
+    found = OutputFormat.of(tokenizer(SMOL), tool_format="none", reasoning_format="think")
+    assert (found.tools, found.has_reasoning, found.end_of_reasoning) == (None, True, "</think>")
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        ("{% if tools %}", True),
+        ("{{ tools | tojson }}", True),
+        ("{%- for tool in tools -%}", True),
+        ("a list of tools {{ 'with tools' }} {{ message.tools }} {{ tools_given }}", False),
+    ],
+)
+def test_a_template_has_tools_if_it_uses_the_variable(template: str, names: bool) -> None:
+    assert names_tools(template) == names
+
+
+def test_a_prompt_opens_reasoning_if_its_last_word_does() -> None:
+    found = OutputFormat.of(tokenizer(QWEN3))
+    assert found.opens_in_prompt("<|im_start|>assistant\n<think>\n")
+    assert not found.opens_in_prompt("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not OutputFormat.of(tokenizer(QWEN)).opens_in_prompt("<think>\n")
+
+
+def test_tags_that_are_special_tokens_must_stay_and_other_special_tokens_are_left_out_by_the_reader() -> None:
+    found = OutputFormat.of(tokenizer(SMALL, "[TOOL_CALLS]", "[ARGS]", "</s>", "[INST]", ""))
+    assert found.needs_special
+    assert found.special_tags == {"[TOOL_CALLS]", "[ARGS]"}
+    text = 'Hm.[INST][TOOL_CALLS]f[ARGS]{"a": 1}</s>'
+    for pieces in ([text], text):
+        assert read(found.reader(schemas={}), pieces) == ["Hm.", ("f", '{"a": 1}')]
+        assert read(found.reader(schemas=None), pieces) == ['Hm.[TOOL_CALLS]f[ARGS]{"a": 1}']
+    found = OutputFormat.of(tokenizer(QWEN, "<|im_end|>"))  # its tags are tokens, but not special ones
+    assert (found.needs_special, found.dropped) == (False, ())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_as_the_format_writes_them_are_read_as_they_were_written(name: str) -> None:
+    """What a grammar is made from is what the reader reads."""
+    made: ToolFormat = FORMATS[name]
+    value = '{"s": "a\\"}<"}'
+    if made.arguments == "parameters":
+        value = f'{made.parameter_begin("s")}a"}}<{made.parameter_end}'
+    calls = [made.begin(tool) + value + made.end for tool in ("f", "get-x_2")]
+    whole = f"{made.whole_begin}{made.between.join(calls)}{made.whole_end}"
+    assert whole.startswith(made.trigger)
+    assert calls_of(name, whole) == [("f", '{"s": "a\\"}<"}'), ("get-x_2", '{"s": "a\\"}<"}')]
+    assert calls_of(name, *f"Well.\n{whole}")[1:] == calls_of(name, whole) or name == "llama3_json"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "written"),
+    [
+        ({"type": "string"}, "5", '"5"'),
+        ({"type": "integer"}, " 5\n", "5"),
+        ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": "integer"}, "five", '"five"'),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "number"}, "9" * 5000, f'"{"9" * 5000}"'),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": "boolean"}, "yes", '"yes"'),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": ["string", "null"]}, "none", '"none"'),
+        ({"type": ["string", "null"]}, "5", '"5"'),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "5", "5"),
+        ({"type": "array"}, '["a",  1]', '["a",  1]'),
+        ({"type": "array"}, "['a']", "\"['a']\""),
+        ({"type": "array"}, "[" * 100_000, f'"{"[" * 100_000}"'),
+        ({"enum": ["a", 1]}, "1", "1"),
+        ({"const": "1"}, "1", '"1"'),
+        ({"$ref": "#/$defs/x"}, '{"a": 1}', '{"a": 1}'),
+        ({"$ref": "#/$defs/x"}, "red", '"red"'),
+        ({}, '"a"', '"\\"a\\""'),
+        (None, "1", '"1"'),
+        (True, "1", '"1"'),
+        ({"type": {}}, "1", "1"),
+        ({"anyOf": 5}, "1", "1"),
+    ],
+)
+def test_a_tagged_parameter_is_json_of_a_type_that_its_schema_has_or_a_string(
+    schema: Any, text: str, written: str
+) -> None:
+    assert as_json(text, value_types(schema)) == written
