@@ -6,57 +6,25 @@ SPEC H06, H08, H19; DESIGN section 3, same answer. Only Ray and NIXL are absent 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from deployments.replica.served_engine import ServedEngine
-from kvtransfer.types import TransferSettings
-from replicas.config import CacheConfig, SchedulerConfig
 from replicas.engine.loop import EngineLoop
-from replicas.launch import load_engine
 from replicas.types import GenerateRequest, SamplingParams, TokenDelta
 from routing.types import Role
-from tests.embedded import MODEL
-from tests.local_agents import LocalAgent, LocalFabric
 from tests.unit.deployments.in_process import House
+from tests.unit.deployments.two_engines import Engines, two_engines
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
-SETTINGS = TransferSettings(host="127.0.0.1", token=b"a token of this test", heartbeat_s=5.0, call_timeout_s=10.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engines:
-    """One engine for each role, and what their transfer services copy through."""
-
-    fabric: LocalFabric
-    prefill: EngineLoop
-    decode: EngineLoop
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    fabric = LocalFabric()
-
-    def started(name: str) -> EngineLoop:
-        engine = load_engine(
-            MODEL,
-            cache=CacheConfig(max_total_tokens=4_000),
-            scheduler=SchedulerConfig(chunked_prefill_size=64),
-            num_threads=1,
-            record_events=True,
-            transfer=SETTINGS,
-            make_agent=lambda memory: LocalAgent(memory, fabric, name),
-        )
-        loop = EngineLoop(engine)
-        loop.start()
-        return loop
-
-    both = Engines(fabric=fabric, prefill=started("prefill"), decode=started("decode"))
-    yield both
-    both.decode.stop()
-    both.prefill.stop()
+    with two_engines() as engines:
+        yield engines
 
 
 class Apart:
@@ -94,44 +62,24 @@ class Apart:
 
     async def alone(self, request: GenerateRequest) -> list[TokenDelta]:
         """What the decode engine says without any cache or hand-off."""
-        await self.flush()
+        await self.engines.flush()
         whole = replace(request, rid=f"alone-{request.rid}")
         deltas = [delta async for delta in self.engines.decode.generate(whole)]
-        await self.flush()
+        await self.engines.flush()
         return deltas
-
-    async def flush(self) -> None:
-        await self.settle()
-        for loop in (self.engines.prefill, self.engines.decode):
-            assert await loop.run_on_engine(lambda engine: engine.flush_cache())
-
-    async def settle(self) -> None:
-        """Nothing runs, no room is open, and every page is free or evictable."""
-        async with asyncio.timeout(20):
-            for loop in (self.engines.prefill, self.engines.decode):
-                while True:
-                    stats = await loop.run_on_engine(lambda engine: engine.stats())
-                    pool = stats.pool
-                    service = stats.transfer
-                    assert service is not None
-                    rooms = service.rooms_receiving + service.rooms_sending + service.rooms_draining
-                    if not loop.num_open and not rooms and pool.free_pages + pool.evictable_pages == pool.num_pages:
-                        break
-                    await asyncio.sleep(0.02)
-                await loop.run_on_engine(lambda engine: engine.scheduler.check())
 
 
 @pytest.fixture
 async def apart(engines: Engines) -> AsyncIterator[Apart]:
     apart = Apart(engines)
     await apart.house.start()
-    await apart.flush()
+    await engines.flush()
     await apart.add(engines.prefill, "p0", Role.PREFILL)
     await apart.add(engines.decode, "d0", Role.DECODE)
     yield apart
     engines.fabric.resume("decode")
     await apart.house.stop()
-    await apart.settle()
+    await apart.engines.settle()
 
 
 def ids(deltas: list[TokenDelta]) -> list[int]:
@@ -255,7 +203,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(apart: Apart, stage: s
         await first
     await stream.aclose()
     apart.engines.fabric.resume("decode")
-    await apart.settle()
+    await apart.engines.settle()
 
 
 async def test_many_at_once_are_all_equal(apart: Apart) -> None:
