@@ -29,9 +29,12 @@ as prefill before its first token, and as decode after it.
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtransfer.types import PdTicket
 from replicas.types import (
@@ -45,6 +48,27 @@ from replicas.types import (
     TokenLogprob,
     Usage,
 )
+
+
+class Guide(Protocol):
+    """What holds one output to its constraint (replicas/grammar/matcher.py): so requests need not know grammars."""
+
+    @property
+    def error(self) -> str | None:
+        """Why no token is allowed any more."""
+        ...
+
+    def consume(self, token_id: int) -> bool:
+        """Take in the next token of the output; False if it is not allowed."""
+        ...
+
+    def words(self) -> npt.NDArray[np.int32] | None:
+        """Return the mask of the next token, as `SampleRow.mask`."""
+        ...
+
+    def begin_masks(self, others: Sequence[Self]) -> None:
+        """Start to compute the masks of this output and of ``others`` while a step runs."""
+        ...
 
 
 class ReqState(enum.Enum):
@@ -107,8 +131,9 @@ class Stamps:
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """What puts a request before others in queues, beside its priority."""
+    """What puts a request before others in queues."""
 
+    priority: int = 0  # higher runs first; 0 for all where the scheduler's priorities are off
     from_s: float = 0.0  # arrival_s, less what its priority is worth; set by the scheduler
     routing_key: str = ""  # requests of one key may run together (scheduler/orders.py)
 
@@ -140,13 +165,12 @@ class Req:
     index: int
     sampling: SamplingParams
     salt: str
-    priority: int
     stamps: Stamps
     deadline_s: float | None  # absolute, on the engine's clock
     prompt_len: int
     ids: TokenIds  # [prompt_len + max_new_tokens] buffer
     num_tokens: int
-    eos_ids: frozenset[int]  # ids that end it; empty with ignore_eos (stop_token_ids are in sampling)
+    eos_ids: frozenset[int]  # that end it, beside sampling.stop_token_ids; empty with ignore_eos, unless constrained
     num_resumed: int = 0  # leading output tokens that another replica already delivered
     rank: Rank = field(default_factory=Rank)
     return_logprobs: bool = False
@@ -155,6 +179,7 @@ class Req:
     state: ReqState = ReqState.WAITING
     holding: Holding | None = None
     leg: Leg | None = None  # None: not part of a hand-off
+    guide: Guide | None = None  # None: not constrained, or its grammar is being compiled
     computed_len: int = 0  # tokens whose K/V is computed, reused ones included
     cached: CachedTokens = CachedTokens()  # prompt tokens reused at first admission
     num_retractions: int = 0
@@ -175,15 +200,14 @@ class Req:
             index=index,
             sampling=sampling,
             salt=request.cache_salt,
-            priority=request.priority,
             stamps=Stamps(now_s),
             deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
             prompt_len=prompt_len,
             ids=ids,
             num_tokens=prompt_len + len(resumed),
-            rank=Rank(routing_key=request.routing_key),
+            rank=Rank(priority=request.priority, routing_key=request.routing_key),
             num_resumed=len(resumed),
-            eos_ids=frozenset() if sampling.ignore_eos else eos_ids,
+            eos_ids=frozenset() if sampling.ignore_eos and sampling.constraint is None else eos_ids,
             return_logprobs=request.return_logprobs,
             top_logprobs=request.top_logprobs,
             prompt_logprobs_from=request.prompt_logprobs_from,

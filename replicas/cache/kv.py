@@ -245,7 +245,7 @@ class KvCache:
         if whole <= prefix_len or holding.gone_len:
             return
         pages = self._row_pages(holding.row, 0, whole)
-        already = self._cache.insert(req.ids[:whole], pages, req.salt, priority=req.priority)
+        already = self._cache.insert(req.ids[:whole], pages, req.salt, priority=req.rank.priority)
         match = self._cache.match_prefix(req.ids[:whole], req.salt, count_hit=False)
         if not match.prefix_len:
             return  # a cache that keeps nothing

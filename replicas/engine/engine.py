@@ -35,9 +35,12 @@ from replicas.disagg.hand_offs import HandOffs, require_possible
 from replicas.disagg.rooms import HandOffTerms
 from replicas.distributions import Distributions
 from replicas.engine.choice import Choice, OpenRequests
+from replicas.engine.compiling import Grammars
 from replicas.engine.occupation import Occupation
+from replicas.engine.sinks import failed
 from replicas.engine.stepping import Launch, Stepping, snapshot
-from replicas.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
+from replicas.errors import EngineDead, InvalidRequest, MantaError, Overloaded, PromptTooLong
+from replicas.grammar.matcher import Matcher
 from replicas.observer import Observer
 from replicas.request import Req, ReqState
 from replicas.scheduler.scheduler import Scheduler
@@ -138,6 +141,7 @@ class Engine:
             kv, device=config.device, has_transfer=transfer is not None, give_back=executor.give_back
         )
         self._intake = Intake(config.model, pool_tokens=kv.capacity_tokens, has_transfer=transfer is not None)
+        self.grammars = Grammars(tokenizer, config.model.vocab_size, clock)
         self._open = OpenRequests()
         self._observer = Observer(kv, executor.kv_bytes)
         self._service: TransferService | None = None
@@ -160,8 +164,9 @@ class Engine:
         return self.scheduler.has_work or self.steps.under_way
 
     def on_transfer_event(self, call: Callable[[], None]) -> None:
-        """Register ``call``: the threads of transfers and of the store call it when they have news for `step`. It must
-        not block."""
+        """Register ``call``: the threads of transfers, of grammars and of the store call it when they have news for
+        `step`. It must not block."""
+        self.grammars.on_ready = call
         if self._service is not None:
             self._service.on_event = call
         if self.kv.store_tier is not None:
@@ -231,16 +236,38 @@ class Engine:
             raise Overloaded(f"{would_wait} requests would wait, at most {limit} may: try again later")
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.require_new_room(request)
-        choices = self._make_choices(self._intake.clip(request))
+        choices, constraint = self._make_choices(self._intake.clip(request)), request.sampling.constraint
+        if constraint is None:
+            return self._place(request, choices, None, place)
+        self.grammars.num_requests += 1
+        matcher = self.grammars.compiler.cached(constraint)
+        if matcher is not None or place is not None:
+            return self._place(request, choices, matcher or self.grammars.compiler.compile(constraint), place)
+        for choice in choices:
+            self.scheduler.park(choice.req)
+        self._open.add(request.rid, choices)
+        self.grammars.start(request, choices, constraint)
+        return []
+
+    def _place(
+        self,
+        request: GenerateRequest,
+        choices: list[Choice],
+        matcher: Matcher | None,
+        place: Callable[[Req], None] | None = None,
+    ) -> list[TokenDelta]:
+        """Start the choices of an accepted request. Returns, and raises, as `accept`."""
         if request.hand_off is not None and self._hand_offs is not None:
             self._hand_offs.submit(request, [choice.req for choice in choices])
         else:
             for choice in choices:
                 (place or self.scheduler.submit)(choice.req)
-        self._open.add(request.rid, choices)
+        if request.rid not in self._open:  # else it waited for its grammar
+            self._open.add(request.rid, choices)
         done = []
         for choice in choices:
-            finish = choice.replay()
+            refused = None if matcher is None else self.grammars.guide(choice.req, matcher)
+            finish = choice.replay() or refused
             if finish is not None:
                 done.append(self._end(choice, finish))
         self._settle()
@@ -276,7 +303,30 @@ class Engine:
         none."""
         if self.kv.store_tier is not None:
             self.kv.store_tier.poll()
+        if self.grammars.compiling:
+            return [*self._start_compiled(), *self._poll_hand_offs()]
+        return self._poll_hand_offs()
+
+    def _poll_hand_offs(self) -> list[TokenDelta]:
         return [self._push(token) for token in self._hand_offs.poll()] if self._hand_offs is not None else []
+
+    def _start_compiled(self) -> list[TokenDelta]:
+        """Start the requests whose grammar is compiled. Returns: as `accept`, and the ends of those that have none."""
+        deltas = []
+        for task in self.grammars.poll():
+            choices, made = [choice for choice in task.choices if choice.req.finish is None], task.made
+            try:
+                if isinstance(made, MantaError):
+                    raise made
+                if choices and task.request.hand_off is not None and self._hand_offs is not None:
+                    self._hand_offs.require_new_room(task.request)
+            except MantaError as error:
+                deltas += [self._end(choice, failed(error)) for choice in choices]
+                continue
+            for choice in choices:
+                self.scheduler.take_back(choice.req)
+            deltas += self._place(task.request, choices, made) if choices else []
+        return deltas
 
     def abort(self, rid: str, message: str = "aborted by the client") -> list[TokenDelta]:
         """End every choice of ``rid``; idempotent. Returns: the final deltas."""

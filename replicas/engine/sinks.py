@@ -93,12 +93,7 @@ class Sinks:
             found = self._open.pop(rid, None)
         if found is None:
             return
-        finish = Finish(
-            reason=FinishReason.ERROR,
-            message=str(error),
-            http_status=error.http_status,
-            retry_as=_retry_as(error),
-        )
+        finish = failed(error)
         usage = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         _call(
             found.sink,
@@ -121,6 +116,13 @@ def _call(sink: Sink, batch: list[TokenDelta]) -> None:
         sink(batch)
     except Exception:
         log.exception("a sink raised; its deltas are lost, the engine goes on")
+
+
+def failed(error: MantaError) -> Finish:
+    """Tell a caller that its request ends with ``error``."""
+    return Finish(
+        reason=FinishReason.ERROR, message=str(error), http_status=error.http_status, retry_as=_retry_as(error)
+    )
 
 
 def _retry_as(error: MantaError) -> Literal["overloaded", "engine_dead"] | None:

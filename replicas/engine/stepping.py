@@ -188,4 +188,7 @@ class Stepping:
 
     def _launched(self, plan: StepPlan) -> Launched:
         launched_s = self._clock()
+        guides = [req.guide for req in self._scheduler.queues.under_way.newest if req.guide is not None]
+        if guides:
+            guides[0].begin_masks(guides[1:])
         return Launched(plan=plan, pending=self.launch(plan), launched_s=launched_s)

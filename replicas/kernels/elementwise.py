@@ -5,7 +5,7 @@ Owns:      the kernels, as functions of tensors and as stages of a program (`Vec
            among threads: a few floats are not worth a second one.
 Never:     as functions: changes its inputs; results are fresh tensors.
 Invariant: a token's result does not depend on the other tokens. `argmax` gives torch.argmax's result, the first of
-           equals, in a fifth to a fifteenth of its time; rows with NaN or infinities go to PyTorch itself.
+           equals, in a fifth to a fifteenth of its time; rows with NaN or inf, or all -inf, go to PyTorch itself.
 Thread:    any.
 """
 
@@ -13,6 +13,7 @@ import ctypes
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from replicas.kernels.simd import (
     W,
     add,
+    at_least,
     div,
     exp,
     fma,
@@ -157,27 +159,29 @@ def _run(function: Kernel, x: Tensor, out: Tensor, **more: float) -> None:
 
 BLOCK = 1024  # floats per comparison with the largest so far
 SEARCHED_BY_TEAM = 64 << 10  # fewer are searched by one thread
+LOWEST = -3.4028234663852886e38  # of a float: what -inf, of a token that is masked out, counts as
 ArgmaxArgs = struct("ArgmaxArgs", "x x_stride out rows size")
 
 
 @kernel(ArgmaxArgs)
 def argmax_rows(pointer: Any) -> None:
-    """out [rows] int64; -1 where x - x is not 0 somewhere in the row."""
+    """out [rows] int64; -1 where the row holds NaN or inf, or nothing above LOWEST."""
     a = carray(pointer, 1)[0]
     me, threads = thread_id(), team_size()
     for r in range(a.rows * me // threads, a.rows * (me + 1) // threads):
         row = a.x + r * a.x_stride
-        best, place, zeros = hmax(load(row)), 0, splat(0.0)
+        lowest, zeros = splat(np.float32(LOWEST)), splat(0.0)
+        best, place = hmax(at_least(load(row), lowest)), 0
         for start in range(0, a.size, BLOCK):
-            top = load(row + 4 * start)
+            top = lowest
             for i in range(start, min(start + BLOCK, a.size), W):
-                value = load(row + 4 * i)
+                value = at_least(load(row + 4 * i), lowest)
                 top = maximum(top, value)
                 zeros = add(zeros, sub(value, value))
             peak = hmax(top)
             if peak > best:
                 best, place = peak, start
-        if hsum(zeros) == 0.0:
+        if hsum(zeros) == 0.0 and best > np.float32(LOWEST):
             while load1(row + 4 * place) != best:
                 place += 1
         else:

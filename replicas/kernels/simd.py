@@ -159,6 +159,13 @@ def store1(builder: Any, address: Any, value: Any) -> None:
     builder.store(value, pointer_to(builder, address, F32), align=4)
 
 
+@op(vector, types.int64, types.int64, vector)
+def load_where(builder: Any, address: Any, bits: Any, otherwise: Any) -> Any:
+    """Load the floats whose bit is set among the low 16 of ``bits``; the others are those of ``otherwise``."""
+    chosen = builder.bitcast(builder.trunc(bits, ir.IntType(W)), ir.VectorType(ir.IntType(1), W))
+    return builder.select(chosen, emit_load(builder, address), otherwise)
+
+
 @op(types.int64, types.int64)
 def load_i32(builder: Any, address: Any) -> Any:
     return builder.sext(builder.load(pointer_to(builder, address, I32), align=4), I64)
@@ -197,6 +204,12 @@ def div(builder: Any, a: Any, b: Any) -> Any:
 @op(vector, vector, vector)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
     return emit_llvm(builder, "llvm.maxnum.v16f32", VEC, a, b)
+
+
+@op(vector, vector, vector)
+def at_least(builder: Any, x: Any, low: Any) -> Any:
+    """Raise what is below ``low`` to it; NaN stays NaN."""
+    return builder.select(builder.fcmp_unordered(">", x, low), x, low)
 
 
 @op(vector, vector, vector, vector)

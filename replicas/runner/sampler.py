@@ -1,9 +1,11 @@
 """Chooses tokens from logits, and computes logprobs.
 
 Owns:      the order of edits: repetition penalty, frequency and presence penalties, logit bias, then the masks of
-           allowed_token_ids, bad_words and min_new_tokens. Then a greedy row takes the largest logit; the others go
-           through temperature, top-k, top-p, min-p and the draw (draw.py). Logprobs are the natural logarithm of
-           softmax(logits) of the model's own logits, before any edit (vLLM's ``raw_logprobs``).
+           allowed_token_ids, bad_words and min_new_tokens, then the mask of the constraint. Then a greedy row takes the
+           largest logit; the others go through temperature, top-k, top-p, min-p and the draw (draw.py). Logprobs are
+           the natural logarithm of softmax(logits) of the model's own logits, before any edit (vLLM's
+           ``raw_logprobs``), but for the mask: those of a constrained output are over the tokens that the constraint
+           allows, as OpenAI's, and alternatives that it does not allow are left out.
 Never:     keeps state between steps, but for counts of tokens on a GPU (token_counts.py); reads more of a request than
            its SampleRow; changes the logits it is given.
 Invariant: a row's token is a function of that row alone; the batch, its order and its size do not enter.
@@ -11,11 +13,13 @@ Thread:    engine thread of rank 0.
 
 Repetition penalty r divides positive logits and multiplies negative ones of every token in prompt and output (Keskar et
 al. 2019, arXiv:1909.05858). Frequency and presence penalties subtract count * f + p for tokens of the output (OpenAI).
+min_new_tokens and ignore_eos mask the ids that end a constrained output while another token is left: the grammar wins.
 A bad word is a sequence of tokens: if the output ends with all of it but the last, that last token is masked (vLLM).
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -25,6 +29,7 @@ from torch import Tensor
 
 from replicas.attention.page_lists import to_device
 from replicas.kernels.elementwise import argmax
+from replicas.kernels.token_mask import Words, masked
 from replicas.runner.device_draw import sample_on_device
 from replicas.runner.draw import draw
 from replicas.runner.token_counts import TokenCounts
@@ -55,7 +60,7 @@ class _Entries:
 
 
 def needs_edit(row: SampleRow) -> bool:
-    """Tell whether ``edit_logits`` would change anything for ``row``."""
+    """Tell whether ``edit_logits`` would change anything for ``row``, its constraint aside."""
     return row.params.edits_logits or _masks_stops(row)
 
 
@@ -63,15 +68,45 @@ def _masks_stops(row: SampleRow) -> bool:
     return row.num_output < row.params.min_new_tokens and bool(row.stop_ids)
 
 
+def constraint_masks(rows: Sequence[SampleRow]) -> list[Words | None]:
+    """Wait for the masks of the constrained rows. Returns: [S], None for a row that may be any token; [] if all may."""
+    if all(row.mask is None for row in rows):
+        return []
+    masks = [None if row.mask is None else _left_by_stops(row, row.mask()) for row in rows]
+    return [] if all(mask is None for mask in masks) else masks
+
+
+def _left_by_stops(row: SampleRow, words: Words | None) -> Words | None:
+    """Take the ids that may not end ``row`` yet out of its mask, while that leaves a token."""
+    if row.num_output < row.params.min_new_tokens:
+        banned = row.stop_ids
+    else:
+        banned = row.stop_ids.difference(row.params.stop_token_ids) if row.params.ignore_eos else frozenset()
+    if words is None or not banned:
+        return words
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    bits[list(banned)] = 0
+    left = bits.copy()
+    left[list(_bad_ends(row))] = 0
+    if row.params.allowed_token_ids is not None:
+        left = left[_ids(row.params.allowed_token_ids)]
+    return np.packbits(bits, bitorder="little").view(np.int32) if left.any() else words
+
+
 def edit_logits(
-    logits: Tensor, rows: Sequence[SampleRow], counted: TokenCounts | None = None, last_ids: Tensor | None = None
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    counted: TokenCounts | None = None,
+    last_ids: Tensor | None = None,
+    masks: Sequence[Words | None] = (),
 ) -> Tensor:
-    """Copy ``logits`` [S, V] and apply each row's parameters; penalties by ``counted``, if given.
+    """Copy ``logits`` [S, V] and apply each row's parameters; penalties by ``counted``, if given; ``masks`` [S], if
+    any, are those of constraints.
 
     If the other masks leave a request no token but its stop ids, it cannot meet min_new_tokens: its stop ids stay.
     """
     vocab_size = logits.shape[1]
-    repetition, additive, masked = _Entries(), _Entries(), _Entries()
+    repetition, additive, banned_ids = _Entries(), _Entries(), _Entries()
     allowed: dict[int, npt.NDArray[np.int64]] = {}  # by row
     for r, row in enumerate(rows):
         params = row.params
@@ -89,13 +124,13 @@ def edit_logits(
         banned = _bad_ends(row)
         if params.allowed_token_ids is not None:
             allowed[r] = _ids(params.allowed_token_ids)
-        if _masks_stops(row):
+        if _masks_stops(row) and (not masks or masks[r] is None):
             stopping = banned | row.stop_ids
             others = params.allowed_token_ids
             if len(stopping) < vocab_size if others is None else any(token not in stopping for token in others):
                 banned = stopping
         if banned:
-            masked.add(r, np.fromiter(banned, dtype=np.int64), -np.inf)
+            banned_ids.add(r, np.fromiter(banned, dtype=np.int64), -np.inf)
     edited = logits.clone()
     if counted is not None:
         counted.penalise(edited, rows, last_ids)
@@ -110,9 +145,9 @@ def edit_logits(
         kept = edited[r, index]
         edited[r] = -torch.inf
         edited[r, index] = kept
-    if (found := masked.on(logits.device)) is not None:
+    if (found := banned_ids.on(logits.device)) is not None:
         edited.index_put_(found[0], found[1])
-    return edited
+    return masked(edited, masks, in_place=True) if masks else edited
 
 
 @lru_cache(maxsize=16)
@@ -160,7 +195,8 @@ def _most_likely(logits: Tensor, num: int) -> npt.NDArray[np.int64]:
     """Return the ids [n, num] of the largest logits, equals by id."""
     more = min(num + 1, logits.shape[1])
     values, ids = logits.topk(more, dim=-1)
-    if more > num and bool((values[:, num - 1] == values[:, num]).any()):
+    tied = values[:, num - 1] == values[:, -1] if more > num else values[:, 0] > torch.inf
+    if bool((tied & (values[:, -1] > -torch.inf)).any()):
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :num].cpu().numpy()  # a tie at the edge
     host_values, host_ids = values[:, :num].cpu().numpy(), ids[:, :num].cpu().numpy()
     return np.take_along_axis(host_ids, np.lexsort((host_ids, -host_values), axis=-1), axis=-1)
@@ -192,7 +228,7 @@ class DeviceLogprobs:
         for i, value, ids, values in zip(self.asked, *(x.tolist() for x in fetched), strict=True):
             if token_ids[i] != BROKEN:
                 num = self.rows[i].top_logprobs
-                top = tuple(zip(ids[:num], values[:num], strict=True))
+                top = tuple(pair for pair in zip(ids[:num], values[:num], strict=True) if pair[1] > -math.inf)
                 found[i] = TokenLogprob(token_id=int(token_ids[i]), logprob=value, top=top)
         return tuple(found)
 
@@ -227,7 +263,11 @@ class Sampler:
         self._check_shape(logits, len(rows))
         if not rows:
             return np.empty(0, dtype=np.int32), ()
-        edited = edit_logits(logits, rows) if any(needs_edit(row) for row in rows) else logits
+        masks = constraint_masks(rows)
+        if any(needs_edit(row) for row in rows):
+            edited = edit_logits(logits, rows, masks=masks)
+        else:
+            edited = masked(logits, masks) if masks else logits
         best = argmax(edited)[:, None]  # [S, 1]; the first of equals, and a NaN before any number
         peaks = edited.gather(1, best)[:, 0].double().cpu().numpy()  # [S]
         sound = np.isfinite(peaks)
@@ -236,7 +276,7 @@ class Sampler:
         if drawn:
             chosen = edited if len(drawn) == len(rows) else edited[torch.tensor(drawn, device=edited.device)]
             token_ids[drawn] = draw(chosen, peaks[drawn], [rows[i] for i in drawn])
-        return token_ids, self._logprobs(logits, token_ids, rows)
+        return token_ids, self._logprobs(logits, token_ids, rows, masks)
 
     def sample_on_device(
         self, logits: Tensor, rows: Sequence[SampleRow], last_ids: Tensor | None = None
@@ -248,12 +288,13 @@ class Sampler:
         self._check_shape(logits, len(rows))
         if not rows:
             return torch.empty(0, dtype=torch.int64, device=logits.device), None
-        edits = any(needs_edit(row) for row in rows)
-        tokens = sample_on_device(edit_logits(logits, rows, self._counts, last_ids) if edits else logits, rows)
+        masks, edits = constraint_masks(rows), any(needs_edit(row) for row in rows)
+        allowed = masked(logits, masks) if masks else logits
+        tokens = sample_on_device(edit_logits(logits, rows, self._counts, last_ids, masks) if edits else allowed, rows)
         if edits:
             self._counts.add(tokens)
         asks = any(row.return_logprobs for row in rows)
-        return tokens, DeviceLogprobs.of(logits, tokens, rows) if asks else None
+        return tokens, DeviceLogprobs.of(allowed, tokens, rows) if asks else None
 
     def prompt_logprobs(self, logits: Tensor, target_ids: TokenIds, top_n: int = 0) -> tuple[TokenLogprob, ...]:
         """Compute logprobs and ranks of prompt tokens, with the ``top_n`` most likely alternatives.
@@ -265,16 +306,18 @@ class Sampler:
         return tuple(token_logprobs(logits, target_ids, [top_n] * len(target_ids), ranked=True))
 
     def _logprobs(
-        self, logits: Tensor, token_ids: TokenIds, rows: Sequence[SampleRow]
+        self, logits: Tensor, token_ids: TokenIds, rows: Sequence[SampleRow], masks: Sequence[Words | None]
     ) -> tuple[TokenLogprob | None, ...]:
         if not any(row.return_logprobs for row in rows):
             return ()
         asked = [i for i, row in enumerate(rows) if row.return_logprobs and token_ids[i] != BROKEN]
         chosen = logits if len(asked) == len(rows) else logits[torch.tensor(asked, device=logits.device)]
+        if masks:
+            chosen = masked(chosen, [masks[i] for i in asked])
         found: list[TokenLogprob | None] = [None] * len(rows)
         made = token_logprobs(chosen, token_ids[asked], [rows[i].top_logprobs for i in asked])
         for i, logprob in zip(asked, made, strict=True):
-            found[i] = logprob
+            found[i] = replace(logprob, top=tuple(pair for pair in logprob.top if pair[1] > -math.inf))
         return tuple(found)
 
     def _check_shape(self, logits: Tensor, num_rows: int) -> None:

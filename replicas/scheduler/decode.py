@@ -93,6 +93,7 @@ def sample_row(req: Req, num_ahead: int = 0) -> SampleRow:
         ids[prompt_len:num_tokens],
         req.return_logprobs,
         req.top_logprobs,
+        None if req.guide is None else req.guide.words,
     )
 
 
@@ -118,7 +119,7 @@ def retract_until_it_fits(queues: Queues, kv: KvCache, ratio: NewTokenRatio, cou
 
 def _retracted_first(req: Req) -> tuple[int, int, int]:
     """Lowest priority, then least output, then longest prompt (SPEC F11)."""
-    return (req.priority, req.num_output, -req.prompt_len)
+    return (req.rank.priority, req.num_output, -req.prompt_len)
 
 
 def retract(req: Req, queues: Queues, kv: KvCache, counters: Counters) -> None:
@@ -286,10 +287,11 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
 
 
 def _needs_host(req: Req) -> bool:
-    """Whether the token after the one under way needs the host: which bad words it may not end depends on that token.
+    """Whether the token after the one under way needs the host: which bad words it may not end, and what its constraint
+    allows, depends on that token.
     The launch of such a step would wait for the one before it, whose tokens would then be a step late. Penalties depend
     on it too, but are counted where it is (runner/token_counts.py)."""
-    return bool(req.sampling.bad_words)
+    return bool(req.sampling.bad_words) or req.guide is not None
 
 
 def _places(reqs: list[Req], before: list[Req]) -> npt.NDArray[np.int32] | None:

@@ -7,6 +7,7 @@ Invariant: every slot that a plan writes belongs to the request whose row it is.
            before the step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -101,6 +102,7 @@ StepPlan = ExtendPlan | DecodePlan
 class SampleRow(NamedTuple):
     """What the sampler needs for one token; only rank 0 reads it. A tuple: one is made for every token.
 
+    ``mask`` returns a bit for each token, set if the constraint allows it next, [>= ceil(V / 32)]; None: it allows all.
     ``prompt_ids`` and ``output_ids`` are views of the request's own buffer, read only when penalties or bad words
     ask for them.
     """
@@ -113,6 +115,7 @@ class SampleRow(NamedTuple):
     output_ids: TokenIds
     return_logprobs: bool = False
     top_logprobs: int = 0
+    mask: "Callable[[], npt.NDArray[np.int32] | None] | None" = None  # waits for the mask of a constrained output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -81,7 +81,7 @@ class WaitingQueue(ReqQueue):
         aged = [req for req in reqs if now_s - req.rank.from_s >= self._ageing_s]
         young = reqs[len(aged) :]
         if self._policy == "lpm":
-            return aged + sorted(young, key=lambda req: (-req.priority, -self._cached_len(req)))
+            return aged + sorted(young, key=lambda req: (-req.rank.priority, -self._cached_len(req)))
         from replicas.scheduler import orders
 
         keys = orders.sort_keys(
@@ -90,7 +90,7 @@ class WaitingQueue(ReqQueue):
             [req.rank.routing_key for req in running],
             self._random,
         )
-        order = sorted(range(len(young)), key=lambda at: (-young[at].priority, keys[at]))
+        order = sorted(range(len(young)), key=lambda at: (-young[at].rank.priority, keys[at]))
         return aged + [young[at] for at in order]
 
     def _entry(self, req: Req, now_s: float) -> "QueueEntry":

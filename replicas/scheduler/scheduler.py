@@ -35,7 +35,15 @@ from replicas.scheduler.decode import (
 from replicas.scheduler.plan import BROKEN, DecodePlan, PrefixGroup, StepPlan, StepResult, TableWrite
 from replicas.scheduler.prefill import ExtendBatch, Limits, Refusal, extend_plan, next_batch
 from replicas.scheduler.queues import Queues, WaitingQueue
-from replicas.scheduler.tokens import Counters, NewToken, count_computed, end_without_token, sampled, stop_reason
+from replicas.scheduler.tokens import (
+    Counters,
+    NewToken,
+    count_computed,
+    end_without_token,
+    not_allowed,
+    sampled,
+    stop_reason,
+)
 from replicas.types import Finish, FinishReason, TokenLogprob
 
 
@@ -132,6 +140,11 @@ class Scheduler:
         req.move(ReqState.RUNNING)
         queues.running.append(req)
         return self._take_token(req, token_id, logprob)
+
+    def take_back(self, req: Req) -> None:
+        """Undo `park`: ``req`` is to be accepted another way."""
+        self.queues.away.remove(req)
+        self.deadlines.remove(req)
 
     def compute_here(self, req: Req) -> None:
         """Let a decode leg, granted or not, wait to be computed: its K/V will not come or is wrong."""
@@ -232,8 +245,8 @@ class Scheduler:
     def _accept(self, req: Req) -> None:
         """Give ``req`` its rank in the queues. With priorities off, its priority is ignored."""
         if self._config.priorities == "off":
-            req.priority = 0
-        req.rank.from_s = req.stamps.arrival_s - req.priority * self._config.ageing_s
+            req.rank.priority = 0
+        req.rank.from_s = req.stamps.arrival_s - req.rank.priority * self._config.ageing_s
         self.deadlines.add(req)
 
     def _wait(self, req: Req) -> None:
@@ -265,6 +278,8 @@ class Scheduler:
         if req.state is not ReqState.HANDING_OFF:  # else the receiver appends it
             req.append(token_id)
             finish = stop_reason(req)
+            if finish is None and req.guide is not None and not req.guide.consume(token_id):
+                finish = not_allowed(str(req.guide.error))
             if finish is not None:
                 self.finish(req, finish)
         return NewToken(req, token_id, logprob)

@@ -21,6 +21,11 @@ BROKEN_LOGITS = (
     "overflow their dtype (try float32 or bfloat16), or the penalties are extreme"
 )
 
+NOTHING_ALLOWED = (
+    "no token can be chosen: the constraint allows none that allowed_token_ids and bad_words allow too, or the logits "
+    "hold NaN or inf"
+)
+
 
 class NewToken(NamedTuple):
     """One sampled token of one request; ``req.finish`` is set when it was its last."""
@@ -107,13 +112,21 @@ def end_without_token(req: Req) -> Finish:
     """Tell why ``req`` ends with the token that was sampled for it, which its caller does not get."""
     if req.max_remaining <= 0:
         return Finish(reason=FinishReason.LENGTH)  # no output was wanted
+    if req.guide is not None:
+        return not_allowed(req.guide.error or NOTHING_ALLOWED)
     return Finish(reason=FinishReason.ERROR, message=BROKEN_LOGITS, http_status=500)
+
+
+def not_allowed(message: str) -> Finish:
+    """Tell why a constrained request ends in the midst of its output."""
+    return Finish(reason=FinishReason.ERROR, message=f"the constrained output ended: {message}", http_status=400)
 
 
 def stop_reason(req: Req) -> Finish | None:
     """Tell whether the last token of ``req`` ends it by id or by length; stop strings are the detokenizer's."""
     num_output, stop_ids = req.num_output, req.stop_ids
-    if stop_ids and num_output >= max(1, req.sampling.min_new_tokens):
+    least = 1 if req.guide is not None else max(1, req.sampling.min_new_tokens)  # a grammar that is over ends it sooner
+    if stop_ids and num_output >= least:
         last = int(req.ids[req.num_tokens - 1])
         if last in stop_ids:
             return Finish(reason=FinishReason.STOP, matched=last)

@@ -242,6 +242,10 @@ class Tokenizer:
         """Return the bytes that each token adds to the text: [vocab_size]; do not change them."""
         return self._visible if skip_special_tokens else self._pieces
 
+    def serialized(self) -> str:
+        """Return the tokenizer in the form of ``tokenizer.json``."""
+        return str(self._rust.to_str())
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, special or not; may be a part of a character. Empty for an id without text."""
         return self._pieces[token_id] if 0 <= token_id < self.vocab_size else b""

@@ -229,7 +229,7 @@ def test_priorities_are_off_unless_asked_for() -> None:
     pushy = bench.submit([4, 5, 6], max_new_tokens=2, priority=1000)
     assert bench.scheduler.queues.waiting.ordered(bench.clock()) == [first, pushy]
     bench.step()
-    assert (first.state, pushy.state, pushy.priority) == (ReqState.RUNNING, ReqState.WAITING, 0)
+    assert (first.state, pushy.state, pushy.rank.priority) == (ReqState.RUNNING, ReqState.WAITING, 0)
     bench.run()
 
 

@@ -1,0 +1,123 @@
+"""Compiles the grammars of constrained requests beside the engine's thread, and gives each choice its matcher.
+
+Owns:      the requests whose grammar is being compiled, and the threads that compile.
+Never:     keeps a request waiting whose grammar was compiled before; runs or ends a request (engine.py does).
+Invariant: at most MAX_THREADS grammars are being compiled, with those for which no request waits any more. `poll`
+           returns each request once.
+Thread:    engine thread, but for `_work`; `on_ready` is called on a thread that compiles.
+"""
+
+import collections
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from replicas.engine.choice import Choice
+from replicas.errors import InvalidRequest, MantaError, Overloaded
+from replicas.grammar.compiler import GrammarCompiler
+from replicas.grammar.matcher import Matcher
+from replicas.request import Req
+from replicas.scheduler.tokens import not_allowed
+from replicas.text.tokenizer import Tokenizer
+from replicas.types import Constraint, Finish, GenerateRequest
+
+log = logging.getLogger(__name__)
+COMPILE_S = 2.0  # that a grammar may take
+WAIT_S = 30.0  # for a thread, where all compile what takes long, and for the tokenizer, which the first one converts
+MAX_THREADS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Compilation:
+    """A request whose grammar is being compiled."""
+
+    request: GenerateRequest
+    choices: Sequence[Choice]
+    constraint: Constraint
+    since_s: float
+    started: bool = False  # a thread compiles it, since ``since_s``; else it waits for one
+    made: Matcher | MantaError | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it waits still: it may have been aborted, or its deadline may have passed."""
+        return self.made is None and any(choice.req.finish is None for choice in self.choices)
+
+
+class Grammars:
+    """The grammars of one engine's requests."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, clock: Callable[[], float]) -> None:
+        self.compiler = GrammarCompiler(tokenizer, vocab_size)
+        self.num_requests = 0  # constrained, since the start
+        self.on_ready: Callable[[], None] = lambda: None
+        self._eos_ids = tokenizer.eos_ids
+        self._clock = clock
+        self._waiting: list[Compilation] = []
+        self._tasks: collections.deque[Compilation] = collections.deque()  # in line for a thread
+        self._lock = threading.Lock()  # of the line and of the number of threads
+        self._num_threads = 0
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a request waits."""
+        return bool(self._waiting)
+
+    def start(self, request: GenerateRequest, choices: Sequence[Choice], constraint: Constraint) -> None:
+        """Compile the grammar of ``request``, which `poll` returns then."""
+        task = Compilation(request, choices, constraint, self._clock())
+        self._waiting.append(task)
+        with self._lock:
+            self._tasks.append(task)
+            if self._num_threads < MAX_THREADS:
+                self._num_threads += 1
+                threading.Thread(target=self._work, name="manta-grammar", daemon=True).start()
+
+    def poll(self) -> list[Compilation]:
+        """Return the requests that wait no longer; ``made`` of each is its matcher, or why it has none."""
+        now_s = self._clock()
+        for task in self._waiting:
+            if task.wanted and now_s - task.since_s > (COMPILE_S if task.started else WAIT_S):
+                if task.started:
+                    task.made = InvalidRequest(f"the grammar takes more than {COMPILE_S:g} s to compile: simplify it")
+                else:
+                    task.made = Overloaded(f"no grammar could be compiled for {WAIT_S:g} s: try again later")
+        done = [task for task in self._waiting if not task.wanted]
+        self._waiting = [task for task in self._waiting if task.wanted]
+        return done
+
+    def guide(self, req: Req, matcher: Matcher) -> Finish | None:
+        """Give ``req`` a copy of ``matcher``, and its output so far to that. Returns: its end, if that is refused."""
+        req.eos_ids |= self._eos_ids
+        guide = matcher.copy(req.stop_ids)
+        for position, token_id in enumerate(req.output_ids.tolist()):
+            if not guide.consume(token_id):
+                return not_allowed(f"its resumed output does not fit the constraint at token {position}: {guide.error}")
+        req.guide = guide
+        return None
+
+    def _work(self) -> None:
+        """Compile what is in line, and end."""
+        while (task := self._next()) is not None:
+            try:
+                self.compiler.warm_up()
+                task.since_s, task.started = self._clock(), True
+                made: Matcher | MantaError = self.compiler.compile(task.constraint)
+            except MantaError as error:
+                made = error
+            except Exception as error:  # whatever a grammar did, its request is answered
+                log.exception("a grammar could not be compiled")
+                made = InvalidRequest(f"the grammar cannot be compiled: {error!r}")
+            if task.made is None:
+                task.made = made
+            self.on_ready()
+
+    def _next(self) -> Compilation | None:
+        with self._lock:
+            while self._tasks:
+                task = self._tasks.popleft()
+                if task.wanted:
+                    return task
+            self._num_threads -= 1
+            return None

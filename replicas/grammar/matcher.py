@@ -1,0 +1,168 @@
+"""The place of one output in its grammar: which tokens may come next, which must, and whether it may end here.
+
+Owns:      the state of llguidance for one choice of one request, what stands before a grammar that begins late, and the
+           thread that computes masks while a step runs.
+Never:     samples, or edits logits (runner/sampler.py).
+Invariant: a token that the mask does not allow is refused, and nothing is allowed after an error. llguidance raises
+           nothing: after each call it is asked for its error. A mask has one bit for each id of the logits; ids that
+           are not in the tokenizer are never set.
+Thread:    one at a time. `begin_masks` gives matchers to another thread, until `words` has waited for it.
+
+A constraint with ``after`` begins behind the first occurrence of that text in the bytes of the output: before, all
+tokens are allowed, and an output that ends there is not constrained. The token in which the text ends may hold more:
+the grammar takes that if it can; if not, it begins behind the token.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+Words = npt.NDArray[np.int32]  # [ceil(V / 32)] bit t % 32 of word t // 32: whether token t may come next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What all matchers of a model share."""
+
+    tokens: LLTokenizer
+    size: int  # V, of the logits
+    pieces: Sequence[bytes]  # of the tokens, special ones too
+    eos_ids: frozenset[int]
+
+    @property
+    def num_words(self) -> int:
+        return -(-self.size // 32)
+
+
+class Matcher:
+    """The matcher of one output."""
+
+    def __init__(
+        self, core: LLMatcher, vocabulary: Vocabulary, *, after: str = "", stop_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """``stop_ids``: ids besides the eos ids that end the output; allowed exactly where the grammar accepts."""
+        self._core = core
+        self._vocabulary = vocabulary
+        self._after = after.encode()
+        self._tail = b""  # the last bytes of the output that ``after`` may begin with
+        self._stop_ids = stop_ids - vocabulary.eos_ids
+        self._begun = not self._after
+        self._filling: tuple[Future[Words], int] | None = None  # the masks of a step, and which of them is this one's
+        self._refused: str | None = None
+
+    def copy(self, stop_ids: frozenset[int] = frozenset()) -> "Matcher":
+        """Return a matcher in the same place for another output, which ``stop_ids`` end too."""
+        made = Matcher(self._core.deep_copy(), self._vocabulary, stop_ids=stop_ids)
+        made._after, made._tail, made._begun = self._after, self._tail, self._begun
+        return made
+
+    @property
+    def error(self) -> str | None:
+        """Why no token is allowed any more: a token was refused, or a limit of the grammar reached; None: neither."""
+        if self._refused is not None or not self._core.is_error():
+            return self._refused
+        return str(self._core.get_error()).split("\n", 1)[0]
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the output may end here."""
+        return not self._begun or (self.error is None and bool(self._core.is_accepting()))
+
+    def consume(self, token_id: int) -> bool:
+        """Take in the next token. Returns: False if the grammar does not allow it; ``error`` says why then."""
+        self._filling = None
+        if not self._begun:
+            self._look_for_start(token_id)
+            return True
+        if self.error is not None:
+            return False
+        if token_id in self._stop_ids and self._core.is_accepting():
+            return True
+        if self._core.is_stopped() and token_id not in self._vocabulary.eos_ids:
+            self._refused = f"token {token_id} comes after the end of the grammar"
+        elif not self._core.consume_token(token_id):
+            self._refused = f"the grammar does not allow token {token_id}"
+        return self._refused is None
+
+    def forced(self) -> int | None:
+        """Return the token that alone may come next, where the grammar knows it without a mask; else None."""
+        if not self._begun or self.error is not None:
+            return None
+        if self._core.is_stopped():
+            ends = self._vocabulary.eos_ids | self._stop_ids
+            return next(iter(ends)) if len(ends) == 1 else None
+        ahead = self._core.compute_ff_tokens()
+        return int(ahead[0]) if ahead and not (self._stop_ids and self._core.is_accepting()) else None
+
+    def fill(self, row: Words) -> None:
+        """Write the mask into ``row`` [ceil(V / 32)], which is contiguous."""
+        if not self._begun:
+            row.fill(-1)
+            return
+        row.fill(0)
+        if self.error is None:
+            self._core.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._finish(row)
+
+    def words(self) -> Words | None:
+        """Return the mask of the next token, once it is computed; None where every token may come."""
+        if not self._begun:
+            return None
+        if self._filling is None:
+            alone = np.empty(self._vocabulary.num_words, np.int32)
+            self.fill(alone)
+            return alone
+        future, index = self._filling
+        row: Words = future.result()[index]
+        self._finish(row)
+        return row
+
+    def _finish(self, row: Words) -> None:
+        """Correct what llguidance wrote: nothing after an error, and stop ids where the output may end."""
+        if self.error is not None:
+            row.fill(0)
+            return
+        for token_id in self._stop_ids:
+            bit = np.int32(np.uint32(1 << token_id % 32).view(np.int32))
+            row[token_id // 32] &= ~bit
+            if self._core.is_accepting():
+                row[token_id // 32] |= bit
+
+    def _look_for_start(self, token_id: int) -> None:
+        pieces = self._vocabulary.pieces
+        seen = self._tail + (pieces[token_id] if token_id < len(pieces) else b"")
+        at = seen.find(self._after)
+        if at < 0:
+            self._tail = seen[max(0, len(seen) - len(self._after) + 1) :]
+            return
+        self._begun, rest = True, seen[at + len(self._after) :]
+        if rest:
+            tokens = self._vocabulary.tokens.tokenize_bytes(rest)
+            trial = self._core.deep_copy()
+            if trial.try_consume_tokens(tokens) == len(tokens):
+                self._core = trial
+
+    def begin_masks(self, others: Sequence["Matcher"]) -> None:
+        """Start to compute the masks of this matcher and ``others``, on another thread and without the GIL."""
+        ready = [each for each in (self, *others) if each._begun and each._filling is None and each.error is None]
+        if ready:
+            wanted = [(each._core, row) for row, each in enumerate(ready)]
+            future = _HELPER.submit(_fill_all, wanted, self._vocabulary.num_words)
+            for row, each in enumerate(ready):
+                each._filling = future, row
+
+
+def _fill_all(wanted: list[tuple[Any, int]], num_words: int) -> Words:
+    """Compute the masks of ``wanted``, pairs of a matcher and its row: [R, ceil(V / 32)]."""
+    masks = np.zeros((len(wanted), num_words), np.int32)
+    _EXECUTOR.unsafe_compute_mask_ptr(wanted, masks.ctypes.data, 4 * num_words, len(wanted))
+    return masks
+
+
+_HELPER = ThreadPoolExecutor(1, thread_name_prefix="manta-masks")  # its thread starts with the first constrained step
+_EXECUTOR = LLExecutor(num_threads=1)  # the other cores run the model
