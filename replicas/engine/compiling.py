@@ -54,20 +54,15 @@ class Grammars:
         self.on_ready: Callable[[], None] = lambda: None
         self._eos_ids = tokenizer.eos_ids
         self._clock = clock
-        self._waiting: list[Compilation] = []
+        self.waiting: list[Compilation] = []  # until `poll`
         self._tasks: collections.deque[Compilation] = collections.deque()  # in line for a thread
         self._lock = threading.Lock()  # of the line and of the number of threads
         self._num_threads = 0
 
-    @property
-    def compiling(self) -> bool:
-        """Whether a request waits."""
-        return bool(self._waiting)
-
     def start(self, request: GenerateRequest, choices: Sequence[Choice], constraint: Constraint) -> None:
         """Compile the grammar of ``request``, which `poll` returns then."""
         task = Compilation(request, choices, constraint, self._clock())
-        self._waiting.append(task)
+        self.waiting.append(task)
         with self._lock:
             self._tasks.append(task)
             if self._num_threads < MAX_THREADS:
@@ -77,14 +72,14 @@ class Grammars:
     def poll(self) -> list[Compilation]:
         """Return the requests that wait no longer; ``made`` of each is its matcher, or why it has none."""
         now_s = self._clock()
-        for task in self._waiting:
+        for task in self.waiting:
             if task.wanted and now_s - task.since_s > (COMPILE_S if task.started else WAIT_S):
                 if task.started:
                     task.made = InvalidRequest(f"the grammar takes more than {COMPILE_S:g} s to compile: simplify it")
                 else:
                     task.made = Overloaded(f"no grammar could be compiled for {WAIT_S:g} s: try again later")
-        done = [task for task in self._waiting if not task.wanted]
-        self._waiting = [task for task in self._waiting if task.wanted]
+        done = [task for task in self.waiting if not task.wanted]
+        self.waiting = [task for task in self.waiting if task.wanted]
         return done
 
     def guide(self, req: Req, matcher: Matcher) -> Finish | None:

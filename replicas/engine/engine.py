@@ -303,7 +303,7 @@ class Engine:
         none."""
         if self.kv.store_tier is not None:
             self.kv.store_tier.poll()
-        if self.grammars.compiling:
+        if self.grammars.waiting:
             return [*self._start_compiled(), *self._poll_hand_offs()]
         return self._poll_hand_offs()
 
