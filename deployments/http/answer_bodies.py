@@ -278,6 +278,46 @@ class MessagesErrorBody(AnswerBody):
     request_id: str | None
 
 
+class ResponseUsageBody(AnswerBody):
+    """The tokens that a response has used."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokensDetailsBody
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetailsBody
+    total_tokens: int
+
+
+class OutputItemBody(AnswerBody):
+    """One item of a response, with the fields of its type, as OpenAI's."""
+
+    type: Literal["message", "reasoning", "function_call"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseBody(AnswerBody):
+    """A response; it also repeats the fields of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None = Field(description="`reason` is max_output_tokens, or it was aborted.")
+    model: str
+    output: list[OutputItemBody]
+    usage: ResponseUsageBody | None
+
+
+class ResponseEventBody(AnswerBody):
+    """One event of a streamed response, with the fields of its type, as OpenAI's. No [DONE] follows the last."""
+
+    type: str
+    sequence_number: int
+
+
 class NativeFinishBody(AnswerBody):
     """Why a choice of /generate has ended."""
 

@@ -18,7 +18,9 @@ from pydantic.json_schema import models_json_schema
 from deployments.http import answer_bodies as answers
 from deployments.http.access import OPEN
 from deployments.http.admin import MAX_FLUSH_WAIT_S
+from deployments.http.apis import response_input
 from deployments.http.apis.messages import CountTokensRequest, MessagesRequest
+from deployments.http.apis.response_input import ResponsesRequest
 from deployments.http.bodies import (
     MAX_PROMPTS,
     AbortRequest,
@@ -144,6 +146,37 @@ def limits_of(service: Service) -> dict[str, Limits]:
         "modalities": {"array": {"items": {"string": {"const": "text"}}, "minItems": 1, "maxItems": 1}},
         "suffix": {"string": {"maxLength": 0}},
         "response_format": {"object": {"properties": {"type": {"enum": [None, "text"]}}}},
+        **_of_responses(context),
+    }
+
+
+def _of_responses(context: Limits) -> dict[str, Limits]:
+    """Limits of what /v1/responses has beside, or not as, the fields of chats."""
+    text = {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}}
+    content = {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "object", "required": [*text], "properties": text}},
+        ]
+    }
+    message = {"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": content}
+    texts = {name: {"type": "string"} for name in ("call_id", "name", "arguments")}
+    call = {"type": {"const": "function_call"}, **texts}
+    output = {"type": {"const": "function_call_output"}, "call_id": {"type": "string"}, "output": content}
+    function = {"type": {"const": "function"}, "name": {"type": "string"}, "parameters": {"type": "object"}}
+    item = {"anyOf": [{"required": [*each], "properties": each} for each in (message, call, output)]}
+    return {
+        "input": {"array": {"minItems": 1, "items": {"object": item}}},
+        "max_output_tokens": context,
+        "include": {"array": {"items": {"string": {"enum": list(response_input.INCLUDES)}}}},
+        "ResponsesRequest.tools": {"array": {"items": {"object": {"required": [*function], "properties": function}}}},
+        **{f"ResponsesRequest.{name}": {"boolean": {"const": False}} for name in ("store", "background")},
+        "ResponsesRequest.previous_response_id": {"string": {"maxLength": 0}},
+        "ResponsesRequest.prompt": {_ANYTHING: _NOT_DONE},
+        "ResponsesRequest.n": {"integer": {"const": 1}},
+        **{f"ResponsesRequest.{name}": {"integer": {"const": 0}} for name in ("max_tokens", "prompt_logprobs")},
+        "ResponsesRequest.return_token_ids": {"boolean": {"const": False}},
+        "ResponsesRequest.response_format": {"object": {"maxProperties": 0}},
     }
 
 
@@ -207,6 +240,9 @@ _GENERATES = {
     "/v1/chat/completions": Described(
         body=ChatRequest, answer=answers.ChatCompletionBody, event=answers.ChatCompletionChunkBody, errors=_RUN
     ),
+    "/v1/responses": Described(
+        body=ResponsesRequest, answer=answers.ResponseBody, event=answers.ResponseEventBody, errors=_RUN
+    ),
     "/generate": Described(
         body=NativeRequest, answer=answers.GeneratedBody, many=True, event=answers.GeneratedBody, errors=_RUN
     ),
@@ -230,6 +266,7 @@ _FLUSH_WAIT = {"type": "number", "minimum": 0, "maximum": MAX_FLUSH_WAIT_S, "def
 _EXAMPLES: Mapping[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
     ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
+    ResponsesRequest: {"input": "Hello", "max_output_tokens": 8},
     NativeRequest: {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8}},
     MessagesRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
     CountTokensRequest: {"messages": [{"role": "user", "content": "Hello"}]},
@@ -250,6 +287,7 @@ ROUTES: Mapping[str, Described] = {
     "/v1/tokenize": _TOKENIZE,
     "/detokenize": _DETOKENIZE,
     "/v1/detokenize": _DETOKENIZE,
+    "/v1/responses/{response_id}": Described(answer=answers.ResponseBody, errors=(*_ALL, 404)),
     "/tokenizer_info": Described(answer=answers.TokenizerInfoBody),
     "/route/explain": Described(body=ExplainRequest, answer=answers.RouteExplanationBody, errors=_RUN),
     "/route/{rid}": Described(answer=answers.RouteBody, errors=(*_ALL, 404, 503)),

@@ -8,6 +8,7 @@
          one such part for each prompt, joined by commas; overlap_actual once a token has come, both in prompt tokens;
          where some must be loaded: tiers_predicted=device+host+store and load_s, and tiers_actual likewise;
          with mode: disaggregated also prefill=ID or local; pair=why; hand_off=transferred or failed
+         x-manta-dropped: what of the body was left out: the attribution of Claude Code, tools that only OpenAI runs
 
 Owns:      which path is which endpoint of the catalogue; which generations belong to the HTTP request.
 Never:     reads a body; counts health checks and scrapes.
@@ -48,6 +49,7 @@ REQUEST_ID = "x-request-id"
 ROUTE = "x-manta-route"
 SESSION = "x-manta-session"
 REPLICAS = "x-manta-replicas"
+DROPPED = "x-manta-dropped"
 MOST_PARTS = 8  # prompts of one request that the route header describes
 MOST_REPLICAS = 1024
 

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from deployments.http.apis.message_form import MessageForm
-from deployments.http.arrivals import name_of
+from deployments.http.arrivals import DROPPED, name_of
 from deployments.http.bodies import ChatRequest, Items, WireType, read_body
 from deployments.http.chat import prepare
 from deployments.http.convert import refuse_unsupported
@@ -28,7 +28,6 @@ from deployments.output.reading import call_id
 from replicas.errors import InvalidRequest
 
 router = APIRouter()
-DROPPED = "x-manta-dropped"
 _ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Block = Mapping[str, Any]

@@ -1,0 +1,284 @@
+"""The body of POST /v1/responses, and the chat that it asks for.
+
+Owns:      what each kind of input item, tool and option means as a chat.
+Never:     keeps anything between requests: what asks for that is refused by name.
+Invariant: items that a model gave in one answer become one message again, so that the next turn's prompt begins with
+           this turn's prompt and output.
+"""
+
+import base64
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.http.bodies import ChatRequest, Items, Named, SamplingFields, WireType
+from deployments.http.convert import refuse_unsupported
+from replicas.errors import InvalidRequest
+
+ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
+INCLUDES = (
+    ENCRYPTED, LOGPROBS, "web_search_call.results", "web_search_call.action.sources", "file_search_call.results",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url",
+)  # fmt: skip
+_STATEFUL = ("store", "background", "previous_response_id", "conversation")
+# Codex sends these with every request, whatever the model: they are dropped, and a header says so
+_DROPPED = ("web_search", "image_generation", "tool_search", "local_shell", "custom")
+_OURS = "manta:"  # begins the `encrypted_content` that this server gave
+# a response has neither the field nor what it asks for
+_NOT_SHARED = ("n", "max_tokens", "response_format", "prompt_logprobs", "return_token_ids")
+_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+
+class TextOptions(WireType):
+    """The form that the text of an answer is to have."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(WireType):
+    """What a request says about reasoning: the effort for the template. No summary is made of it."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """The body of a request for a response. OpenAI's has few of the fields that it shares with chats."""
+
+    input: str | Items[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Items[str] | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Named[str] | None = None  # of the client; the answer repeats it
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+    def includes(self, name: str) -> bool:
+        """Whether the answer is to have a part that it lacks otherwise."""
+        return name in (self.include or ())
+
+
+@dataclass(slots=True)
+class ToolSet:
+    """The tools of a request: those that the model is told of, and those that it is not."""
+
+    functions: list[dict[str, Any]] = field(default_factory=list)  # as a chat has them
+    kept: list[dict[str, Any]] = field(default_factory=list)  # as the client gave them
+    dropped: list[str] = field(default_factory=list)  # their types
+    spaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # name for the model -> namespace, name in it
+
+
+def tools_of(body: ResponsesRequest) -> ToolSet:
+    """Sort the tools of ``body``; those of a namespace become functions. Raises: InvalidRequest."""
+    tools = ToolSet()
+    for index, tool in enumerate(body.tools or ()):
+        kind, where = str(tool.get("type")), f"tools[{index}]"
+        if kind == "function":
+            tools.functions.append(_function(tool, _text(tool, "name", where)))
+        elif kind == "namespace":
+            _add_namespace(tools, tool, where)
+        elif kind.startswith(_DROPPED):
+            tools.dropped.append(kind)
+            continue
+        else:
+            raise InvalidRequest(
+                f"{where}: type {kind[:64]!r} is not supported by this server; supported: function, namespace",
+                param="tools",
+            )
+        tools.kept.append(tool)
+    return tools
+
+
+def chat_of(body: ResponsesRequest, tools: ToolSet) -> ChatRequest:
+    """Convert ``body`` to a chat. Raises: InvalidRequest."""
+    _refuse(body)
+    functions, choice = _chosen(body, tools)
+    text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
+    shared = {name: getattr(body, name) for name in SamplingFields.model_fields if name not in _NOT_SHARED}
+    of_chat = {
+        "messages": _with_one_head(_messages(body)),
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": functions or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(text.format),
+        "reasoning_effort": reasoning.effort,
+        "logprobs": body.includes(LOGPROBS) or bool(body.top_logprobs),
+        "top_logprobs": body.top_logprobs,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    return ChatRequest(**shared | of_chat)
+
+
+def renamed(error: InvalidRequest) -> InvalidRequest:
+    """Return an error about a chat in the words of this API."""
+    names = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+    if error.param not in names:
+        return error
+    name = names[error.param]
+    return type(error)(str(error).replace(error.param, name, 1), param=name)
+
+
+def sealed(reasoning: str) -> str:
+    """Write reasoning as the opaque text that clients send back; nothing in it is secret from its client."""
+    return _OURS + base64.b64encode(reasoning.encode()).decode()
+
+
+def _refuse(body: ResponsesRequest) -> None:
+    for name in _STATEFUL:
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"{name}: this server keeps no responses; leave it out, and send the whole conversation as input",
+                param=name,
+            )
+    refuse_unsupported(body, prompt=None, logprobs=None, echo=None, **dict.fromkeys(_NOT_SHARED) | {"n": 1})
+    for name in body.include or ():
+        if name not in INCLUDES:
+            raise InvalidRequest(
+                f"include: {name[:64]!r} is not known here; known: {', '.join(INCLUDES)}", param="include"
+            )
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for index, item in enumerate(body.input):
+        _add_item(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    match item.get("type", "message"):
+        case "message" if item.get("role") != "assistant":
+            content = _content(item.get("content"), where)
+            messages.append({"role": _text(item, "role", where), "content": content})
+        case "message":
+            message = _open_message(messages, but_with=("content", "tool_calls"))
+            message["content"] = _content(item.get("content"), where)
+        case "reasoning":
+            text = _reasoning_text(item, where)
+            if text:
+                message = _open_message(messages, but_with=("content", "tool_calls"))
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
+        case "function_call":
+            name = _full_name(item.get("namespace"), _text(item, "name", where))
+            function = {"name": name, "arguments": _text(item, "arguments", where)}
+            call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+            _open_message(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            output = _content(item.get("output"), where)
+            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+        case other:
+            raise InvalidRequest(
+                f"{where}: items of type {str(other)[:64]!r} are not supported by this server; supported: message, "
+                "reasoning, function_call, function_call_output",
+                param="input",
+            )
+
+
+def _open_message(messages: list[dict[str, Any]], *, but_with: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the last message if the model gave it and it has none of ``but_with``, else a new one of the model's."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(last.get(name) is not None for name in but_with):
+        last = {"role": "assistant", "content": None}
+        messages.append(last)
+    return last
+
+
+def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the instructions that a conversation begins with: many templates take one system message, at the head."""
+    head = [*itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages)]
+    if len(head) < 2:
+        return messages
+    return [{"role": "system", "content": "\n\n".join(each["content"] for each in head)}, *messages[len(head) :]]
+
+
+def _content(content: Any, where: str) -> str:
+    """Join the texts of a content. Raises: InvalidRequest for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _PARTS else None
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f"{where}: a part of type {str(kind)[:64]!r} is not supported; only text is", param="input"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _reasoning_text(item: Mapping[str, Any], where: str) -> str:
+    """Return the reasoning of an item, as far as it can be read here; that of another server may be encrypted."""
+    text, sent = _content(item.get("content"), where), item.get("encrypted_content")
+    if not text and isinstance(sent, str) and sent.startswith(_OURS):
+        try:
+            text = base64.b64decode(sent.removeprefix(_OURS), validate=True).decode()
+        except ValueError as error:
+            raise InvalidRequest(f"{where}: encrypted_content is not as this server gave it", param="input") from error
+    return text or _content(item.get("summary"), where)
+
+
+def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: each for name, each in form.items() if name != "type"}}
+
+
+def _chosen(body: ResponsesRequest, tools: ToolSet) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
+    """Return the functions that the model may call, and the choice as a chat has it. Raises: InvalidRequest."""
+    choice = body.tool_choice
+    if not isinstance(choice, dict):
+        return tools.functions, choice
+    if choice.get("type") == "function":
+        name = _full_name(choice.get("namespace"), _text(choice, "name", "tool_choice"))
+        return tools.functions, {"type": "function", "function": {"name": name}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        allowed = [_full_name(each.get("namespace"), str(each.get("name"))) for each in choice["tools"]]
+        return [each for each in tools.functions if each["function"]["name"] in allowed], str(choice.get("mode"))
+    raise InvalidRequest(
+        f"tool_choice: type {str(choice.get('type'))[:64]!r} is not supported by this server; supported: function, "
+        "allowed_tools",
+        param="tool_choice",
+    )
+
+
+def _add_namespace(tools: ToolSet, space: Mapping[str, Any], where: str) -> None:
+    members = space.get("tools")
+    for index, tool in enumerate(members if isinstance(members, list) else ()):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            tools.dropped.append("namespace")
+            continue
+        own = (_text(space, "name", where), _text(tool, "name", f"{where}.tools[{index}]"))
+        tools.spaced[_full_name(*own)] = own
+        tools.functions.append(_function(tool, _full_name(*own)))
+
+
+def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    given = {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": {"name": name, **given}}
+
+
+def _full_name(space: Any, name: str) -> str:
+    return f"{space}__{name}" if space else name
+
+
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    text = item.get(name)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.{name}: must be a text, got {str(text)[:64]!r}", param=where.partition("[")[0])
+    return text

@@ -1,0 +1,52 @@
+"""POST /v1/responses, as OpenAI's Responses API, without a memory: each request brings its whole conversation.
+
+Owns:      the routes.
+Never:     stores a response; what asks for a stored one is answered with 404, or refused by name.
+"""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from deployments.http.apis.response_form import ResponseForm, new_writer
+from deployments.http.apis.response_input import ResponsesRequest, ToolSet, chat_of, renamed, tools_of
+from deployments.http.arrivals import DROPPED, name_of
+from deployments.http.bodies import read_body
+from deployments.http.chat import prepare
+from deployments.http.http_errors import error_body
+from deployments.http.service import Service, service_of
+from deployments.http.streaming import Answer
+from replicas.errors import InvalidRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request) -> Response:
+    """Answer a conversation of items, streaming or not."""
+    service = service_of(request)
+    body = await read_body(request, ResponsesRequest, max_bytes=service.max_body_bytes)
+    tools = tools_of(body)
+    answer = await _answer(service, body, tools, name_of(request, body.rid))
+    response = await answer.respond(request, streams=body.stream)
+    if tools.dropped:
+        response.headers[DROPPED] = ", ".join(dict.fromkeys(tools.dropped))
+    return response
+
+
+@router.get("/v1/responses/{response_id}")
+async def stored_response(response_id: str) -> Response:
+    """Answer with 404, always: no response is stored."""
+    message = f"no response {response_id[:200]!r}: this server keeps none; send the whole conversation as input"
+    return JSONResponse(error_body(message, status=404, param="response_id"), status_code=404)
+
+
+async def _answer(service: Service, body: ResponsesRequest, tools: ToolSet, name: str) -> Answer:
+    try:
+        prepared = await prepare(service, chat_of(body, tools), name)
+    except InvalidRequest as error:
+        raise renamed(error) from error
+    request = prepared.request
+    writer = new_writer(body, tools, name, model=service.model.name, sampling=request.sampling)
+    num_top = body.top_logprobs or 0 if request.return_logprobs else None
+    form = ResponseForm(service=service, writer=writer, reading=prepared.new_reading(), num_top=num_top)
+    return Answer(requests=[request], form=form, answer_id=writer.response["id"])
