@@ -8,7 +8,7 @@ Thread:    the owner of the choice.
 
 from collections.abc import Sequence
 
-from deployments.output.parts import Reader, ReasoningPart, TextPart
+from deployments.output.parts import Reader, ReasoningPart, TextPart, TextReader
 from deployments.output.text_machine import Steps, Tags, TextMachine
 from replicas.types import TokenIds
 
@@ -27,25 +27,29 @@ class ReasoningReader(TextMachine):
     def __init__(self, answer: Reader, *, is_open: bool, is_separate: bool) -> None:
         super().__init__()
         self._answer = answer
-        self._is_open = is_open
+        self.has_begun = is_open  # the text is known to begin with reasoning
+        self.is_over = False  # what follows is the answer
         self._is_separate = is_separate
         self._spaces: list[str] = []  # behind what was given; they are dropped where the reasoning ends
-        self._has_begun = False
+        self._is_first = True  # nothing but whitespace came of it
 
     def _read(self) -> Steps[None]:
         self._raw = []
         yield from self._after_spaces()
         is_tagged = yield from self._literal(BEGIN)
         head, self._raw = "".join(self._raw), None
-        if self._is_open or is_tagged:
+        self.has_begun |= is_tagged
+        if self.has_begun:
             if not is_tagged or not self._is_separate:
                 self._thought(head)
             tag = yield from self._scan(Tags.of(END), self._thought)
+            self.is_over = bool(tag)
             if tag and self._is_separate:
                 yield from self._after_spaces()
             elif tag:
                 self._parts.append(TextPart(tag))
         else:
+            self.is_over = True
             self._parts += self._answer.push(head)
         while (yield from self._more()):
             self._take(len(self._buffer) - self._pos, lambda text: self._parts.extend(self._answer.push(text)))
@@ -55,11 +59,11 @@ class ReasoningReader(TextMachine):
         if not self._is_separate:
             self._parts += [TextPart(text)] if text else []
             return
-        text = text if self._has_begun else text.lstrip()
+        text = text.lstrip() if self._is_first else text
         body = text.rstrip()
         if body:
             self._parts.append(ReasoningPart("".join(self._spaces) + body))
-            self._spaces, self._has_begun = [], True
+            self._spaces, self._is_first = [], False
         if len(body) < len(text):
             self._spaces.append(text[len(body) :])
 
@@ -72,32 +76,17 @@ class ReasoningCount:
 
     def __init__(self, pieces: Sequence[bytes], *, is_open: bool) -> None:
         self._pieces = pieces
-        self._automaton = Tags.of(END).automaton
-        self._state = 0
-        self._head: str | None = None if is_open else ""  # the beginning of the text, until it is known what it is
-        self._is_over = False
-        self._num_before = 0  # tokens that are reasoning only if the head proves to be its tag
+        self._reader = ReasoningReader(TextReader(), is_open=is_open, is_separate=False)
+        self._num_read = 0
         self.num_tokens = 0
 
     def consume(self, ids: Sequence[int] | TokenIds) -> None:
         """Add the ids that were generated next."""
         for token_id in ids:
-            if self._is_over:
+            if self._reader.is_over:
                 return
-            self._add(self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b"")
-
-    def _add(self, piece: bytes) -> None:
-        text = piece.decode("latin-1")  # the tags are ASCII
-        self._num_before += 1
-        if self._head is not None:
-            self._head = (self._head + text).lstrip()
-            if not self._head.startswith(BEGIN):
-                self._is_over = not BEGIN.startswith(self._head)
-                return
-            text, self._head = self._head[len(BEGIN) :], None
-        self.num_tokens, self._num_before = self.num_tokens + self._num_before, 0
-        for char in text:
-            self._state = self._automaton.step(self._state, char)
-            if self._automaton.match[self._state] is not None:
-                self._is_over = True
-                return
+            if 0 <= token_id < len(self._pieces):
+                self._reader.push(self._pieces[token_id].decode("latin-1"))  # the tags are ASCII
+            self._num_read += 1
+            if self._reader.has_begun:
+                self.num_tokens = self._num_read

@@ -203,17 +203,13 @@ class TextMachine:
 
 def _merged(parts: list[Part]) -> list[Part]:
     """Join neighbours of one kind, so that a piece of text gives few parts."""
-    if len(parts) < 2:
-        return parts
     merged: list[Part] = []
-    for (kind, index), group in groupby(parts, lambda part: (type(part), getattr(part, "index", None))):
+    for (kind, index), group in groupby(parts, lambda part: (type(part), getattr(part, "index", 0))):
         same = list(group)
+        text = "".join(part.text for part in same if not isinstance(part, CallPart))
         if kind is CallPart:
             merged += same
-            continue
-        text = "".join(part.text for part in same if not isinstance(part, CallPart))
-        if kind is ArgumentsPart:
-            assert index is not None
+        elif kind is ArgumentsPart:
             merged.append(ArgumentsPart(index, text))
         else:
             merged.append(TextPart(text) if kind is TextPart else ReasoningPart(text))

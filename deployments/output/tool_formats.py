@@ -10,7 +10,7 @@ Source: the chat templates of Qwen2.5 and Hermes 2 Pro, Llama 3.1 to 3.3, Mistra
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deployments.settings.groups import ToolFormatName
@@ -48,72 +48,36 @@ class ToolFormat:
 
 
 HERMES = ToolFormat(
-    name="hermes",
-    before_name='<tool_call>\n{"name": "',
-    after_name='", "arguments": ',
-    end="}\n</tool_call>",
-    between="\n",
-    is_json_name=True,
-    tags=("<tool_call>", "</tool_call>"),
-)
+    name="hermes", before_name='<tool_call>\n{"name": "', after_name='", "arguments": ', end="}\n</tool_call>",
+    between="\n", is_json_name=True, tags=("<tool_call>", "</tool_call>"),
+)  # fmt: skip
 LLAMA3_JSON = ToolFormat(
-    name="llama3_json",
-    before_name='{"name": "',
-    after_name='", "parameters": ',
-    end="}",
-    between="; ",
-    is_json_name=True,
-    tags=("<|python_tag|>",),
-)
+    name="llama3_json", before_name='{"name": "', after_name='", "parameters": ', end="}",
+    between="; ", is_json_name=True, tags=("<|python_tag|>",),
+)  # fmt: skip
+_MISTRAL_TAGS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 MISTRAL = ToolFormat(
-    name="mistral",
-    before_name='{"name": "',
-    after_name='", "arguments": ',
-    end="}",
-    between=", ",
-    whole_begin="[TOOL_CALLS][",
-    whole_end="]",
-    is_json_name=True,
-    tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-)
+    name="mistral", before_name='{"name": "', after_name='", "arguments": ', end="}",
+    between=", ", whole_begin="[TOOL_CALLS][", whole_end="]", is_json_name=True, tags=_MISTRAL_TAGS,
+)  # fmt: skip
 MISTRAL_NAMED = ToolFormat(
-    name="mistral",
-    before_name="[TOOL_CALLS]",
-    after_name="[ARGS]",
-    end="",
-    tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-)
+    name="mistral", before_name="[TOOL_CALLS]", after_name="[ARGS]", end="", tags=_MISTRAL_TAGS
+)  # fmt: skip
 QWEN3_CODER = ToolFormat(
-    name="qwen3_coder",
-    before_name="<tool_call>\n<function=",
-    after_name=">\n",
-    end="</function>\n</tool_call>",
-    between="\n",
-    arguments="parameters",
-    tags=("<tool_call>", "</tool_call>"),
-)
+    name="qwen3_coder", before_name="<tool_call>\n<function=", after_name=">\n", end="</function>\n</tool_call>",
+    between="\n", arguments="parameters", tags=("<tool_call>", "</tool_call>"),
+)  # fmt: skip
 _DEEPSEEK_TAGS = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
 )  # fmt: skip
-DEEPSEEK_V3 = ToolFormat(
-    name="deepseek_v3",
-    before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-    after_name="\n```json\n",
-    end="\n```<｜tool▁call▁end｜>",
-    between="\n",
-    whole_begin="<｜tool▁calls▁begin｜>",
-    whole_end="<｜tool▁calls▁end｜>",
-    tags=_DEEPSEEK_TAGS,
-)
 DEEPSEEK_V31 = ToolFormat(
-    name="deepseek_v3",
-    before_name="<｜tool▁call▁begin｜>",
-    after_name="<｜tool▁sep｜>",
-    end="<｜tool▁call▁end｜>",
-    whole_begin="<｜tool▁calls▁begin｜>",
-    whole_end="<｜tool▁calls▁end｜>",
-    tags=_DEEPSEEK_TAGS,
-)
+    name="deepseek_v3", before_name="<｜tool▁call▁begin｜>", after_name="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>",
+    whole_begin="<｜tool▁calls▁begin｜>", whole_end="<｜tool▁calls▁end｜>", tags=_DEEPSEEK_TAGS,
+)  # fmt: skip
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V31, before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>", after_name="\n```json\n",
+    end="\n```<｜tool▁call▁end｜>", between="\n",
+)  # fmt: skip
 
 
 def format_of(name: ToolFormatName, template: str) -> ToolFormat:
