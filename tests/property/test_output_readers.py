@@ -105,6 +105,13 @@ def test_text_is_released_but_for_what_may_begin_a_tag(name: str) -> None:
     assert reader.push("?") == [TextPart(tag[:3] + "?")]
 
 
+def test_an_answer_in_json_is_released_as_soon_as_it_cannot_be_a_call_without_a_tag() -> None:
+    reader = reader_of(FORMATS["llama3_json"], {})
+    assert reader.push('{"na') == []
+    assert reader.push('me": "Bob", "age"') == [TextPart('{"name": "Bob", "age"')]
+    assert reader.push(": 3") == [TextPart(": 3")]
+
+
 def test_a_name_and_its_arguments_are_released_as_they_come() -> None:
     reader = reader_of(FORMATS["hermes"], {})
     pieces = ['<tool_call>\n{"name": "f', '", ', '"arguments": ', '{"a"', ": 1", "}", "}\n</tool_call>"]

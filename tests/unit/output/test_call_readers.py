@@ -122,6 +122,11 @@ EXAMPLES: list[tuple[str, str, list[Short]]] = [
     ("qwen3_coder", "<tool_call><function=f", ["<tool_call><function=f"]),
     ("qwen3_coder", "<tool_call><function=f></tool_call>", [("f", "{}")]),
     ("qwen3_coder", "<tool_call><function=f><function=g></function>", [("f", "{}"), ("g", "{}")]),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=s>a</parameter><parameter x><parameter=i>1</parameter></function>",
+        [("f", '{"s": "a", "i": 1}'), "<parameter x>"],
+    ),
     ("qwen3_coder", "<tool_call>f</tool_call>", ["<tool_call>f</tool_call>"]),
     # deepseek v3 and v3.1
     (
