@@ -145,9 +145,9 @@ def as_json(text: str, types: frozenset[str]) -> str:
     try:
         kind = type_of(json.loads(written, parse_constant=_refuse))
     except (ValueError, RecursionError):
-        kind = "string"
+        return json.dumps(text, ensure_ascii=False)
     fits = kind in types or (kind in ("integer", "number") and not types.isdisjoint({"integer", "number"}))
-    return written if fits and kind != "string" else json.dumps(text, ensure_ascii=False)
+    return written if fits and types != TEXT else json.dumps(text, ensure_ascii=False)
 
 
 def _refuse(constant: str) -> Any:

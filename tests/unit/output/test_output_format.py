@@ -132,7 +132,9 @@ def test_calls_as_the_format_writes_them_are_read_as_they_were_written(name: str
         ({"const": "1"}, "1", '"1"'),
         ({"$ref": "#/$defs/x"}, '{"a": 1}', '{"a": 1}'),
         ({"$ref": "#/$defs/x"}, "red", '"red"'),
-        ({}, '"a"', '"\\"a\\""'),
+        ({}, '"a"', '"a"'),
+        ({"type": ["string", "null"]}, '"a"', '"a"'),  # as a grammar has it; only pure text has no quotes
+        ({"type": "string"}, '"a"', '"\\"a\\""'),
         (None, "1", '"1"'),
         (True, "1", '"1"'),
         ({"type": {}}, "1", "1"),
