@@ -178,5 +178,5 @@ def parts(delta: TokenDelta) -> Iterator[TokenDelta]:
 
 def _weight(delta: TokenDelta) -> int:
     """Estimate the bytes of ``delta`` in a frame."""
-    logprobs = sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs))
+    logprobs = sum(1 + len(each.top) + len(each.hidden) // 4 for each in (*delta.logprobs, *delta.prompt_logprobs))
     return 200 + len(delta.text) + 8 * len(delta.token_ids) + 45 * logprobs

@@ -172,6 +172,9 @@ class KvCache:
         longest = req.num_tokens - (0 if whole else 1)
         if req.prompt_logprobs_from is not None:
             longest = min(longest, max(req.prompt_logprobs_from - 1, 0))
+        readout = req.sampling.readout
+        if readout is not None and readout.pooling == "mean":
+            longest = 0  # the cache holds no hidden states
         return longest
 
     def extend(self, req: Req, new_len: int) -> Slots:

@@ -86,6 +86,9 @@ class Intake:
         """Raise InvalidRequest, or PromptTooLong with the lengths and what is allowed."""
         request.validate(vocab_size=self._model.vocab_size)
         require_possible(request, has_transfer=self._has_transfer)
+        readout = request.sampling.readout
+        if readout is not None and readout.pooling is not None and self._model.implementation == "transformers":
+            raise InvalidRequest("pooling: hidden states are not read from a model that Transformers' classes run")
         if request.resumed_ids and request.sampling.n > 1:
             raise InvalidRequest("resumed_ids: of one choice, but n > 1: resume each by itself", param="resumed_ids")
         length = len(request.token_ids)

@@ -145,18 +145,21 @@ class Llama(Layer):
                  logits_rows: [S] int64, the packed tokens that need logits; None: all T.
         Returns: [S, V] fp32, the same on every rank.
         """
+        return self.head(self.hidden(input_ids, meta, logits_rows))
+
+    @torch.inference_mode()
+    def hidden(self, input_ids: Tensor, meta: BatchMeta, wanted: Tensor | None = None) -> Tensor:
+        """Run one step, up to the states [S, hidden] that ``head`` makes logits of; arguments as of `forward`."""
         self._attention.begin(meta)
         rotation = self.rope.at(meta.positions)
         hidden = self.embed(input_ids)  # [T, hidden]
         if self.fused is not None and 1 <= meta.num_tokens <= self.fused.max_rows:
-            hidden = _rows(self.fused(hidden, rotation), logits_rows)
-        else:
-            term = None
-            for block in self.blocks:
-                term = block(hidden, term, rotation)
-            assert term is not None, "a model has blocks"
-            hidden = self.norm.after_adding(_rows(term, logits_rows), _rows(hidden, logits_rows))
-        return self.head(hidden)
+            return _rows(self.fused(hidden, rotation), wanted)
+        term = None
+        for block in self.blocks:
+            term = block(hidden, term, rotation)
+        assert term is not None, "a model has blocks"
+        return self.norm.after_adding(_rows(term, wanted), _rows(hidden, wanted))
 
 
 def _rows(hidden: Tensor, wanted: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from kvtransfer.replay.snapshot import ReplaySnapshot
 from replicas.engine.engine import Engine
 from replicas.errors import InvalidRequest, Overloaded, PagesExhausted, RowsExhausted
 from replicas.request import CachedTokens, Req, ReqState
-from replicas.types import GenerateRequest, SamplingParams, TokenDelta
+from replicas.types import Constraint, GenerateRequest, Readout, SamplingParams, TokenDelta
 
 TAKEN_FROM = frozenset({ReqState.WAITING, ReqState.PREFILLING, ReqState.RUNNING})
 
@@ -171,6 +171,10 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
         values["allowed_token_ids"] = tuple(values["allowed_token_ids"])
     values["bad_words"] = tuple(tuple(word) for word in values["bad_words"])
     values["logit_bias"] = tuple((token, bias) for token, bias in values["logit_bias"])
+    if values["constraint"] is not None:
+        values["constraint"] = Constraint(**values["constraint"])
+    if values["readout"] is not None:
+        values["readout"] = Readout(**{**values["readout"], "labels": tuple(values["readout"]["labels"])})
     return SamplingParams(**values)
 
 

@@ -147,6 +147,7 @@ class DeviceBatch:
     logits_rows: Tensor | None  # [S] rows of T that need logits; None: all T
     sample_rows: list[int]  # the logits rows to sample, in the order of plan.sampling
     prompt_rows: list[PromptRows]
+    hidden: Tensor | None = None  # [T, hidden] of a step that has run, where a readout pools them
 
 
 def build(plan: StepPlan, table: DeviceTable, staging: Staging) -> DeviceBatch:

@@ -29,6 +29,7 @@ from replicas.memory.kv_scales import checkpoint_scales
 from replicas.memory.pool import MHATokenToKVPool
 from replicas.memory.scaled_pool import Fp8KVPool, kv_pool
 from replicas.memory.table import ROW_SLACK
+from replicas.models.llama import Llama
 from replicas.models.registry import model_class
 from replicas.runner import batch as batches
 from replicas.runner import set_aside
@@ -112,7 +113,12 @@ class ModelRunner:
             return graphs.replay(batch, len(plan.rows)), batch
         batch = batches.build(plan, self.table, self._staging)
         self._put_followed(plan, batch)
-        logits = self._model.forward(batch.input_ids, batch.meta, batch.logits_rows)
+        if isinstance(plan, ExtendPlan) and any(row.readout is not None and row.readout.pooling for row in plan.rows):
+            assert isinstance(self._model, Llama), "`RequestChecks` refuses others"
+            batch.hidden = self._model.hidden(batch.input_ids, batch.meta)
+            logits = self._model.head(batch.hidden if batch.logits_rows is None else batch.hidden[batch.logits_rows])
+        else:
+            logits = self._model.forward(batch.input_ids, batch.meta, batch.logits_rows)
         if isinstance(plan, ExtendPlan) and self.device.type == "cuda" and self.tp.rank > 0:
             # Kernels may still run, and the sender of pages knows no stream. Each rank waits for its own kernels. Rank
             # 0, which releases the pages, waits for its result, and for the others in the last collective.
@@ -123,16 +129,22 @@ class ModelRunner:
         """Start a step and its sampling; rank 0 only. The next plan may be launched before this one's result is known,
         and follow it (`DecodePlan.follows`). On a CPU the step is over when this returns."""
         logits, batch = self.forward(plan)
-        if self._samples_on_device and not _wants_prompt_logprobs(plan):
+        if self._samples_on_device and not _is_read_out(plan):
             wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
             last_ids = batch.input_ids if isinstance(plan, DecodePlan) else None
             self._sampled, on_device = self._sampler.sample_on_device(wanted, plan.sampling, last_ids)
             return PendingTokens(self._sampled, on_device)
         prompt = _prompt_logprobs(self._sampler, logits, plan, batch) if isinstance(plan, ExtendPlan) else {}
+        pooled = {}
+        if batch.hidden is not None:
+            assert isinstance(plan, ExtendPlan)
+            pooled = self._sampler.readouts.pooled(plan, batch.hidden)
         if not plan.sampling:
             return DoneStep(StepResult(token_ids=np.empty(0, dtype=np.int32), prompt_logprobs=prompt))
         wanted = logits if len(batch.sample_rows) == len(logits) else logits[batch.sample_rows]
         token_ids, logprobs = self._sampler.sample(wanted, _completed(plan, batch))
+        if isinstance(plan, ExtendPlan) and any(row.readout is not None for row in plan.rows):
+            logprobs = self._sampler.readouts.told(plan, wanted, logprobs, pooled)
         self._sampled = torch.from_numpy(token_ids).to(self.device)
         return DoneStep(StepResult(token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt))
 
@@ -286,9 +298,9 @@ class _LateAttention:
         return self.backend.forward_rotating(layer, q, k, v, turn)
 
 
-def _wants_prompt_logprobs(plan: StepPlan) -> bool:
-    """Tell whether a step is asked for logprobs of a prompt, which are computed on the host."""
-    return isinstance(plan, ExtendPlan) and any(row.target_ids is not None for row in plan.rows)
+def _is_read_out(plan: StepPlan) -> bool:
+    """Tell whether a step is asked for logprobs of a prompt or for a readout, which are computed on the host."""
+    return isinstance(plan, ExtendPlan) and any(row.target_ids is not None or row.readout for row in plan.rows)
 
 
 def _completed(plan: StepPlan, batch: batches.DeviceBatch) -> Sequence[SampleRow]:

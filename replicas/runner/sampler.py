@@ -6,8 +6,8 @@ Owns:      the order of edits: repetition penalty, frequency and presence penalt
            the natural logarithm of softmax(logits) of the model's own logits, before any edit (vLLM's
            ``raw_logprobs``), but for the mask: those of a constrained output are over the tokens that the constraint
            allows, as OpenAI's, and alternatives that it does not allow are left out.
-Never:     keeps state between steps, but for counts of tokens on a GPU (token_counts.py); reads more of a request than
-           its SampleRow; changes the logits it is given.
+Never:     keeps state between steps, but for counts of tokens on a GPU (token_counts.py) and `Readouts`; reads more of
+           a request than its SampleRow; changes the logits it is given.
 Invariant: a row's token is a function of that row alone; the batch, its order and its size do not enter.
 Thread:    engine thread of rank 0.
 
@@ -32,6 +32,7 @@ from replicas.kernels.elementwise import argmax
 from replicas.kernels.token_mask import Words, masked
 from replicas.runner.device_draw import sample_on_device
 from replicas.runner.draw import draw
+from replicas.runner.readouts import Readouts
 from replicas.runner.token_counts import TokenCounts
 from replicas.scheduler.plan import BROKEN, SampleRow
 from replicas.types import TokenIds, TokenLogprob
@@ -247,6 +248,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._counts = TokenCounts(vocab_size, self.device)
+        self.readouts = Readouts()
 
     def warm_up(self, logits: Tensor) -> None:
         """Compile the argmax kernel, so the first greedy request does not wait for it."""

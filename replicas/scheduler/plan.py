@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from replicas.types import SamplingParams, TokenIds, TokenLogprob
+from replicas.types import Readout, SamplingParams, TokenIds, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +53,7 @@ class ExtendRow:
     target_ids: TokenIds | None = None  # [P] prompt tokens whose logprob is wanted, at consecutive positions
     target_start: int = 0  # position of target_ids[0]; the logits at target_start - 1 predict it
     top_logprobs: int = 0  # alternatives wanted beside each target
+    readout: Readout | None = None  # of the hidden states, those of every chunk are told to whoever pools them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

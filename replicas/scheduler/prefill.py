@@ -209,6 +209,7 @@ def _row(req: Req, start: int, length: int, slots: Slots, *, sample: bool) -> Ex
         target_ids=target_ids if target_ids is not None and len(target_ids) else None,
         target_start=target_start,
         top_logprobs=req.top_logprobs,
+        readout=req.sampling.readout,
     )
 
 
