@@ -152,24 +152,22 @@ def limits_of(service: Service) -> dict[str, Limits]:
 
 def _of_responses(context: Limits) -> dict[str, Limits]:
     """Limits of what /v1/responses has beside, or not as, the fields of chats."""
-    text = {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}}
-    content = {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "object", "required": [*text], "properties": text}},
-        ]
-    }
-    message = {"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": content}
-    texts = {name: {"type": "string"} for name in ("call_id", "name", "arguments")}
-    call = {"type": {"const": "function_call"}, **texts}
-    output = {"type": {"const": "function_call_output"}, "call_id": {"type": "string"}, "output": content}
-    function = {"type": {"const": "function"}, "name": {"type": "string"}, "parameters": {"type": "object"}}
-    item = {"anyOf": [{"required": [*each], "properties": each} for each in (message, call, output)]}
+    text, role = {"type": "string"}, {"enum": list(ROLES)}
+    kinds = {"text": [each for each in response_input.PARTS if each != "refusal"], "refusal": ["refusal"]}
+    part = {"anyOf": [_object(type={"enum": kind}, **{name: text}) for name, kind in kinds.items()]}
+    content = {"anyOf": [text, {"type": "null"}, {"type": "array", "items": part}]}
+    items = [
+        _object(role=role) | {"properties": {"type": {"const": "message"}, "role": role, "content": content}},
+        _object(type={"const": "reasoning"}),
+        _object(type={"const": "function_call"}, call_id=text, name=text, arguments=text),
+        _object(type={"const": "function_call_output"}, call_id=text, output=content),
+    ]
+    function = _object(type={"const": "function"}, name=text)
     return {
-        "input": {"array": {"minItems": 1, "items": {"object": item}}},
+        "input": {"array": {"minItems": 1, "items": {"object": {"anyOf": items}}}},
         "max_output_tokens": context,
         "include": {"array": {"items": {"string": {"enum": list(response_input.INCLUDES)}}}},
-        "ResponsesRequest.tools": {"array": {"items": {"object": {"required": [*function], "properties": function}}}},
+        "ResponsesRequest.tools": {"array": {"items": {"object": function}}},
         **{f"ResponsesRequest.{name}": {"boolean": {"const": False}} for name in ("store", "background")},
         "ResponsesRequest.previous_response_id": {"string": {"maxLength": 0}},
         "ResponsesRequest.prompt": {_ANYTHING: _NOT_DONE},
@@ -178,6 +176,11 @@ def _of_responses(context: Limits) -> dict[str, Limits]:
         "ResponsesRequest.return_token_ids": {"boolean": {"const": False}},
         "ResponsesRequest.response_format": {"object": {"maxProperties": 0}},
     }
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """Make the schema of an object that has all of ``properties``."""
+    return {"type": "object", "required": [*properties], "properties": properties}
 
 
 def limit(body: str, properties: Mapping[str, Any], limits: Mapping[str, Limits]) -> None:

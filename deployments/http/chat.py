@@ -178,7 +178,7 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
     """
     check_model(service, body.model)
     _refuse(body)
-    num_prompt = logprobs_wanted(body)
+    num_prompt, num_top = logprobs_wanted(body), body.top_logprobs or 0
     [masks] = masks_of(service, [body])
     whole = await service.encode_chat(body.messages, **template_options(body))
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -192,7 +192,7 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
         priority=body.priority or 0,
         deadline_s=body.timeout,
         return_logprobs=bool(body.logprobs),
-        top_logprobs=max(body.top_logprobs or 0, num_prompt or 0),
+        top_logprobs=max(num_top, num_prompt or num_top),
         prompt_logprobs_from=None if num_prompt is None else 0,
     )
     checked(service, request, names={"prompt": "messages", "max_tokens": limit_name})

@@ -26,8 +26,8 @@ _STATEFUL = ("store", "background", "previous_response_id", "conversation")
 _DROPPED = ("web_search", "image_generation", "tool_search", "local_shell", "custom")
 _OURS = "manta:"  # begins the `encrypted_content` that this server gave
 # a response has neither the field nor what it asks for
-_NOT_SHARED = ("n", "max_tokens", "response_format", "prompt_logprobs", "return_token_ids")
-_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_NOT_SHARED = ("max_tokens", "response_format", "prompt_logprobs", "return_token_ids")
+PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
 class TextOptions(WireType):
@@ -143,7 +143,7 @@ def _refuse(body: ResponsesRequest) -> None:
                 f"{name}: this server keeps no responses; leave it out, and send the whole conversation as input",
                 param=name,
             )
-    refuse_unsupported(body, prompt=None, logprobs=None, echo=None, **dict.fromkeys(_NOT_SHARED) | {"n": 1})
+    refuse_unsupported(body, prompt=None, logprobs=None, echo=None, n=1, **dict.fromkeys(_NOT_SHARED))
     for name in body.include or ():
         if name not in INCLUDES:
             raise InvalidRequest(
@@ -179,7 +179,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
             call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
             _open_message(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            output = _content(item.get("output"), where)
+            if "output" not in item:
+                raise InvalidRequest(f"{where}: has no output", param="input")
+            output = _content(item["output"], where)
             messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
         case other:
             raise InvalidRequest(
@@ -210,10 +212,12 @@ def _content(content: Any, where: str) -> str:
     """Join the texts of a content. Raises: InvalidRequest for a part that is no text."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where}: its text must be a string or a list of parts", param="input")
     texts = []
-    for part in content if isinstance(content, list) else [content]:
+    for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("refusal" if kind == "refusal" else "text") if kind in _PARTS else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in PARTS else None
         if not isinstance(text, str):
             raise InvalidRequest(
                 f"{where}: a part of type {str(kind)[:64]!r} is not supported; only text is", param="input"
