@@ -240,7 +240,8 @@ class QwenCoderReader(CallReader):
     """Reads ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
 
     The arguments become one JSON object, whose values are what the tool's schema says. Text values are passed on as
-    they come, others when they are whole. A value ends at ``</parameter>`` only, since it may hold other tags.
+    they come, others when they are whole. A value ends at ``</parameter>`` only, since it may hold other tags; one that
+    is JSON may hold that too.
 
     Args: schemas: of the parameters of each tool, by the tool's name.
     """
@@ -295,6 +296,8 @@ class QwenCoderReader(CallReader):
                 self._arguments('"')
             return ", "
         read: list[str] = []
+        if (yield from self._peek()) in ("{", "[", '"'):  # it may be JSON, with the tag in a string of it
+            yield from self._value(read.append, is_strict=True)
         is_whole = yield from self._scan(end, read.append)
         self._arguments(as_json("".join(read), types) if is_whole else "".join(read))
         return ", "

@@ -24,6 +24,7 @@ Steps = Generator[None, None, _Result]  # of a program: it waits for text, and r
 Sink = Callable[[str], None]
 
 _STRING_ENDS = re.compile(r'["\\]')
+_LINE_ENDS = re.compile(r'["\\\n]')
 _VALUE_ENDS = re.compile(r'[{}\[\]"<`]')  # outside a string; JSON has neither ``<`` nor a backtick there
 _SCALAR_ENDS = re.compile(r"[\s,;\]}<`]")
 
@@ -148,12 +149,15 @@ class TextMachine:
             start, at = 0, at - certain
             yield
 
-    def _value(self, sink: Sink | None) -> Steps[None]:
+    def _value(self, sink: Sink | None, *, is_strict: bool = False) -> Steps[None]:
         """Read a JSON value, which goes to ``sink`` as it comes.
 
         It ends where its brackets and quotes are closed, at a character that JSON cannot have outside a string (as of
         the tag that ends the call), or with the text. What is in it is not checked further.
+
+        Args: is_strict: it ends at a newline in a string too; else that is read on, since models write it.
         """
+        string_ends = _LINE_ENDS if is_strict else _STRING_ENDS
         first = yield from self._peek()
         if first not in ("{", "[", '"'):
             while (yield from self._more()):
@@ -168,12 +172,14 @@ class TextMachine:
                 if is_escaped:
                     is_escaped, at = False, at + 1
                     continue
-                found = (_STRING_ENDS if in_string else _VALUE_ENDS).search(text, at)
+                found = (string_ends if in_string else _VALUE_ENDS).search(text, at)
                 if found is None:
                     at = len(text)
                     break
                 char, at = found[0], found.end()
-                if in_string:
+                if char == "\n":
+                    at, is_done = at - 1, True
+                elif in_string:
                     is_escaped, in_string = char == "\\", char != '"'
                     is_done = not in_string and depth == 0
                 elif char == '"':

@@ -127,6 +127,11 @@ EXAMPLES: list[tuple[str, str, list[Short]]] = [
         "<function=f><parameter=s>a</parameter><parameter x><parameter=i>1</parameter></function>",
         [("f", '{"s": "a", "i": 1}'), "<parameter x>"],
     ),
+    (
+        "qwen3_coder",
+        '<function=f><parameter=a>\n["</parameter>"]\n</parameter><parameter=m>\n"a\n</parameter></function>',
+        [("f", '{"a": ["</parameter>"], "m": "\\"a"}')],
+    ),
     ("qwen3_coder", "<tool_call>f</tool_call>", ["<tool_call>f</tool_call>"]),
     # deepseek v3 and v3.1
     (
