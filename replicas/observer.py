@@ -53,7 +53,7 @@ class Observer:
                 observe.decode_step(
                     rid=token.req.rid,
                     index=token.req.index,
-                    i=token.req.num_output - 1,
+                    i=token.req.num_output - 1 - len(token.forced),
                     last_token=last,
                     next_token=token.token_id,
                     slot=slot,

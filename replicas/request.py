@@ -13,6 +13,9 @@ Thread:    scheduler thread only.
                      ^── transfer failed ┘
     prefill leg:  PREFILLING ──last chunk──> HANDING_OFF ──the receiver confirms──> FINISHED
 
+A constrained request whose grammar forces a run of tokens is RUNNING, then PREFILLING for the one step that computes
+the run, and RUNNING again.
+
 A decode leg is WAITING in the PreallocQueue until its grant; if its K/V does not arrive, it is computed like any other
 request. A prefill leg that has begun is never retracted: a peer may be reading its pages.
 
@@ -62,6 +65,10 @@ class Guide(Protocol):
         """Take in the next token of the output; False if it is not allowed."""
         ...
 
+    def forced(self) -> int | None:
+        """Return the token that alone may come next, where that is known without a mask."""
+        ...
+
     def words(self) -> npt.NDArray[np.int32] | None:
         """Return the mask of the next token, as `SampleRow.mask`."""
         ...
@@ -87,7 +94,7 @@ MOVES: dict[ReqState, frozenset[ReqState]] = {
     ReqState.PREFILLING: frozenset({ReqState.RUNNING, ReqState.HANDING_OFF, ReqState.WAITING, ReqState.FINISHED}),
     ReqState.RECEIVING: frozenset({ReqState.RUNNING, ReqState.WAITING, ReqState.FINISHED}),
     ReqState.HANDING_OFF: frozenset({ReqState.FINISHED}),
-    ReqState.RUNNING: frozenset({ReqState.WAITING, ReqState.FINISHED}),
+    ReqState.RUNNING: frozenset({ReqState.PREFILLING, ReqState.WAITING, ReqState.FINISHED}),
     ReqState.FINISHED: frozenset(),
 }
 

@@ -63,6 +63,21 @@ class Choice:
             return pushed.text, None
         return pushed.text, Finish(reason=FinishReason.STOP, matched=pushed.matched_stop)
 
+    def push_run(self, token: NewToken) -> tuple[NewToken, str, Finish | None]:
+        """Decode a token and those that were forced after it. Returns: those that are left of them, the text, and the
+        end: behind a token that completes a stop string there is none."""
+        assert token.token_id is not None
+        ids, text = (token.token_id, *token.forced), ""
+        num_shown = len(ids) - (self.req.num_output - self._num_shown(self.req.finish))
+        for index, token_id in enumerate(ids[:num_shown]):
+            pushed = self.detokenizer.push([token_id])
+            text += pushed.text
+            if pushed.matched_stop is not None:
+                self.req.num_tokens -= len(ids) - 1 - index
+                finish = Finish(reason=FinishReason.STOP, matched=pushed.matched_stop)
+                return token._replace(forced=token.forced[:index]), text, finish
+        return token, text, None
+
     def delta(self, token: NewToken | None, text: str) -> TokenDelta:
         """Make the delta for the caller; the last one if the request has ended."""
         req = self.req
@@ -75,13 +90,18 @@ class Choice:
         report = None
         if req.leg is not None:
             report, req.leg.report = req.leg.report, None
-        has_token = token is not None and token.token_id is not None
+        token_ids: tuple[int, ...] = ()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if token is not None and token.token_id is not None:
+            token_ids = (token.token_id, *token.forced)
+            if token.logprob is not None:
+                logprobs = (token.logprob, *(_certain(each, req.top_logprobs) for each in token.forced))
         return TokenDelta(
             rid=req.rid,
             index=req.index,
-            token_ids=(token.token_id,) if token is not None and token.token_id is not None else (),
+            token_ids=token_ids,
             text=text,
-            logprobs=(token.logprob,) if has_token and token is not None and token.logprob is not None else (),
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             usage=req.usage(),
             finish=req.finish,
@@ -93,6 +113,11 @@ class Choice:
         """Count the output tokens that become text; a stop token does not, unless the request includes stops."""
         by_id = finish is not None and isinstance(finish.matched, int)
         return self.req.num_output - (1 if by_id and not self.req.sampling.include_stop else 0)
+
+
+def _certain(token_id: int, num_top: int) -> TokenLogprob:
+    """Return the logprob of a token that alone may come."""
+    return TokenLogprob(token_id=token_id, logprob=0.0, top=((token_id, 0.0),) if num_top else ())
 
 
 class OpenRequests:

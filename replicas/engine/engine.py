@@ -454,7 +454,7 @@ class Engine:
         """Turn a token into the delta of its choice; a stop string found here ends the request."""
         choice, text = self._open.of(token.req), ""
         if token.token_id is not None:
-            text, finish = choice.push(token.token_id)
+            token, text, finish = choice.push_run(token) if token.forced else (token, *choice.push(token.token_id))
             if finish is not None:
                 self.scheduler.finish(token.req, finish)
                 token.req.finish = finish  # a stop string wins over the length limit reached by the same token

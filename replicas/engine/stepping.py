@@ -84,7 +84,7 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         time_s=now_s,
         pool=store.stats(),
         num_waiting=len(queues.waiting) + len(parked) - num_legs,
-        num_running=len(queues.running) + (chunked is not None),
+        num_running=len(queues.running) + len(queues.forced) + (chunked is not None),
         max_running_requests=scheduler.max_running,
         waiting_uncached_tokens=uncached,
         cache_nodes=store.cache.num_nodes,

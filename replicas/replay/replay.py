@@ -132,7 +132,7 @@ def _place(engine: Engine, req: Req, snapshot: ReplaySnapshot) -> None:
     """Give ``req`` its K/V and put it into the queue that fits its state."""
     queues, max_running, num_computed = engine.scheduler.queues, engine.scheduler.max_running, snapshot.meta.num_tokens
     answering = req.num_output > 0 and num_computed == req.num_tokens - 1
-    if len(queues.running) + (queues.chunked is not None) >= max_running:
+    if len(queues.running) + len(queues.forced) + (queues.chunked is not None) >= max_running:
         raise Overloaded(f"{max_running} requests run, and no more may: restore it when one has ended")
     if not answering and queues.chunked is not None:
         raise Overloaded("another prompt is being computed, and one at a time is: restore it a few steps later")

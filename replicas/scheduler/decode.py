@@ -273,7 +273,7 @@ def plan_ahead(queues: Queues, kv: KvCache, *, must_look: bool) -> tuple[list[Re
              have to run first, or if a token must be known to make the next one.
     """
     has_queue = bool(len(queues.waiting) or len(queues.prealloc))
-    if len(queues.under_way) != 1 or queues.chunked is not None or (has_queue and must_look):
+    if len(queues.under_way) != 1 or queues.chunked is not None or queues.forced or (has_queue and must_look):
         return None
     reqs = [req for req in queues.running if req.max_remaining > 1]  # else the step under way may make its last token
     if not reqs or any(_needs_host(req) for req in reqs):

@@ -2,8 +2,8 @@
 
 Owns:      nothing; moves requests from the waiting queue to prefill, and sets which one is mid-prompt.
 Never:     runs or samples anything; takes the slots of running requests (decode.py).
-Invariant: a refused request holds nothing; every refusal has a reason. In an extend step prompts come first, in the
-           order of their batch, then every running request, in the order of the running ones.
+Invariant: a refused request holds nothing; every refusal has a reason. In an extend step forced runs come first, then
+           prompts, in the order of their batch, then every running request, in the order of the running ones.
 Thread:    scheduler thread only.
 
 A mixed step computes one token of each running request together with the prompts: running requests continue while
@@ -25,7 +25,7 @@ from replicas.cache.kv import KvCache
 from replicas.errors import PagesExhausted
 from replicas.request import Req, ReqState
 from replicas.scheduler.admission import NewTokenRatio, StepBudget, prompt_tokens
-from replicas.scheduler.decode import DecodeRows, sample_row
+from replicas.scheduler.decode import DecodeRows, retract, sample_row
 from replicas.scheduler.plan import ExtendPlan, ExtendRow, PrefixGroup, Slots, TableWrite
 from replicas.scheduler.queues import Queues
 from replicas.scheduler.tokens import Counters
@@ -81,6 +81,7 @@ def next_batch(
     budget = StepBudget(
         prompt_tokens(limits.chunk_size, limits.num_decode, page_size=kv.page_size), page_size=kv.page_size
     )
+    _extend_forced(batch, queues, kv, counters, budget)
     if queues.chunked is not None and not _extend(batch, queues.chunked, queues, kv, budget):
         return batch  # the next chunk finds no memory: no request may take it first
     batch.reserved = sum(ratio.reserve(req) for req in limits.in_flight)
@@ -121,7 +122,7 @@ def _start(
     now_s: float,
 ) -> Refusal | None:
     """Start waiting request ``req`` in the batch, or tell why not."""
-    num_running = len(limits.in_flight) + len(batch.reqs)
+    num_running = len(limits.in_flight) + len(queues.forced) + len(batch.reqs)
     if num_running >= limits.max_running:
         return Refusal.RUNNING_LIMIT
     if budget.empty or (queues.chunked is not None and queues.chunked is not req):
@@ -149,6 +150,25 @@ def _start(
     if req.stamps.admitted_s is None:
         req.cached = req.cached.of(min(reused + loaded, req.prompt_len))
     return None
+
+
+def _extend_forced(
+    batch: ExtendBatch, queues: Queues, kv: KvCache, counters: Counters, budget: StepBudget
+) -> None:
+    """Add the requests whose grammar forced a run of tokens, each with all of it; without memory one is retracted."""
+    for req in list(queues.forced):
+        start, length = req.computed_len, req.extend_len
+        if budget.grant(length, prefix_len=start) < length:
+            return
+        try:
+            slots = kv.extend(req, req.num_tokens)
+        except PagesExhausted:
+            retract(req, queues, kv, counters)
+            continue
+        budget.spend(length)
+        queues.forced.remove(req)
+        batch.reqs.append(req)
+        batch.rows.append(_row(req, start, length, slots, sample=True))
 
 
 def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: StepBudget) -> bool:

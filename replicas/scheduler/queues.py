@@ -226,6 +226,7 @@ class Queues:
     waiting: WaitingQueue
     chunked: Req | None = None  # mid-prompt; its next chunk goes first. At most one (SPEC F06)
     running: list[Req] = field(default_factory=list)  # one token a step each, in the order in which they joined
+    forced: list[Req] = field(default_factory=list)  # they ran until tokens were forced: the next step extends them
     prealloc: PreallocQueue = field(default_factory=PreallocQueue)
     away: HandOffQueue = field(default_factory=HandOffQueue)
     under_way: UnderWay = field(default_factory=UnderWay)
@@ -233,7 +234,7 @@ class Queues:
     @property
     def holding(self) -> list[Req]:
         """The open requests that hold row and pages and are not in the last chunk of their prompt."""
-        return [*self.running, *self.away.holding, *([self.chunked] if self.chunked is not None else [])]
+        return [*self.running, *self.forced, *self.away.holding, *([self.chunked] if self.chunked is not None else [])]
 
     def remove(self, req: Req) -> None:
         """Take ``req`` out of the queue that has it, if one has."""
@@ -247,6 +248,8 @@ class Queues:
             self.running.remove(req)
         elif self.chunked is req:
             self.chunked = None
+        elif req in self.forced:
+            self.forced.remove(req)
 
     def check(self) -> None:
         """Raise AssertionError where a request is in a queue that does not fit its state."""
@@ -262,6 +265,8 @@ class Queues:
         for req in self.running:
             assert req.state is ReqState.RUNNING, f"{req.rid} is {req.state}"
             assert req.extend_len == 1, f"{req.rid} lacks the K/V of {req.extend_len} tokens"
+        for req in self.forced:
+            assert req.state is ReqState.PREFILLING, f"{req.rid} is to be extended and {req.state}"
         for req in self.holding:
             assert req.holding is not None, f"{req.rid} is {req.state} and holds nothing"
         for req in (req for step in self.under_way.steps for req in step):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from replicas.cache.kv import KvCache
 from replicas.config import SchedulerConfig
 from replicas.request import CachedTokens, Req, ReqState
-from replicas.scheduler.admission import NewTokenRatio, Room, grant, let_go, max_receiving
+from replicas.scheduler.admission import NewTokenRatio, Room, grant, least_prompt_tokens, let_go, max_receiving
 from replicas.scheduler.deadlines import Deadlines, StarvedHeads, cannot_start, deadline_passed
 from replicas.scheduler.decode import (
     AheadGate,
@@ -43,8 +43,11 @@ from replicas.scheduler.tokens import (
     not_allowed,
     sampled,
     stop_reason,
+    take_forced,
 )
 from replicas.types import Finish, FinishReason, TokenLogprob
+
+MAX_FORCED = 64  # tokens of a run that are taken at once
 
 
 @dataclass(slots=True)
@@ -95,7 +98,8 @@ class Scheduler:
     def only_away(self) -> bool:
         """Whether nothing is left to do here until another replica has done its part."""
         queues = self.queues
-        return not (len(queues.waiting) or queues.running or queues.chunked is not None or len(queues.prealloc))
+        starting = len(queues.waiting) or queues.chunked is not None or len(queues.prealloc)
+        return not (starting or queues.running or queues.forced)
 
     def would_wait(self, num_new: int) -> int:
         """Count the requests that would wait if ``num_new`` came: all that hold nothing, less the free places that they
@@ -270,6 +274,7 @@ class Scheduler:
 
     def _take_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> NewToken:
         """Give ``req`` its next token, sampled here or elsewhere, and end it if that is its last."""
+        forced: tuple[int, ...] = ()
         if req.stamps.first_token_s is None:
             req.stamps.first_token_s = self._clock()
         if token_id == BROKEN or req.max_remaining <= 0:
@@ -278,11 +283,28 @@ class Scheduler:
         if req.state is not ReqState.HANDING_OFF:  # else the receiver appends it
             req.append(token_id)
             finish = stop_reason(req)
-            if finish is None and req.guide is not None and not req.guide.consume(token_id):
-                finish = not_allowed(str(req.guide.error))
+            if finish is None and req.guide is not None:
+                forced, finish = self._follow(req, token_id)
             if finish is not None:
                 self.finish(req, finish)
-        return NewToken(req, token_id, logprob)
+        return NewToken(req, token_id, logprob, forced)
+
+    def _follow(self, req: Req, token_id: int) -> tuple[tuple[int, ...], Finish | None]:
+        """Let the grammar of ``req`` take in ``token_id``. Returns: the tokens that it forces next, and its end."""
+        assert req.guide is not None
+        if not req.guide.consume(token_id):
+            return (), not_allowed(str(req.guide.error))
+        if not self._config.mixed_steps:
+            return (), None  # running requests would wait for the step that computes the run
+        queues, chunk_size = self.queues, self._config.chunked_prefill_size or 0
+        left = least_prompt_tokens(chunk_size) - sum(each.extend_len for each in queues.forced) - 1
+        forced, finish = take_forced(req, min(MAX_FORCED, left))
+        self.counters.forced_tokens += len(forced)
+        if forced and finish is None:
+            queues.running.remove(req)
+            req.move(ReqState.PREFILLING)
+            queues.forced.append(req)
+        return forced, finish
 
     def _take_decode_slots(self) -> tuple[bool, DecodeRows | None]:
         """Take a slot for the next token of each running request. Returns: whether any was retracted for it; the rows,
@@ -310,7 +332,7 @@ class Scheduler:
         batch = next_batch(queues, self.kv, self._ratio, self.counters, limits, now_s=now_s)
         if queues.chunked is None or batch.rows:  # else the next chunk found no memory: no leg may take it first
             room = Room(
-                num_rows=limits.max_running - len(in_flight) - len(batch.reqs),
+                num_rows=limits.max_running - len(in_flight) - len(queues.forced) - len(batch.reqs),
                 max_receiving=max_receiving(self.max_running),
                 reserved=batch.reserved,
                 alone=not in_flight and not batch.reqs,

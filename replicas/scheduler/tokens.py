@@ -28,11 +28,12 @@ NOTHING_ALLOWED = (
 
 
 class NewToken(NamedTuple):
-    """One sampled token of one request; ``req.finish`` is set when it was its last."""
+    """One sampled token of one request, and what was forced after it; ``req.finish`` is set when they were its last."""
 
     req: Req
     token_id: int | None  # None: no output was wanted, its logits are broken, or only news of a hand-off is reported
     logprob: TokenLogprob | None
+    forced: tuple[int, ...] = ()  # the tokens after it, which the grammar left no choice about
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Counters:
     store_tokens: int = 0  # of cached_tokens, read from the store
     lookup_tokens: int = 0
     decode_tokens: int = 0
+    forced_tokens: int = 0  # of outputs, taken without a choice
 
     def count_end(self, reason: FinishReason) -> None:
         match reason:
@@ -120,6 +122,25 @@ def end_without_token(req: Req) -> Finish:
 def not_allowed(message: str) -> Finish:
     """Tell why a constrained request ends in the midst of its output."""
     return Finish(reason=FinishReason.ERROR, message=f"the constrained output ended: {message}", http_status=400)
+
+
+def take_forced(req: Req, most: int) -> tuple[tuple[int, ...], Finish | None]:
+    """Append the tokens that the grammar of ``req`` forces next, at most ``most``. Returns: them, and its end.
+
+    Each is the only token that the mask would leave, so the output is what steps of one token make; where something
+    else could mask it out too, nothing is taken.
+    """
+    guide, sampling, taken = req.guide, req.sampling, list[int]()
+    finish: Finish | None = None
+    if guide is None or sampling.allowed_token_ids is not None or sampling.bad_words:
+        return (), None
+    while finish is None and len(taken) < most and (token_id := guide.forced()) is not None:
+        req.append(token_id)
+        taken.append(token_id)
+        finish = stop_reason(req)
+        if finish is None and not guide.consume(token_id):
+            finish = not_allowed(str(guide.error))
+    return tuple(taken), finish
 
 
 def stop_reason(req: Req) -> Finish | None:
