@@ -502,6 +502,8 @@ class EngineStats:
     transfer: TransferStats | None = None
     num_mixed_steps: int = 0  # of the extend steps: running requests made a token in them too
     flushed_tokens: int = 0  # that left the prefix cache because it was emptied; ``evicted_tokens``: for room
+    num_constrained: int = 0  # requests whose output is held to a constraint, so far
+    forced_tokens: int = 0  # of their outputs, taken without a choice
     longest_step_s: float = 0.0  # of the recent steps (engine/stepping.py)
     tiers: TierStats | None = None  # None where the engine has no tier under its device pool
 

@@ -172,6 +172,12 @@ ENGINE = Row("Engine steps", (
         act="0 while prompts arrive at a unified replica with running requests: scheduler.mixed_steps is off.",
         queries={"{{role}}": rate("scheduler_mixed_steps_total", by=["role"])}, unit=Unit.PER_S,
     ),
+    Panel("Forced tokens",
+        shows="Tokens per second that constrained answers took without a choice, as their grammar allowed no other, by "
+              "role.",
+        act="0 while requests come with schemas that name many properties: scheduler.mixed_steps is off.",
+        queries={"{{role}}": rate("scheduler_forced_tokens_total", by=["role"])}, unit=Unit.NUMBER,
+    ),
     Panel("Running requests and their limit",
         shows="Requests in forward steps and their limit, of all replicas.",
         act="At the limit with a pool that is not full: raise max_running_requests.",

@@ -50,7 +50,6 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, clock: Callable[[], float]) -> None:
         self.compiler = GrammarCompiler(tokenizer, vocab_size)
-        self.num_requests = 0  # constrained, since the start
         self.on_ready: Callable[[], None] = lambda: None
         self._eos_ids = tokenizer.eos_ids
         self._clock = clock

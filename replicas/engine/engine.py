@@ -242,7 +242,7 @@ class Engine:
         choices, constraint = self._make_choices(self._intake.clip(request)), request.sampling.constraint
         if constraint is None:
             return self._place(request, choices, None, place)
-        self.grammars.num_requests += 1
+        self.scheduler.counters.constrained += 1
         matcher = self.grammars.compiler.cached(constraint)
         if matcher is not None or place is not None:
             return self._place(request, choices, matcher or self.grammars.compiler.compile(constraint), place)

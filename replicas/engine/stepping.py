@@ -107,6 +107,8 @@ def snapshot(scheduler: Scheduler, store: PageStore, steps: StepClock, *, now_s:
         alloc_failures=store.alloc_failures,
         prefill_tokens_per_s=steps.prefill_tokens_per_s,
         decode_step_s=steps.decode_step_s,
+        num_constrained=counters.constrained,
+        forced_tokens=counters.forced_tokens,
         num_preallocating=len(queues.prealloc),
         num_mixed_steps=steps.num_mixed,
         num_receiving=len(queues.away.in_state(ReqState.RECEIVING)),

@@ -51,6 +51,7 @@ class Counters:
     store_tokens: int = 0  # of cached_tokens, read from the store
     lookup_tokens: int = 0
     decode_tokens: int = 0
+    constrained: int = 0  # requests, those included whose grammar could not be compiled
     forced_tokens: int = 0  # of outputs, taken without a choice
 
     def count_end(self, reason: FinishReason) -> None:

@@ -258,8 +258,8 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(engine: Engine
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_ids_of_one(engine: Engine) -> None:
-    ranks = make_engine(tp=2)
+def test_three_ranks_make_the_ids_of_one(engine: Engine) -> None:
+    ranks = make_engine(tp=3)
     try:
         asked = [request(engine, GREEDY, "greedy"), request(engine, replace(SEEDED, n=2), "seeded")]
         made = {key: told[:2] for key, told in answers(ranks, *asked).items()}

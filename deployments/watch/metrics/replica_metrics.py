@@ -100,6 +100,8 @@ def _scheduler(stats: EngineStats, tallies: EngineTallies) -> Iterator[Told]:
         "scheduler_step_duration_seconds", "phase", {"prefill": tallies.prefill_step_s, "decode": tallies.decode_step_s}
     )
     yield "scheduler_mixed_steps_total", {}, stats.num_mixed_steps
+    yield "scheduler_constrained_requests_total", {}, stats.num_constrained
+    yield "scheduler_forced_tokens_total", {}, stats.forced_tokens
     yield from _each("scheduler_busy_seconds_total", "phase", {"prefill": stats.extend_s, "decode": stats.decode_s})
     kinds = {
         "prefill_computed": stats.prefill_tokens,

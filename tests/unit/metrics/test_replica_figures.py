@@ -121,6 +121,13 @@ def test_mixed_steps_are_counted_apart_from_the_phases() -> None:
     assert seen.value("scheduler_mixed_steps_total") == 3
 
 
+def test_constrained_requests_and_forced_tokens_are_counted() -> None:
+    """An engine counts them in numerics/test_constrained_answers.py."""
+    seen = scrape(dataclasses.replace(stats(), num_constrained=2, forced_tokens=17))
+    assert seen.value("scheduler_constrained_requests_total") == 2
+    assert seen.value("scheduler_forced_tokens_total") == 17
+
+
 def test_hand_offs_are_told_where_the_engine_takes_part_in_any() -> None:
     assert "manta_transfer" not in scrape(stats()).text
     service = TransferStats(
