@@ -102,7 +102,8 @@ POOL_STATES = ("free", "evictable", "protected", "reserved", "quarantined")
 PHASES = ("prefill", "decode")
 BY_PHASE = "prefill: steps with prompts, running requests in them included; decode: all other steps."
 STAGES = ("route", "queue", "prefill", "transfer", "decode")
-ANSWERING = ("chat", "completions", "generate", "responses", "messages")  # endpoints that generate
+# endpoints that run the model
+ANSWERING = ("chat", "completions", "generate", "responses", "messages", "embeddings", "score")
 ENDPOINTS = (*ANSWERING, "tokens")
 OUTCOMES = ("ok", "error", "invalid", "cancelled", "shed", "timeout")
 ROLES = ("unified", "prefill", "decode")

@@ -318,6 +318,58 @@ class ResponseEventBody(AnswerBody):
     sequence_number: int
 
 
+class ReadoutUsageBody(AnswerBody):
+    """The tokens of the prompts that were read out."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetailsBody
+
+
+class ReadoutAnswerBody(AnswerBody):
+    """What the answers of embeddings, scores and rerankings share."""
+
+    model: str
+    usage: ReadoutUsageBody
+
+
+class EmbeddingBody(AnswerBody):
+    """The embedding of one text, of length 1."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="A string with encoding_format base64: little-endian float32.")
+
+
+class EmbeddingsBody(ReadoutAnswerBody):
+    """The embeddings of all texts, in their order."""
+
+    object: Literal["list"]
+    data: list[EmbeddingBody]
+
+
+class ScoresBody(ReadoutAnswerBody):
+    """The scores of each item's labels."""
+
+    object: Literal["scoring"]
+    scores: list[list[float]]
+
+
+class RankedBody(AnswerBody):
+    """One document; the text with return_documents."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] = {}
+
+
+class RankingBody(ReadoutAnswerBody):
+    """The documents by relevance, the most relevant first."""
+
+    id: str
+    results: list[RankedBody]
+
+
 class NativeFinishBody(AnswerBody):
     """Why a choice of /generate has ended."""
 

@@ -20,6 +20,7 @@ from deployments.http.access import OPEN
 from deployments.http.admin import MAX_FLUSH_WAIT_S
 from deployments.http.apis import response_input
 from deployments.http.apis.messages import CountTokensRequest, MessagesRequest
+from deployments.http.apis.readouts import EmbeddingRequest, RerankRequest, ScoreRequest
 from deployments.http.apis.response_input import ResponsesRequest
 from deployments.http.bodies import (
     MAX_PROMPTS,
@@ -74,6 +75,10 @@ _TURNS: Limit = {
         }
     },
 }
+_INPUT_TOOL: Limit = {
+    "required": ["name", "input_schema"],
+    "properties": {"name": {"type": "string"}, "input_schema": {"type": "object"}},
+}
 _TOOL_CHOICE: Limit = {"properties": {"type": {"enum": ["auto", "any", "tool", "none"]}}}
 _ANYTHING = ""  # in place of a type, where the field's may be any
 _NOT_DONE: Limit = {
@@ -98,6 +103,8 @@ def limits_of(service: Service) -> dict[str, Limits]:
         "model": {"string": {"enum": [service.model.name, ""]}},
         "MessagesRequest.messages": {"array": _TURNS},
         "CountTokensRequest.messages": {"array": _TURNS},
+        "MessagesRequest.tools": {"array": {"items": {"object": _INPUT_TOOL}}},
+        "CountTokensRequest.tools": {"array": {"items": {"object": _INPUT_TOOL}}},
         "MessagesRequest.max_tokens": {"integer": {"minimum": 0}},  # at most as many as the context leaves
         "MessagesRequest.tool_choice": {"object": _TOOL_CHOICE},
         "CountTokensRequest.tool_choice": {"object": _TOOL_CHOICE},
@@ -106,6 +113,13 @@ def limits_of(service: Service) -> dict[str, Limits]:
         "input_ids": texts,
         "TokenizeRequest.prompt": {"array": {"minItems": 1, "maxItems": MAX_PROMPTS}},  # no text has no token
         "AbortRequest.rid": {},  # of no request, if it is none's
+        "EmbeddingRequest.input": texts,
+        "query": {"array": {"items": token}},
+        "items": {"array": {"minItems": 1, "maxItems": MAX_PROMPTS, "items": {"array": {"items": token}}}},
+        "label_token_ids": {"array": {"minItems": 1, "maxItems": 1024, "items": token}},
+        "documents": {"array": {"minItems": 1, "maxItems": MAX_PROMPTS}},
+        "top_n": {"integer": {"minimum": 1}},
+        "dimensions": {"integer": {"minimum": 1}},
         "tokens": {"array": {"items": {**any_token, "array": {"minItems": 1, "items": any_token}}}},
         "max_tokens": context,
         "max_completion_tokens": context,
@@ -259,6 +273,11 @@ _MESSAGES = {
         body=CountTokensRequest, answer=answers.CountedTokensBody, error=answers.MessagesErrorBody, errors=_BODY
     ),
 }  # fmt: skip
+_READOUTS = {
+    "/v1/embeddings": Described(body=EmbeddingRequest, answer=answers.EmbeddingsBody, errors=_RUN),
+    "/v1/score": Described(body=ScoreRequest, answer=answers.ScoresBody, errors=_RUN),
+    "/v1/rerank": Described(body=RerankRequest, answer=answers.RankingBody, errors=_RUN),
+}
 _TOKENIZE = Described(body=TokenizeRequest, answer=answers.TokensBody, errors=_BODY)
 _DETOKENIZE = Described(body=DetokenizeRequest, answer=answers.TextBody, errors=_BODY)
 _HEALTH = Described(answer=answers.HealthBody, errors=(*_ALL, 503))
@@ -273,6 +292,9 @@ _EXAMPLES: Mapping[type[BaseModel], dict[str, Any]] = {
     NativeRequest: {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8}},
     MessagesRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
     CountTokensRequest: {"messages": [{"role": "user", "content": "Hello"}]},
+    EmbeddingRequest: {"input": ["Hello"]},
+    ScoreRequest: {"query": "Is this a city? ", "items": ["Paris", "Rhine"], "label_token_ids": [19, 20]},
+    RerankRequest: {"query": "capital of France", "documents": ["Paris", "Rhine"]},
     TokenizeRequest: {"messages": [{"role": "user", "content": "Hello"}]},
     DetokenizeRequest: {"tokens": [19, 20]},
     ExplainRequest: {"prompt": "The capital of France is", "max_tokens": 8},
@@ -286,6 +308,7 @@ _KEYS = {
 ROUTES: Mapping[str, Described] = {
     **_GENERATES,
     **_MESSAGES,
+    **_READOUTS,
     "/tokenize": _TOKENIZE,
     "/v1/tokenize": _TOKENIZE,
     "/detokenize": _DETOKENIZE,

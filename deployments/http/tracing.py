@@ -46,6 +46,8 @@ OPERATIONS = {  # endpoint that generates -> gen_ai.operation.name
     "generate": "text_completion",
     "responses": "chat",
     "messages": "chat",
+    "embeddings": "embeddings",
+    "score": "score",
 }
 _WORST_FIRST = ("failed", "refused", "aborted", "finished", "running")
 Attribute = str | int | float | bool | Sequence[str]

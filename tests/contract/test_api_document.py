@@ -26,7 +26,7 @@ from deployments.http.http_app import ROUTERS, make_app
 from deployments.http.service import ModelFace, Service
 from deployments.settings.keys import ApiKey, KeyDigests
 from replicas.text.tokenizer import Tokenizer
-from replicas.types import GenerateRequest
+from replicas.types import GenerateRequest, TokenLogprob
 from tests.unit.deployments.in_process import House, ScriptedReplica
 from tests.unit.deployments.sample_values import token
 from tests.unit.tokenizer_folders import byte_level_folder
@@ -42,9 +42,15 @@ CHECKS = [
 
 
 class PromptReader(ScriptedReplica):
-    """Also ends requests for no token at all."""
+    """Also ends requests for no token at all, and those that read something out."""
 
     async def _generate(self, client: ChannelClient, request: GenerateRequest) -> None:
+        readout = request.sampling.readout
+        if readout is not None:
+            top = tuple((label, -1.0) for label in readout.labels)
+            logprob = TokenLogprob(token_id=1000, logprob=-1.0, top=top, hidden=(0.6, 0.8))
+            client.sink([dataclasses.replace(token(request, 0, 0, self.finish), logprobs=(logprob,))])
+            return
         if request.sampling.max_new_tokens:
             await super()._generate(client, request)
             return
@@ -138,8 +144,10 @@ def test_what_the_document_says_is_what_the_routes_do(url: str, tmp_path: Path) 
     statuses = statuses_of(report)
     assert sum(map(len, statuses.values())) > 2000
     of_an_id = {f"{method} {path}" for method in ("GET", "HEAD") for path in ("/route/{rid}", RESPONSE)}
-    assert {name for name, seen in statuses.items() if 200 not in seen} == of_an_id
-    generating = [f"POST {path}" for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate")]
+    too_long = {"POST /v1/rerank"}  # its prompt alone is longer than this context
+    assert {name for name, seen in statuses.items() if 200 not in seen} == of_an_id | too_long
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
+    generating = [f"POST {path}" for path in paths]
     assert all({200, 400, 405} <= set(statuses[name]) for name in generating)
 
 

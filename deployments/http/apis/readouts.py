@@ -1,0 +1,207 @@
+"""POST /v1/embeddings, /v1/score and /v1/rerank: what the model makes of prompts, read out where they end.
+
+Owns:      the bodies and answers of the three, and the prompt of a reranking.
+Never:     generates text: each prompt takes one token's step (replicas/runner/readouts.py), whose token is dropped.
+Invariant: the prompts of one score or reranking begin alike, and are computed from there on: the scheduler lets those
+           that share a prefix wait for the first of them.
+"""
+
+import base64
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from deployments.dispatch.rids import new_rid
+from deployments.http.arrivals import generations_of, name_of
+from deployments.http.bodies import Items, WireType, read_body
+from deployments.http.convert import check_count, check_model, checked, prompts_of_ids, salt_of
+from deployments.http.openai_format import usage_body
+from deployments.http.service import Service, service_of
+from deployments.http.streaming import Deltas, JsonAnswer, answer, collected, merged
+from replicas.errors import InvalidRequest
+from replicas.types import GenerateRequest, Readout, SamplingParams, TokenIds, TokenLogprob
+
+router = APIRouter()
+JUDGE = 'Judge whether the document answers the query. Answer only "yes" or "no".'
+Body = dict[str, Any]
+
+
+class ReadoutRequest(WireType):
+    """The fields that embeddings, scores and rerankings share."""
+
+    model: str | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+
+
+class EmbeddingRequest(ReadoutRequest):
+    """The body of /v1/embeddings, as OpenAI's."""
+
+    input: str | Items[int] | Items[str] | Items[Items[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None  # the first of them, normalised again
+    pooling: Literal["last", "mean"] | None = None  # null: last, of which the states have seen the whole text
+
+
+class ScoreRequest(ReadoutRequest):
+    """The body of /v1/score, as SGLang's."""
+
+    query: str | Items[int]
+    items: str | Items[str] | Items[Items[int]]
+    label_token_ids: Items[int]
+    apply_softmax: bool | None = None  # over the labels; else each has its probability among all tokens
+    item_first: bool | None = None
+
+
+class RerankRequest(ReadoutRequest):
+    """The body of /v1/rerank, as Cohere's and Jina's."""
+
+    query: str
+    documents: Items[str] | Items[dict[str, Any]]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request) -> Response:
+    """Embed texts: pooled hidden states behind the last norm, of length 1."""
+    service = service_of(request)
+    body = await read_body(request, EmbeddingRequest, max_bytes=service.max_body_bytes)
+    size = body.dimensions
+    if size is not None and size < 1:
+        raise InvalidRequest(f"dimensions: must be at least 1, got {size}", param="dimensions")
+    prompts = await _prompts(service, body.input, param="input")
+
+    def embedded(logprob: TokenLogprob) -> list[float] | str:
+        if size is not None and size > len(logprob.hidden):
+            text = f"dimensions: the model's states have {len(logprob.hidden)}, got {size}"
+            raise InvalidRequest(text, param="dimensions")
+        vector = np.array(logprob.hidden[:size])
+        vector /= max(float(np.linalg.norm(vector)), 1e-12)
+        if body.encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        numbers: list[float] = vector.tolist()
+        return numbers
+
+    def made(read: Sequence[TokenLogprob]) -> Body:
+        data = [{"object": "embedding", "index": i, "embedding": embedded(each)} for i, each in enumerate(read)]
+        return {"object": "list", "data": data}
+
+    return await _read_out(request, body, prompts, Readout(pooling=body.pooling or "last"), made, param="input")
+
+
+@router.post("/v1/score")
+async def score(request: Request) -> Response:
+    """Score items behind a query: the probabilities of label tokens as the next one."""
+    service = service_of(request)
+    body = await read_body(request, ScoreRequest, max_bytes=service.max_body_bytes)
+    items = body.items if isinstance(body.items, list) else [body.items]
+    if not body.label_token_ids:
+        raise InvalidRequest("label_token_ids: is empty; give at least one token", param="label_token_ids")
+    if any(isinstance(item, str) != isinstance(body.query, str) for item in items):
+        raise InvalidRequest("items: must be texts where the query is a text, else token ids", param="items")
+    query: Any = body.query  # of the type that the items have
+    joined = [item + query if body.item_first else query + item for item in items]
+    prompts = await _prompts(service, joined, param="items")
+    of_labels = _softmax if body.apply_softmax else lambda logprobs: [math.exp(each) for each in logprobs]
+
+    def made(read: Sequence[TokenLogprob]) -> Body:
+        return {"object": "scoring", "scores": [of_labels([value for _, value in each.top]) for each in read]}
+
+    return await _read_out(request, body, prompts, Readout(labels=tuple(body.label_token_ids)), made, param="items")
+
+
+@router.post("/v1/rerank")
+async def rerank(request: Request) -> Response:
+    """Rank documents by how much likelier "yes" is than "no", where the model is asked whether they answer a query."""
+    service = service_of(request)
+    body = await read_body(request, RerankRequest, max_bytes=service.max_body_bytes)
+    texts = [document if isinstance(document, str) else document.get("text") for document in body.documents]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("documents: each must be a string, or an object with a text", param="documents")
+    if body.top_n is not None and body.top_n < 1:
+        raise InvalidRequest(f"top_n: must be at least 1, got {body.top_n}", param="top_n")
+    check_count(len(texts), param="documents")
+    prompts = [
+        await service.encode_chat(
+            [
+                {"role": "system", "content": JUDGE},
+                {"role": "user", "content": f"Query: {body.query}\n\nDocument: {text}"},
+            ],
+            enable_thinking=False,
+        )
+        for text in texts
+    ]
+    labels = tuple(int(service.tokenizer.encode(word, add_special_tokens=False)[0]) for word in ("yes", "no"))
+
+    def made(read: Sequence[TokenLogprob]) -> Body:
+        scores = [_softmax([value for _, value in each.top])[0] for each in read]
+        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+        results: list[Body] = [{"index": index, "relevance_score": scores[index]} for index in ranked]
+        for result in results if body.return_documents else ():
+            result["document"] = {"text": texts[result["index"]]}
+        return {"id": f"rerank-{name_of(request)}", "results": results}
+
+    return await _read_out(request, body, prompts, Readout(labels=labels), made, param="documents")
+
+
+async def _prompts(
+    service: Service, given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]], *, param: str
+) -> list[TokenIds]:
+    """Read the ids of one prompt or of several. Raises: InvalidRequest, PromptTooLong, Busy."""
+    rows: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    check_count(len(rows), param=param)
+    if isinstance(rows[0], str):
+        return await service.encode_all(rows, param=param, must_fit=True)
+    return await prompts_of_ids(service, rows, param=param)
+
+
+async def _read_out(
+    request: Request,
+    body: ReadoutRequest,
+    prompts: Sequence[TokenIds],
+    readout: Readout,
+    made: Callable[[Sequence[TokenLogprob]], Body],
+    *,
+    param: str,
+) -> Response:
+    """Run ``prompts`` and answer with what ``made`` makes of their readouts."""
+    service, name = service_of(request), name_of(request)
+    check_model(service, body.model)
+    requests = [
+        GenerateRequest(
+            rid=new_rid(name),
+            token_ids=ids,
+            sampling=SamplingParams(max_new_tokens=1, temperature=0.0, readout=readout),
+            cache_salt=salt_of(body.cache_salt),
+            priority=body.priority or 0,
+            deadline_s=body.timeout,
+            return_logprobs=True,
+        )
+        for ids in prompts
+    ]
+    for each in requests:
+        checked(service, each, names={"prompt": param, "max_tokens": param})
+    generations = generations_of(request, None)
+
+    async def work() -> Response:
+        deltas: Deltas = await collected(merged([generations.stream(each) for each in requests]))
+        usage = usage_body(deltas)
+        counts = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["prompt_tokens"]}
+        counts["prompt_tokens_details"] = usage["prompt_tokens_details"]
+        read = [delta.logprobs[0] for delta in deltas.values()]
+        return JsonAnswer({"model": service.model.name, **made(read), "usage": counts})
+
+    return await answer(request, work())
+
+
+def _softmax(logprobs: Sequence[float]) -> list[float]:
+    most = max(logprobs)
+    weights = [math.exp(each - most) for each in logprobs]
+    return [weight / sum(weights) for weight in weights]
