@@ -6,6 +6,9 @@ VENV := .venv
 # programs that tests run, and the packages of Debian that have them
 PROGRAMS := prometheus promtool chromium chromedriver
 DEBIAN := prometheus chromium chromium-driver fonts-dejavu-core
+# libraries whose requests tests send, from an environment of their own (tests/clients)
+CLIENTS := 'litellm[mcp]>=1.106,<2' 'openai>=2.54,<4' 'anthropic>=2.12,<3' 'instructor>=1.17,<2' \
+	'pydantic-ai-slim[openai]>=2.31,<3' 'langchain-openai>=1.7,<2'
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m tools.install # WHAT LOG ARGS: pip's output goes to the log, a line of progress is shown
 # of `python -m benchmarks`, in this order: those that serve come last, the longest at the end
@@ -48,9 +51,9 @@ tools-test: $(VENV)/.installed-test
 		echo "Installing Debian's packages $(DEBIAN)" && apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(DEBIAN) >/dev/null; } || \
 		echo "not all of these are on PATH: $(PROGRAMS). Their tests are skipped; apt-get install $(DEBIAN)" >&2
-	@test -d .tools/litellm || { $(BIN)/python -m venv .tools/litellm.new && .tools/litellm.new/bin/python -m \
-		tools.install "Installing LiteLLM" .tools/litellm.log 'litellm>=1.100,<2' && \
-		mv .tools/litellm.new .tools/litellm; } || echo "LiteLLM could not be installed: its test is skipped" >&2
+	@test -d .tools/clients || { $(BIN)/python -m venv .tools/clients.new && .tools/clients.new/bin/python -m \
+		tools.install "Installing client libraries" .tools/clients.log $(CLIENTS) && \
+		mv .tools/clients.new .tools/clients; } || echo "client libraries could not be installed: their tests are skipped" >&2
 
 model: $(VENV)/.installed ## Fetch and convert the embedded model (once)
 	@$(BIN)/python -m tools.embedded_model

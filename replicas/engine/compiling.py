@@ -24,6 +24,7 @@ from replicas.types import Constraint, Finish, GenerateRequest
 
 log = logging.getLogger(__name__)
 COMPILE_S = 2.0  # that a grammar may take
+COMPILE_AGAIN_S = 30.0  # that of a resumed output may: where that began it took less, and a client has the beginning
 WAIT_S = 30.0  # for a thread, where all compile what takes long, and for the tokenizer, which the first one converts
 MAX_THREADS = 4
 
@@ -72,9 +73,10 @@ class Grammars:
         """Return the requests that wait no longer; ``made`` of each is its matcher, or why it has none."""
         now_s = self._clock()
         for task in self.waiting:
-            if task.wanted and now_s - task.since_s > (COMPILE_S if task.started else WAIT_S):
+            limit_s = COMPILE_AGAIN_S if task.request.resumed_ids else COMPILE_S
+            if task.wanted and now_s - task.since_s > (limit_s if task.started else WAIT_S):
                 if task.started:
-                    task.made = InvalidRequest(f"the grammar takes more than {COMPILE_S:g} s to compile: simplify it")
+                    task.made = InvalidRequest(f"the grammar takes more than {limit_s:g} s to compile: simplify it")
                 else:
                     task.made = Overloaded(f"no grammar could be compiled for {WAIT_S:g} s: try again later")
         done = [task for task in self.waiting if not task.wanted]

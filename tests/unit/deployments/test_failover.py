@@ -1,10 +1,6 @@
 """Replicas that are killed at random tokens, over real engines, dispatcher and HTTP: what a client gets is to the byte
 what it gets undisturbed.
 
-The bytes of a stream are compared choice by choice, its events joined: where an event ends is a matter of time, and so
-is which of several choices goes first. Logprobs are compared to 1e-4: a token that was computed again as part of a
-prompt has another last bit (docs/architecture.md, "Same answer").
-
 The model is a tiny random one with the vocabulary of the embedded one: what it writes is noise, of all alphabets and of
 parts of characters, and it never ends by itself. Of the embedded one: tests/serve/two_replicas/test_faults.py.
 """
@@ -12,7 +8,6 @@ parts of characters, and it never ends by itself. Of the embedded one: tests/ser
 import asyncio
 import functools
 import itertools
-import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -30,6 +25,7 @@ from replicas.engine.loop import EngineLoop
 from replicas.types import TokenDelta
 from routing.types import Role
 from tests.embedded import MODEL
+from tests.joined_stream import equal, joined, named_events
 from tests.numerics import tiny
 from tests.unit.deployments.in_process import House
 from tests.unit.deployments.listening import client_of
@@ -39,19 +35,18 @@ from tests.waiting import until_async
 pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
 DEATHS = 20  # of each way, at least
 FOREVER = 1 << 30
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 VOCAB = 49_152  # the embedded model's
 SEEDED = {"temperature": 1.0, "seed": 7}
-# the parts of an answer that later events add to; any other field of a choice is said once
-GROWS = {"content", "text", "arguments", "reasoning_content", "refusal"}
 
 
 def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     messages = [{"role": "user", "content": "Name three cities of France."}]
-    return "/v1/chat/completions", {"messages": messages, "max_tokens": 60, **SEEDED, **fields}
+    return CHAT, {"messages": messages, "max_tokens": 60, **SEEDED, **fields}
 
 
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 60, **SEEDED, **fields}
+    return COMPLETIONS, {"prompt": "Once upon a time", "max_tokens": 60, **SEEDED, **fields}
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -155,7 +150,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("tiny")
     for file in (*Path(MODEL).glob("*token*.json"), *Path(MODEL).glob("*.jinja")):
         shutil.copy(file, folder)
-    tiny.save("llama", folder, vocab_size=VOCAB)
+    tiny.save("llama", folder, vocab_size=VOCAB, max_position_embeddings=2048)
     with two_engines(str(folder)) as engines:
         yield engines
 
@@ -167,61 +162,20 @@ async def idle(engines: Engines) -> AsyncIterator[Engines]:
     await engines.settle()
 
 
-async def joined(client: httpx.AsyncClient, way: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    """Stream one answer. Returns: its choices by index, each as if told in one event, and its usage."""
-    path, body = way
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    answer = await client.post(path, json=asked, headers={"x-request-id": "me"})
-    events = answer.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""], answer.text
-    whole: dict[str, Any] = {}
-    for event in events[:-2]:
-        payload = json.loads(event.removeprefix("data: "))
-        for choice in payload.pop("choices"):
-            index = choice.pop("index")
-            add(whole.setdefault(index, {}), choice)
-        if "usage" in payload:
-            assert "usage" not in whole
-            whole["usage"] = payload["usage"]
-    return whole
-
-
-def add(whole: dict[str, Any], new: dict[str, Any]) -> None:
-    """Add the fields of ``new`` to those said so far. Raises: AssertionError for one that is said twice."""
-    for name, value in new.items():
-        said = whole.get(name)
-        if said is None:
-            whole[name] = value
-        elif isinstance(value, dict):
-            add(said, value)
-        elif isinstance(value, list):
-            said.extend(value)
-        elif name in GROWS:
-            whole[name] = said + value
-        else:
-            assert value is None, f"{name} is said twice: {said!r}, {value!r}"
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Compare all but the last bits of logprobs."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(each, other[name]) for name, each in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, float):
-        return one == pytest.approx(other, abs=1e-4)
-    return bool(one == other)
-
-
 async def answered(
     engines: Engines, way: tuple[str, dict[str, Any]], lives: Iterator[int], *, apart: bool
 ) -> tuple[dict[str, Any], int]:
     """Ask with nothing cached. Returns: the answer, and how many replicas died meanwhile."""
     await engines.flush()
+    path, body = way
     street = Street(engines, lives, apart=apart)
     async with street as client:
-        answer = await joined(client, way)
-    return answer, street.num_deaths
+        if path not in (CHAT, COMPLETIONS):
+            answer = await client.post(path, json={**body, "stream": True}, headers={"x-request-id": "me"})
+            return dict(enumerate(named_events(answer.text.splitlines()))), street.num_deaths
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        answer = await client.post(path, json=asked, headers={"x-request-id": "me"})
+    return joined(answer.text.splitlines()), street.num_deaths
 
 
 def lives(random: Random, *, apart: bool) -> Iterator[int]:

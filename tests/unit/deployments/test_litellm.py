@@ -14,7 +14,7 @@ from deployments.http.http_app import make_app
 from deployments.http.service import Service
 from tests.programs import REQUIRED
 
-PYTHON = Path(__file__).parents[3] / ".tools/litellm/bin/python"
+PYTHON = Path(__file__).parents[3] / ".tools/clients/bin/python"
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(
