@@ -240,6 +240,8 @@ def _service(
         max_body_bytes=config.router.max_body_bytes,
         isolates_keys=config.router.cache_isolation == "key",
         body_timeout_s=config.router.body_timeout_s,
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
         version=importlib.metadata.version("manta"),
     )
 

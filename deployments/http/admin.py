@@ -22,7 +22,7 @@ from deployments.dispatch.leases import ReplicaCalls, ReplicaInfo
 from deployments.fleet.fleet import ANSWER_S
 from deployments.http.access import admin_only, caller_of
 from deployments.http.bodies import AbortRequest, DetokenizeRequest, TokenizeRequest, read_body
-from deployments.http.chat import refuse_tools, template_options
+from deployments.http.chat import template_options, tools_of
 from deployments.http.convert import check_count, check_model, to_ids
 from deployments.http.http_errors import error_body
 from deployments.http.service import Service, service_of
@@ -244,8 +244,7 @@ async def tokenize(request: Request) -> Response:
     check_model(service, body.model)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
-        refuse_tools(body)
-        rows = [await service.encode_chat(body.messages, **template_options(body))]
+        rows = [await service.encode_chat(body.messages, use=tools_of(body), **template_options(body))]
     elif body.prompt is not None:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         check_count(len(texts), param="prompt")

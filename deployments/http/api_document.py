@@ -34,6 +34,7 @@ from deployments.http.bodies import (
 )
 from deployments.http.routes import ExplainRequest
 from deployments.http.service import Service
+from deployments.output.tools import MAX_TOOLS
 from replicas.text.control_tokens import ROLES
 
 Limit = dict[str, Any]
@@ -49,6 +50,41 @@ _PART = {
         },
     ]
 }
+_TOOL_NAME: Limit = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
+_TOOL: Limit = {
+    "required": ["function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": _TOOL_NAME,
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
+_NAMED_TOOL: Limit = {
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": _TOOL_NAME}},
+    },
+}
+_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object"]}},
+        }
+    },
+}
 MESSAGE = {
     "type": "object",
     "required": ["role"],
@@ -61,6 +97,7 @@ MESSAGE = {
                 {"type": "array", "items": _PART},
             ]
         },
+        "tool_calls": {"anyOf": [{"type": "null"}, {"type": "array", "items": _CALL}]},
     },
 }
 _TURNS: Limit = {
@@ -152,7 +189,8 @@ def limits_of(service: Service) -> dict[str, Limits]:
         "truncate_prompt_tokens": keep,
         "truncate": keep,
         "top_logprobs_num": _UP_TO_20,
-        "tool_choice": {"string": {"enum": ["none", "auto"]}},
+        "tools": {"array": {"maxItems": MAX_TOOLS, "items": {"object": _TOOL}}},
+        "tool_choice": {"string": {"enum": ["none", "auto", "required"]}, "object": _NAMED_TOOL},
         "function_call": {_ANYTHING: {"enum": [None, "none", "auto"]}},
         "priority": {"integer": {"minimum": -1000, "maximum": 1000}},
         "timeout": {"number": {"exclusiveMinimum": 0}},

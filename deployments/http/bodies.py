@@ -219,8 +219,11 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # false: at most one call
     functions: Any = None
     function_call: Any = None
+    separate_reasoning: bool | None = None  # false: reasoning is text, with its tags
+    include_reasoning: bool | None = None  # false: it is left out of the answer
     modalities: Items[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

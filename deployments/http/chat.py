@@ -8,6 +8,7 @@ Invariant: each choice's first chunk carries the role, and its last the finish r
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -33,11 +34,16 @@ from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Deltas, Key
 from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, ReasoningPart, TextPart, TextReader
 from deployments.output.reading import ChoiceReading, call_id
+from deployments.output.reasoning import ReasoningCount
+from deployments.output.tool_grammar import tool_constraint
+from deployments.output.tools import ToolUse, tool_use
 from replicas.errors import InvalidRequest
 from replicas.types import FinishReason, GenerateRequest, TokenDelta
 
 router = APIRouter()
-_TAKEN = frozenset({"self", "messages", "tools", "check"})  # arguments beside the template's variables
+# arguments of `Service.encode_chat` and `Tokenizer.chat` beside the template's variables
+_TAKEN = frozenset({"self", "messages", "tools", "check", "marks", "use"})
+_PROMPT_END = 16  # tokens that tell whether the prompt leaves reasoning open
 
 
 @router.post("/v1/chat/completions")
@@ -86,7 +92,11 @@ class Prepared:
     """A conversation that is ready to be sent to a replica, and what reads its answer."""
 
     request: GenerateRequest
-    make_reader: Callable[[], Reader] | None = None  # None where the answer is all text, whatever it says
+    use: ToolUse | None = None  # the tools that may be called
+    # None where the answer is all text, whatever it says
+    make_reader: Callable[[], Reader] | None = None
+    make_count: Callable[[], ReasoningCount] | None = None  # None where the model does not reason
+    shows_reasoning: bool = True
 
     def new_reader(self) -> Reader:
         """Make the reader of one choice's text."""
@@ -94,7 +104,8 @@ class Prepared:
 
     def new_reading(self) -> ChoiceReading:
         """Make the state of reading one choice: its parts, and how many tokens were reasoning."""
-        return ChoiceReading(self.new_reader())
+        count = None if self.make_count is None else self.make_count()
+        return ChoiceReading(self.new_reader(), count, shows_reasoning=self.shows_reasoning)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +113,6 @@ class ChatPartsForm(ChatForm):
     """The form of a chat completion with tool calls or reasoning."""
 
     prepared: Prepared
-    names_call: bool = False  # tool_choice names the tool: it ends with "stop" then, as OpenAI's does
     read: dict[int, ChoiceReading] = field(default_factory=dict)  # by choice
 
     @property
@@ -131,7 +141,7 @@ class ChatPartsForm(ChatForm):
     def chunks(self, key: Key, delta: TokenDelta, *, begins: bool) -> list[dict[str, Any]]:
         contents = [self._content(delta.index, part) for part in self._parts(delta)]
         if begins:
-            contents[:1] = [{"role": "assistant", "content": None} | (contents[0] if contents else {})]
+            contents[:1] = [{"role": "assistant", **(contents[0] if contents else {})}]
         if not contents and (delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
             contents = [{}]
         first, later = replace(delta, finish=None), replace(delta, finish=None, token_ids=(), logprobs=())
@@ -165,8 +175,10 @@ class ChatPartsForm(ChatForm):
         return {"id": name, "type": "function", "function": {"name": part.name, "arguments": ""}}
 
     def _with_reason(self, choice: dict[str, Any], delta: TokenDelta) -> dict[str, Any]:
+        """Say that calls ended it; where tool_choice names the tool, it is "stop", as at OpenAI."""
         stopped = delta.finish is not None and delta.finish.reason is FinishReason.STOP
-        if stopped and self.read[delta.index].num_calls and not self.names_call:
+        use = self.prepared.use
+        if stopped and self.read[delta.index].num_calls and not (use is not None and use.choice == "named"):
             choice["finish_reason"] = "tool_calls"
         return choice
 
@@ -180,7 +192,8 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
     _refuse(body)
     num_prompt, num_top = logprobs_wanted(body), body.top_logprobs or 0
     [masks] = masks_of(service, [body])
-    whole = await service.encode_chat(body.messages, **template_options(body))
+    use = tools_of(body)
+    whole = await service.encode_chat(body.messages, use=use, **template_options(body))
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
     limit = output_limit(service, len(ids), getattr(body, limit_name))
@@ -196,7 +209,38 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
         prompt_logprobs_from=None if num_prompt is None else 0,
     )
     checked(service, request, names={"prompt": "messages", "max_tokens": limit_name})
-    return Prepared(request=request)
+    output = service.prompting.output
+    if use is None and not output.has_reasoning:
+        return Prepared(request=request)
+    return _read_in_parts(service, body, request, use)
+
+
+def _read_in_parts(service: Service, body: ChatRequest, request: GenerateRequest, use: ToolUse | None) -> Prepared:
+    """Add what reads calls and reasoning, and what holds the output to the calls that were asked for."""
+    output, tokenizer = service.prompting.output, service.tokenizer
+    prompt_end = tokenizer.decode(request.token_ids[-_PROMPT_END:], skip_special_tokens=False)
+    is_open = output.opens_in_prompt(prompt_end)
+    sampling = request.sampling
+    if use is not None:
+        after = "" if prompt_end.rstrip().endswith(output.end_of_reasoning) else output.end_of_reasoning
+        constraint = tool_constraint(output, use, after=after, token_id=tokenizer.id_of)
+        sampling = replace(sampling, constraint=constraint)
+    if output.needs_special:
+        sampling = replace(sampling, skip_special_tokens=False)
+    reader = partial(
+        output.reader,
+        schemas=None if use is None else use.schemas,
+        reasoning_open=is_open,
+        separate_reasoning=body.separate_reasoning is not False,
+    )
+    count = partial(ReasoningCount, tokenizer.pieces(skip_special_tokens=False), is_open=is_open)
+    return Prepared(
+        request=replace(request, sampling=sampling),
+        use=use,
+        make_reader=reader,
+        make_count=count if output.has_reasoning else None,
+        shows_reasoning=body.include_reasoning is not False,
+    )
 
 
 async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
@@ -240,16 +284,17 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return {**options, "continue_final_message": continues, "add_generation_prompt": generates}
 
 
-def refuse_tools(body: ChatRequest | TokenizeRequest) -> None:
-    """Refuse tools unless tool_choice is none, and a call without tools. Raises: InvalidRequest."""
-    refuse_unsupported(body, **({} if body.tool_choice == "none" else {"tools": None, "functions": None}))
-    for name, choice in (("tool_choice", body.tool_choice), ("function_call", body.function_call)):
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequest(f"{name}: asks for a call, and there are no tools; leave it out", param=name)
+def tools_of(body: ChatRequest | TokenizeRequest) -> ToolUse | None:
+    """Read the tools of a body; None where none may be called. Raises: InvalidRequest, also for the old form."""
+    if body.functions or body.function_call not in (None, "none", "auto"):
+        name = "functions" if body.functions else "function_call"
+        raise InvalidRequest(f"{name}: the old form of tools is not supported; use tools and tool_choice", param=name)
+    if not body.tools and body.tool_choice is None:
+        return None
+    return tool_use(body.tools, body.tool_choice, getattr(body, "parallel_tool_calls", None))
 
 
 def _refuse(body: ChatRequest) -> None:
-    refuse_tools(body)
     refuse_unsupported(body, echo=None, best_of=1, add_special_tokens=None)
     refuse_response_format(body.response_format)
     if body.modalities not in (None, ["text"]):

@@ -7,6 +7,7 @@ Thread:    the router's event loop; long texts and bodies on the executors' thre
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -28,6 +29,10 @@ from deployments.dispatch.leases import Leases
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RouterPeers
 from deployments.http.http_errors import Busy
+from deployments.output.output_format import OutputFormat
+from deployments.output.prompting import ChatPrompting
+from deployments.output.tools import ToolUse
+from deployments.settings.groups import ToolFormatName
 from deployments.settings.places import local_path, nearest_folder, shown_path
 from deployments.settings.schema import ModelSettings
 from replicas.errors import InvalidConfig, PromptTooLong
@@ -94,6 +99,8 @@ class Service:
     max_body_bytes: int = 4 << 20
     isolates_keys: bool = True  # requests of different API keys share no cached prefix
     body_timeout_s: float = 60.0
+    tool_format: Literal["auto", "none", ToolFormatName] = "auto"
+    reasoning_format: Literal["auto", "none", "think"] = "auto"
     # one at a time: the parser holds the GIL
     parsing: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("parse", threads=1))
     encoding: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("encode", threads=2))
@@ -134,7 +141,17 @@ class Service:
         size = sum(map(len, texts))
         return work() if size <= LONG_TEXT else await self.encoding.run(work, size=size)
 
-    async def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> TokenIds:
+    @functools.cached_property
+    def prompting(self) -> ChatPrompting:
+        """What the chat template takes of tools, and what the model's output means."""
+        output = OutputFormat.of(
+            self.tokenizer, tool_format=self.tool_format, reasoning_format=self.reasoning_format
+        )
+        return ChatPrompting.of(output, self.tokenizer.chat_template, self.tokenizer.chat_text)
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], *, use: ToolUse | None = None, **options: Any
+    ) -> TokenIds:
         """Tokenise a conversation, without delaying other requests. Raises: PromptTooLong, Busy."""
         self.check_length(len(messages), param="messages", at_least=True)  # each message has a token at least
 
@@ -142,11 +159,17 @@ class Service:
             self._check_characters(len(text), param="messages")
 
         def work() -> TokenIds:
-            for each in (*messages, *options.values()):
+            for each in (*messages, tools, *options.values()):
                 self._check_characters(size_of(each, a_value=0), param="messages")
-            return self.tokenizer.chat(messages, check=check, **options)
+            if use is None and not any(has_tools(message) for message in messages):
+                return self.tokenizer.chat(messages, check=check, **options)
+            prompt = self.prompting.prompt(messages, use)
+            return self.tokenizer.chat(
+                prompt.messages, tools=prompt.tools, marks=prompt.marks, check=check, **options
+            )
 
-        size = size_of([messages, options], most=LONG_TEXT)
+        tools = [] if use is None else [tool.body for tool in use.tools]
+        size = size_of([messages, tools, options], most=LONG_TEXT)
         return work() if size <= LONG_TEXT else await self.encoding.run(work, size=size)
 
     def _check_characters(self, num_characters: int, *, param: str) -> None:
@@ -183,6 +206,11 @@ def size_of(value: Any, *, most: float = math.inf, a_value: int = A_VALUE) -> in
         elif isinstance(each, list):
             left.extend(each)
     return size
+
+
+def has_tools(message: dict[str, Any]) -> bool:
+    """Whether a message calls tools, or is a tool's result."""
+    return message.get("tool_calls") is not None or message.get("role") == "tool"
 
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]

@@ -8,7 +8,8 @@ Thread:    the router's event loop.
 import hashlib
 from dataclasses import dataclass
 
-from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, ReasoningPart, TextPart
+from deployments.output.parts import CallPart, Part, Reader, ReasoningPart
+from deployments.output.reasoning import ReasoningCount
 from replicas.types import TokenDelta
 
 
@@ -22,27 +23,19 @@ class ChoiceReading:
     """The reading of one choice, delta by delta."""
 
     reader: Reader
+    count: ReasoningCount | None = None  # None for a model that does not reason
+    shows_reasoning: bool = True
     num_calls: int = 0
-    num_reasoning: int = 0  # tokens so far that were reasoning
 
     def read(self, delta: TokenDelta) -> list[Part]:
-        """Return the parts that ``delta`` adds, neighbours of one kind joined."""
+        """Return the parts that ``delta`` adds."""
+        if self.count is not None:
+            self.count.consume(delta.token_ids)
         parts = self.reader.push(delta.text) + (self.reader.end() if delta.finish is not None else [])
         self.num_calls += sum(isinstance(part, CallPart) for part in parts)
-        return _joined(parts)
+        return [part for part in parts if self.shows_reasoning or not isinstance(part, ReasoningPart)]
 
-
-def _joined(parts: list[Part]) -> list[Part]:
-    """Join neighbours of one kind, so that fewer events are sent."""
-    found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, ArgumentsPart) and isinstance(last, ArgumentsPart) and part.index == last.index:
-            found[-1] = ArgumentsPart(part.index, last.text + part.text)
-        elif isinstance(part, TextPart) and isinstance(last, TextPart):
-            found[-1] = TextPart(last.text + part.text)
-        elif isinstance(part, ReasoningPart) and isinstance(last, ReasoningPart):
-            found[-1] = ReasoningPart(last.text + part.text)
-        else:
-            found.append(part)
-    return found
+    @property
+    def num_reasoning(self) -> int:
+        """The tokens so far that were reasoning."""
+        return 0 if self.count is None else self.count.num_tokens

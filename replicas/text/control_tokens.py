@@ -84,6 +84,10 @@ class ControlTokens:
             return [self.hide(each, inside=inside) for each in value]
         return value
 
+    def is_one(self, text: str) -> bool:
+        """Whether ``text`` is a control token, and nothing more."""
+        return text in self._ids
+
     def show(self, text: str) -> str:
         """Undo `hide` in ``text``."""
         text = _HIDDEN.sub(lambda found: self._texts.get(int(found[1]), found[0]), text)

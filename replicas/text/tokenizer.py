@@ -103,6 +103,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         check: Callable[[str], None] | None = None,
+        marks: Mapping[str, str] | None = None,
         **template_kwargs: Any,
     ) -> TokenIds:
         """Encode a conversation in the model's chat template to ids [L].
@@ -113,11 +114,16 @@ class Tokenizer:
 
         Args:   continue_final_message: leave the last message open, for the model to go on (no generation prompt then).
                 check: called with the text before it is encoded, to raise where that is not worth it.
+                marks: texts in ``messages`` that no client knows, and what stands for each in the rendered text: a
+                       control token, or a client's text as it is, where the template would write it anew.
                 template_kwargs: variables for the template (``chat_template_kwargs`` of the wire).
         Raises: InvalidRequest when there is no template, a message is malformed, or the template refuses; what
                 ``check`` raises.
         """
         text, hides = self._rendered(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        for mark, meant in (marks or {}).items():
+            shown = meant if self._control.is_one(meant) else self._control.hide(meant)
+            hides, text = hides or shown != meant, text.replace(mark, shown)
         if check is not None:
             check(text)
         if not hides:
@@ -249,6 +255,13 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, special or not; may be a part of a character. Empty for an id without text."""
         return self._pieces[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    def id_of(self, text: str) -> int:
+        """Return the id of a token by its text, as the vocabulary spells it. Raises: KeyError."""
+        token_id = self._rust.token_to_id(text)
+        if token_id is None:
+            raise KeyError(text)
+        return int(token_id)
 
     def token_text(self, token_id: int) -> str:
         """Decode ``token_bytes``; a part of a character shows as U+FFFD."""

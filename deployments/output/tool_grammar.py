@@ -1,0 +1,125 @@
+"""The constraint that holds an output to tool calls in the model's own format, with arguments that fit their schemas.
+
+Owns:      when calls are constrained: a call that must be made, a tool that is strict, and calls that must not be many.
+Never:     leaves a call that the reader of the format would find to chance, where one is constrained.
+Thread:    any; a pure function of the request.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deployments.output.output_format import OutputFormat
+from deployments.output.tool_formats import TEXT, ToolFormat, value_types
+from deployments.output.tools import Tool, ToolUse
+from replicas.errors import InvalidRequest
+from replicas.grammar.checking import WHITESPACE, check_text
+from replicas.types import Constraint
+
+_ANY_TEXT = r"/(.|\n)*/"
+_NO_CALL = r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"  # where a call begins without a tag
+_COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"})
+
+
+def tool_constraint(
+    output: OutputFormat, use: ToolUse, *, after: str, token_id: Callable[[str], int]
+) -> Constraint | None:
+    """Return what holds an output to ``use``; None where it may be anything.
+
+    Args:   after: the text behind which the answer begins. token_id: the id of a special token, by its text.
+    Raises: InvalidRequest if the model's format of calls is not known, or the schemas are too long.
+    """
+    if use.choice == "auto" and use.parallel and not any(tool.strict for tool in use.tools):
+        return None
+    if output.tools is None:
+        raise InvalidRequest("tools: this model's form of tool calls is not known (model.tool_format)", param="tools")
+    text = _Rules(output.tools, use, {tag: token_id(tag) for tag in output.special_tags}).text()
+    check_text(text)
+    return Constraint(kind="lark", text=text, after=after)
+
+
+class _Rules:
+    """The rules of one grammar, in llguidance's dialect of Lark."""
+
+    def __init__(self, form: ToolFormat, use: ToolUse, special_ids: Mapping[str, int]) -> None:
+        self._form = form
+        self._use = use
+        self._ids = special_ids
+        self._rules: list[str] = []
+
+    def text(self) -> str:
+        form, use = self._form, self._use
+        begin = form.whole_begin + form.before_name
+        more = f"({self._literal(form.between + form.before_name)} named)* " if use.parallel else ""
+        rest = f"named {more}{self._literal(form.whole_end)}"
+        if use.must_call:
+            self._rules.append(f"start: {self._literal(begin)} {rest}")
+        elif (trigger := self._trigger(begin)) is None:  # calls are the whole output
+            self._rules += [f"start: FREE | {self._literal(begin)} {rest}", f"FREE: {_NO_CALL}"]
+        else:
+            head = f"head {self._literal(begin.partition(trigger)[2])}"
+            if use.parallel and not form.whole_begin:
+                self._rules.append(f"start: ({head} named)* FREE")
+            else:
+                self._rules.append(f"start: FREE | {head} {rest}")
+            is_token = trigger in self._ids
+            self._rules.append(f"head{'' if is_token else '[lazy]'}: FREE {self._literal(trigger)}")
+            self._rules.append(f"FREE: {_ANY_TEXT}")
+        tools = [self._named(i, tool) for i, tool in enumerate(use.callable_tools)]
+        self._rules.append(f"named: ({' | '.join(tools)}) {self._literal(form.end)}")
+        return "\n".join(["%llguidance {}", *self._rules])
+
+    def _trigger(self, begin: str) -> str | None:
+        """The text behind which the reader takes what comes for a call; None where a call needs none."""
+        if self._form.name == "qwen3_coder":
+            return "<function="
+        return next((tag for tag in self._form.tags if begin.startswith(tag)), None)
+
+    def _named(self, number: int, tool: Tool) -> str:
+        begin = self._literal(self._form.begin(tool.name).removeprefix(self._form.before_name))
+        if self._form.arguments == "json":
+            self._rules.append(f"arguments_{number}: {_json(_of_object(tool), strict=tool.strict)}")
+        else:
+            self._rules.append(f"arguments_{number}: {self._parameters(number, tool)}")
+        return f"{begin} arguments_{number}"
+
+    def _parameters(self, number: int, tool: Tool) -> str:
+        """Each parameter between its tags, in the order of the schema."""
+        needed = tool.parameters.get("required", ())
+        shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+        found = []
+        for i, (name, schema) in enumerate(tool.parameters.get("properties", {}).items()):
+            begin, end = self._literal(self._form.parameter_begin(name)), self._literal(self._form.parameter_end)
+            rule = f"value_{number}_{i}"
+            values = schema.get("enum") if isinstance(schema, Mapping) else None
+            if value_types(schema) != TEXT:
+                self._rules.append(f"{rule}: {_json({**schema, **shared}, strict=tool.strict)} {end}")
+            elif values:
+                self._rules.append(f"{rule}: ({' | '.join(self._literal(value) for value in values)}) {end}")
+            else:
+                self._rules.append(f"{rule}[lazy]: {_ANY_TEXT} {end}")
+            found.append(f"{begin} {rule}" if name in needed else f"({begin} {rule})?")
+        return " ".join(found) or '""'
+
+    def _literal(self, text: str) -> str:
+        """The text as strings and special tokens; nothing for an empty one."""
+        for tag, token_id in self._ids.items():
+            before, found, behind = text.partition(tag)
+            if found:
+                return f"{self._literal(before)} <[{token_id}]> {self._literal(behind)}".strip()
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _of_object(tool: Tool) -> Mapping[str, Any]:
+    """The schema of a tool's arguments. Those that are not named are not made, unless it asks for them."""
+    if not tool.parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    closed = {} if _COMBINING & tool.parameters.keys() else {"additionalProperties": False}
+    return {"type": "object", **tool.parameters, **closed}
+
+
+def _json(schema: Any, *, strict: bool) -> str:
+    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
+    if not strict:
+        options |= {"lenient": True, "coerce_one_of": True}
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"

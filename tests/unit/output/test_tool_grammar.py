@@ -1,0 +1,148 @@
+"""Grammars of tool calls, in every format, over the embedded model's tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from deployments.output import tool_formats
+from deployments.output.output_format import OutputFormat
+from deployments.output.tool_formats import ToolFormat
+from deployments.output.tool_grammar import tool_constraint
+from deployments.output.tools import ToolUse, tool_use
+from replicas.errors import InvalidRequest
+from replicas.grammar.checking import grammar_of
+from tests.embedded import MODEL
+
+FORMS = [
+    tool_formats.HERMES, tool_formats.LLAMA3_JSON, tool_formats.MISTRAL, tool_formats.MISTRAL_NAMED,
+    tool_formats.QWEN3_CODER, tool_formats.DEEPSEEK_V3, tool_formats.DEEPSEEK_V31,
+]  # fmt: skip
+UNITS = {"enum": ["c", "f"]}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "unit": UNITS}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.fixture(scope="module")
+def file() -> str:
+    return (Path(MODEL) / "tokenizer.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def matched(file: str) -> LLTokenizer:
+    return LLTokenizer(file)
+
+
+class Accepts:
+    """Says of texts whether an output may be so, from its first token to its last."""
+
+    def __init__(self, file: str, matched: LLTokenizer, form: ToolFormat, use: ToolUse) -> None:
+        output = OutputFormat(
+            tools=form, has_reasoning=False, template_has_tools=False, special_tags=frozenset(), dropped=()
+        )
+        constraint = tool_constraint(output, use, after="", token_id=lambda text: 0)
+        assert constraint is not None
+        self._grammar, self._matched, self._tokenizer = grammar_of(constraint), matched, Tokenizer.from_str(file)
+
+    def __call__(self, text: str) -> bool:
+        matcher = LLMatcher(self._matched, self._grammar)
+        assert not matcher.get_error()
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def use_of(choice: Any, parallel: bool = True) -> ToolUse:
+    use = tool_use(TOOLS, choice, parallel)
+    assert use is not None
+    return use
+
+
+def whole(form: ToolFormat, *names: str) -> str:
+    """An output of calls of these tools."""
+    parameter = f"{form.parameter_begin('city')}Rome{form.parameter_end}"
+    city = '{"city": "Rome"}' if form.arguments == "json" else parameter
+    arguments = {"weather": city, "now": "{}" if form.arguments == "json" else ""}
+    calls = [f"{form.begin(name)}{arguments[name]}{form.end}" for name in names]
+    return f"{form.whole_begin}{form.between.join(calls)}{form.whole_end}"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{len(form.whole_begin)}" for form in FORMS])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_required_call_is_all_that_there_is(
+    file: str, matched: LLTokenizer, form: ToolFormat, parallel: bool
+) -> None:
+    accepts = Accepts(file, matched, form, use_of("required", parallel))
+    assert accepts(whole(form, "weather"))
+    assert accepts(whole(form, "now"))
+    assert accepts(whole(form, "weather", "now")) is parallel
+    for text in ("", "Rome", f"Rome {whole(form, 'now')}", whole(form, "weather").replace("city", "town")):
+        assert not accepts(text)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{len(form.whole_begin)}" for form in FORMS])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_strict_tool_is_held_to_its_schema_where_a_call_begins(
+    file: str, matched: LLTokenizer, form: ToolFormat, parallel: bool
+) -> None:
+    accepts = Accepts(file, matched, form, use_of("auto", parallel))
+    assert accepts("It is 5 o'clock in <Rome> [1].")
+    assert accepts(whole(form, "weather"))
+    assert accepts(whole(form, "weather", "now")) is parallel
+    assert not accepts(whole(form, "weather").replace("city", "town"))
+    if form.name != "llama3_json":  # a call of it is the whole output
+        assert accepts(f"Let me see. {whole(form, 'weather')}")
+        assert not accepts(f"Let me see. {whole(form, 'weather').replace('city', 'town')}")
+
+
+def test_a_named_tool_is_called_and_no_other(file: str, matched: LLTokenizer) -> None:
+    form = tool_formats.HERMES
+    accepts = Accepts(file, matched, form, use_of({"type": "function", "function": {"name": "now"}}))
+    assert accepts(whole(form, "now"))
+    assert not accepts(whole(form, "weather"))
+    assert not accepts(whole(form, "now", "now"))
+
+
+def test_a_tagged_parameter_is_what_its_schema_says(file: str, matched: LLTokenizer) -> None:
+    form = tool_formats.QWEN3_CODER
+    accepts = Accepts(file, matched, form, use_of("required"))
+    call = whole(form, "weather")
+    for unit, fits in (("c", True), ("k", False)):
+        parameter = f"{form.parameter_begin('unit')}{unit}{form.parameter_end}"
+        assert accepts(call.replace("</function>", f"{parameter}</function>")) is fits
+    assert accepts(call.replace("Rome", 'a "b"\n{<c>}'))
+    assert not accepts(call.replace("Rome\n</parameter>\n", ""))
+
+
+def test_tags_that_are_special_tokens_are_written_as_such() -> None:
+    form = tool_formats.MISTRAL_NAMED
+    tags = frozenset({"[TOOL_CALLS]", "[ARGS]"})
+    output = OutputFormat(tools=form, has_reasoning=False, template_has_tools=True, special_tags=tags, dropped=())
+    ids = {"[TOOL_CALLS]": 9, "[ARGS]": 32}
+    constraint = tool_constraint(output, use_of("required", False), after="</think>", token_id=ids.__getitem__)
+    assert constraint is not None
+    assert constraint.after == "</think>"
+    lines = constraint.text.splitlines()
+    assert lines[1].split() == ["start:", "<[9]>", "named"]
+    assert lines[-1] == 'named: ("weather" <[32]> arguments_0 | "now" <[32]> arguments_1) '
+
+
+def test_what_asks_for_nothing_is_not_constrained() -> None:
+    output = OutputFormat(
+        tools=tool_formats.HERMES, has_reasoning=False, template_has_tools=False, special_tags=frozenset(), dropped=()
+    )
+    use = tool_use(TOOLS[1:], "auto", None)
+    assert use is not None
+    assert tool_constraint(output, use, after="", token_id=lambda text: 0) is None
+
+
+def test_a_model_without_a_known_form_of_calls_refuses_to_be_made_to_call() -> None:
+    output = OutputFormat(
+        tools=None, has_reasoning=False, template_has_tools=False, special_tags=frozenset(), dropped=()
+    )
+    with pytest.raises(InvalidRequest, match="this model's form of tool calls is not known"):
+        tool_constraint(output, use_of("required"), after="", token_id=lambda text: 0)
