@@ -40,10 +40,11 @@ MAX_KV_BYTES = 1.8e9
 WEIGHT_BYTES = 100e6  # copies of a weight to walk over
 READY = """
 from replicas.attention import cpu_decode, cpu_extend
-from replicas.kernels import elementwise, linear, program
+from replicas.kernels import elementwise, linear, program, token_mask
 for kernel in (
     cpu_decode.decode, cpu_extend.extend, linear.product_float32, elementwise.rms_norm_rows,
     elementwise.silu_mul_rows, elementwise.rotate_rows, elementwise.argmax_rows, program._run_stages,
+    token_mask.mask_rows,
 ):
     kernel.address
 """

@@ -80,7 +80,8 @@ def load_engine(
           record_events: for a caller that drains them (loop.py does): what enters and leaves the prefix cache.
           transfer: for an engine that takes part in hand-offs; its peers reach it at ``transfer_address``.
           make_agent: another transfer library than NIXL; for one rank.
-          commit_pool: for an engine that serves: rank 0's KV pool has its memory, or the first of it, from the start.
+          commit_pool: for an engine that serves: rank 0's KV pool has its memory, or the first of it, from the start,
+                       and what constrained requests need of the tokenizer is made soon.
 
     Raises: InvalidConfig (UnsupportedModel) with what is wrong and what is allowed; EngineDead when a rank does not
             come up; TransferError or OSError when the transfer library or its address is not available.
@@ -163,6 +164,8 @@ def load_engine(
             times={**runner.start_times, "total": time.monotonic() - started_s},
         ),
     )
+    if commit_pool:
+        engine.grammars.warm_up()
     log.info("KV pool: %s", engine.describe())
     return engine
 

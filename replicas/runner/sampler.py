@@ -251,8 +251,9 @@ class Sampler:
         self.readouts = Readouts()
 
     def warm_up(self, logits: Tensor) -> None:
-        """Compile the argmax kernel, so the first greedy request does not wait for it."""
+        """Compile the kernels, so that the first greedy or constrained request does not wait for them."""
         argmax(logits)
+        masked(logits, [np.zeros(-(-logits.shape[1] // 32), np.int32)] * len(logits))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[TokenIds, tuple[TokenLogprob | None, ...]]:
         """Choose one token per row, with its logprob if the row asks for it.

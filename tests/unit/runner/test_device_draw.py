@@ -1,5 +1,7 @@
 """The draw of a GPU's program, interpreted here, gives the host's tokens, on thousands of random rows."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -89,3 +91,24 @@ def test_a_row_gets_the_same_token_alone() -> None:
     rows = [row(i, seed=9, temperature=1.0, top_p=(1.0, 0.9)[i % 2]) for i in range(50)]
     together = sample_on_device(logits, rows).tolist()
     assert [int(sample_on_device(logits[i : i + 1], rows[i : i + 1])) for i in range(50)] == together
+
+
+def test_masks_of_constraints_hold_on_the_device_too() -> None:
+    """Half of the rows constrained, to one token, a few, and half of all; with edits and without."""
+    random = np.random.default_rng(3)
+    logits = torch.from_numpy(random.normal(0.0, 2.0, (60, 1000)).astype(np.float32))
+    rows = []
+    for index in range(60):
+        made = row(index, seed=index, **([{"temperature": 0.0}, {"top_k": 9}, {"logit_bias": ((7, 4.0),)}][index % 3]))
+        bits = np.zeros(1024, np.bool_)
+        bits[random.choice(1000, [1, 5, 500][index // 2 % 3], replace=False)] = True
+        words = np.packbits(bits, bitorder="little").view(np.int32)
+        rows.append(made._replace(mask=functools.partial(np.array, words)) if index % 2 else made)
+    host, _ = Sampler(1000, "cpu").sample(logits, rows)
+    device, _ = Sampler(1000, "cpu").sample_on_device(logits, rows)
+    assert device.tolist() == host.tolist()
+    for made, token in zip(rows, host.tolist(), strict=True):
+        if made.mask is not None:
+            words = made.mask()
+            assert words is not None
+            assert words[token // 32] >> token % 32 & 1

@@ -397,3 +397,55 @@ def test_a_row_without_any_possible_token_gets_none() -> None:
 def test_logits_of_another_vocabulary_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"logits are \(1, 9\), wanted \(1, 10\)"):
         Sampler(10, "cpu").sample(torch.zeros(1, 9), [row()])
+
+
+def held(words: list[int], **changes: Any) -> SampleRow:
+    """Make a row whose constraint allows the tokens with a bit in ``words``."""
+    return row(**changes)._replace(mask=lambda: np.array(words, np.int64).astype(np.uint32).view(np.int32))
+
+
+def test_a_constraint_allows_its_tokens_whatever_the_logits_and_penalties_say() -> None:
+    logits = torch.tensor([[9.0, 1.0, 5.0, 4.0]] * 4)
+    rows = [
+        held([0b1100], temperature=0.0),
+        held([0b1010], seed=3),
+        held([0b1100], temperature=0.0, logit_bias=((3, 2.0), (0, 50.0))),
+        row(temperature=0.0),
+    ]
+    tokens, _ = Sampler(4, "cpu").sample(logits, rows)
+    assert tokens[[0, 2, 3]].tolist() == [2, 3, 0]
+    assert tokens[1] in (1, 3)
+
+
+def test_a_row_of_a_constraint_that_allows_nothing_is_broken_and_others_are_not() -> None:
+    tokens, logprobs = Sampler(4, "cpu").sample(
+        torch.ones(3, 4), [held([0], return_logprobs=True), held([8], return_logprobs=True), held([0], temperature=0.0)]
+    )
+    assert tokens.tolist() == [BROKEN, 3, BROKEN]
+    assert [each is None for each in logprobs] == [True, False, True]
+
+
+def test_a_stop_id_waits_for_min_tokens_and_with_ignore_eos_for_the_end_of_the_grammar() -> None:
+    logits = torch.tensor([[9.0, 1.0, 5.0]] * 4)
+    stops = {"stop_ids": [0], "temperature": 0.0}
+    rows = [
+        held([0b101], min_new_tokens=2, max_new_tokens=9, **stops),
+        held([0b001], min_new_tokens=2, max_new_tokens=9, **stops),  # nothing else is left: the grammar wins
+        held([0b101], ignore_eos=True, **stops),
+        held([0b001], ignore_eos=True, **stops),
+    ]
+    assert Sampler(3, "cpu").sample(logits, rows)[0].tolist() == [2, 0, 2, 0]
+    assert Sampler(3, "cpu").sample(logits[:1], [rows[0]._replace(num_output=2)])[0].tolist() == [0]
+    both = held([0b111], min_new_tokens=2, max_new_tokens=9, allowed_token_ids=(0, 1), **stops)
+    assert Sampler(3, "cpu").sample(logits[:1], [both])[0].tolist() == [1]
+    only = held([0b101], min_new_tokens=2, max_new_tokens=9, allowed_token_ids=(0, 1), **stops)
+    assert Sampler(3, "cpu").sample(logits[:1], [only])[0].tolist() == [0]
+
+
+def test_logprobs_of_a_constrained_row_are_over_what_is_allowed() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 2))
+    rows = [held([0b110], temperature=0.0, return_logprobs=True, top_logprobs=3), row(temperature=0.0)]
+    _, (first, second) = Sampler(3, "cpu").sample(logits, rows)
+    assert first is not None
+    assert first.top == ((1, pytest.approx(np.log(0.5))), (2, pytest.approx(np.log(0.5))))
+    assert second is None

@@ -1,0 +1,158 @@
+"""Requests whose grammar is compiled beside the engine: they wait for nothing else, and end like any other."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from replicas.engine import compiling
+from replicas.engine.engine import Engine
+from replicas.errors import InvalidRequest
+from replicas.grammar.compiler import GrammarCompiler
+from replicas.grammar.matcher import Matcher
+from replicas.types import Constraint, FinishReason, TokenDelta
+from tests.harness import Clock, ask, fake_engine, finish_all
+
+WAIT_S = 60.0
+
+
+class HeldCompiler:
+    """Compiles what it is given when the test says so."""
+
+    def __init__(self, inner: GrammarCompiler) -> None:
+        self._inner = inner
+        self.go = threading.Event()
+        self.began = threading.Semaphore(0)
+
+    def cached(self, constraint: Constraint) -> Matcher | None:
+        return self._inner.cached(constraint)
+
+    def warm_up(self) -> object:
+        return self._inner.warm_up()
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        self.began.release()
+        assert self.go.wait(WAIT_S)
+        return self._inner.compile(constraint)
+
+
+@pytest.fixture(name="held")
+def _held() -> Iterator[tuple[Engine, HeldCompiler, Clock]]:
+    clock = Clock()
+    engine, _ = fake_engine(clock=clock)
+    compiler = HeldCompiler(engine.grammars.compiler)
+    engine.grammars.compiler = compiler  # type: ignore[assignment]
+    yield engine, compiler, clock
+    compiler.go.set()
+
+
+def constrained(text: str = "[a-z]+", **sampling: object) -> dict[str, object]:
+    return {"constraint": Constraint(kind="regex", text=text), **sampling}
+
+
+def wait_for(engine: Engine, over: Callable[[list[TokenDelta]], bool]) -> list[TokenDelta]:
+    """Step until ``over``; grammars are compiled on another thread."""
+    told: list[TokenDelta] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while not over(told):
+        assert time.monotonic() < deadline_s, told
+        told += engine.step()
+        engine.scheduler.check()
+        time.sleep(0.001)
+    return told
+
+
+def ended(told: list[TokenDelta]) -> bool:
+    return any(delta.finish is not None for delta in told)
+
+
+def test_others_run_while_a_grammar_is_compiled(held: tuple[Engine, HeldCompiler, Clock]) -> None:
+    engine, compiler, _ = held
+    assert engine.submit(ask("slow", range(1, 9), **constrained())) == []
+    assert compiler.began.acquire(timeout=WAIT_S)
+    engine.submit(ask("plain", range(1, 9)))
+    told = wait_for(engine, ended)
+    assert {delta.rid for delta in told} == {"plain"}
+    assert engine.has_work
+    assert engine.stats().num_waiting == 1
+
+
+def test_a_request_that_waits_for_its_grammar_can_be_aborted(held: tuple[Engine, HeldCompiler, Clock]) -> None:
+    engine, compiler, _ = held
+    engine.submit(ask("a", range(1, 9), **constrained(), n=2))
+    assert compiler.began.acquire(timeout=WAIT_S)
+    deltas = engine.abort("a")
+    assert [delta.finish.reason for delta in deltas if delta.finish] == [FinishReason.ABORT] * 2
+    assert not engine.has_work
+    engine.submit(ask("a", range(1, 9)))  # the id is free
+    compiler.go.set()
+    assert {delta.rid for delta in finish_all(engine)} == {"a"}
+
+
+def test_a_deadline_ends_a_request_that_waits_for_its_grammar(held: tuple[Engine, HeldCompiler, Clock]) -> None:
+    engine, compiler, clock = held
+    request = ask("a", range(1, 9), **constrained())
+    object.__setattr__(request, "deadline_s", 1.0)
+    engine.submit(request)
+    assert compiler.began.acquire(timeout=WAIT_S)
+    clock.now_s = 1.5
+    (delta,) = wait_for(engine, ended)
+    assert delta.finish is not None
+    assert (delta.finish.reason, delta.finish.http_status) == (FinishReason.ABORT, 504)
+
+
+def test_a_grammar_that_takes_too_long_is_refused(held: tuple[Engine, HeldCompiler, Clock]) -> None:
+    engine, compiler, clock = held
+    engine.submit(ask("a", range(1, 9), **constrained()))
+    assert compiler.began.acquire(timeout=WAIT_S)
+    clock.now_s = 3.0
+    (delta,) = wait_for(engine, ended)
+    assert delta.finish is not None
+    assert (delta.finish.reason, delta.finish.http_status) == (FinishReason.ERROR, 400)
+    assert "takes more than 2 s to compile" in str(delta.finish.message)
+
+
+def test_no_more_grammars_are_compiled_at_once_than_there_are_threads(held: tuple[Engine, HeldCompiler, Clock]) -> None:
+    """The fifth waits in line for 30 s, and is then refused in a way that another replica may mend."""
+    engine, compiler, clock = held
+    for number in range(compiling.MAX_THREADS + 1):
+        engine.submit(ask(f"r{number}", range(1, 9), **constrained(f"[a-z]{{{number + 1}}}")))
+    for _ in range(compiling.MAX_THREADS):
+        assert compiler.began.acquire(timeout=WAIT_S)
+    assert not compiler.began.acquire(blocking=False)
+    clock.now_s = 31.0
+    told = wait_for(engine, lambda told: len(told) == compiling.MAX_THREADS + 1)
+    statuses = {delta.rid: delta.finish.http_status for delta in told if delta.finish}
+    assert statuses == {**{f"r{number}": 400 for number in range(compiling.MAX_THREADS)}, "r4": 503}
+    assert told[-1].finish is not None
+    assert told[-1].finish.retry_as == "overloaded"
+
+
+def test_a_grammar_that_was_compiled_before_starts_its_request_at_once() -> None:
+    engine, _ = fake_engine()
+    engine.grammars.compiler.compile(Constraint(kind="regex", text="[a-z]+"))
+    engine.submit(ask("a", range(1, 9), **constrained()))
+    assert not engine.grammars.waiting
+    assert engine.find("a") is not None
+    assert engine.scheduler.queues.waiting
+
+
+def test_a_token_that_the_grammar_refuses_ends_its_request_alone() -> None:
+    """The fake device knows no masks: what it makes does not fit."""
+    engine, _ = fake_engine()
+    engine.submit(ask("odd", range(1, 9), **constrained("<[0-9]{3}>")))
+    engine.submit(ask("plain", range(3, 9)))
+    told = wait_for(engine, lambda told: sum(delta.finish is not None for delta in told) == 2)
+    ends = {delta.rid: delta.finish for delta in told if delta.finish}
+    assert ends["plain"].reason is FinishReason.LENGTH
+    assert (ends["odd"].reason, ends["odd"].http_status) == (FinishReason.ERROR, 400)
+    assert "does not allow token" in str(ends["odd"].message)
+
+
+def test_a_model_without_an_end_cannot_be_constrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = fake_engine()
+    compiler = GrammarCompiler(engine.tokenizer, 1000)
+    monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset())
+    with pytest.raises(InvalidRequest, match="no token that ends a text"):
+        compiler.compile(Constraint(kind="regex", text="a"))
