@@ -278,7 +278,8 @@ def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _full_name(space: Any, name: str) -> str:
-    return f"{space}__{name}" if space else name
+    """Name a tool for the model, with as much of its namespace as a name may have."""
+    return f"{space}__{name}"[-64:] if space else name
 
 
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:

@@ -138,6 +138,55 @@ def user(text: str) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
+WEATHER: dict[str, Any] = {
+    "type": "function", "name": "get_weather", "description": "The weather.", "strict": True,
+    "parameters": {
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer"}},
+        "required": ["city", "days"], "additionalProperties": False,
+    },
+}  # fmt: skip
+CALL: dict[str, Any] = {
+    **ASK, "input": "How warm is it in Rome?", "max_output_tokens": 100, "parallel_tool_calls": False,
+    "tools": [WEATHER, {"type": "namespace", "name": "mail", "tools": [{"type": "function", "name": "send"}]}],
+}  # fmt: skip
+
+
+async def test_a_call_comes_whole_and_in_events_alike(client: httpx.AsyncClient, sdk: openai.AsyncOpenAI) -> None:
+    choice = {"type": "function", "name": "get_weather"}
+    body, name = {**CALL, "tool_choice": choice}, {"x-request-id": "one"}
+    whole = (await client.post(ROUTE, json=body, headers=name)).json()
+    [call] = whole["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")
+    assert json.loads(call["arguments"]).keys() == {"city", "days"}
+    async with sdk.responses.stream(**body, extra_headers=name) as events:
+        deltas = [each.delta async for each in events if each.type == "response.function_call_arguments.delta"]
+        last = await events.get_final_response()
+    assert len(deltas) > 1
+    assert "".join(deltas) == call["arguments"]
+    [streamed] = last.output
+    assert streamed.type == "function_call"
+    assert (streamed.id, streamed.call_id) == (call["id"], call["call_id"])
+    assert streamed.parsed_arguments == json.loads(call["arguments"])
+    assert last.tool_choice.model_dump() == choice  # type: ignore[union-attr]
+
+
+async def test_a_function_of_a_namespace_is_called_by_both_names(client: httpx.AsyncClient) -> None:
+    choice = {"type": "function", "name": "send", "namespace": "mail"}
+    body = (await client.post(ROUTE, json={**CALL, "tool_choice": choice})).json()
+    [call] = body["output"]
+    assert (call["namespace"], call["name"]) == ("mail", "send")
+
+
+async def test_the_turn_after_a_call_finds_the_call_in_the_cache(client: httpx.AsyncClient) -> None:
+    body = {**CALL, "instructions": "Never guess what a tool can tell you. " * 20}
+    first = (await client.post(ROUTE, json={**body, "tool_choice": "required"})).json()
+    [call] = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "30 degrees"}
+    items = [user(CALL["input"]), call, result]
+    second = (await client.post(ROUTE, json={**body, "input": items, "max_output_tokens": 4})).json()
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] == (first["usage"]["total_tokens"] - 1) // 16 * 16
+
+
 async def test_tools_that_are_dropped_stand_in_a_header(client: httpx.AsyncClient) -> None:
     tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "custom", "name": "b"}]
     answer = await client.post(ROUTE, json={**ASK, "tools": tools, "max_output_tokens": 1})
