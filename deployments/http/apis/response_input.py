@@ -128,7 +128,8 @@ def renamed(error: InvalidRequest) -> InvalidRequest:
     if error.param not in names:
         return error
     name = names[error.param]
-    return type(error)(str(error).replace(error.param, name, 1), param=name)
+    text = str(error).replace("response_format.json_schema", name).replace(error.param, name, 1)
+    return type(error)(text, param=name)
 
 
 def sealed(reasoning: str) -> str:

@@ -172,4 +172,6 @@ def test_errors_of_the_chat_name_the_fields_of_this_api() -> None:
     assert isinstance(error, PromptTooLong)
     assert error.param == "input"
     assert "your input resulted in 9 tokens" in str(error)
+    schema = InvalidRequest("response_format.json_schema.schema: must be", param="response_format")
+    assert str(renamed(schema)) == "text.format.schema: must be"
     assert renamed(InvalidRequest("top_p: no", param="top_p")).param == "top_p"
