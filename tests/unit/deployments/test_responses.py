@@ -118,7 +118,7 @@ async def test_the_second_turn_begins_with_the_first_and_its_answer(
 
     monkeypatch.setattr(service.dispatcher, "stream", watched)
     codex: dict[str, Any] = {
-        "instructions": "Answer in a few words. " * 10, "tools": [], "tool_choice": "auto",
+        "instructions": "Be short. " * 20, "tools": [], "tool_choice": "auto",
         "parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"}, "store": False,
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "client_metadata": {"session": "s"},
     }  # fmt: skip
@@ -126,7 +126,7 @@ async def test_the_second_turn_begins_with_the_first_and_its_answer(
     items: list[dict[str, Any]] = [context, user(FRANCE)]
     first = (await stream(client, **codex, input=items))[-1]["response"]
     items += [*first["output"], user("And of Italy?")]
-    second = (await stream(client, **codex, input=items))[-1]["response"]
+    second = (await stream(client, **codex, input=items, max_output_tokens=1))[-1]["response"]
     used = first["usage"]
     seen = used["input_tokens"] + used["output_tokens"]
     assert prompts[1][: len(prompts[0])] == prompts[0]
