@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: a conversation through the model's chat template, streaming or not.
 
 Owns:      the form of a chat completion.
-Never:     ignores tools or a response format: it refuses a constraint that it cannot enforce.
+Never:     ignores tools: it refuses a constraint that it cannot enforce.
 Invariant: each choice's first chunk carries the role, and its last the finish reason.
 """
 
@@ -17,14 +17,15 @@ from fastapi.responses import Response
 from deployments.dispatch.rids import new_rid
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import ChatRequest, TokenizeRequest, read_body
+from deployments.http.constraints import check_tools, form_asked
 from deployments.http.convert import (
+    asks_form,
     check_model,
     checked,
     logprobs_wanted,
     masks_of,
     openai_sampling,
     output_limit,
-    refuse_response_format,
     refuse_unsupported,
     salt_of,
     truncated,
@@ -37,8 +38,9 @@ from deployments.output.reading import ChoiceReading, call_id
 from deployments.output.reasoning import ReasoningCount
 from deployments.output.tool_grammar import tool_constraint
 from deployments.output.tools import ToolUse, tool_use
+from deployments.output.validation import SchemaPromise
 from replicas.errors import InvalidRequest
-from replicas.types import FinishReason, GenerateRequest, TokenDelta
+from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds
 
 router = APIRouter()
 # arguments of `Service.encode_chat` and `Tokenizer.chat` beside the template's variables
@@ -97,6 +99,7 @@ class Prepared:
     make_reader: Callable[[], Reader] | None = None
     make_count: Callable[[], ReasoningCount] | None = None  # None where the model does not reason
     shows_reasoning: bool = True
+    promise: SchemaPromise | None = None  # of the content, if it was asked for by a schema
 
     def new_reader(self) -> Reader:
         """Make the reader of one choice's text."""
@@ -197,10 +200,15 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
     limit = output_limit(service, len(ids), getattr(body, limit_name))
+    form = await form_asked(service, body, after=_before_answer(service, ids)) if asks_form(body) else None
+    if form is not None and use is not None:
+        message = f"{form.param}: cannot be asked for with tools that may be called; set tool_choice to none"
+        raise InvalidRequest(message, param=form.param)
+    promise = None if form is None else form.promise
     request = GenerateRequest(
         rid=new_rid(name),
         token_ids=ids,
-        sampling=openai_sampling(body, max_new_tokens=limit, masks=masks),
+        sampling=openai_sampling(body, max_new_tokens=limit, masks=masks, form=form),
         cache_salt=salt_of(body.cache_salt),
         priority=body.priority or 0,
         deadline_s=body.timeout,
@@ -211,19 +219,23 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
     checked(service, request, names={"prompt": "messages", "max_tokens": limit_name})
     output = service.prompting.output
     if use is None and not output.has_reasoning:
-        return Prepared(request=request)
-    return _read_in_parts(service, body, request, use)
+        return Prepared(request=request, promise=promise)
+    prepared = await _read_in_parts(service, body, request, use)
+    return replace(prepared, promise=promise)
 
 
-def _read_in_parts(service: Service, body: ChatRequest, request: GenerateRequest, use: ToolUse | None) -> Prepared:
+async def _read_in_parts(
+    service: Service, body: ChatRequest, request: GenerateRequest, use: ToolUse | None
+) -> Prepared:
     """Add what reads calls and reasoning, and what holds the output to the calls that were asked for."""
     output, tokenizer = service.prompting.output, service.tokenizer
-    prompt_end = tokenizer.decode(request.token_ids[-_PROMPT_END:], skip_special_tokens=False)
-    is_open = output.opens_in_prompt(prompt_end)
+    is_open = output.opens_in_prompt(_end_of(service, request.token_ids))
     sampling = request.sampling
     if use is not None:
-        after = "" if prompt_end.rstrip().endswith(output.end_of_reasoning) else output.end_of_reasoning
+        after = _before_answer(service, request.token_ids)
         constraint = tool_constraint(output, use, after=after, token_id=tokenizer.id_of)
+        if constraint is not None:
+            await check_tools(service, constraint)
         sampling = replace(sampling, constraint=constraint)
     if output.needs_special:
         sampling = replace(sampling, skip_special_tokens=False)
@@ -243,6 +255,16 @@ def _read_in_parts(service: Service, body: ChatRequest, request: GenerateRequest
     )
 
 
+def _end_of(service: Service, ids: TokenIds) -> str:
+    return service.tokenizer.decode(ids[-_PROMPT_END:], skip_special_tokens=False)
+
+
+def _before_answer(service: Service, ids: TokenIds) -> str:
+    """The text behind which the answer to a prompt begins: the end of the reasoning; empty where it begins at once."""
+    end = service.prompting.output.end_of_reasoning
+    return "" if _end_of(service, ids).rstrip().endswith(end) else end
+
+
 async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
     prepared = await prepare(service, body, name)
     request, answer_id = prepared.request, f"chatcmpl-{name}"
@@ -254,7 +276,7 @@ async def _answer(service: Service, body: ChatRequest, name: str) -> Answer:
         "has_logprobs": request.return_logprobs,
     }
     form = ChatForm(**of_body) if prepared.make_reader is None else ChatPartsForm(**of_body, prepared=prepared)
-    return Answer(requests=[request], form=form, answer_id=answer_id)
+    return Answer(requests=[request], form=form, answer_id=answer_id, promise=prepared.promise)
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -296,7 +318,6 @@ def tools_of(body: ChatRequest | TokenizeRequest) -> ToolUse | None:
 
 def _refuse(body: ChatRequest) -> None:
     refuse_unsupported(body, echo=None, best_of=1, add_special_tokens=None)
-    refuse_response_format(body.response_format)
     if body.modalities not in (None, ["text"]):
         raise InvalidRequest(f"modalities: {body.modalities} is not supported; supported: ['text']", param="modalities")
     if body.top_logprobs and not body.logprobs:

@@ -15,7 +15,9 @@ from fastapi.responses import Response
 from deployments.dispatch.rids import new_rid
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import CompletionRequest, read_body
+from deployments.http.constraints import form_asked
 from deployments.http.convert import (
+    asks_form,
     check_count,
     check_model,
     check_together,
@@ -25,7 +27,6 @@ from deployments.http.convert import (
     openai_sampling,
     output_limit,
     prompts_of_ids,
-    refuse_response_format,
     refuse_unsupported,
     salt_of,
     truncated,
@@ -102,17 +103,18 @@ async def _answer(service: Service, body: CompletionRequest, name: str) -> Answe
     _refuse(body)
     num_prompt = logprobs_wanted(body)
     [masks] = masks_of(service, [body])
+    asked = await form_asked(service, body) if asks_form(body) else None
     requests, prompts = [], []
     for given, whole in await _prompts(service, body):
-        asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=asked)
+        wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=wanted)
         text = given if len(ids) == len(whole) else None
         limit = output_limit(service, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS)
         scores_prompt = num_prompt is not None or (body.echo and body.logprobs is not None)
         request = GenerateRequest(
             rid=new_rid(name),
             token_ids=ids,
-            sampling=openai_sampling(body, max_new_tokens=limit, masks=masks),
+            sampling=openai_sampling(body, max_new_tokens=limit, masks=masks, form=asked),
             cache_salt=salt_of(body.cache_salt),
             priority=body.priority or 0,
             deadline_s=body.timeout,
@@ -134,12 +136,12 @@ async def _answer(service: Service, body: CompletionRequest, name: str) -> Answe
         requests=requests,
         prompts=prompts,
     )
-    return Answer(requests=requests, form=form, answer_id=answer_id)
+    promise = None if asked is None else asked.promise
+    return Answer(requests=requests, form=form, answer_id=answer_id, promise=promise)
 
 
 def _refuse(body: CompletionRequest) -> None:
     refuse_unsupported(body, suffix=None)
-    refuse_response_format(body.response_format)
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, 1, n):
         raise InvalidRequest(f"best_of: {body.best_of} is not supported; leave it out or give {n}", param="best_of")

@@ -1,7 +1,7 @@
 """Converts request bodies to `GenerateRequest`: defaults, aliases, and the refusal of unsupported fields by name.
 
 Owns:      the meaning of an absent field on each API.
-Never:     ignores a field that would change the answer (structured output, tools, beam search): it refuses it.
+Never:     ignores a field that would change the answer (beam search, adapters): it refuses it.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from deployments.http.bodies import MAX_PROMPTS, NativeSampling, SamplingFields, WireType
 from deployments.http.service import Service
+from deployments.output.validation import FormAsked
 from replicas.errors import InvalidRequest, PromptTooLong, UnknownModel
 from replicas.types import GenerateRequest, SamplingParams, TokenIds, check_prompt_logprobs, to_token_ids
 
@@ -24,9 +25,8 @@ _FIELD = re.compile(r"^\w+|\bm(?:ax|in)_tokens\b")  # what `GenerateRequest.vali
 # Fields of OpenAI's, vLLM's, SGLang's and TGI's requests that would change the answer and are not supported. Each is
 # refused unless it is null, false, empty, or its neutral value (at the end).
 _NOT_DONE: dict[str, Any] = dict.fromkeys((
-    # constraints on the output
-    "regex", "ebnf", "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "structured_outputs", "grammar", "stop_regex", "repetition_detection", "thinking_token_budget",
+    # constraints on the output that are not those of its form
+    "stop_regex", "repetition_detection", "thinking_token_budget",
     # other ways to choose tokens
     "logits_processors", "logits_processor", "custom_logit_processor", "custom_params", "vllm_xargs",
     "use_beam_search", "typical_p", "watermark", "token_ids_logprob",
@@ -39,6 +39,12 @@ _NOT_DONE: dict[str, Any] = dict.fromkeys((
     # hand-offs between servers that a router other than ours arranges
     "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )) | {"typical_p": 1.0}  # fmt: skip
+# fields that ask for a form of the output (constraints.py), and values of them that ask for nothing
+FORM_FIELDS = (
+    "response_format", "structured_outputs", "regex", "ebnf", "json_schema", "structural_tag", "grammar",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class Masks(NamedTuple):
@@ -61,20 +67,19 @@ def refuse_unsupported(body: WireType, **here: Any) -> None:
     """
     neutral = _NOT_DONE | here
     for name, value in (vars(body) | (body.model_extra or {})).items():
-        if name in neutral and value not in (None, False, "", [], {}, neutral[name]):
+        if name in neutral and value not in (*NOTHING, neutral[name]):
             raise InvalidRequest(f"{name}: is not supported by this server; leave it out", param=name)
 
 
-def refuse_response_format(response_format: Mapping[str, Any] | None) -> None:
-    if response_format is not None and response_format.get("type") not in (None, "text"):
-        raise InvalidRequest(
-            f"response_format: type {str(response_format.get('type'))[:64]!r} is not supported by this server; "
-            'supported: {"type": "text"}',
-            param="response_format",
-        )
+def asks_form(fields: WireType) -> bool:
+    """Whether a field may ask for a form of the output (constraints.py)."""
+    extra = fields.model_extra
+    return any(getattr(fields, name, None) is not None or (extra and name in extra) for name in FORM_FIELDS)
 
 
-def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, masks: Masks) -> SamplingParams:
+def openai_sampling(
+    fields: SamplingFields, *, max_new_tokens: int, masks: Masks, form: FormAsked | None = None
+) -> SamplingParams:
     """Convert the sampling fields of a completion or chat request; `checked` checks their ranges."""
     return SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -95,10 +100,13 @@ def openai_sampling(fields: SamplingFields, *, max_new_tokens: int, masks: Masks
         ignore_eos=bool(fields.ignore_eos),
         include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         skip_special_tokens=_or(fields.skip_special_tokens, True),
+        constraint=None if form is None else form.constraint,
     )
 
 
-def native_sampling(fields: NativeSampling, *, max_new_tokens: int, masks: Masks) -> SamplingParams:
+def native_sampling(
+    fields: NativeSampling, *, max_new_tokens: int, masks: Masks, form: FormAsked | None = None
+) -> SamplingParams:
     """Convert the sampling fields of ``/generate``; `checked` checks their ranges."""
     refuse_unsupported(fields, best_of=1)
     seed_name = "seed" if fields.sampling_seed is None else "sampling_seed"
@@ -121,6 +129,7 @@ def native_sampling(fields: NativeSampling, *, max_new_tokens: int, masks: Masks
         ignore_eos=bool(fields.ignore_eos),
         include_stop=bool(fields.no_stop_trim),
         skip_special_tokens=_or(fields.skip_special_tokens, True),
+        constraint=None if form is None else form.constraint,
     )
 
 

@@ -22,7 +22,7 @@ ROUTERS = (
     routes.router, admin.router, occupation.router,
 )  # fmt: skip
 # headers that pages may read
-EXPOSED = ["x-request-id", "request-id", "x-manta-route", DROPPED, "retry-after"]
+EXPOSED = ["x-request-id", "request-id", "x-manta-route", "x-manta-schema", DROPPED, "retry-after"]
 
 
 def make_app(

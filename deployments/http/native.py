@@ -17,7 +17,10 @@ from fastapi.responses import Response
 from deployments.dispatch.rids import check_name, new_rid
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import NativeRequest, NativeSampling, read_body
+from deployments.http.constraints import form_asked
 from deployments.http.convert import (
+    FORM_FIELDS,
+    asks_form,
     check_count,
     check_together,
     checked,
@@ -33,6 +36,7 @@ from deployments.http.http_errors import body_of
 from deployments.http.openai_format import number as json_number
 from deployments.http.service import Service, service_of
 from deployments.http.streaming import Answer, Deltas, Key
+from deployments.output.validation import FormAsked, SchemaPromise
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import FinishReason, GenerateRequest, TokenDelta, TokenIds, TokenLogprob
@@ -140,7 +144,7 @@ def _finish_body(delta: TokenDelta) -> dict[str, Any]:
 
 
 async def _answer(service: Service, body: NativeRequest, name: str) -> Answer:
-    refuse_unsupported(body, prompt_logprobs=None)
+    refuse_unsupported(body, prompt_logprobs=None, **dict.fromkeys(FORM_FIELDS))  # sampling_params has them
     given = body.sampling_params if body.sampling_params is not None else body.parameters
     sampling = given or NativeSampling()
     cuts = any(each.truncate is not None for each in (sampling if isinstance(sampling, list) else [sampling]))
@@ -154,6 +158,7 @@ async def _answer(service: Service, body: NativeRequest, name: str) -> Answer:
     tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
     prompts = [_cut(service, ids, body, sampling) for ids, sampling in zip(whole, samplings, strict=True)]
     masks = masks_of(service, samplings)
+    forms = [await form_asked(service, each) if asks_form(each) else None for each in samplings]
     limits = [
         output_limit(service, len(ids), sampling.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
         for ids, sampling in zip(prompts, samplings, strict=True)
@@ -163,7 +168,7 @@ async def _answer(service: Service, body: NativeRequest, name: str) -> Answer:
         request = GenerateRequest(
             rid=new_rid(names[i]),
             token_ids=prompts[i],
-            sampling=native_sampling(samplings[i], max_new_tokens=limits[i], masks=masks[i]),
+            sampling=native_sampling(samplings[i], max_new_tokens=limits[i], masks=masks[i], form=forms[i]),
             cache_salt=salt_of(body.cache_salt, body.extra_key),
             priority=body.priority or 0,
             deadline_s=body.timeout,
@@ -183,7 +188,14 @@ async def _answer(service: Service, body: NativeRequest, name: str) -> Answer:
         with_text=bool(body.return_text_in_logprobs),
         tgi=body.inputs is not None,
     )
-    return Answer(requests=requests, form=form, answer_id=names[0] if count == 1 else None)
+    answer_id = names[0] if count == 1 else None
+    return Answer(requests=requests, form=form, answer_id=answer_id, promise=_shared(forms))
+
+
+def _shared(forms: list[FormAsked | None]) -> SchemaPromise | None:
+    """The promise of the prompts' schemas, if it is one for all of them."""
+    promises = {None if form is None else form.promise for form in forms}
+    return promises.pop() if len(promises) == 1 else None
 
 
 def _cut(service: Service, ids: TokenIds, body: NativeRequest, sampling: NativeSampling) -> TokenIds:

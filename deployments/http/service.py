@@ -29,6 +29,7 @@ from deployments.dispatch.leases import Leases
 from deployments.fleet.fleet import Fleet
 from deployments.fleet.peers import NoPeers, RouterPeers
 from deployments.http.http_errors import Busy
+from deployments.output.examined import ExaminedGrammars
 from deployments.output.output_format import OutputFormat
 from deployments.output.prompting import ChatPrompting
 from deployments.output.tools import ToolUse
@@ -106,6 +107,11 @@ class Service:
     encoding: BoundedExecutor = field(default_factory=lambda: BoundedExecutor("encode", threads=2))
     version: str = "0.1.0"
     started_s: float = field(default_factory=time.time)
+
+    @functools.cached_property
+    def examined(self) -> ExaminedGrammars:
+        """What clients asked of outputs' forms."""
+        return ExaminedGrammars(self.tokenizer)
 
     async def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> TokenIds:
         """Tokenise one text. Raises: PromptTooLong, Busy."""

@@ -24,10 +24,12 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.http.arrivals import Generations, generations_of
 from deployments.http.http_errors import CLIENT_CLOSED, GenerationFailed, error_body
+from deployments.output.validation import SchemaPromise
 from replicas.types import GenerateRequest, TokenDelta
 
 log = logging.getLogger(__name__)
 
+SCHEMA_HEADER = "x-manta-schema"
 DONE = b"data: [DONE]\n\n"
 BODY = "http.response.body"
 T = TypeVar("T")
@@ -99,23 +101,33 @@ class Answer:
     requests: list[GenerateRequest]
     form: Form
     answer_id: str | None  # None if each prompt's part has an id of its own
+    promise: SchemaPromise | None = None  # of each choice, if they were asked for by a schema
 
     async def respond(self, request: Request, *, streams: bool | None) -> Response:
         """Run the requests and answer in events or in one body. Raises: InvalidRequest for bad routing headers."""
         generations = generations_of(request, self.answer_id)
         if streams:
             straight = Straight()
-            return await stream(request, self._events(generations, straight), straight, self._error_events)
+            events = self._events(generations, straight)
+            response = await stream(request, events, straight, self._error_events)
+            if self.promise is not None:
+                response.headers[SCHEMA_HEADER] = self.promise.at_first
+            return response
         return await answer(request, self._whole(generations))
 
     async def _whole(self, generations: Generations) -> Response:
         deltas = await collected(merged([generations.stream(each) for each in self.requests]))
-        return await made(lambda: JsonAnswer(self.form.whole(deltas)), deltas.values())
+        response = await made(lambda: JsonAnswer(self.form.whole(deltas)), deltas.values())
+        if self.promise is not None:
+            response.headers[SCHEMA_HEADER] = await self.promise.of([delta.text for delta in deltas.values()])
+        return response
 
     async def _events(self, generations: Generations, straight: "Straight") -> AsyncGenerator[bytes, None]:
         form, latest = self.form, dict[Key, TokenDelta]()
         texts: dict[Key, TextEvents] = {}
         alone = straight if len(self.requests) == 1 else None  # those of several wait for each other in a queue
+        said: dict[Key, list[str]] = {}  # what is to be validated
+        validates = self.promise is not None and self.promise.at_first == "partial" and not form.names_events
         async for number, delta in merged([generations.stream(each, alone) for each in self.requests]):
             key = (number, delta.index)
             begins = key not in latest
@@ -126,17 +138,27 @@ class Answer:
                 if delta.text:
                     yield texts[key].event(delta.text)
                 continue
-            events = await made(partial(self._encoded, key, delta, latest, begins), [delta])
+            beside = await self._verdict(delta, said.setdefault(key, [])) if validates else {}
+            events = await made(partial(self._encoded, key, delta, latest, begins, beside), [delta])
             if events:
                 yield events
-            if form.only_text and delta.finish is None:
+            if form.only_text and delta.finish is None and not validates:
                 text_event = partial(self._text_event, key, delta)
                 texts[key] = straight.texts[delta.index] = TextEvents(text_event, named=form.names_events)
         last = self._joined(form.last_events(latest))
         yield last if form.names_events else last + DONE
 
-    def _encoded(self, key: Key, delta: TokenDelta, latest: Deltas, begins: bool) -> bytes:
-        return self._joined(self.form.events(key, delta, latest, begins=begins))
+    def _encoded(self, key: Key, delta: TokenDelta, latest: Deltas, begins: bool, beside: dict[str, Any]) -> bytes:
+        payloads = self.form.events(key, delta, latest, begins=begins)
+        payloads[-1:] = [payload | beside for payload in payloads[-1:]]
+        return self._joined(payloads)
+
+    async def _verdict(self, delta: TokenDelta, said: list[str]) -> dict[str, Any]:
+        """What the last event of a choice says of its schema, which the header could not know."""
+        said.append(delta.text)
+        if self.promise is None or delta.finish is None:
+            return {}
+        return {"manta": {"schema": await self.promise.of([said[-1] if self.form.is_cumulative else "".join(said)])}}
 
     def _error_events(self, error: Exception) -> bytes:
         return self._joined(self.form.error_events(error))

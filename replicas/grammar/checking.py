@@ -1,52 +1,95 @@
-"""The grammar of a constraint, in llguidance's form, and the limits on what it may be.
+"""The grammar of a constraint, in llguidance's form; the limits on what it may be; and what of a schema cannot be held.
 
-Owns:      how much text, nesting and white space a constraint may have.
+Owns:      how much text, nesting and white space a constraint may have; which keywords a grammar cannot enforce.
 Never:     compiles for a model (compiler.py), or knows the name of a client's field (deployments/http/constraints.py).
 Invariant: white space between the values of a document is bounded: no model can fill its output with it.
-Thread:    any; a pure function of the constraint.
+Thread:    any; pure functions. `examine` is for a process that may be killed (examiner.py): it has no bound in time.
 """
 
+import collections
+import copy
 import json
-from typing import Any
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
 
 from replicas.errors import InvalidRequest
 from replicas.types import Constraint
 
 MAX_TEXT = 64 << 10  # bytes of a constraint in UTF-8
-MAX_NESTING = 32  # lists and objects of a schema within each other, on the way to a subschema twice that
-# a few characters, or a line break with the indentation of a deep value; `json.dumps` stays in it for any indent to 4
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}|\r?\n(\x20{0,64}|\x09{0,32})"
+MAX_NESTING = 64  # lists and objects of a schema within each other; an object within an object takes two
+MAX_PROPERTIES = 1000  # of a schema, in all
+MAX_ENUM = 2000  # values, in all
+MAX_CHOICES = 1000
+# a few characters, or a line break with the indentation of a deep value
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}|\r?\n(\x20{0,32}|\x09{0,16})"
+# llguidance's own limits allow a lexer of 500 MB; these, 50 MB and about 50 ms for the worst mask
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=25_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+_MOST_TRIED = 32  # places of a keyword that are tried one by one
+_OLD_DRAFT = re.compile(r"draft-0[4-7]")
+# keywords that hold schemas by name, and those that hold none
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA = frozenset({"enum", "const", "default", "examples", "example"})
+# what llguidance says, and the keywords that it may mean
+_BLAME = (
+    (re.compile(r"Unimplemented keys: (\[.*\])"), None),
+    (re.compile(r"Unknown format: (.*)"), ("format",)),
+    (re.compile(r"oneOf constraints are not supported"), ("oneOf",)),
+    (re.compile(r"min/maxProperties only supported"), ("minProperties", "maxProperties")),
+    (re.compile(r"patternProperty regexes"), ("patternProperties",)),
+    (re.compile(r"circular references with sibling"), ("$ref",)),
+    (re.compile(r"regex parse error|lookarounds|if regex is empty"), ("pattern", "patternProperties")),
+)
+_NEUTRAL = (("uniqueItems", False), ("minProperties", 0))  # ask for nothing
+_TRIED = frozenset({"oneOf", "minProperties", "maxProperties", "patternProperties", "$ref", "pattern"})
+
+ErrorOf = Callable[[str], str]  # what llguidance says of a grammar; empty if it compiles
+
+
+class Problem(NamedTuple):
+    """A keyword of a schema that a grammar cannot enforce, and where it stands."""
+
+    keyword: str
+    pointer: str  # RFC 6901, from the root of the schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What can be held of what a client asked for."""
+
+    constraint: Constraint
+    problems: tuple[Problem, ...] = ()  # left out of the constraint
 
 
 def grammar_of(constraint: Constraint) -> str:
     """Return the grammar of ``constraint`` for llguidance. It begins where the constraint does: behind ``after``.
 
-    Raises: InvalidRequest for a text that is too long, nested too deeply, or no JSON object where it must be one.
+    Raises: InvalidRequest for a text that passes a limit, or is no JSON object where it must be one.
     """
     check_text(constraint.text)
     if constraint.kind == "regex":
         return str(LLMatcher.grammar_from_regex(constraint.text))
     if constraint.kind == "lark":
         return str(LLMatcher.grammar_from_lark(constraint.text))
+    return _grammar(read_schema(constraint.text), lenient=constraint.lenient)
+
+
+def _grammar(schema: dict[str, Any], *, lenient: bool = False) -> str:
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    if constraint.lenient:
+    if lenient:
         options |= {"lenient": True, "coerce_one_of": True}
-    return json.dumps({"grammars": [{"json_schema": read_schema(constraint.text) | {"x-guidance": options}}]})
-
-
-def read_schema(text: str) -> dict[str, Any]:
-    """Parse a schema. Raises: InvalidRequest if it is no JSON object, or nested too deeply."""
-    try:
-        schema = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(f"the schema is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest(f"the schema is nested too deeply; at most {MAX_NESTING} levels are accepted") from error
-    if not isinstance(schema, dict):
-        raise InvalidRequest(f"the schema must be a JSON object, got {type(schema).__name__}")
-    return schema
+    return json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": options}}]})
 
 
 def check_text(text: str) -> None:
@@ -54,6 +97,154 @@ def check_text(text: str) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the text of the constraint is not Unicode: {error}") from error
+        raise InvalidRequest(f"the text is not Unicode: {error}") from error
     if size > MAX_TEXT:
-        raise InvalidRequest(f"the constraint has {size:,} bytes; at most {MAX_TEXT:,} are accepted")
+        raise InvalidRequest(f"has {size:,} bytes; at most {MAX_TEXT:,} are accepted")
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """Parse a schema. Raises: InvalidRequest if it is no JSON object, or passes a limit."""
+    too_deep = f"the schema is nested too deeply: {MAX_NESTING} lists and objects within each other are accepted"
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"the schema is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest(too_deep) from error
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"the schema must be a JSON object, got {type(schema).__name__}")
+    level: list[Any] = [schema]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, dict | list)
+        ]
+    if level:
+        raise InvalidRequest(too_deep)
+    if _OLD_DRAFT.search(str(schema.get("$schema"))):
+        for node, keyword, _, _ in list(_places(schema)):
+            if keyword == "$ref":  # in these drafts nothing beside it counts
+                for name in node.keys() - _NAMED - {"$ref", "$schema"}:
+                    del node[name]
+    counts = {"properties": 0, "enum": 0}
+    for _, keyword, value, _ in _places(schema):
+        if keyword in counts and isinstance(value, dict | list):
+            counts[keyword] += len(value)
+    for (keyword, count), most in zip(counts.items(), (MAX_PROPERTIES, MAX_ENUM), strict=True):
+        if count > most:
+            raise InvalidRequest(f"the schema has {count:,} values in {keyword}; at most {most:,} are accepted")
+    return schema
+
+
+def examine(kind: Literal["json_schema", "regex", "lark", "gbnf", "choice"], text: str, error_of: ErrorOf) -> Examined:
+    """Find what can be held of ``text``: a schema without the keywords that cannot be enforced, anything else whole.
+
+    Args:   kind: gbnf: a grammar in llama.cpp's form, or in Lark's; choice: a JSON list of strings.
+    Raises: InvalidRequest if it does not compile.
+    """
+    check_text(text)
+    if kind == "json_schema":
+        schema = read_schema(text)
+        found = _leave_out(schema, error_of)
+        left = json.dumps(schema, ensure_ascii=False) if found else text
+        return Examined(constraint=Constraint(kind="json_schema", text=left), problems=tuple(found))
+    if kind == "gbnf":
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # the converter's own, and what it runs into
+            raise InvalidRequest(f"is not a grammar in GBNF: {error}"[:500]) from error
+    elif kind == "choice":
+        text = "|".join(map(_literal, json.loads(text)))
+    constraint = Constraint(kind="lark" if kind in ("lark", "gbnf") else "regex", text=text)
+    if said := error_of(grammar_of(constraint)):
+        raise InvalidRequest(f"does not compile: {_shown(said)}")
+    return Examined(constraint=constraint)
+
+
+def _leave_out(schema: dict[str, Any], error_of: ErrorOf) -> list[Problem]:
+    """Take the keywords that cannot be enforced out of ``schema``. Raises: InvalidRequest if the rest is no schema."""
+    found: list[Problem] = []
+    while error := error_of(_grammar(schema)):
+        blamed = _blamed(schema, error, error_of)
+        if not blamed:
+            raise InvalidRequest(f"the schema does not compile: {_shown(error)}")
+        for pointer in blamed:
+            value = _remove(schema, pointer)
+            if (pointer[-1], value) not in _NEUTRAL:
+                found.append(Problem(pointer[-1], "".join(f"/{_escaped(part)}" for part in pointer)))
+    return found
+
+
+def _blamed(schema: dict[str, Any], error: str, error_of: ErrorOf) -> list[tuple[str, ...]]:
+    """List the places of the keywords that ``error`` is about."""
+    for pattern, names in _BLAME:
+        said = pattern.search(error)
+        if said is None:
+            continue
+        keywords = set(json.loads(said[1])) if names is None else set(names)
+        places = [
+            pointer
+            for _, keyword, value, pointer in _places(schema)
+            if keyword in keywords and (keyword != "format" or value == said[1])
+        ]
+        if not keywords & _TRIED or not 1 < len(places) <= _MOST_TRIED:
+            return places
+        return [each for each in places if pattern.search(_error_of_one(schema, each, places, error_of))] or places
+    return []
+
+
+def _error_of_one(
+    schema: dict[str, Any], pointer: tuple[str, ...], places: list[tuple[str, ...]], error_of: ErrorOf
+) -> str:
+    """What llguidance says where, of ``places``, ``pointer`` alone is left."""
+    rest = copy.deepcopy(schema)
+    for other in places:
+        if other != pointer:
+            _remove(rest, other)
+    return error_of(_grammar(rest))
+
+
+def _remove(schema: dict[str, Any], pointer: tuple[str, ...]) -> Any:
+    """Remove a keyword; oneOf becomes anyOf, which asks for less. Returns: its value; None if it went with another."""
+    at: Any = schema
+    for part in pointer[:-1]:
+        at = at[int(part)] if isinstance(at, list) else at.get(part)
+        if at is None:
+            return None
+    value = at.pop(pointer[-1], None)
+    if pointer[-1] == "oneOf" and value is not None:
+        if "anyOf" in at:
+            at["allOf"] = [*at.get("allOf", []), {"anyOf": value}]
+        else:
+            at["anyOf"] = value
+    return value
+
+
+def _places(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any, tuple[str, ...]]]:
+    """Walk all schemas within ``schema``. Yields: the schema, keyword, its value, and its path from the root."""
+    left = collections.deque[tuple[Any, tuple[str, ...], bool]]([(schema, (), False)])
+    while left:
+        node, path, is_named = left.popleft()
+        items = list(node.items()) if isinstance(node, dict) else [(str(i), each) for i, each in enumerate(node)]
+        for name, value in items:
+            if isinstance(node, dict) and not is_named:
+                yield node, name, value, (*path, name)
+                if name in _DATA:
+                    continue
+            if isinstance(value, dict | list):
+                left.append((value, (*path, name), isinstance(node, dict) and not is_named and name in _NAMED))
+
+
+def _literal(text: str) -> str:
+    """Write ``text`` as a regular expression."""
+    return "".join(f"\\x{{{ord(c):x}}}" if c < " " or c == "\x7f" else re.escape(c) for c in text)
+
+
+def _shown(error: str) -> str:
+    return " ".join(error.split())[:300]
+
+
+def _escaped(part: str) -> str:
+    return part.replace("~", "~0").replace("/", "~1")

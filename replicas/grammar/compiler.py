@@ -13,25 +13,15 @@ import hashlib
 import threading
 from collections import OrderedDict
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from replicas.errors import InvalidRequest
-from replicas.grammar.checking import grammar_of
+from replicas.grammar.checking import LIMITS, grammar_of
 from replicas.grammar.matcher import Matcher, Vocabulary
 from replicas.text.tokenizer import Tokenizer
 from replicas.types import Constraint
 
 CACHE_BYTES = 64 << 20  # of compiled grammars, as `_bytes_of` estimates them
-# llguidance's own limits allow a lexer of 500 MB; these, 50 MB and about 50 ms for the worst mask
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=25_000,
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
-
 
 class GrammarCompiler:
     """The compiled grammars of one model."""

@@ -58,9 +58,9 @@ BAD: list[tuple[str, Any, str | None]] = [
     (TEXT, text(logprobs=21), "logprobs"),
     (TEXT, text(best_of=3), "best_of"),
     (TEXT, text(suffix="end"), "suffix"),
-    (TEXT, text(regex="a+"), "regex"),
-    (TEXT, text(guided_json={"type": "object"}), "guided_json"),
-    (TEXT, text(response_format={"type": "json_object"}), "response_format"),
+    (TEXT, text(regex="(a"), "regex"),
+    (TEXT, text(guided_json={"type": "thing"}), "guided_json"),
+    (TEXT, text(response_format={"type": "xml"}), "response_format"),
     (TEXT, text(timeout=-1), "timeout"),
     (TEXT, text(timeout=1e9), "timeout"),
     (TEXT, text(prompt=["x"] * 5, n=128), "n"),
@@ -115,7 +115,8 @@ BAD: list[tuple[str, Any, str | None]] = [
     (NATIVE, {"input_ids": []}, "input_ids"),
     (NATIVE, {"input_ids": [[1], []]}, "input_ids"),
     (NATIVE, native(sampling_params={"temperature": "x"}), "sampling_params"),
-    (NATIVE, native(sampling_params={"json_schema": "{}"}), "json_schema"),
+    (NATIVE, native(sampling_params={"json_schema": "{"}), "json_schema"),
+    (NATIVE, native(json_schema="{}"), "json_schema"),
     (NATIVE, native(sampling_params=[{}, {}]), "sampling_params"),
     (NATIVE, native(token_ids_logprob=[1]), "token_ids_logprob"),
     (NATIVE, native(return_logprob=True, logprob_start_len=500), "logprob_start_len"),
@@ -162,9 +163,7 @@ BAD: list[tuple[str, Any, str | None]] = [
 
 
 NOT_DONE: dict[str, Any] = {  # fields that would change the answer, with a value that asks for it; on every route
-    "regex": "a+", "ebnf": "root ::= 'a'", "json_schema": "{}", "structural_tag": "{}", "guided_json": {"a": 1},
-    "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "g", "structured_outputs": {"regex": "a"},
-    "grammar": {"type": "json"}, "stop_regex": "a+", "repetition_detection": {"a": 1}, "thinking_token_budget": 9,
+    "stop_regex": "a+", "repetition_detection": {"a": 1}, "thinking_token_budget": 9,
     "logits_processors": ["x"], "logits_processor": "x", "custom_logit_processor": "x", "custom_params": {"a": 1},
     "vllm_xargs": {"a": 1}, "use_beam_search": True, "typical_p": 0.5, "watermark": True, "token_ids_logprob": [1],
     "lora_path": "x", "lora_request": {"name": "x"}, "adapter_id": "x", "chat_template": "{{ x }}",

@@ -1,0 +1,162 @@
+"""What a request asks of its output's form: every dialect of it, as one constraint.
+
+Owns:      the fields and the forms of them: OpenAI's response_format, SGLang's regex, ebnf and json_schema, vLLM's
+           structured_outputs and guided_*, TGI's and llama.cpp's grammar.
+Never:     weakens a strict schema: a keyword that cannot be enforced is a 400, with its place.
+Invariant: an error names the field that the client used.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from deployments.http.bodies import WireType
+from deployments.http.convert import FORM_FIELDS, NOTHING
+from deployments.http.service import Service
+from deployments.output.structural_tags import tags_of
+from deployments.output.validation import FormAsked, SchemaPromise
+from replicas.errors import InvalidRequest
+from replicas.types import Constraint
+
+_MAX_SHOWN = 5  # keywords in an error
+_ANY_OBJECT = '{"type":"object"}'
+_KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "gbnf", "structural_tag": "tags"}
+_TYPES = {"json_object", "json_schema", "json", "regex", "grammar", "structural_tag"}  # of response_format
+# fields that hold the thing itself, and what it is
+_PLAIN = {
+    "regex": "regex", "ebnf": "gbnf", "json_schema": "json_schema", "structural_tag": "tags",
+    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "gbnf",
+}  # fmt: skip
+
+
+class _Wish(NamedTuple):
+    """What one field asks for."""
+
+    path: str  # of the field, as the client wrote it
+    kind: str
+    value: Any
+    strict: bool = False
+
+
+async def form_asked(service: Service, fields: WireType, *, after: str = "") -> FormAsked | None:
+    """Read what ``fields`` ask of the output's form; None if nothing.
+
+    Args:   after: the text behind which the form begins, as the end of the reasoning.
+    Raises: InvalidRequest, naming the field; Overloaded.
+    """
+    wishes = list(_wishes(fields))
+    if not wishes:
+        return None
+    if len(wishes) > 1:
+        one, other = wishes[0].path, wishes[1].path
+        raise InvalidRequest(f"{other}: only one form may be given, and {one} is too", param=other.partition(".")[0])
+    [wish] = wishes
+    try:
+        return await _examined(service, wish, after)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{wish.path}: {error}", param=wish.path.partition(".")[0]) from error
+
+
+async def _examined(service: Service, wish: _Wish, after: str) -> FormAsked:
+    kind, text = wish.kind, _text(wish)
+    if kind == "tags":
+        special = {service.tokenizer.token_text(each): each for each in service.tokenizer.special_ids}
+        kind, text = "lark", tags_of(wish.value, special_ids=special)
+    found = await service.examined.of(kind, text)
+    if wish.strict and found.problems:
+        shown = ", ".join(f"{keyword!r} at {pointer}" for keyword, pointer in found.problems[:_MAX_SHOWN])
+        more = f", and {len(found.problems) - _MAX_SHOWN} more" if len(found.problems) > _MAX_SHOWN else ""
+        raise InvalidRequest(
+            f"strict is true, and these keywords cannot be enforced: {shown}{more}. Leave them out, or leave strict "
+            "out: then the finished document is validated"
+        )
+    promise = SchemaPromise(schema=text, problems=found.problems, after=after) if kind == "json_schema" else None
+    param = wish.path.partition(".")[0]
+    return FormAsked(constraint=replace(found.constraint, after=after), promise=promise, param=param)
+
+
+async def check_tools(service: Service, constraint: Constraint) -> None:
+    """Raises: InvalidRequest if the grammar of tool calls cannot be compiled; Overloaded."""
+    try:
+        await service.examined.of(constraint.kind, constraint.text)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"tools: {error}", param="tools") from error
+
+
+def _wishes(fields: WireType) -> Iterator[_Wish]:
+    given = vars(fields) | (fields.model_extra or {})
+    for name in FORM_FIELDS:
+        value: Any = given.get(name)
+        if value in NOTHING:
+            continue
+        if name == "response_format":
+            yield from _of_response_format(value)
+        elif name == "structured_outputs":
+            yield from _of_structured_outputs(value)
+        elif name == "grammar" and isinstance(value, dict):  # TGI's
+            yield from _of_typed(name, value)
+        else:
+            yield _Wish(name, _PLAIN.get(name, "gbnf"), value)
+
+
+def _of_response_format(asked: Mapping[str, Any]) -> Iterator[_Wish]:
+    name = "response_format"
+    if asked.get("type") in (None, "text"):
+        return
+    if asked.get("type") not in _TYPES:
+        given = str(asked.get("type"))[:64]
+        raise InvalidRequest(
+            f"{name}: type {given!r} is not supported by this server; supported: text, {', '.join(sorted(_TYPES))}",
+            param=name,
+        )
+    yield from _of_typed(name, asked)
+
+
+def _of_typed(name: str, asked: Mapping[str, Any]) -> Iterator[_Wish]:
+    """Read {"type": ..., and the thing itself}, under any of the names that clients give it."""
+    match asked.get("type"):
+        case "json_object":
+            yield _Wish(name, "json_schema", asked.get("schema") or _ANY_OBJECT)
+        case "json_schema" | "json":
+            inner = asked.get("json_schema", asked)
+            if not isinstance(inner, dict):
+                raise InvalidRequest(f"{name}.json_schema: must be an object", param=name)
+            path, key = (f"{name}.json_schema" if inner is not asked else name), "schema"
+            if "value" in inner and "schema" not in inner:
+                key = "value"
+            yield _Wish(f"{path}.{key}", "json_schema", inner.get(key), strict=inner.get("strict") is True)
+        case "structural_tag":
+            yield _Wish(name, "tags", dict(asked))
+        case kind:
+            keys = [key for key in ("pattern", "value", "regex", "grammar") if key in asked]
+            key = keys[0] if keys else "value"
+            yield _Wish(f"{name}.{key}", "regex" if kind == "regex" else "gbnf", asked.get(key))
+
+
+def _of_structured_outputs(asked: Any) -> Iterator[_Wish]:
+    name = "structured_outputs"
+    if not isinstance(asked, dict):
+        raise InvalidRequest(f"{name}: must be an object", param=name)
+    for key, kind in _KINDS.items():
+        if asked.get(key) not in NOTHING:
+            yield _Wish(f"{name}.{key}", kind, asked[key])
+    if asked.get("json_object"):
+        yield _Wish(f"{name}.json_object", "json_schema", _ANY_OBJECT)
+
+
+def _text(wish: _Wish) -> str:
+    """The text of what is asked for. Raises: InvalidRequest for a value of another type."""
+    value = wish.value
+    if wish.kind == "tags":
+        return ""
+    if wish.kind == "choice":
+        if not (isinstance(value, list) and value and all(isinstance(each, str) for each in value)):
+            raise InvalidRequest("must be a list of strings, and not empty")
+        return json.dumps(value)
+    if wish.kind == "json_schema" and isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str):
+        wanted = "a JSON schema" if wish.kind == "json_schema" else "a string"
+        raise InvalidRequest(f"must be {wanted}, got {type(value).__name__}")
+    return value

@@ -1,0 +1,227 @@
+"""What a client asks of an output's form over HTTP: every dialect holds, and what is promised of a schema is true."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.model
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+HI = [{"role": "user", "content": "Name a colour."}]
+COLOURS = ["red", 'a "dark" blue\nor green', "é/\\d+"]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99, "minimum": 1}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PAIR = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+NUMBER = 'root ::= "4" digit\ndigit ::= [0-9]'
+TAGS = {"structures": [{"begin": "<n>", "schema": {"enum": [7]}, "end": "</n>"}], "triggers": ["<n"]}
+
+
+def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **fields}}
+
+
+async def text_of(client: httpx.AsyncClient, route: str, asked: dict[str, Any], **fields: Any) -> str:
+    answer = await post(client, route, asked, **fields)
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    if route == NATIVE:
+        return str(body["text"])
+    choice = body["choices"][0]
+    return str(choice["message"]["content"] if route == CHAT else choice["text"])
+
+
+async def post(client: httpx.AsyncClient, route: str, asked: dict[str, Any], **fields: Any) -> httpx.Response:
+    common = {"temperature": 0, "max_tokens": 48, **fields}
+    if route == CHAT:
+        return await client.post(route, json={"messages": HI, **common, **asked})
+    if route == TEXT:
+        return await client.post(route, json={"prompt": "A colour:", **common, **asked})
+    common["max_new_tokens"] = common.pop("max_tokens")
+    return await client.post(route, json={"text": "A colour:", "sampling_params": {**common, **asked}})
+
+
+DIALECTS: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "ab{2,3}c"}, "ab{2,3}c"),
+    ({"ebnf": NUMBER}, "4[0-9]"),
+    ({"json_schema": {"enum": [12]}}, "12"),
+    ({"json_schema": '{"enum": [12]}'}, "12"),
+    ({"guided_json": {"enum": [12]}}, "12"),
+    ({"guided_json": '{"enum": [12]}'}, "12"),
+    ({"guided_regex": "x/y"}, "x/y"),
+    ({"guided_choice": COLOURS}, "|".join(map(re.escape, COLOURS))),
+    ({"guided_grammar": NUMBER}, "4[0-9]"),
+    ({"guided_grammar": 'start: "b" "c"'}, "bc"),
+    ({"grammar": NUMBER}, "4[0-9]"),
+    ({"grammar": {"type": "regex", "value": "xy"}}, "xy"),
+    ({"grammar": {"type": "json", "value": {"enum": [12]}}}, "12"),
+    ({"structured_outputs": {"choice": ["", "zz"], "json": None}}, "|zz"),
+    ({"structured_outputs": {"json": {"enum": [12]}}}, "12"),
+    ({"structured_outputs": {"grammar": NUMBER}}, "4[0-9]"),
+    ({"response_format": schema_format({"enum": [12]}, strict=True)}, "12"),
+    ({"response_format": {"type": "regex", "pattern": "xy"}}, "xy"),
+    ({"response_format": {"type": "json_schema", "schema": {"enum": [12]}}}, "12"),
+]
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT, NATIVE])
+async def test_every_dialect_is_held(client: httpx.AsyncClient, route: str) -> None:
+    for asked, pattern in DIALECTS:
+        assert re.fullmatch(pattern, await text_of(client, route, asked)), asked
+
+
+OBJECTS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"json_object": True}},
+]
+
+
+@pytest.mark.parametrize("asked", OBJECTS, ids=str)
+async def test_a_json_object_is_an_object(client: httpx.AsyncClient, asked: dict[str, Any]) -> None:
+    assert (await text_of(client, CHAT, asked, max_tokens=6)).lstrip().startswith("{")
+
+
+async def test_a_structural_tag_that_is_the_whole_output_is_held(client: httpx.AsyncClient) -> None:
+    content = {"type": "json_schema", "json_schema": {"enum": [7]}}
+    asked = {"format": {"type": "tag", "begin": "<n>", "content": content, "end": "</n>"}}
+    assert await text_of(client, TEXT, {"structural_tag": asked}) == "<n>7</n>"
+
+
+async def test_a_schema_that_is_held_whole_is_enforced_with_strict_and_without(client: httpx.AsyncClient) -> None:
+    for strict in (True, False, None):
+        asked = {"response_format": schema_format(PERSON, strict=strict)}
+        answer = await post(client, CHAT, asked)
+        assert answer.headers["x-manta-schema"] == "enforced"
+        person = json.loads(answer.json()["choices"][0]["message"]["content"])
+        assert list(person) == ["name", "age"]
+        assert len(person["name"]) <= 5
+        assert 1 <= person["age"] <= 99
+
+
+async def test_a_strict_schema_that_cannot_be_enforced_is_refused_with_its_place(client: httpx.AsyncClient) -> None:
+    schema = {"type": "object", "properties": {"a/b": PAIR, "c": {"not": {"type": "null"}}}}
+    answer = await post(client, CHAT, {"response_format": schema_format(schema, strict=True)})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "response_format"
+    assert error["message"].startswith("response_format.json_schema.schema: strict is true")
+    assert "'uniqueItems' at /properties/a~1b/uniqueItems" in error["message"]
+    assert "'not' at /properties/c/not" in error["message"]
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT, NATIVE])
+async def test_what_is_not_strict_is_validated_at_its_end(client: httpx.AsyncClient, route: str) -> None:
+    """The same schema, with a document that is valid, and with one that the grammar takes and the schema does not."""
+    for values, word in (([1, 2], "validated"), ([1], "partial")):
+        schema = PAIR | {"prefixItems": [{"const": 1}, {"const": values[-1]}]}
+        answer = await post(client, route, {"json_schema": schema})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-manta-schema"] == word
+
+
+async def test_a_document_that_was_cut_is_partial(client: httpx.AsyncClient) -> None:
+    answer = await post(client, CHAT, {"json_schema": PAIR}, max_tokens=1)
+    assert answer.headers["x-manta-schema"] == "partial"
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT, NATIVE])
+async def test_a_stream_says_at_its_end_what_holds(client: httpx.AsyncClient, route: str) -> None:
+    schema = PAIR | {"prefixItems": [{"const": 1}, {"const": 2}]}
+    extra = {"stream": True} if route != NATIVE else {}
+    body = {"messages": HI, "json_schema": schema} if route == CHAT else {"prompt": "x", "json_schema": schema}
+    if route == NATIVE:
+        body = {"text": "x", "stream": True, "sampling_params": {"json_schema": schema, "max_new_tokens": 30}}
+    answer = await client.post(route, json=body | extra)
+    assert answer.headers["x-manta-schema"] == "partial"
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert [event["manta"] for event in events if "manta" in event] == [{"schema": "validated"}]
+    plain = await client.post(route, json=json.loads(json.dumps(body | extra).replace("uniqueItems", "title")))
+    assert plain.headers["x-manta-schema"] == "enforced"
+    assert "manta" not in plain.text
+
+
+async def test_what_asks_for_no_form_has_no_header(client: httpx.AsyncClient) -> None:
+    for asked in ({}, {"response_format": {"type": "text"}}, {"regex": "", "guided_json": None, "guided_choice": []}):
+        answer = await post(client, CHAT, asked, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        assert "x-manta-schema" not in answer.headers
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [  # what is asked, the field that the error names, and its words
+    ({"regex": "a", "guided_json": {"enum": [1]}}, "guided_json", "only one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "only one"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": "[1]"}, "guided_json", "must be a JSON object"),
+    ({"guided_json": 5}, "guided_json", "must be a JSON schema, got int"),
+    ({"guided_json": {"type": "thing"}}, "guided_json", "Invalid type"),
+    ({"guided_json": {"$ref": "http://example.com/x"}}, "guided_json", "does not compile"),
+    ({"guided_json": {"$ref": "#/$defs/x"}}, "guided_json", "does not exist"),
+    ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
+    ({"guided_regex": "(a)\\1"}, "guided_regex", "backreferences"),
+    ({"guided_regex": ["a"]}, "guided_regex", "must be a string"),
+    ({"guided_choice": "a"}, "guided_choice", "list of strings"),
+    ({"guided_choice": [1]}, "guided_choice", "list of strings"),
+    ({"guided_grammar": "root ::= (("}, "guided_grammar", "GBNF"),
+    ({"ebnf": 'root ::= "a" other'}, "ebnf", ""),
+    ({"grammar": "start: <nope>"}, "grammar", "special token"),
+    ({"structural_tag": {"type": "dispatch"}}, "structural_tag", "not supported"),
+    ({"structural_tag": "{"}, "structural_tag", "not valid JSON"),
+    ({"structural_tag": {**TAGS, "triggers": ["<x"]}}, "structural_tag", "no tag begins"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format", "must be an object"),
+    ({"response_format": schema_format("{")}, "response_format", "not valid JSON"),
+    ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
+    # bombs
+    ({"guided_regex": "a" * 70_000}, "guided_regex", "70,000 bytes"),
+    ({"guided_json": {"properties": {f"p{i}": {} for i in range(10_000)}}}, "guided_json", "bytes"),
+    ({"guided_json": {"properties": {f"p{i}": {} for i in range(1001)}}}, "guided_json", "1,001 values in properties"),
+    ({"guided_json": {"enum": list(range(2001))}}, "guided_json", "2,001 values in enum"),
+    ({"guided_json": '{"items":' * 70 + "1" + "}" * 70}, "guided_json", "nested too deeply"),
+    ({"guided_json": "[" * 60_000}, "guided_json", ""),
+    ({"guided_grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "guided_grammar", ""),
+    ({"guided_json": {"type": "integer", "multipleOf": 999_983}}, "guided_json", "more than 2 s"),
+    ({"guided_grammar": "start: X\nX: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(30))}, "guided_grammar", "2 s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "param", "words"), BAD, ids=[json.dumps(asked)[:60] for asked, _, _ in BAD])
+async def test_what_cannot_be_a_grammar_is_refused_by_its_field(
+    client: httpx.AsyncClient, asked: dict[str, Any], param: str, words: str
+) -> None:
+    answer = await post(client, TEXT, asked)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert error["message"].startswith(param)
+
+
+async def test_names_with_quotes_and_line_breaks_are_names(client: httpx.AsyncClient) -> None:
+    name = 'a "b"\n/\\ é\u2028'
+    schema = {"type": "object", "properties": {name: {"const": 1}}, "required": [name], "additionalProperties": False}
+    compact = {"prompt": '{"a":1}\n{"b":1}\n{"c":1}\n'}
+    assert json.loads(await text_of(client, TEXT, {"guided_json": schema} | compact)) == {name: 1}
+
+
+async def test_a_lone_surrogate_in_a_schema_is_refused(client: httpx.AsyncClient) -> None:
+    body = b'{"prompt": "x", "guided_json": "{\\"enum\\": [\\"\\ud800\\"]}"}'
+    answer = await client.post(TEXT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+
+
+TREE = {"type": "object", "properties": {"left": {"$ref": "#/$defs/tree"}, "right": {"$ref": "#/$defs/tree"}}}
+HARD: list[dict[str, Any]] = [
+    {"guided_regex": "(a|b)*a(a|b){20}"},
+    {"guided_regex": "(.*a){25}"},
+    {"guided_json": {"$defs": {"tree": TREE}, "$ref": "#/$defs/tree"}},
+]
+
+
+@pytest.mark.parametrize("asked", HARD, ids=str)
+async def test_what_is_only_hard_is_answered(client: httpx.AsyncClient, asked: dict[str, Any]) -> None:
+    assert (await post(client, TEXT, asked, max_tokens=4)).status_code == 200

@@ -1,0 +1,77 @@
+"""deployments/output/validation.py: what is called valid is, and what cannot be told is not."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from deployments.output.validation import SchemaPromise, is_valid
+from replicas.grammar.checking import Problem
+
+UNIQUE = {"type": "array", "uniqueItems": True}
+OLD_LIST = {"items": [{"type": "integer"}], "additionalItems": False, "uniqueItems": True}
+
+
+def valid(schema: Any, document: str, *, within: float = 30.0) -> bool:
+    return is_valid(json.dumps(schema), document, until=time.monotonic() + within)
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), [
+    (UNIQUE, "[1, 2]", "[1, 1]"),
+    ({"not": {"type": "string"}}, "1", '"a"'),
+    ({"contains": {"const": 1}}, "[0, 1]", "[0]"),
+    ({"if": {"minimum": 5}, "then": {"multipleOf": 2}}, "3", "7"),
+    ({"dependencies": {"a": ["b"]}}, '{"a": 1, "b": 1}', '{"a": 1}'),
+    ({"dependentRequired": {"a": ["b"]}}, "{}", '{"a": 1}'),
+    (OLD_LIST, "[1]", "[1, 2]"),
+    ({"pattern": "b$"}, '"ab"', '"ba"'),
+    ({"patternProperties": {"^a": {"type": "null"}}, "additionalProperties": False}, '{"ab": null}', '{"b": null}'),
+    ({"patternProperties": {"^a": {"type": "null"}}, "additionalProperties": {"const": 1}}, '{"b": 1}', '{"a": 1}'),
+    ({"unevaluatedProperties": False, "allOf": [{"properties": {"a": {}}}]}, '{"a": 1}', '{"b": 1}'),
+    ({"format": "regex"}, '"a"', '"("'),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True}, "4", "3"),
+    ({}, "[]", "["),
+    ({}, "1", "NaN"),
+    ({}, '{"a": 1}', ""),
+])  # fmt: skip
+def test_a_document_is_valid_or_not(schema: Any, good: str, bad: str) -> None:
+    assert valid(schema, good)
+    assert not valid(schema, bad)
+
+
+@pytest.mark.parametrize(("schema", "document"), [
+    ({"$ref": "http://example.com/schema"}, "1"),
+    ({"$ref": "#/$defs/none"}, "1"),
+    ({"format": "colour"}, '"red"'),
+    ({"pattern": "(?=a)a"}, '"a"'),
+    ({"properties": 5}, '{"a": 1}'),
+    ({"patternProperties": {"a": {}}, "unevaluatedProperties": False}, '{"a": 1}'),
+    ({"pattern": "a"}, '"\\ud800a"'),
+    ({}, "[" * 100_000 + "]" * 100_000),
+])  # fmt: skip
+def test_what_cannot_be_told_is_not_called_valid(schema: Any, document: str) -> None:
+    assert not valid(schema, document)
+
+
+def test_a_pattern_takes_linear_time() -> None:
+    assert not valid({"pattern": "^(a+)+$"}, json.dumps("a" * 5000 + "!"))  # years with Python's re
+
+
+def test_references_that_branch_end_at_the_deadline() -> None:
+    items = {"items": {"$ref": "#/$defs/a"}}
+    schema = {"$defs": {"a": {"anyOf": [items | {"minItems": 2}, items | {"minItems": 3}]}}, "$ref": "#/$defs/a"}
+    began = time.monotonic()
+    assert not valid(schema, "[" * 40 + "1" + "]" * 40, within=0.5)  # 2 ** 40 ways
+    assert 0.5 <= time.monotonic() - began < 30.0
+
+
+async def test_what_is_promised_of_documents() -> None:
+    held = SchemaPromise(schema=json.dumps(UNIQUE), problems=())
+    assert (held.at_first, await held.of(["[1,"])) == ("enforced", "enforced")
+    problem = Problem("uniqueItems", "/uniqueItems")
+    left_out = SchemaPromise(schema=json.dumps(UNIQUE), problems=(problem,), after="</t>")
+    assert left_out.at_first == "partial"
+    assert await left_out.of(["[1]</t>[1, 2]", "</t>[]"]) == "validated"
+    for text in ("x</t>[1, 1]", "[1, 2]", "</t>[1", "</t>"):
+        assert await left_out.of(["</t>[]", text]) == "partial"
