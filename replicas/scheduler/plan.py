@@ -60,13 +60,15 @@ class ExtendRow:
 class ExtendPlan:
     """Run new tokens over prefixes; ``sampling`` has one entry per row with ``sample``, in row order.
 
-    In a mixed step the last ``num_decode`` rows are of running requests: one token each, sampled.
+    In a mixed step the last ``num_decode`` rows are of running requests: one token each, sampled. The first
+    ``num_forced`` are of requests that ran too: the tokens that their grammar forced.
     """
 
     table_writes: tuple[TableWrite, ...]  # to apply before the step
     rows: tuple[ExtendRow, ...]
     sampling: tuple["SampleRow", ...]
     num_decode: int = 0
+    num_forced: int = 0
     prefix_groups: tuple[PrefixGroup, ...] = ()  # among the last num_decode rows; members count from the first row
     prompt_groups: tuple[PrefixGroup, ...] = ()  # among the rows before them
 
@@ -76,7 +78,7 @@ class ExtendPlan:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self.num_tokens - self.num_decode
+        return sum(len(row.token_ids) for row in self.rows[self.num_forced : len(self.rows) - self.num_decode])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -54,6 +54,7 @@ class ExtendBatch:
 
     reqs: list[Req] = field(default_factory=list)
     rows: list[ExtendRow] = field(default_factory=list)
+    num_forced: int = 0  # of the rows, the first
     refusals: dict[tuple[str, int], Refusal] = field(default_factory=dict)
     reserved: int = 0  # tokens that the requests in flight may still need, this batch included
     barrier: float | None = None  # rank of the request that found no row or memory
@@ -169,6 +170,7 @@ def _extend_forced(
         queues.forced.remove(req)
         batch.reqs.append(req)
         batch.rows.append(_row(req, start, length, slots, sample=True))
+        batch.num_forced += 1
 
 
 def _extend(batch: ExtendBatch, req: Req, queues: Queues, kv: KvCache, budget: StepBudget) -> bool:
@@ -257,6 +259,7 @@ def extend_plan(
         rows=tuple(rows),
         sampling=tuple(sample_row(req) for req in sampled),
         num_decode=len(rows) - len(batch.rows),
+        num_forced=batch.num_forced,
         prefix_groups=groups,
         prompt_groups=prompt_groups,
     )

@@ -76,7 +76,10 @@ def count_computed(plan: StepPlan, result: StepResult, reqs: list[Req], queues: 
         for index in range(num_prompts):
             req, row = reqs[index], plan.rows[index]
             if req.finish is None:
-                num_prompt_tokens += len(row.token_ids)
+                if index < plan.num_forced:
+                    num_decode_tokens += len(row.token_ids)
+                else:
+                    num_prompt_tokens += len(row.token_ids)
                 req.computed_len += len(row.token_ids)
                 req.prompt_logprobs += result.prompt_logprobs.get(index, ())
                 kv.commit(req)

@@ -8,6 +8,7 @@ models: every two of these values meet (tests/pairwise.py), with prompts of four
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from replicas.config import KvDType
 from replicas.engine.engine import Engine
-from replicas.types import FinishReason, GenerateRequest, SamplingParams
+from replicas.types import Constraint, FinishReason, GenerateRequest, SamplingParams
 from tests.embedded import MODEL
 from tests.harness import to_host
 from tests.local_agents import LocalFabric
@@ -160,6 +161,22 @@ def test_masked_tokens_are_made_on_neither_side(trios: Callable[..., Trio], cach
         check_pair(of, prompt, cached, masked)
         assert made(prompt, masked)[0] == first
         assert made(prompt, masked)[1] != second
+
+
+@pytest.mark.parametrize("cached", CACHED[:2])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_a_constrained_answer_of_two_replicas_is_that_of_one(
+    trios: Callable[..., Trio], sampling: SamplingParams, cached: str
+) -> None:
+    """Each side compiles the grammar: the prefill side's first token is held to it, and the decode side goes on."""
+    of = trios(MODEL, 16, 32)
+    prompt = of.unified.tokenizer.encode("The keeper of the lighthouse wrote down one word of three letters each day, ")
+    for text in ("[a-z]{3} [a-z]{3}", "Monday: (rain|sun)"):  # the second begins with a forced run
+        constraint = Constraint(kind="regex", text=text)
+        held = replace(sampling, constraint=constraint, max_new_tokens=12)
+        check_pair(of, prompt, cached, held)
+        made = alone(of.unified, GenerateRequest(rid="again", token_ids=prompt, sampling=held))
+        assert re.fullmatch(text, "".join(delta.text for delta in made))
 
 
 @cases(page_and_chunk={"page1-whole": (1, 512), "page16-chunked": (16, 32)}, sampling=SAMPLINGS, cached=CACHED)
