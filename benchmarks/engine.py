@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
 from benchmarks import driver, harness, host_steps
 from benchmarks.driver import StepParts, TransformersPeer
@@ -31,8 +32,10 @@ from replicas.cache.radix import RadixCache
 from replicas.config import CacheConfig
 from replicas.engine.engine import Engine
 from replicas.engine.loop import STALL_WAIT_S
+from replicas.kernels.token_mask import masked
 from replicas.launch import load_engine
 from replicas.memory.allocator import PagedTokenToKVPoolAllocator
+from replicas.types import Constraint
 
 POOL_TOKENS = 32_768
 TIER_BYTES = 1 << 30
@@ -143,6 +146,36 @@ def format_rows(model: str, threads: int, scale: Scale, seed: int) -> list[Row]:
                 table.add(f"{name} / float32", ratios, "x", target=least)
         rows += table.rows
     return rows
+
+
+def constrained_rows(options: argparse.Namespace) -> list[Row]:
+    """Measure decode steps of a batch whose outputs are all constrained, beside one of plain outputs, in turn; and what
+    a mask takes, computed and applied. The words force no token, so both make the same steps."""
+    scale, batch = _scale(options), max(_scale(options).batches)
+    words = Constraint(kind="regex", text="[A-Za-z ,.]{1,4000}")
+    table = Table(f"decode, batch {batch}, constrained")
+    cache = CacheConfig(max_total_tokens=FORMATS_TOKENS)
+    engine = load_engine(options.model, cache=cache, num_threads=options.threads)
+    try:
+        matcher, steps = engine.grammars.compiler.compile(words), scale.decode_len
+        ratios, found = [], dict[str, list[float]](plain=[], constrained=[])
+        for round_ in range(scale.rounds):
+            prompts = driver.prompts(engine, batch, scale.decode_prompt_len, options.seed + round_)
+            for name, held in (("plain", None), ("constrained", words)):
+                engine.flush_cache()
+                found[name].append(min(driver.decode(engine, prompts, steps, held).step_s))
+            ratios.append(found["constrained"][-1] / found["plain"][-1])
+        for name, values in found.items():
+            table.add(f"{name}, quickest step", [1e3 * each for each in values], "ms")
+        table.add("constrained / plain", ratios, "x", target="<= 1.02 x")
+        vocab_size = engine.config.model.vocab_size
+        mask, logits = np.zeros(-(-vocab_size // 32), np.int32), torch.zeros(1, vocab_size)
+        table.add("a mask computed", [1e6 * each for each in timed(lambda: matcher.fill(mask), 100)], "us")
+        applied = timed(lambda: masked(logits, [mask]), 100)
+        table.add("a mask applied", [1e6 * each for each in applied], "us", target="< 20")
+    finally:
+        engine.close()
+    return table.rows
 
 
 def prefill_rows(engine: Engine, peer: TransformersPeer, limits: Limits, scale: Scale, seed: int) -> list[Row]:
@@ -394,6 +427,7 @@ PARTS = {
         about="decode, prefill and the parts of a step, beside Transformers",
         measure=lambda options: speed_rows(options.model, options.threads, _scale(options), options.seed),
     ),
+    "constrained": Part(about="decode steps of constrained outputs, and their masks", measure=constrained_rows),
     "tiers": Part(about="prefixes found on the device, the host and in a store", measure=tier_rows),
     "formats": Part(
         about="decode and prefill by the format of weights, beside float32",
