@@ -219,6 +219,29 @@ async def test_the_next_turn_finds_the_last_one_in_the_cache(client: httpx.Async
     assert second["usage"]["cache_read_input_tokens"] >= 0.9 * prompt_tokens(first)
 
 
+async def test_a_call_is_the_same_in_a_stream_and_its_result_is_found_behind_the_cached_turn(
+    client: httpx.AsyncClient,
+) -> None:
+    schema = {"type": "object", "properties": {"path": {"enum": ["a.txt"]}}, "required": ["path"]}
+    tool = {**READ, "input_schema": schema}
+    choice = {"type": "tool", "name": "Read", "disable_parallel_tool_use": True}
+    body = {**ASK, "max_tokens": 60, "tools": [tool], "tool_choice": choice, "system": "You read files. " * 20}
+    first = await post(client, **body)
+    assert first["stop_reason"] == "tool_use"
+    [call] = first["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "Read", {"path": "a.txt"})
+    events = events_of((await client.post(MESSAGES, json={**body, "stream": True})).text)
+    assert "input_json_delta" in {event["delta"]["type"] for event in events if event["type"] == "content_block_delta"}
+    [streamed] = added_up(events)["content"]
+    assert streamed == {**call, "id": streamed["id"]} != call
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "hello"}
+    turns = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    second = await post(client, **{**body, "messages": turns, "max_tokens": 1})
+    assert second["usage"]["cache_read_input_tokens"] >= prompt_tokens(first) - 16  # all whole pages
+    counted = await post(client, COUNT, **{name: body[name] for name in ("system", "tools")}, messages=turns)
+    assert counted["input_tokens"] == prompt_tokens(second)
+
+
 def test_a_turn_of_claude_code_becomes_a_chat() -> None:
     body = MessagesRequest(
         max_tokens=5, messages=TURNS, tools=[READ], thinking={"type": "enabled", "budget_tokens": 1024},
