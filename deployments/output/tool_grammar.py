@@ -21,39 +21,76 @@ _NO_CALL = r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"  # where a call begins without a
 _COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"})
 
 
-def tool_constraint(
-    output: OutputFormat, use: ToolUse, *, after: str, token_id: Callable[[str], int]
-) -> Constraint | None:
-    """Return what holds an output to ``use``; None where it may be anything.
+def is_constrained(use: ToolUse) -> bool:
+    """Whether an output must be held to ``use``."""
+    return use.must_call or not use.parallel or any(tool.strict for tool in use.tools)
 
-    Args:   after: the text behind which the answer begins. token_id: the id of a special token, by its text.
-    Raises: InvalidRequest if the model's format of calls is not known, or the schemas are too long.
+
+def tool_constraint(
+    output: OutputFormat,
+    use: ToolUse,
+    *,
+    schemas: Mapping[str, Mapping[str, Any]],
+    token_id: Callable[[str], int],
+    content: Constraint | None = None,
+    after: str = "",
+) -> Constraint:
+    """Return what holds an output to ``use``.
+
+    Args:   schemas: what a grammar can hold of each tool's `arguments_schema`, by the tool's name.
+            token_id: the id of a special token, by its text.
+            content: what an answer without a call must be; None: any text.
+            after: the text behind which the answer begins.
+    Raises: InvalidRequest if the model's format of calls is not known, the schemas are too long, or ``content`` is no
+            JSON schema.
     """
-    if use.choice == "auto" and use.parallel and not any(tool.strict for tool in use.tools):
-        return None
     if output.tools is None:
         raise InvalidRequest("tools: this model's form of tool calls is not known (model.tool_format)", param="tools")
-    text = _Rules(output.tools, use, {tag: token_id(tag) for tag in output.special_tags}).text()
+    if content is not None and content.kind != "json_schema" and not use.must_call:
+        raise InvalidRequest(
+            "tools: go together with a JSON schema for answers without a call, and with no other constraint; leave "
+            'one of them out, or give tool_choice: "none"',
+            param="tools",
+        )
+    rules = _Rules(output.tools, use, schemas, {tag: token_id(tag) for tag in output.special_tags})
+    text = rules.text(None if content is None else json.loads(content.text))
     check_text(text)
     return Constraint(kind="lark", text=text, after=after)
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a tool's arguments. Those that are not named are not made, unless it asks for them."""
+    if not tool.parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    closed = {} if _COMBINING & tool.parameters.keys() else {"additionalProperties": False}
+    return {"type": "object", **tool.parameters, **closed}
 
 
 class _Rules:
     """The rules of one grammar, in llguidance's dialect of Lark."""
 
-    def __init__(self, form: ToolFormat, use: ToolUse, special_ids: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        form: ToolFormat,
+        use: ToolUse,
+        schemas: Mapping[str, Mapping[str, Any]],
+        special_ids: Mapping[str, int],
+    ) -> None:
         self._form = form
         self._use = use
+        self._schemas = schemas
         self._ids = special_ids
         self._rules: list[str] = []
 
-    def text(self) -> str:
+    def text(self, content: Mapping[str, Any] | None) -> str:
         form, use = self._form, self._use
         begin = form.whole_begin + form.before_name
         more = f"({self._literal(form.between + form.before_name)} named)* " if use.parallel else ""
         rest = f"named {more}{self._literal(form.whole_end)}"
         if use.must_call:
             self._rules.append(f"start: {self._literal(begin)} {rest}")
+        elif content is not None:
+            self._rules += [f"start: content | {self._literal(begin)} {rest}", f"content: {_json(content)}"]
         elif (trigger := self._trigger(begin)) is None:  # calls are the whole output
             self._rules += [f"start: FREE | {self._literal(begin)} {rest}", f"FREE: {_NO_CALL}"]
         else:
@@ -78,24 +115,24 @@ class _Rules:
     def _named(self, number: int, tool: Tool) -> str:
         begin = self._literal(self._form.begin(tool.name).removeprefix(self._form.before_name))
         if self._form.arguments == "json":
-            self._rules.append(f"arguments_{number}: {_json(_of_object(tool), strict=tool.strict)}")
+            self._rules.append(f"arguments_{number}: {_json(self._schemas[tool.name])}")
         else:
-            self._rules.append(f"arguments_{number}: {self._parameters(number, tool)}")
+            self._rules.append(f"arguments_{number}: {self._parameters(number, self._schemas[tool.name])}")
         return f"{begin} arguments_{number}"
 
-    def _parameters(self, number: int, tool: Tool) -> str:
+    def _parameters(self, number: int, whole: Mapping[str, Any]) -> str:
         """Each parameter between its tags, in the order of the schema."""
-        needed = tool.parameters.get("required", ())
-        shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+        needed = whole.get("required", ())
+        shared = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
         found = []
-        for i, (name, schema) in enumerate(tool.parameters.get("properties", {}).items()):
+        for i, (name, schema) in enumerate(whole.get("properties", {}).items()):
             begin, end = self._literal(self._form.parameter_begin(name)), self._literal(self._form.parameter_end)
             rule = f"value_{number}_{i}"
             values = schema.get("enum") if isinstance(schema, Mapping) else None
             if value_types(schema) != TEXT:
-                self._rules.append(f"{rule}: {_json({**schema, **shared}, strict=tool.strict)} {end}")
+                self._rules.append(f"{rule}: {_json({**schema, **shared})} {end}")
             elif values:
-                self._rules.append(f"{rule}: ({' | '.join(self._literal(value) for value in values)}) {end}")
+                self._rules.append(f"{rule}: ({' | '.join(self._literal(str(value)) for value in values)}) {end}")
             else:
                 self._rules.append(f"{rule}[lazy]: {_ANY_TEXT} {end}")
             found.append(f"{begin} {rule}" if name in needed else f"({begin} {rule})?")
@@ -110,16 +147,5 @@ class _Rules:
         return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _of_object(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's arguments. Those that are not named are not made, unless it asks for them."""
-    if not tool.parameters:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    closed = {} if _COMBINING & tool.parameters.keys() else {"additionalProperties": False}
-    return {"type": "object", **tool.parameters, **closed}
-
-
-def _json(schema: Any, *, strict: bool) -> str:
-    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    if not strict:
-        options |= {"lenient": True, "coerce_one_of": True}
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}}, ensure_ascii=False)}"

@@ -10,10 +10,11 @@ from tokenizers import Tokenizer
 from deployments.output import tool_formats
 from deployments.output.output_format import OutputFormat
 from deployments.output.tool_formats import ToolFormat
-from deployments.output.tool_grammar import tool_constraint
+from deployments.output.tool_grammar import arguments_schema, is_constrained, tool_constraint
 from deployments.output.tools import ToolUse, tool_use
 from replicas.errors import InvalidRequest
 from replicas.grammar.checking import grammar_of
+from replicas.types import Constraint
 from tests.embedded import MODEL
 
 FORMS = [
@@ -38,15 +39,20 @@ def matched(file: str) -> LLTokenizer:
     return LLTokenizer(file)
 
 
+def output_of(form: ToolFormat | None) -> OutputFormat:
+    return OutputFormat(tools=form, has_reasoning=False, template_has_tools=False, special_tags=frozenset(), dropped=())
+
+
+def constraint_of(output: OutputFormat, use: ToolUse, **options: Any) -> Constraint:
+    schemas = {tool.name: arguments_schema(tool) for tool in use.tools}
+    return tool_constraint(output, use, schemas=schemas, **{"token_id": int, **options})
+
+
 class Accepts:
     """Says of texts whether an output may be so, from its first token to its last."""
 
-    def __init__(self, file: str, matched: LLTokenizer, form: ToolFormat, use: ToolUse) -> None:
-        output = OutputFormat(
-            tools=form, has_reasoning=False, template_has_tools=False, special_tags=frozenset(), dropped=()
-        )
-        constraint = tool_constraint(output, use, after="", token_id=lambda text: 0)
-        assert constraint is not None
+    def __init__(self, file: str, matched: LLTokenizer, form: ToolFormat, use: ToolUse, **options: Any) -> None:
+        constraint = constraint_of(output_of(form), use, **options)
         self._grammar, self._matched, self._tokenizer = grammar_of(constraint), matched, Tokenizer.from_str(file)
 
     def __call__(self, text: str) -> bool:
@@ -123,26 +129,49 @@ def test_tags_that_are_special_tokens_are_written_as_such() -> None:
     tags = frozenset({"[TOOL_CALLS]", "[ARGS]"})
     output = OutputFormat(tools=form, has_reasoning=False, template_has_tools=True, special_tags=tags, dropped=())
     ids = {"[TOOL_CALLS]": 9, "[ARGS]": 32}
-    constraint = tool_constraint(output, use_of("required", False), after="</think>", token_id=ids.__getitem__)
-    assert constraint is not None
+    constraint = constraint_of(output, use_of("required", False), after="</think>", token_id=ids.__getitem__)
     assert constraint.after == "</think>"
     lines = constraint.text.splitlines()
     assert lines[1].split() == ["start:", "<[9]>", "named"]
     assert lines[-1] == 'named: ("weather" <[32]> arguments_0 | "now" <[32]> arguments_1) '
 
 
-def test_what_asks_for_nothing_is_not_constrained() -> None:
-    output = OutputFormat(
-        tools=tool_formats.HERMES, has_reasoning=False, template_has_tools=False, special_tags=frozenset(), dropped=()
-    )
-    use = tool_use(TOOLS[1:], "auto", None)
+def test_an_answer_without_a_call_fits_the_schema_that_was_asked_for(file: str, matched: LLTokenizer) -> None:
+    content = Constraint(kind="json_schema", text='{"type": "object", "properties": {"a": {"const": 1}}}')
+    accepts = Accepts(file, matched, tool_formats.HERMES, use_of("auto"), content=content)
+    call = whole(tool_formats.HERMES, "weather")
+    assert accepts('{"a": 1}')
+    assert accepts(call)
+    for text in ("text", '{"a": 2}', f'{{"a": 1}}{call}', call.replace("city", "town")):
+        assert not accepts(text)
+    only_calls = Accepts(file, matched, tool_formats.HERMES, use_of("required"), content=content)
+    assert only_calls(call)
+    assert not only_calls('{"a": 1}')
+
+
+def test_a_form_of_answers_that_is_no_schema_does_not_go_with_tools() -> None:
+    content = Constraint(kind="regex", text="a+")
+    with pytest.raises(InvalidRequest, match="go together with a JSON schema"):
+        constraint_of(output_of(tool_formats.HERMES), use_of("auto"), content=content)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "parallel", "constrained"),
+    [
+        (TOOLS, "auto", None, True),
+        (TOOLS[1:], "auto", None, False),
+        (TOOLS[1:], "auto", False, True),
+        (TOOLS[1:], "required", None, True),
+    ],
+)
+def test_what_asks_for_nothing_is_not_constrained(
+    tools: list[Any], choice: str, parallel: bool | None, constrained: bool
+) -> None:
+    use = tool_use(tools, choice, parallel)
     assert use is not None
-    assert tool_constraint(output, use, after="", token_id=lambda text: 0) is None
+    assert is_constrained(use) is constrained
 
 
 def test_a_model_without_a_known_form_of_calls_refuses_to_be_made_to_call() -> None:
-    output = OutputFormat(
-        tools=None, has_reasoning=False, template_has_tools=False, special_tags=frozenset(), dropped=()
-    )
     with pytest.raises(InvalidRequest, match="this model's form of tool calls is not known"):
-        tool_constraint(output, use_of("required"), after="", token_id=lambda text: 0)
+        constraint_of(output_of(None), use_of("required"))
