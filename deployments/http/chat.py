@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from deployments.dispatch.rids import new_rid
 from deployments.http.arrivals import name_of
 from deployments.http.bodies import ChatRequest, TokenizeRequest, read_body
-from deployments.http.constraints import check_tools, form_asked
+from deployments.http.constraints import form_asked, tools_asked
 from deployments.http.convert import (
     asks_form,
     check_model,
@@ -36,7 +36,6 @@ from deployments.http.streaming import Answer, Deltas, Key
 from deployments.output.parts import ArgumentsPart, CallPart, Part, Reader, ReasoningPart, TextPart, TextReader
 from deployments.output.reading import ChoiceReading, call_id
 from deployments.output.reasoning import ReasoningCount
-from deployments.output.tool_grammar import tool_constraint
 from deployments.output.tools import ToolUse, tool_use
 from deployments.output.validation import SchemaPromise
 from replicas.errors import InvalidRequest
@@ -201,10 +200,7 @@ async def prepare(service: Service, body: ChatRequest, name: str) -> Prepared:
     ids = truncated(service, whole, body.truncate_prompt_tokens, max_new_tokens=getattr(body, limit_name))
     limit = output_limit(service, len(ids), getattr(body, limit_name))
     form = await form_asked(service, body, after=_before_answer(service, ids)) if asks_form(body) else None
-    if form is not None and use is not None:
-        message = f"{form.param}: cannot be asked for with tools that may be called; set tool_choice to none"
-        raise InvalidRequest(message, param=form.param)
-    promise = None if form is None else form.promise
+    promise = None if form is None or (use is not None and use.must_call) else form.promise
     request = GenerateRequest(
         rid=new_rid(name),
         token_ids=ids,
@@ -233,9 +229,7 @@ async def _read_in_parts(
     sampling = request.sampling
     if use is not None:
         after = _before_answer(service, request.token_ids)
-        constraint = tool_constraint(output, use, after=after, token_id=tokenizer.id_of)
-        if constraint is not None:
-            await check_tools(service, constraint)
+        constraint = await tools_asked(service, use, content=sampling.constraint, after=after)
         sampling = replace(sampling, constraint=constraint)
     if output.needs_special:
         sampling = replace(sampling, skip_special_tokens=False)

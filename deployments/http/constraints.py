@@ -15,6 +15,8 @@ from deployments.http.bodies import WireType
 from deployments.http.convert import FORM_FIELDS, NOTHING
 from deployments.http.service import Service
 from deployments.output.structural_tags import tags_of
+from deployments.output.tool_grammar import arguments_schema, is_constrained, tool_constraint
+from deployments.output.tools import ToolUse
 from deployments.output.validation import FormAsked, SchemaPromise
 from replicas.errors import InvalidRequest
 from replicas.types import Constraint
@@ -72,16 +74,36 @@ async def _examined(service: Service, wish: _Wish, after: str) -> FormAsked:
             "out: then the finished document is validated"
         )
     promise = SchemaPromise(schema=text, problems=found.problems, after=after) if kind == "json_schema" else None
-    param = wish.path.partition(".")[0]
-    return FormAsked(constraint=replace(found.constraint, after=after), promise=promise, param=param)
+    return FormAsked(constraint=replace(found.constraint, after=after), promise=promise)
 
 
-async def check_tools(service: Service, constraint: Constraint) -> None:
-    """Raises: InvalidRequest if the grammar of tool calls cannot be compiled; Overloaded."""
+async def tools_asked(
+    service: Service, use: ToolUse, *, content: Constraint | None = None, after: str = ""
+) -> Constraint | None:
+    """Make the constraint that holds an output to calls of tools; None where nothing does.
+
+    Args:   content: what an answer without a call must be. after: the text behind which the answer begins.
+    Raises: InvalidRequest, naming the tool, also for a strict one of which a keyword cannot be enforced; Overloaded.
+    """
+    if content is None and not is_constrained(use):
+        return None
+    schemas: dict[str, Any] = {}
+    for i, tool in enumerate(use.tools):
+        if use.named not in (None, tool.name):
+            continue
+        path = f"tools[{i}].function.parameters"
+        wish = _Wish(path, "json_schema", arguments_schema(tool), strict=tool.strict)
+        try:
+            schemas[tool.name] = json.loads((await _examined(service, wish, "")).constraint.text)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path}: {error}", param=path) from error
+    output, token_id = service.prompting.output, service.tokenizer.id_of
+    made = tool_constraint(output, use, schemas=schemas, token_id=token_id, content=content, after=after)
     try:
-        await service.examined.of(constraint.kind, constraint.text)
+        await service.examined.of(made.kind, made.text)
     except InvalidRequest as error:
         raise InvalidRequest(f"tools: {error}", param="tools") from error
+    return made
 
 
 def _wishes(fields: WireType) -> Iterator[_Wish]:

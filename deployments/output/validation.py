@@ -74,7 +74,6 @@ class FormAsked:
 
     constraint: Constraint
     promise: SchemaPromise | None
-    param: str  # the field that asked for it
 
 
 def is_valid(schema_text: str, text: str, *, until: float) -> bool:

@@ -140,3 +140,31 @@ async def test_text_under_tools_is_content(client: httpx.AsyncClient) -> None:
     [choice] = body["choices"]
     assert choice["message"]["content"]
     assert "tool_calls" not in choice["message"]
+
+
+async def test_a_keyword_of_a_strict_tool_that_cannot_be_enforced_is_refused_by_its_place(
+    client: httpx.AsyncClient,
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    for strict, status in ((True, 400), (False, 200)):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+        answer = await client.post(CHAT, json=ASK | {"tools": [NOW, tool], "max_tokens": 1})
+        assert answer.status_code == status, answer.text
+        if strict:
+            error = answer.json()["error"]
+            assert error["param"] == "tools[1].function.parameters"
+            assert "'uniqueItems' at /properties/a/uniqueItems" in error["message"]
+
+
+async def test_with_a_response_format_an_answer_is_a_document_or_a_call(client: httpx.AsyncClient) -> None:
+    schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    body = await post(client, tool_choice="auto", response_format=wanted, temperature=1, n=2)
+    for choice in body["choices"]:
+        message = choice["message"]
+        for call in message.get("tool_calls", []):
+            check_call(call)
+        if "tool_calls" not in message:
+            assert isinstance(json.loads(message["content"])["warm"], bool)
+    refused = await client.post(CHAT, json=ASK | {"tool_choice": "auto", "regex": "a+"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
