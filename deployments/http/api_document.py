@@ -32,6 +32,7 @@ from deployments.http.bodies import (
     NativeRequest,
     TokenizeRequest,
 )
+from deployments.http.constraints import FORM_TYPES
 from deployments.http.routes import ExplainRequest
 from deployments.http.service import Service
 from deployments.output.tools import MAX_TOOLS
@@ -122,6 +123,14 @@ _NOT_DONE: Limit = {
     "enum": [None, False, 0, "", [], {}],
     "description": "Not supported: refused if it asks for anything.",
 }
+# the fields that ask for a form of the output (constraints.py)
+_STRINGS: Limit = {"type": "array", "items": {"type": "string"}}
+_FORMS: dict[str, tuple[Limit, ...]] = {
+    **dict.fromkeys(("regex", "ebnf", "guided_regex", "guided_grammar"), ({"type": "string"},)),
+    **dict.fromkeys(("json_schema", "structural_tag", "guided_json"), ({"type": "string"}, {"type": "object"})),
+    "guided_choice": (_STRINGS,),
+    "structured_outputs": ({"type": "object"},),
+}
 _NAME: Limit = {"pattern": "^[A-Za-z0-9._:/@+=-]{0,128}$"}
 _PENALTY: Limits = {"number": {"minimum": -2, "maximum": 2}}
 _UP_TO_20: Limits = {"integer": {"minimum": 0, "maximum": 20}}
@@ -197,7 +206,8 @@ def limits_of(service: Service) -> dict[str, Limits]:
         "rid": {"string": _NAME, "array": {"items": {"string": _NAME}}},
         "modalities": {"array": {"items": {"string": {"const": "text"}}, "minItems": 1, "maxItems": 1}},
         "suffix": {"string": {"maxLength": 0}},
-        "response_format": {"object": {"properties": {"type": {"enum": [None, "text"]}}}},
+        "response_format": {"object": {"properties": {"type": {"enum": [None, "text", *sorted(FORM_TYPES)]}}}},
+        **{name: {_ANYTHING: _form(*allowed)} for name, allowed in _FORMS.items()},
         **_of_responses(context),
     }
 
@@ -239,6 +249,10 @@ def limit(body: str, properties: Mapping[str, Any], limits: Mapping[str, Limits]
     """Put ``limits`` into the schemas of ``properties``. What is typed as anything and has none is only refused."""
     for name, schema in properties.items():
         _limit(schema, limits.get(f"{body}.{name}", limits.get(name, {_ANYTHING: _NOT_DONE})))
+
+
+def _form(*allowed: Limit) -> Limit:
+    return {"anyOf": [*allowed, {"enum": _NOT_DONE["enum"]}], "description": "The form that the output must have."}
 
 
 def _limit(schema: dict[str, Any], limits: Limits) -> None:

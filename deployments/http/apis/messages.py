@@ -83,7 +83,10 @@ async def messages(request: Request) -> Response:
         call_id=functools.partial(call_id, prepared.request.rid, 0, prefix="toolu_"),
     )
     answer = Answer(
-        requests=[dataclasses.replace(prepared.request, sampling=sampling)], form=form, answer_id=form.answer_id
+        requests=[dataclasses.replace(prepared.request, sampling=sampling)],
+        form=form,
+        answer_id=form.answer_id,
+        promise=prepared.promise,
     )
     return _told(await answer.respond(request, streams=body.stream), dropped)
 
